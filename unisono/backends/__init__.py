@@ -1,0 +1,85 @@
+"""Device families by name, loaded when they are asked for.
+
+To add one: write `foo.py` beside this file, end it with `backend_class = FooBackend`, add "foo" to `NAMES`, and run
+`pytest tests/contract -k foo`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+
+import torch
+
+from unisono.protocols import Backend
+
+NAMES = ("cuda", "mps", "cpu")
+"""In the order in which `pick_backend` tries them: accelerators first, cpu last."""
+
+
+@cache
+def get_backend(name: str) -> Backend:
+    """The family of that name, whether or not it has devices here.
+
+    Raises:
+        ValueError: there is no such family.
+    """
+    if name not in NAMES:
+        raise ValueError(f"backend {name!r} does not exist; choose one of {', '.join(sorted(NAMES))}")
+    backend: Backend = import_module(f"unisono.backends.{name}").backend_class()
+    return backend
+
+
+def pick_backend(name: str | None = None) -> Backend:
+    """The family of that name, or the first of `NAMES` that is available.
+
+    Raises:
+        ValueError: the family does not exist or has no device here; the message lists what has.
+    """
+    if name is None:
+        return next(backend for backend in map(get_backend, NAMES) if backend.is_available())
+    backend = get_backend(name)
+    if not backend.is_available():
+        raise ValueError(f"backend {name!r} has no device on this machine; it has {', '.join(available_devices())}")
+    return backend
+
+
+def available_devices() -> list[str]:
+    """Every device that exists here, as strings, in the order of `NAMES`."""
+    return [
+        str(backend.device(index))
+        for backend in map(get_backend, NAMES)
+        if backend.is_available()
+        for index in range(backend.device_count())
+    ]
+
+
+def resolve_device(device: str | int | torch.device) -> tuple[Backend, torch.device]:
+    """The family and the normalised device that a user means by "cuda:1", "cpu", 1 or a `torch.device`.
+
+    A bare integer is an index of the picked family; a family's name without an index is its device 0.
+
+    Raises:
+        TypeError: it is neither a string, an integer nor a device.
+        ValueError: no such device exists here; the message lists those that do.
+    """
+    if isinstance(device, bool) or not isinstance(device, str | int | torch.device):
+        raise TypeError(f"device={device!r} is a {type(device).__name__}; pass a string, an index or a torch.device")
+    if isinstance(device, int):
+        backend = pick_backend()
+        return backend, backend.device(device)
+    try:
+        wanted = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device {device!r} does not exist; there are {', '.join(available_devices())}") from None
+    if wanted.type not in NAMES:
+        raise ValueError(f"device {str(wanted)!r} does not exist; there are {', '.join(available_devices())}")
+    backend = pick_backend(wanted.type)
+    return backend, backend.device(wanted.index or 0)
+
+
+def check_index(index: int, count: int, name: str) -> None:
+    """Refuse an index that a family with `count` devices does not have."""
+    if not 0 <= index < count:
+        here = ", ".join(available_devices())
+        raise ValueError(f"device {name}:{index} does not exist: {count} {name} device(s) here; there are {here}")

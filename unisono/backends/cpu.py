@@ -1,0 +1,66 @@
+"""The CPU family. Its devices are logical: `cpu:0 .. cpu:n-1` are the same memory and the same cores.
+
+n is `CPU_NUM_DEVICES` (1 where it is unset), the name that PyTorch/XLA uses too; who names more devices outright gets
+them. A tensor sent to `cpu:1` reports `cpu`, so nothing may be keyed by a tensor's device.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import psutil
+import torch
+
+from unisono.tree import tree_map
+
+
+class CpuBackend:
+    name = "cpu"
+    process_group_backend = "gloo"
+
+    def is_available(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        text = os.environ.get("CPU_NUM_DEVICES", "1")
+        if not text.isdecimal() or int(text) < 1:
+            raise ValueError(f"CPU_NUM_DEVICES={text!r} in the environment; it must be a whole number from 1 on")
+        return int(text)
+
+    def device(self, index: int) -> torch.device:
+        if index < 0:
+            raise ValueError(f"device cpu:{index} does not exist: indices start at 0")
+        return torch.device("cpu", index)
+
+    def activate(self, device: torch.device) -> None:
+        pass
+
+    def to_device(self, batch: Any, device: torch.device) -> tuple[Any, Any]:
+        return tree_map(_to_cpu, batch), None
+
+    def wait_ready(self, token: Any) -> None:
+        pass
+
+    def synchronize(self, device: torch.device) -> None:
+        pass
+
+    def mark_step(self, device: torch.device) -> None:
+        pass
+
+    def rng_state(self, device: torch.device) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
+        torch.set_rng_state(state)
+
+    def memory(self, device: torch.device) -> int:
+        return int(psutil.Process().memory_info().rss)
+
+
+def _to_cpu(leaf: Any) -> Any:
+    # Sending to the index cpu:1 would copy a tensor that is in the right memory already.
+    return leaf.cpu() if isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu" else leaf
+
+
+backend_class = CpuBackend

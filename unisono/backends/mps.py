@@ -1,0 +1,68 @@
+"""The MPS family: the GPU of an Apple machine. One device, no float64, no process group of its own."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from unisono.backends import check_index
+from unisono.backends.movement import send
+from unisono.tree import tree_map
+
+logger = logging.getLogger(__name__)
+
+
+class MpsBackend:
+    name = "mps"
+    process_group_backend = "gloo"
+
+    def __init__(self) -> None:
+        self._has_warned = False
+
+    def is_available(self) -> bool:
+        return torch.backends.mps.is_available()
+
+    def device_count(self) -> int:
+        return int(self.is_available())
+
+    def device(self, index: int) -> torch.device:
+        check_index(index, self.device_count(), self.name)
+        return torch.device("mps", index)
+
+    def activate(self, device: torch.device) -> None:
+        pass
+
+    def to_device(self, batch: Any, device: torch.device) -> tuple[Any, Any]:
+        return tree_map(lambda leaf: send(self._narrowed(leaf), device), batch), None
+
+    def wait_ready(self, token: Any) -> None:
+        pass
+
+    def synchronize(self, device: torch.device) -> None:
+        torch.mps.synchronize()
+
+    def mark_step(self, device: torch.device) -> None:
+        pass
+
+    def rng_state(self, device: torch.device) -> torch.Tensor:
+        return torch.mps.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
+        torch.mps.set_rng_state(state)
+
+    def memory(self, device: torch.device) -> int:
+        return int(torch.mps.current_allocated_memory())
+
+
+    def _narrowed(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float64:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning("a batch holds float64 tensors, which mps does not have: they arrive as float32")
+            return leaf.float()
+        return leaf
+
+
+backend_class = MpsBackend

@@ -1,0 +1,143 @@
+"""Meeting: where the threads of one process exchange a value each.
+
+*Threads:* every replica thread calls `exchange`; anyone may call `abort`. One condition variable guards everything.
+(`threading.Barrier` will not do: it misses a rank that has returned, and its `abort` breaks ranks that are still
+leaving the generation before.)
+
+Invariants:
+1. An exchange is one `_Round` object. A fast rank that enters the next round finds a new object, so it can never touch
+   what a slow rank still reads.
+2. The last rank to arrive combines the values, in rank order, outside the lock. The result is shared: nobody writes it.
+3. Once broken, always broken, with the first cause.
+4. A round that a departed rank can never join breaks at once, not at a time-out.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from unisono.comm.operations import Call
+from unisono.errors import BrokenWorldError, CollectiveMismatchError
+from unisono.outcome import Outcome, copy_error
+
+R = TypeVar("R")
+
+
+class _Round:
+    def __init__(self) -> None:
+        self.calls: dict[int, Call] = {}
+        self.values: dict[int, Any] = {}
+        self.outcome: Outcome[Any] | None = None
+
+
+class Meeting:
+    """A place where `size` threads meet again and again.
+
+    Args:
+        size: the number of ranks.
+        timeout: how long a rank waits for the others before it breaks the world; a last resort.
+    """
+
+    def __init__(self, size: int, timeout: timedelta) -> None:
+        self.size = size
+        self._timeout = timeout
+        self._changed = threading.Condition()
+        self._round = _Round()
+        self._departed: set[int] = set()
+        self._broken: tuple[str, BaseException | None] | None = None
+
+    def exchange(self, rank: int, call: Call, value: Any, combine: Callable[[list[Any]], R]) -> R:
+        """Hand in `value`, wait for every rank's, and return `combine(values in rank order)`, the same object to all.
+
+        Raises:
+            BrokenWorldError: a rank failed or departed, now or before.
+            CollectiveMismatchError: another rank came with another call.
+        """
+        with self._changed:
+            self._check(rank, call)
+            here = self._round
+            here.calls[rank], here.values[rank] = call, value
+            is_last = len(here.calls) == self.size
+            if is_last:
+                self._round = _Round()
+            elif self._departed:
+                self._break(_departed_message(self._departed, rank, call), None)
+                self._check(rank, call)
+            else:
+                self._wait(here, rank, call)
+        if is_last:
+            outcome = self._combine(here, combine)
+            with self._changed:
+                here.outcome = outcome
+                self._changed.notify_all()
+        assert here.outcome is not None
+        if here.outcome.error is not None:
+            raise copy_error(here.outcome.error)
+        result: R = here.outcome.value  # type: ignore[assignment]
+        return result
+
+    def abort(self, cause: BaseException, rank: int | None = None) -> None:
+        """Break the world because of `cause`; only the first cause is kept."""
+        who = "it was aborted from outside" if rank is None else f"rank {rank} failed"
+        with self._changed:
+            self._break(f"{who} with {type(cause).__name__}: {cause}", cause)
+
+    def leave(self, rank: int) -> None:
+        """Rank `rank` takes part no more; a round that waits for it breaks."""
+        with self._changed:
+            if rank in self._departed:
+                return
+            self._departed.add(rank)
+            waiting = self._round.calls
+            if waiting:
+                first = min(waiting)
+                self._break(_departed_message(self._departed, first, waiting[first]), None)
+
+    def _wait(self, here: _Round, rank: int, call: Call) -> None:
+        def is_over() -> bool:
+            # Once all have come, nothing can stop the round: the last rank combines without waiting for anyone.
+            return here.outcome is not None or (self._broken is not None and len(here.calls) < self.size)
+
+        if not self._changed.wait_for(is_over, self._timeout.total_seconds()) and len(here.calls) < self.size:
+            missing = sorted(set(range(self.size)) - set(here.calls))
+            self._break(f"rank {rank} waited {self._timeout} in {call} for ranks {missing}", None)
+        self._changed.wait_for(is_over)
+        if here.outcome is None:
+            self._check(rank, call)
+
+    def _check(self, rank: int, call: Call) -> None:
+        if self._broken is not None:
+            message, cause = self._broken
+            raise BrokenWorldError(f"rank {rank} cannot complete {call}: {message}") from cause
+
+    def _break(self, message: str, cause: BaseException | None) -> None:
+        if self._broken is None:
+            self._broken = (message, cause)
+            self._changed.notify_all()
+
+    def _combine(self, here: _Round, combine: Callable[[list[Any]], R]) -> Outcome[R]:
+        odd = next((rank for rank in range(self.size) if here.calls[rank] != here.calls[0]), None)
+        if odd is None:
+            outcome = Outcome.capture(combine, [here.values[rank] for rank in range(self.size)])
+            here.values.clear()
+        else:
+            outcome = Outcome.failure(mismatch_error(here.calls[0], odd, here.calls[odd]))
+        if outcome.error is not None:
+            self.abort(outcome.error)
+        return outcome
+
+
+def mismatch_error(call_of_zero: Call, odd: int, call_of_odd: Call) -> CollectiveMismatchError:
+    """Two ranks met in different calls."""
+    return CollectiveMismatchError(
+        f"rank 0 called {call_of_zero} while rank {odd} called {call_of_odd}; every rank must call the same "
+        "collectives in the same order with the same shapes and types"
+    )
+
+
+def _departed_message(departed: set[int], rank: int, call: Call) -> str:
+    names = ", ".join(str(other) for other in sorted(departed))
+    return f"rank {names} has returned and left this world, while rank {rank} waits for it in {call}"

@@ -1,0 +1,195 @@
+"""Ranks as processes: torch.distributed does the work, this file keeps the law.
+
+What is added to the process group: the same checks on every rank, "mean" in every backend, types that gloo lacks, and
+the *reason* when a world breaks. gloo wakes the peers of a dead rank with a bare `RuntimeError` about a socket, so a
+rank that fails or leaves first writes why into the store, and whoever is woken looks there.
+
+*Threads:* the rank's own thread, and for `abort` any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from unisono.comm.meeting import mismatch_error
+from unisono.comm.operations import Call, check_reduction, check_root, check_scatter, check_tensor, pack, unpack
+from unisono.errors import BrokenWorldError, UnisonoError
+from unisono.outcome import Outcome
+from unisono.protocols import ReduceOp
+
+R = TypeVar("R")
+
+_TORCH_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,
+    "product": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
+_WIDER = {torch.int16: torch.int32}  # gloo has no 16 bit integers
+_FAILURE, _DEPARTED = "unisono/failure", "unisono/departed/{}"
+
+
+class ProcessCommunicator:
+    """A rank of the default process group.
+
+    Args:
+        store: where ranks leave the reason of a failure; None when the group was made by somebody else.
+        device: where barriers and objects travel, the rank's own device.
+        is_checked: exchange and compare every call before it runs, at the price of one more collective each.
+        owns_group: whether `leave` destroys the process group.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        store: dist.Store | None = None,
+        is_checked: bool = False,
+        owns_group: bool = True,
+    ) -> None:
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self._device = device
+        self._store = store
+        self._is_checked = is_checked
+        self._owns_group = owns_group
+        self._broken: tuple[str, BaseException | None] | None = None
+        self._has_left = False
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
+        check_reduction(tensor, op)
+        return self._run(Call.on("all_reduce", tensor, op), lambda: self._reduce(tensor, op))
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        check_tensor(tensor, "all_gather")
+
+        def gather() -> list[torch.Tensor]:
+            sent = _wire(tensor)
+            parts = [torch.empty_like(sent) for _ in range(self.size)]
+            dist.all_gather(parts, sent)
+            return [part.to(tensor.dtype) for part in parts]
+
+        return self._run(Call.on("all_gather", tensor), gather)
+
+    def reduce_scatter(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
+        check_reduction(tensor, op, "reduce_scatter")
+        check_scatter(tensor, self.size)
+
+        def scatter() -> torch.Tensor:
+            sent = _wire(tensor)
+            part = torch.empty_like(sent[: len(sent) // self.size])
+            dist.reduce_scatter(part, [piece.contiguous() for piece in sent.chunk(self.size)], _TORCH_OPS[op])
+            return (part.div_(self.size) if op == "mean" else part).to(tensor.dtype)
+
+        return self._run(Call.on("reduce_scatter", tensor, op), scatter)
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
+        check_tensor(tensor, "broadcast")
+        check_root(root, self.size)
+
+        def send() -> torch.Tensor:
+            sent = _wire(tensor)
+            dist.broadcast(sent, root)
+            return _write_back(tensor, sent)
+
+        return self._run(Call.on("broadcast", tensor, root), send)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        data = pack(value)
+        return [unpack(each) for each in self._run(Call("all_gather_object"), lambda: self._gather_bytes(data))]
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        check_root(root, self.size)
+        slot = [pack(value) if self.rank == root else None]
+        self._run(
+            Call("broadcast_object", argument=root),
+            lambda: dist.broadcast_object_list(slot, root, device=self._device),
+        )
+        data = slot[0]
+        assert data is not None
+        return unpack(data)
+
+    def barrier(self) -> None:
+        # A reduction and not dist.barrier, which on gloo leaves a rank up to the time-out in doubt about a dead peer.
+        self._run(Call("barrier"), lambda: dist.all_reduce(torch.zeros(1, device=self._device)))
+
+    def abort(self, cause: BaseException) -> None:
+        if self._broken is None:
+            self._broken = (f"rank {self.rank} failed with {type(cause).__name__}: {cause}", cause)
+            if self._store is not None and not self._store.check([_FAILURE]):
+                self._store.set(_FAILURE, Outcome.failure(cause, f"rank {self.rank}").to_bytes())
+            self._destroy()
+
+    def leave(self) -> None:
+        if not self._has_left:
+            self._has_left = True
+            if self._store is not None:
+                self._store.set(_DEPARTED.format(self.rank), b"1")
+            self._destroy()
+
+    def _run(self, call: Call, operation: Callable[[], R]) -> R:
+        if self._has_left:
+            raise BrokenWorldError(f"rank {self.rank} has left this world and cannot call {call}")
+        if self._broken is None:
+            try:
+                if self._is_checked:
+                    self._compare(call)
+                with torch.no_grad():
+                    return operation()
+            except UnisonoError:
+                raise
+            except RuntimeError as error:
+                if self._broken is None:
+                    self._broken = self._reason(error)
+        message, cause = self._broken
+        raise BrokenWorldError(f"rank {self.rank} cannot complete {call}: {message}") from cause
+
+    def _compare(self, call: Call) -> None:
+        calls = [unpack(data) for data in self._gather_bytes(pack(call))]
+        odd = next((rank for rank in range(self.size) if calls[rank] != calls[0]), None)
+        if odd is not None:
+            mismatch = mismatch_error(calls[0], odd, calls[odd])
+            self._broken = (f"{type(mismatch).__name__}: {mismatch}", mismatch)
+            raise mismatch
+
+    def _reason(self, error: RuntimeError) -> tuple[str, BaseException]:
+        """Why the transport failed: what a peer left in the store, else the transport's own words."""
+        if self._store is not None:
+            if self._store.check([_FAILURE]):
+                peer = Outcome.from_bytes(self._store.get(_FAILURE))
+                if peer.error is not None:
+                    return f"{peer.where} failed with {type(peer.error).__name__}: {peer.error}", peer.error
+            gone = [rank for rank in range(self.size) if self._store.check([_DEPARTED.format(rank)])]
+            if gone:
+                names = ", ".join(map(str, gone))
+                return f"rank {names} has returned and left this world", error
+        return f"a peer is gone or did not answer ({error})", error
+
+    def _reduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+        sent = _wire(tensor)
+        dist.all_reduce(sent, _TORCH_OPS[op])
+        if op == "mean":
+            sent.div_(self.size)
+        return _write_back(tensor, sent)
+
+    def _gather_bytes(self, data: bytes) -> list[bytes]:
+        received: list[Any] = [None] * self.size
+        dist.all_gather_object(received, data)
+        return received
+
+    def _destroy(self) -> None:
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _wire(tensor: torch.Tensor) -> torch.Tensor:
+    """What travels: contiguous, of a type that every process group has; the tensor itself where it is that already."""
+    return tensor.detach().to(_WIDER.get(tensor.dtype, tensor.dtype)).contiguous()
+
+
+def _write_back(tensor: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
+    return tensor if sent.data_ptr() == tensor.data_ptr() else tensor.copy_(sent)

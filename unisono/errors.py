@@ -1,0 +1,95 @@
+"""The exceptions of this package. A user's own exception is never wrapped: it keeps its type and gains notes.
+
+Who is to blame is told by the type::
+
+    UnisonoError (RuntimeError)
+    ├── NoWorldError              nobody said which world this process belongs to
+    ├── BrokenWorldError          a peer failed or departed; __cause__ is the first cause where it is known
+    ├── CollectiveMismatchError   two ranks called different collectives
+    ├── ClosedError               you closed it
+    ├── BusyError                 two used it at once
+    ├── WorkerDiedError           a worker ended without a Python exception: a signal, an exit
+    ├── UnpicklableError          a function or a result cannot travel between processes
+    └── RemoteError               a worker raised an exception that cannot be rebuilt in this process
+
+    RemoteTraceback (Exception)   never raised: the `__cause__` of an exception that crossed a process
+"""
+
+from __future__ import annotations
+
+import signal as signals
+
+
+class UnisonoError(RuntimeError):
+    """Base of the errors that this package raises on its own account."""
+
+
+class NoWorldError(UnisonoError):
+    """The environment announces several processes, but none of them was told its rank."""
+
+
+class BrokenWorldError(UnisonoError):
+    """A peer failed or departed, so no collective of this world can complete any more.
+
+    This is a secondary error: the caller of `spawn` or `DataParallel` gets the peer's own exception instead.
+    """
+
+
+class CollectiveMismatchError(UnisonoError):
+    """Two ranks called different collectives, or the same one with different shapes, types or arguments."""
+
+
+class ClosedError(UnisonoError):
+    """The object was closed by its owner and cannot be used any more."""
+
+
+class BusyError(UnisonoError):
+    """The object is in use by another thread and serves one at a time."""
+
+
+class WorkerDiedError(UnisonoError):
+    """A worker process ended without returning and without a Python exception.
+
+    Attributes:
+        rank: the rank of the worker.
+        exit_code: its exit status; -N when signal N ended it, as in `subprocess`.
+    """
+
+    def __init__(self, message: str, rank: int, exit_code: int | None) -> None:
+        super().__init__(message, rank, exit_code)
+        self.rank = rank
+        self.exit_code = exit_code
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class UnpicklableError(UnisonoError):
+    """A function, its arguments or its result cannot be sent to another process."""
+
+
+class RemoteError(UnisonoError):
+    """Stands for a worker's exception whose class cannot be rebuilt here; the message begins with its type."""
+
+
+class RemoteTraceback(Exception):  # noqa: N818 - a carrier of text, not an error of its own
+    """The text of a traceback from another process, shown by Python above the exception that it caused."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return "\n" + self.text
+
+
+def describe_exit(exit_code: int | None) -> str:
+    """Say in words how a process ended: ``describe_exit(-9) == "was killed by SIGKILL"``."""
+    if exit_code is None:
+        return "ended for an unknown reason"
+    if exit_code < 0:
+        try:
+            return f"was killed by {signals.Signals(-exit_code).name}"
+        except ValueError:
+            return f"was killed by signal {-exit_code}"
+    return f"exited with code {exit_code}"

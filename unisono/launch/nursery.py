@@ -1,0 +1,106 @@
+"""The caller's side of the zygote: one per calling process, started once, shared by every group of workers.
+
+*Threads:* any thread may open a group; a lock covers the start of the zygote. A group's socket belongs to its
+supervisor.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+
+from unisono.errors import UnisonoError
+from unisono.launch import wire
+
+_lock = threading.Lock()
+_nursery: Nursery | None = None
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+class Nursery:
+    """A running zygote."""
+
+    def __init__(self) -> None:
+        ours, theirs = wire.socket_pair()
+        start = (
+            f"import sys; sys.path[:] = {sys.path!r}; "  # the same modules as here, however they are found
+            f"from unisono.launch.zygote import main; main({theirs.fileno()}, {os.getpid()})"
+        )
+        # OpenBLAS would start its threads when numpy is imported, and a process with threads must not fork.
+        environ = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", start],
+            pass_fds=[theirs.fileno()],
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # a Ctrl-C in the terminal is the caller's to handle
+        )
+        theirs.close()
+        self._control = ours
+        _sockets.add(ours)
+
+    @property
+    def pid(self) -> int:
+        """The zygote's process id."""
+        return self._process.pid
+
+    def is_alive(self) -> bool:
+        """Whether it can still serve."""
+        return self._process.poll() is None
+
+    def open_group(self, directory: Path) -> socket.socket:
+        """A new group's socket; `directory` is removed when the group ends. OSError when the zygote is gone."""
+        ours, theirs = wire.socket_pair()
+        with theirs:
+            wire.send(self._control, {"directory": str(directory)}, (theirs.fileno(),))
+        _sockets.add(ours)
+        return ours
+
+    def close(self) -> None:
+        """End the zygote and with it every worker. Idempotent."""
+        self._control.close()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def open_group(directory: Path) -> socket.socket:
+    """A socket to the zygote for a new group; a zygote that has died is replaced.
+
+    Raises:
+        UnisonoError: the zygote cannot be started; it has printed why to stderr.
+    """
+    global _nursery
+    with _lock:
+        for _ in range(2):
+            if _nursery is None or not _nursery.is_alive():
+                _nursery = Nursery()
+                atexit.register(_nursery.close)
+            with contextlib.suppress(OSError):
+                return _nursery.open_group(directory)
+    raise UnisonoError("the process that workers are forked from ended at its start; see its output above")
+
+
+def zygote_pid() -> int | None:
+    """The pid of the running zygote, if there is one."""
+    return _nursery.pid if _nursery is not None and _nursery.is_alive() else None
+
+
+def _forget_in_child() -> None:
+    """A fork of the caller must not hold the sockets open: their end is what tells the zygote that the caller died."""
+    global _nursery
+    _nursery = None
+    for sock in list(_sockets):
+        sock.close()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,45 @@
+"""Where the workers of one machine find one another: a file in a private directory.
+
+No port is opened and no name is looked up, so any number of groups start side by side, and a broken resolver delays
+none of them.
+"""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from unisono.launch.worker import Job
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """The files of one group: the store that its process group meets in, and the job that its workers read."""
+
+    directory: Path
+
+    @property
+    def store(self) -> Path:
+        return self.directory / "store"
+
+    @property
+    def job(self) -> Path:
+        return self.directory / "job"
+
+    def write_job(self, job: Job) -> None:
+        self.job.write_bytes(pickle.dumps(job))
+
+
+@contextmanager
+def rendezvous() -> Iterator[Rendezvous]:
+    """A rendezvous for one group, gone when the block ends. (The zygote removes it when the caller is killed.)"""
+    directory = tempfile.mkdtemp(prefix="unisono-")
+    try:
+        yield Rendezvous(Path(directory))
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)

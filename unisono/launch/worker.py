@@ -1,0 +1,169 @@
+"""The worker: what a forked process does from its first line to its last.
+
+1. It becomes the caller's equal: environment, directory, import path, standard streams.
+2. It joins the world: the process group over a file, its device, its share of the CPU's threads.
+3. It calls `fn(rank, *args)`.
+4. It sends an `Outcome` through its pipe, whatever happened, and only then leaves the world, so that its own error
+   reaches the caller before the peers' errors about the broken world do.
+5. It ends by `os._exit`. The interpreter's slow end, and destructors that abort, are spared.
+
+Nothing escapes sideways: an exception is the outcome, a sudden death is seen by the zygote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import pickle
+import signal
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+import torch.utils.data  # noqa: F401 - imported here so that every fork has it
+
+from unisono.backends import get_backend
+from unisono.comm.processes import ProcessCommunicator
+from unisono.errors import UnpicklableError, WorkerDiedError
+from unisono.outcome import Outcome
+from unisono.world import World, set_process_world
+
+HEADER = struct.Struct("!Q")  # the length of the outcome that follows
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all workers of a group are told, the same for each.
+
+    Attributes:
+        call: `(fn, args)`, pickled by value where that is needed.
+        nprocs: the size of the world.
+        backend: the device family's name.
+        timeout: of the process group, a last resort.
+        is_checked: whether collectives are compared before they run.
+        num_threads: CPU threads of each worker.
+        store: the path of the rendezvous file, known once there is a rendezvous.
+        environ, directory, path, argv: the caller's.
+    """
+
+    call: bytes
+    nprocs: int
+    backend: str
+    timeout: timedelta
+    is_checked: bool
+    num_threads: int
+    store: str = ""
+    environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    directory: str = field(default_factory=os.getcwd)
+    path: list[str] = field(default_factory=lambda: list(sys.path))
+    argv: list[str] = field(default_factory=lambda: list(sys.argv))
+
+
+def run_worker(rank: int, job_file: str, result_fd: int) -> NoReturn:
+    """Be worker `rank` of the job in that file; the outcome goes to `result_fd`, a header and its bytes."""
+    world: World | None = None
+    try:
+        job: Job = pickle.loads(Path(job_file).read_bytes())
+        _adopt_caller(job, rank)
+        world = _join_world(job, rank)
+        set_process_world(world)
+        outcome = Outcome.capture(_call, job.call, rank)
+    except BaseException as error:
+        outcome = Outcome.failure(error)
+    is_failure = outcome.error is not None
+    if isinstance(outcome.error, SystemExit):
+        outcome = Outcome.failure(exit_error(outcome.error, rank))
+    where = str(world) if world is not None else f"rank {rank}, pid {os.getpid()}, before it joined the world"
+    for stream in (sys.stdout, sys.stderr):  # first: a failure that the caller knows of may be answered by a signal
+        with contextlib.suppress(Exception):
+            stream.flush()
+    _send(result_fd, Outcome(outcome.value, outcome.error, where, outcome.at, outcome.is_secondary).to_bytes())
+    with contextlib.suppress(Exception):
+        if world is not None and outcome.error is not None:
+            world.comm.abort(outcome.error)
+        elif world is not None:
+            world.comm.leave()
+    os._exit(int(is_failure))
+
+
+def exit_error(error: SystemExit, rank: int) -> WorkerDiedError:
+    """What `sys.exit` in a worker is to the caller: a worker that ended without a result."""
+    code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    return WorkerDiedError(
+        f"rank {rank} called sys.exit({error.code!r}) before fn returned; return from fn instead", rank, code
+    )
+
+
+def _call(call: bytes, rank: int) -> Any:
+    try:
+        fn, args = pickle.loads(call)
+    except Exception as error:
+        raise UnpicklableError(
+            f"fn or its arguments cannot be rebuilt in the worker ({type(error).__name__}: {error}); "
+            "what they refer to must be importable there"
+        ) from error
+    function: Callable[..., Any] = fn
+    return function(rank, *args)
+
+
+def _adopt_caller(job: Job, rank: int) -> None:
+    os.environ.clear()
+    os.environ.update(job.environ)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.nprocs), LOCAL_WORLD_SIZE=str(job.nprocs)
+    )
+    # Peers are on this machine: the loopback needs no name service, and no address of another network is offered.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.chdir(job.directory)
+    sys.path[:] = job.path
+    sys.argv[:] = job.argv
+    # The zygote's stream objects were made for other files; line buffering lets a terminal show lines as they come.
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
+    faulthandler.enable(2)
+    faulthandler.register(signal.SIGUSR1, 2, all_threads=True)
+
+
+def _join_world(job: Job, rank: int) -> World:
+    backend = get_backend(job.backend)
+    device = backend.device(rank)
+    backend.activate(device)
+    torch.set_num_threads(job.num_threads)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # for what the worker starts; this process has read them
+        os.environ.setdefault(name, str(job.num_threads))
+    with _explained(rank):
+        store = dist.FileStore(job.store, job.nprocs)
+        dist.init_process_group(
+            backend.process_group_backend, store=store, rank=rank, world_size=job.nprocs, timeout=job.timeout
+        )
+    return World(
+        device=device,
+        backend=backend,
+        comm=ProcessCommunicator(device, store, job.is_checked),
+        rank=rank,
+        world_size=job.nprocs,
+        local_rank=rank,
+        local_world_size=job.nprocs,
+    )
+
+
+@contextlib.contextmanager
+def _explained(rank: int) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        error.add_note(f"rank {rank} could not join the process group of its peers")
+        raise
+
+
+def _send(fd: int, data: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError), os.fdopen(fd, "wb") as pipe:
+        pipe.write(HEADER.pack(len(data)))
+        pipe.write(data)

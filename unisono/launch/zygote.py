@@ -1,0 +1,224 @@
+"""The zygote: a small process that has imported torch and run nothing, from which workers are forked in milliseconds.
+
+Forking the user's process would deadlock (OpenMP's pool and other threads do not survive a fork), and starting fresh
+interpreters costs seconds each. The zygote has one thread, no CUDA context and no process group, so a fork of it is
+safe.
+
+It is also the reaper. It makes itself the subreaper of everything that its workers start, each worker leads a session
+of its own, and when a worker ends, or the group's connection closes, or the calling process dies, the sessions are
+killed and what escaped its session is found among the zygote's children.
+
+Who owns what: the calling process owns a control socket (its end means: the caller is gone) and one socket per group of
+workers (its end means: kill this group). On a group's socket:
+
+    caller -> zygote   {"op": "fork", "rank", "job"} + [result, stdout, stderr]     {"op": "signal", "signal"}
+    zygote -> caller   {"op": "forked", "rank", "pid"}    {"op": "exit", "rank", "status"}    {"op": "error", "text"}
+
+*Threads:* one; `serve` is a loop over a selector. Nothing in it blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import traceback
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import psutil
+
+from unisono.launch import wire
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_IDLE_S = 0.2
+_IDLE_PRELOAD = ("torch._dynamo",)  # the first optimizer of a process imports it, at more than a second
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass
+class _Group:
+    """The workers of one `spawn` and the socket to its caller."""
+
+    sock: socket.socket
+    directory: str = ""
+    ranks: dict[int, int] = field(default_factory=dict)  # pid -> rank, of living workers
+
+
+class Zygote:
+    """The state of the zygote process."""
+
+    def __init__(self, control: socket.socket, caller: int) -> None:
+        self.control = control
+        self.groups: dict[int, _Group] = {}  # by the socket's descriptor
+        self.selector = selectors.DefaultSelector()
+        self.children_r, self.children_w = os.pipe()
+        for end in (self.children_r, self.children_w):
+            os.set_blocking(end, False)
+        self.caller_fd = os.pidfd_open(caller)
+        for watched in (control.fileno(), self.children_r, self.caller_fd):
+            self.selector.register(watched, selectors.EVENT_READ)
+
+    def serve(self) -> NoReturn:
+        """Fork and reap until the caller is gone."""
+        signal.set_wakeup_fd(self.children_w, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        to_preload = list(_IDLE_PRELOAD)
+        while True:
+            is_idle = not self.groups and bool(to_preload)
+            events = self.selector.select(_IDLE_S if is_idle else None)
+            if is_idle and not events:
+                importlib.import_module(to_preload.pop())
+                gc.freeze()
+            for fd in (key.fd for key, _ in events):
+                if fd == self.caller_fd or (fd == self.control.fileno() and not self._accept()):
+                    self._end()
+                elif fd == self.children_r:
+                    self._reap()
+                elif fd in self.groups:
+                    self._answer(self.groups[fd])
+
+    def _accept(self) -> bool:
+        try:
+            message, fds = wire.receive(self.control)
+        except EOFError:
+            return False
+        group = _Group(socket.socket(fileno=fds[0]), message["directory"])
+        self.groups[group.sock.fileno()] = group
+        self.selector.register(group.sock.fileno(), selectors.EVENT_READ)
+        return True
+
+    def _answer(self, group: _Group) -> None:
+        try:
+            message, fds = wire.receive(group.sock)
+        except EOFError:
+            self._close(group)
+            return
+        if message["op"] == "fork":
+            self._fork(group, message["rank"], message["job"], fds)
+        elif message["op"] == "signal":
+            for pid in group.ranks:
+                kill_session(pid, message["signal"])
+
+    def _fork(self, group: _Group, rank: int, job: str, fds: list[int]) -> None:
+        try:
+            pid = os.fork()
+        except OSError as error:
+            _tell(group, {"op": "error", "text": f"cannot fork worker {rank}: {error}"})
+            return
+        if pid == 0:
+            self._become_worker(rank, job, fds)
+        for fd in fds:
+            os.close(fd)
+        group.ranks[pid] = rank
+        _tell(group, {"op": "forked", "rank": rank, "pid": pid})
+
+    def _become_worker(self, rank: int, job: str, fds: list[int]) -> NoReturn:
+        """In the child: cut every tie to the zygote but the parent-death signal, then be the worker."""
+        try:
+            zygote = os.getppid()
+            os.setsid()
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != zygote:  # it died before the signal was asked for
+                os._exit(1)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            self.selector.close()
+            for fd in (self.children_r, self.children_w, self.caller_fd):
+                os.close(fd)
+            for sock in (self.control, *(group.sock for group in self.groups.values())):
+                sock.close()
+            result, stdout, stderr = fds
+            os.dup2(stdout, 1)
+            os.dup2(stderr, 2)
+            os.close(stdout)
+            os.close(stderr)
+            from unisono.launch.worker import run_worker
+
+            run_worker(rank, job, result)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)  # whatever happens, the child never goes on as a second zygote
+
+    def _reap(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.children_r, 4096)
+        ended = []
+        with contextlib.suppress(ChildProcessError):
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                ended.append(found)
+        for pid, status in ended:
+            group = next((group for group in self.groups.values() if pid in group.ranks), None)
+            if group is not None:
+                rank = group.ranks.pop(pid)
+                kill_session(pid, signal.SIGKILL)
+                if not any(group.ranks for group in self.groups.values()):
+                    self._kill_strays()
+                _tell(group, {"op": "exit", "rank": rank, "status": os.waitstatus_to_exitcode(status)})
+
+    def _kill_strays(self) -> None:
+        """Kill what dead workers left outside their sessions; their orphans are the zygote's only children now."""
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process().children():
+                kill_tree(child)
+
+    def _close(self, group: _Group) -> None:
+        """The caller has let go of the group: nothing of it may live on."""
+        self.selector.unregister(group.sock.fileno())
+        del self.groups[group.sock.fileno()]
+        group.sock.close()
+        for pid in group.ranks:
+            with contextlib.suppress(psutil.Error):
+                kill_tree(psutil.Process(pid))
+            kill_session(pid, signal.SIGKILL)
+        shutil.rmtree(group.directory, ignore_errors=True)
+
+    def _end(self) -> NoReturn:
+        for group in list(self.groups.values()):
+            self._close(group)
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process().children(recursive=True):
+                kill_tree(child)
+        os._exit(0)
+
+
+def _tell(group: _Group, message: dict[str, object]) -> None:
+    with contextlib.suppress(OSError):  # a caller that is gone is noticed by its end of file
+        wire.send(group.sock, message)
+
+
+def kill_session(pid: int, signum: int) -> None:
+    """Send a signal to the process group that the worker leads: itself and its loader workers."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signum)
+
+
+def kill_tree(process: psutil.Process) -> None:
+    """SIGKILL a process and all that descend from it, whatever session they are in."""
+    with contextlib.suppress(psutil.Error):
+        for descendant in [*process.children(recursive=True), process]:
+            with contextlib.suppress(psutil.Error):
+                descendant.kill()
+
+
+def main(control_fd: int, caller: int) -> NoReturn:
+    """Run the zygote on its end of the control socket; `caller` is the pid of the calling process."""
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    control = socket.socket(fileno=control_fd)
+    if os.getppid() != caller:
+        sys.exit("the process that started this zygote is gone")
+    importlib.import_module("unisono.launch.worker")
+    gc.collect()
+    gc.freeze()  # objects that exist now are never written by a collection, so their pages stay shared with the workers
+    Zygote(control, caller).serve()

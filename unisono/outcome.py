@@ -1,0 +1,204 @@
+"""Outcome: a value, or an error and where it happened. The one envelope at every boundary between threads or processes.
+
+A queue, a thread's end and a process's pipe all carry an `Outcome`, so an error is never lost and never changes its
+type on the way.
+
+Invariants:
+1. `capture` lets nothing escape, `KeyboardInterrupt` and `SystemExit` included: whoever unwraps decides.
+2. `to_bytes` never raises. What cannot be pickled becomes an error that names it.
+3. `from_bytes` never raises. An exception class that cannot be rebuilt here becomes a `RemoteError` with the same text.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, ParamSpec, TypeVar, cast
+
+import cloudpickle
+
+from unisono.errors import BrokenWorldError, RemoteError, RemoteTraceback, UnpicklableError
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[T]):
+    """What became of one piece of work.
+
+    Attributes:
+        value: what it returned; meaningless when `error` is set.
+        error: what it raised.
+        where: the place in words, added to the error as a note when it is unwrapped.
+        at: when it ended, `time.monotonic()` in seconds; comparable among the processes of one machine.
+        is_secondary: whether the error only tells that a peer broke the world, directly or through its causes.
+    """
+
+    value: T | None = None
+    error: BaseException | None = None
+    where: str = ""
+    at: float = 0.0
+    is_secondary: bool = False
+
+    @classmethod
+    def capture(cls, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Outcome[T]:
+        """Call `fn` and keep whatever comes of it."""
+        try:
+            value = fn(*args, **kwargs)
+        except BaseException as error:
+            return cls.failure(error)
+        return cls(value=value, at=time.monotonic())
+
+    @classmethod
+    def failure(cls, error: BaseException, where: str = "") -> Outcome[T]:
+        """The outcome of work that raised `error`, now."""
+        return cls(error=error, where=where, at=time.monotonic(), is_secondary=_is_secondary(error))
+
+    def unwrap(self) -> T:
+        """Return the value, or raise the error with a note saying where it happened."""
+        if self.error is None:
+            return cast(T, self.value)
+        add_note_once(self.error, self.where)
+        raise self.error
+
+    def to_bytes(self) -> bytes:
+        """Serialise for another process; the traceback travels as text."""
+        if self.error is not None:
+            return self._pack(self.error)
+        try:
+            payload = cloudpickle.dumps(self.value)
+        except Exception as reason:
+            refusal = UnpicklableError(
+                f"the result, a {type(self.value).__name__}, cannot be sent to the calling process "
+                f"({type(reason).__name__}: {reason}); return tensors, numbers or other picklable data"
+            )
+            return self._pack(refusal)
+        return pickle.dumps({"payload": payload, "where": self.where, "at": self.at})
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Outcome[Any]:
+        """Rebuild an outcome; an error's `__cause__` is a `RemoteTraceback` with the text of the other process."""
+        fields = pickle.loads(data)
+        where, at = fields["where"], fields["at"]
+        if "traceback" in fields:
+            error = _rebuild_error(fields["payload"]) or RemoteError(f"{fields['type']}: {fields['message']}")
+            error.__cause__ = RemoteTraceback(fields["traceback"])
+            return Outcome(error=error, where=where, at=at, is_secondary=fields["is_secondary"])
+        try:
+            return Outcome(value=pickle.loads(fields["payload"]), where=where, at=at)
+        except Exception as reason:
+            refusal = UnpicklableError(
+                f"the result cannot be rebuilt in the calling process ({type(reason).__name__}: {reason}); "
+                "its class must be importable there"
+            )
+            refusal.__cause__ = reason
+            return Outcome(error=refusal, where=where, at=at)
+
+
+    def _pack(self, error: BaseException) -> bytes:
+        fields = {
+            "payload": _pickle_error(error),
+            "type": f"{type(error).__module__}.{type(error).__qualname__}",
+            "message": _text_of(error),
+            "traceback": "".join(traceback.format_exception(error)),
+            "where": self.where,
+            "at": self.at,
+            "is_secondary": self.is_secondary,
+        }
+        return pickle.dumps(fields)
+
+
+def first_cause(failures: Mapping[int, Outcome[Any]]) -> int:
+    """The rank whose failure began it: the earliest that is not secondary, else the earliest."""
+    return min(failures, key=lambda rank: (failures[rank].is_secondary, failures[rank].at))
+
+
+def add_note_once(error: BaseException, note: str) -> None:
+    """Add a note unless it is empty or already there: one error can pass several boundaries, or one boundary twice."""
+    if note and note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+
+
+def copy_error(error: BaseException) -> BaseException:
+    """A second exception of the same type and content, so that two threads never raise the same object.
+
+    Raising writes to the object (`__traceback__`, `__context__`), which two threads must not do at once.
+    """
+    try:
+        twin = copy.copy(error)
+        if type(twin) is not type(error):
+            return error
+    except Exception:
+        twin = _rebuild(type(error), error.args, dict(error.__dict__))
+    if "__notes__" in twin.__dict__:
+        twin.__notes__ = list(error.__notes__)
+    twin.__cause__, twin.__suppress_context__ = error.__cause__, error.__suppress_context__
+    return twin.with_traceback(error.__traceback__)
+
+
+def _is_secondary(error: BaseException) -> bool:
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, BrokenWorldError):
+            return True
+        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
+    return False
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return repr(error.args)
+
+
+def _pickle_error(error: BaseException) -> bytes | None:
+    """Bytes from which `_rebuild_error` makes an exception of the same type, or None.
+
+    Not every exception survives plain pickling: one whose `__init__` takes other arguments than it passes on raises
+    when it is loaded, and one may hold a lock or an open file. So its class, `args` and attributes travel one by one,
+    and what cannot travel is replaced by its repr.
+    """
+    args = tuple(_portable(value) for value in error.args)
+    state = {name: _portable(value) for name, value in error.__dict__.items()}
+    for attempt in (error, (type(error), args, state)):
+        try:
+            data: bytes = cloudpickle.dumps(attempt)
+            if isinstance(_load_error(data), type(error)):
+                return data
+        except Exception:
+            continue
+    return None
+
+
+def _portable(value: Any) -> Any:
+    try:
+        pickle.loads(cloudpickle.dumps(value))
+    except Exception:
+        return repr(value)
+    return value
+
+
+def _load_error(data: bytes) -> BaseException:
+    loaded = pickle.loads(data)
+    return loaded if isinstance(loaded, BaseException) else _rebuild(*loaded)
+
+
+def _rebuild(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
+    """Make an exception without running its `__init__`, which may want other arguments than it kept."""
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+def _rebuild_error(payload: bytes | None) -> BaseException | None:
+    try:
+        return None if payload is None else _load_error(payload)
+    except Exception:
+        return None

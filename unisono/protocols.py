@@ -1,0 +1,109 @@
+"""Every seam of the package on one page: what a device family and an execution mode must be able to do.
+
+`Backend` is one family of devices (cpu, cuda, mps). `Communicator` is one way for ranks to meet (alone, as threads, as
+processes). They are never multiplied: a `World` joins one of each, and everything above works on the two Protocols.
+`tests/contract/` checks each sentence here against every implementation.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+
+ReduceOp = Literal["sum", "mean", "min", "max", "product"]
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """One family of devices. Stateless but for caches; asking about devices never initialises an accelerator."""
+
+    name: str
+    """The family's name, which is also the `type` of its `torch.device`s."""
+
+    process_group_backend: str
+    """The torch.distributed backend that reduces this family's tensors."""
+
+    def is_available(self) -> bool:
+        """Whether at least one device of the family can be used here."""
+
+    def device_count(self) -> int:
+        """The number of devices that "all of them" means; 0 where there is none."""
+
+    def device(self, index: int) -> torch.device:
+        """The device of that index. ValueError, listing what exists, where there is none."""
+
+    def activate(self, device: torch.device) -> None:
+        """Make it the calling thread's device, before that thread's first work on it."""
+
+    def to_device(self, batch: Any, device: torch.device) -> tuple[Any, Any]:
+        """Start moving a batch: the batch on the device, and a token to wait for. The source is never modified.
+
+        Container types, order and sharing stay; what holds no tensor passes through. Called on a transfer thread.
+        """
+
+    def wait_ready(self, token: Any) -> None:
+        """Return when the moved batch may be used by work that the calling thread submits from now on."""
+
+    def synchronize(self, device: torch.device) -> None:
+        """Block until all work submitted to the device has ended."""
+
+    def mark_step(self, device: torch.device) -> None:
+        """A step ends here. Lazy devices execute what they recorded; eager ones have nothing to do."""
+
+    def rng_state(self, device: torch.device) -> torch.Tensor:
+        """The state of the device's random generator, a uint8 tensor on the CPU."""
+
+    def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
+        """Restore what `rng_state` gave."""
+
+    def memory(self, device: torch.device) -> int:
+        """Bytes in use: allocated on an accelerator, resident in this process on a CPU."""
+
+
+
+@runtime_checkable
+class Communicator(Protocol):
+    """How the ranks of one world meet. This page is the law; every implementation keeps each line of it.
+
+    1. All ranks call the same operations, in the same order, with the same shapes, types and arguments. Otherwise each
+       gets a `CollectiveMismatchError` that names two ranks and their two calls (processes: when checking is on).
+    2. `all_reduce` works in place and returns its tensor. "mean" is the sum divided by the size, for size 1 too, and
+       is refused for integers. Operations that a type does not have are a `TypeError`, the same in every mode.
+    3. Within a mode all ranks end with the same bits, and a repeated run agrees. Across modes, the results are close.
+    4. A failed or departed rank breaks the world for good: who waits, or comes to wait, gets a `BrokenWorldError`
+       whose `__cause__` is the first cause where it is known.
+    5. No time-out as control flow: it is a last resort, and its message says what was awaited and who was missing.
+
+    One thread per rank uses a communicator; it is not made to be shared.
+    """
+
+    rank: int
+    size: int
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
+        """Reduce over the ranks, in place."""
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's tensor, in rank order, on the caller's device; copies, its own included."""
+
+    def reduce_scatter(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
+        """Reduce over the ranks and return this rank's part along dim 0, whose size must be a multiple of `size`."""
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
+        """Overwrite the tensor with the root's, in place, and return it."""
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's object, in rank order; each a copy made by pickling, in every mode."""
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """A copy of the root's object; the others' argument is ignored."""
+
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+
+    def abort(self, cause: BaseException) -> None:
+        """Break the world because of `cause`, from any thread. The waiters wake at once; the first abort counts."""
+
+    def leave(self) -> None:
+        """This rank takes part no more; who waits for it, now or later, learns it at once. Idempotent."""

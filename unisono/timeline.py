@@ -1,0 +1,114 @@
+"""Timeline: where one rank's time goes. Always on; a switch of phase costs about a microsecond.
+
+The thread that runs the user's loop is, at each moment, in exactly one phase: waiting for data ("fetch"), computing
+("compute"), reducing ("reduce"), stepping ("step"), or outside any loop. The loader and the collectives switch the
+phase at their doors, so the phases tile the loop's time without gaps. A helper thread (a transfer, say) works beside
+the loop and has a track of its own.
+
+*Threads:* a `Track` has one writer, the thread that asked for it, and takes no lock; others may read it at any time
+and see it up to the last completed span. The timeline's table of tracks is locked.
+
+Invariants:
+1. Totals are complete; spans are kept up to `MAX_SPANS` per track, the latest ones.
+2. Times are `time.perf_counter_ns()`, in nanoseconds.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+MAX_SPANS = 16384
+
+FETCH, MOVE, COMPUTE, REDUCE, STEP = PHASES = ("fetch", "move", "compute", "reduce", "step")
+
+
+class Span(NamedTuple):
+    """One stretch of time in one phase; `start` and `stop` in nanoseconds."""
+
+    phase: str
+    start: int
+    stop: int
+
+
+class Track:
+    """What one thread did, as spans and totals."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.spans: deque[Span] = deque(maxlen=MAX_SPANS)
+        self.totals: dict[str, int] = {}
+        self.counts: dict[str, int] = {}
+        self._phase: str | None = None
+        self._since = 0
+
+    def switch(self, phase: str | None) -> str | None:
+        """Leave the present phase, enter `phase` (None: outside any loop), and return the one that was left."""
+        now = time.perf_counter_ns()
+        left = self._phase
+        if left is not None:
+            self._record(left, self._since, now)
+        self._phase, self._since = phase, now
+        return left
+
+    @contextmanager
+    def span(self, phase: str) -> Iterator[None]:
+        """Be in `phase` for the block, then in the phase before it; outside a loop, record only the block."""
+        before = self.switch(phase)
+        try:
+            yield
+        finally:
+            self.switch(before)
+
+    def count(self, name: str, amount: int = 1) -> None:
+        """Add `amount` to a counter ("samples", "batches", "steps")."""
+        self.counts[name] = self.counts.get(name, 0) + amount
+
+    def _record(self, phase: str, start: int, stop: int) -> None:
+        self.spans.append(Span(phase, start, stop))
+        self.totals[phase] = self.totals.get(phase, 0) + stop - start
+
+
+class Timeline:
+    """The tracks of one rank."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tracks: list[Track] = []
+        self._idle: list[Track] = []
+        self._of_thread = threading.local()
+
+    def loop(self) -> Track:
+        """The track of the loop that runs in the calling thread, made at the first call."""
+        track: Track | None = getattr(self._of_thread, "loop", None)
+        if track is None:
+            track = self._of_thread.loop = self._add(Track("loop"))
+        return track
+
+    @contextmanager
+    def helper(self, name: str) -> Iterator[Track]:
+        """Lend a helper thread a track for its life; the next thread of that name goes on with the same one."""
+        with self._lock:
+            track = next((track for track in self._idle if track.name == name), None)
+            if track is not None:
+                self._idle.remove(track)
+        track = track or self._add(Track(name))
+        try:
+            yield track
+        finally:
+            with self._lock:
+                self._idle.append(track)
+
+    def tracks(self) -> list[Track]:
+        """All tracks so far."""
+        with self._lock:
+            return list(self._tracks)
+
+    def _add(self, track: Track) -> Track:
+        with self._lock:
+            self._tracks.append(track)
+        return track

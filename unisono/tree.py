@@ -1,0 +1,165 @@
+"""Map over, slice and measure a nested batch, whatever containers it is made of.
+
+Containers are dict and other mappings, list, tuple, named tuple, set and dataclass. Everything else is a leaf. A
+container comes back with its own type and order; an object that stands in two places of a batch is visited once and
+stays shared; the batch itself is never modified. (`torch.utils._pytree` is private, and knows neither dataclasses nor
+mappings of one's own nor shared leaves.)
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+_IN_PROGRESS = object()
+
+
+def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """Rebuild `tree` with `fn(leaf)` in place of each leaf; a tree whose leaves all stay is returned as it is.
+
+    Raises:
+        ValueError: a container contains itself.
+    """
+    return _map(fn, tree, {})
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """The leaves of `tree`, in order; a shared one once."""
+    found: list[Any] = []
+    tree_map(lambda leaf: found.append(leaf) or leaf, tree)  # type: ignore[func-returns-value]
+    yield from found
+
+
+def batch_size(tree: Any, dim: int = 0) -> int | None:
+    """The number of samples of a batch: the size of its first tensor or array that has a dimension `dim`.
+
+    None where nothing tells: no tensor or array has that dimension, or a packed sequence orders the samples its own
+    way.
+    """
+    for leaf in leaves(tree):
+        if isinstance(leaf, PackedSequence):
+            return None
+        if _is_array(leaf) and -leaf.ndim <= dim < leaf.ndim:
+            return int(leaf.shape[dim])
+    return None
+
+
+def take(tree: Any, start: int, stop: int, dim: int = 0) -> Any:
+    """Samples `start` to `stop` of a batch: every tensor, array and (along dim 0) plain list of its size is sliced.
+
+    What has another size (a scale, a name, a constant) belongs to the whole batch and is kept whole.
+
+    Raises:
+        ValueError: the batch does not tell its size.
+    """
+    size = batch_size(tree, dim)
+    if size is None:
+        raise ValueError(f"a batch of type {type(tree).__name__} without a tensor of dimension {dim} cannot be cut")
+
+    def cut(node: Any) -> Any:
+        if _is_array(node) and -node.ndim <= dim < node.ndim and node.shape[dim] == size:
+            return node[(slice(None),) * (dim % node.ndim) + (slice(start, stop),)]
+        return node
+
+    def cut_lists(node: Any) -> Any:
+        if dim == 0 and type(node) in (list, tuple) and len(node) == size and not any(map(_is_inner, node)):
+            return node[start:stop]
+        return None
+
+    return _map(cut, tree, {}, cut_lists)
+
+
+def _is_array(leaf: Any) -> bool:
+    if isinstance(leaf, torch.Tensor):
+        return True
+    numpy = sys.modules.get("numpy")  # a batch holds an array only where numpy is imported
+    return numpy is not None and isinstance(leaf, numpy.ndarray)
+
+
+def _is_inner(node: Any) -> bool:
+    """Whether a list element is a batch part of its own, so that the list is a structure and not one value a sample."""
+    return _is_array(node) or _is_container(node)
+
+
+def _is_container(node: Any) -> bool:
+    if isinstance(node, PackedSequence):
+        return False
+    return isinstance(node, Mapping | list | tuple | set) or (
+        dataclasses.is_dataclass(node) and not isinstance(node, type)
+    )
+
+
+def _map(
+    fn: Callable[[Any], Any], node: Any, seen: dict[int, Any], whole: Callable[[Any], Any] | None = None
+) -> Any:
+    """`seen` maps the id of each visited node to its image; `whole` may replace a container as if it were a leaf."""
+    image = seen.get(id(node), seen)
+    if image is _IN_PROGRESS:
+        raise ValueError(f"a batch must be a tree, but a {type(node).__name__} in it contains itself")
+    if image is not seen:
+        return image
+    if not _is_container(node):
+        image = fn(node)
+    else:
+        seen[id(node)] = _IN_PROGRESS
+        image = whole(node) if whole else None
+        if image is None:
+            image = _map_container(node, lambda child: _map(fn, child, seen, whole))
+    seen[id(node)] = image
+    return image
+
+
+def _map_container(node: Any, recurse: Callable[[Any], Any]) -> Any:
+    if isinstance(node, Mapping):
+        mapped = {key: recurse(value) for key, value in node.items()}
+        return node if all(mapped[key] is node[key] for key in mapped) else _like_mapping(node, mapped)
+    if isinstance(node, list | tuple | set):
+        children = list(node)
+        images = [recurse(child) for child in children]
+        return node if _same(children, images) else _like_sequence(node, images)
+    fields = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
+    children = [getattr(node, name) for name in fields]
+    images = [recurse(child) for child in children]
+    if _same(children, images):
+        return node
+    twin = copy.copy(node)
+    for name, image in zip(fields, images, strict=True):
+        object.__setattr__(twin, name, image)  # a frozen dataclass refuses the plain assignment
+    return twin
+
+
+def _same(children: list[Any], images: list[Any]) -> bool:
+    return all(child is image for child, image in zip(children, images, strict=True))
+
+
+def _like_mapping(node: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
+    if type(node) is dict:
+        return mapped
+    if isinstance(node, defaultdict):
+        return type(node)(node.default_factory, mapped)
+    try:
+        twin: Any = copy.copy(node)  # keeps what a mapping of one's own holds beside its items
+        for key, value in mapped.items():
+            twin[key] = value
+    except TypeError:  # an immutable mapping is made anew from its items
+        return type(node)(mapped)  # type: ignore[call-arg]
+    return twin
+
+
+def _like_sequence(node: Any, images: list[Any]) -> Any:
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return type(node)._make(images)  # type: ignore[attr-defined]
+    if type(node) in (list, tuple, set):
+        return type(node)(images)
+    if isinstance(node, list):
+        twin = copy.copy(node)
+        twin[:] = images
+        return twin
+    return type(node)(images)

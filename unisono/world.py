@@ -1,0 +1,154 @@
+"""World: one rank's place among its peers, with its device and its way to meet them.
+
+The ambient world is read at the door only. A public function takes `world=None` and calls `current_world()` once;
+everything below gets the world as an argument, because a `ContextVar` is unset in a new thread.
+
+Which world is current: the calling thread's (`use_world`), else the process's (set in a spawned worker, or made from
+an initialised torch.distributed), else the world of one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from unisono.backends import get_backend, pick_backend
+from unisono.comm.processes import ProcessCommunicator
+from unisono.comm.solo import SoloCommunicator
+from unisono.comm.threads import ThreadCommunicator
+from unisono.errors import NoWorldError
+from unisono.protocols import Backend, Communicator
+from unisono.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class World:
+    """One rank's view of a run; facts and the objects that serve it, no training state.
+
+    Attributes:
+        rank, world_size: this rank and the number of ranks (processes or threads).
+        local_rank, local_world_size: the same on this machine.
+        node_rank: which machine.
+        device, backend: the rank's device and its family.
+        comm: how it meets its peers.
+        restart_count: how often the group has been restarted.
+        timeline: where this rank's time goes.
+    """
+
+    device: torch.device
+    backend: Backend
+    comm: Communicator
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+    restart_count: int = 0
+    timeline: Timeline = field(default_factory=Timeline)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.world_size}, {self.device}, pid {os.getpid()}, restart {self.restart_count}"
+
+
+_thread_world: ContextVar[World | None] = ContextVar("unisono_world", default=None)
+_process_world: World | None = None
+_adopted: tuple[object, World] | None = None
+_solo: World | None = None
+
+
+def current_world() -> World:
+    """The world of the calling thread; see the module's text for the order.
+
+    Raises:
+        NoWorldError: the environment says WORLD_SIZE > 1, and nothing has been initialised. Going on would train
+            that many unrelated models side by side.
+    """
+    global _adopted, _solo
+    world = _thread_world.get() or _process_world
+    if world is not None:
+        return world
+    if dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+        if _adopted is None or _adopted[0] is not group:
+            _adopted = (group, _adopted_world())
+        return _adopted[1]
+    announced = os.environ.get("WORLD_SIZE", "1")
+    if announced.isdecimal() and int(announced) > 1:
+        raise NoWorldError(
+            f"WORLD_SIZE={announced} is set, as torchrun does, but no process group is initialised in this process; "
+            "either call torch.distributed.init_process_group() first, or start the workers with unisono.spawn(fn) "
+            "from one plain process (with WORLD_SIZE unset)"
+        )
+    if _solo is None:
+        _solo = solo_world()
+    return _solo
+
+
+@contextmanager
+def use_world(world: World) -> Iterator[World]:
+    """Make `world` the calling thread's world for the block."""
+    token = _thread_world.set(world)
+    try:
+        yield world
+    finally:
+        _thread_world.reset(token)
+
+
+def set_process_world(world: World | None) -> None:
+    """Make `world` that of every thread of this process which has none of its own; a worker's first act."""
+    global _process_world
+    _process_world = world
+
+
+def solo_world(backend: Backend | None = None, device: torch.device | None = None) -> World:
+    """A world of one, on the first device of the picked family unless told otherwise."""
+    backend = backend or pick_backend()
+    return World(device=device or backend.device(0), backend=backend, comm=SoloCommunicator())
+
+
+def thread_worlds(
+    devices: list[torch.device], timelines: list[Timeline] | None = None, timeout: timedelta = timedelta(minutes=30)
+) -> list[World]:
+    """One world per device, for threads of this process that meet one another."""
+    size = len(devices)
+    return [
+        World(
+            device=device,
+            backend=get_backend(device.type),
+            comm=comm,
+            rank=rank,
+            world_size=size,
+            local_rank=rank,
+            local_world_size=size,
+            timeline=timelines[rank] if timelines else Timeline(),
+        )
+        for rank, (device, comm) in enumerate(
+            zip(devices, ThreadCommunicator.group(size, timeout), strict=True),
+        )
+    ]
+
+
+def _adopted_world() -> World:
+    """The world of a process whose default process group somebody else has initialised, torchrun's script for one."""
+    local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+    backend = pick_backend("cpu") if dist.get_backend() == "gloo" else pick_backend()
+    device = backend.device(local_rank)
+    backend.activate(device)
+    return World(
+        device=device,
+        backend=backend,
+        comm=ProcessCommunicator(device, owns_group=False),
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        local_rank=local_rank,
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
+        node_rank=int(os.environ.get("GROUP_RANK", 0)),
+        restart_count=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
+    )
