@@ -1,1 +1,103 @@
-"""Unisono: multi-device data-parallel training for PyTorch. One script, any number of devices, the same result."""
+"""Unisono: multi-device data-parallel training for PyTorch. One script, any number of devices, the same result.
+
+The names below are the public ones. Each is imported from its module when it is first used, so that `import unisono`
+costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unisono.backends import available_devices as available_devices
+    from unisono.errors import BrokenWorldError as BrokenWorldError
+    from unisono.errors import BusyError as BusyError
+    from unisono.errors import ClosedError as ClosedError
+    from unisono.errors import CollectiveMismatchError as CollectiveMismatchError
+    from unisono.errors import NoWorldError as NoWorldError
+    from unisono.errors import RemoteError as RemoteError
+    from unisono.errors import RemoteTraceback as RemoteTraceback
+    from unisono.errors import UnisonoError as UnisonoError
+    from unisono.errors import UnpicklableError as UnpicklableError
+    from unisono.errors import WorkerDiedError as WorkerDiedError
+    from unisono.launch.spawn import ProcessContext as ProcessContext
+    from unisono.launch.spawn import spawn as spawn
+    from unisono.loaders.parallel_loader import DeviceIterator as DeviceIterator
+    from unisono.loaders.parallel_loader import DeviceLoader as DeviceLoader
+    from unisono.loaders.parallel_loader import ParallelLoader as ParallelLoader
+    from unisono.loaders.sample_generator import SampleGenerator as SampleGenerator
+    from unisono.parallel.agreement import broadcast_parameters as broadcast_parameters
+    from unisono.parallel.collectives import all_gather as all_gather
+    from unisono.parallel.collectives import all_gather_object as all_gather_object
+    from unisono.parallel.collectives import all_reduce as all_reduce
+    from unisono.parallel.collectives import barrier as barrier
+    from unisono.parallel.collectives import broadcast as broadcast
+    from unisono.parallel.collectives import is_rank_zero as is_rank_zero
+    from unisono.parallel.collectives import local_rank as local_rank
+    from unisono.parallel.collectives import rank as rank
+    from unisono.parallel.collectives import world_size as world_size
+    from unisono.parallel.data_parallel import Context as Context
+    from unisono.parallel.data_parallel import DataParallel as DataParallel
+    from unisono.parallel.optimizer import optimizer_step as optimizer_step
+    from unisono.report.picture import save_picture as save_picture
+    from unisono.report.summary import Report as Report
+    from unisono.report.summary import gather_report as gather_report
+    from unisono.report.text import print_report as print_report
+    from unisono.world import World as World
+    from unisono.world import current_world as current_world
+    from unisono.world import use_world as use_world
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "unisono.backends": ["available_devices"],
+    "unisono.errors": [
+        "BrokenWorldError",
+        "BusyError",
+        "ClosedError",
+        "CollectiveMismatchError",
+        "NoWorldError",
+        "RemoteError",
+        "RemoteTraceback",
+        "UnisonoError",
+        "UnpicklableError",
+        "WorkerDiedError",
+    ],
+    "unisono.launch.spawn": ["ProcessContext", "spawn"],
+    "unisono.loaders.parallel_loader": ["DeviceIterator", "DeviceLoader", "ParallelLoader"],
+    "unisono.loaders.sample_generator": ["SampleGenerator"],
+    "unisono.parallel.agreement": ["broadcast_parameters"],
+    "unisono.parallel.collectives": [
+        "all_gather",
+        "all_gather_object",
+        "all_reduce",
+        "barrier",
+        "broadcast",
+        "is_rank_zero",
+        "local_rank",
+        "rank",
+        "world_size",
+    ],
+    "unisono.parallel.data_parallel": ["Context", "DataParallel"],
+    "unisono.parallel.optimizer": ["optimizer_step"],
+    "unisono.report.picture": ["save_picture"],
+    "unisono.report.summary": ["Report", "gather_report"],
+    "unisono.report.text": ["print_report"],
+    "unisono.world": ["World", "current_world", "use_world"],
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = sorted(_HOME_OF)  # noqa: PLE0605 - a test compares it with the names above
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'unisono' has no attribute {name!r}")
+    value = getattr(import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

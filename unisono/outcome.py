@@ -99,7 +99,6 @@ class Outcome(Generic[T]):
             refusal.__cause__ = reason
             return Outcome(error=refusal, where=where, at=at)
 
-
     def _pack(self, error: BaseException) -> bytes:
         fields = {
             "payload": _pickle_error(error),

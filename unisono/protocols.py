@@ -61,7 +61,6 @@ class Backend(Protocol):
         """Bytes in use: allocated on an accelerator, resident in this process on a CPU."""
 
 
-
 @runtime_checkable
 class Communicator(Protocol):
     """How the ranks of one world meet. This page is the law; every implementation keeps each line of it.

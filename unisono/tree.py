@@ -96,9 +96,7 @@ def _is_container(node: Any) -> bool:
     )
 
 
-def _map(
-    fn: Callable[[Any], Any], node: Any, seen: dict[int, Any], whole: Callable[[Any], Any] | None = None
-) -> Any:
+def _map(fn: Callable[[Any], Any], node: Any, seen: dict[int, Any], whole: Callable[[Any], Any] | None = None) -> Any:
     """`seen` maps the id of each visited node to its image; `whole` may replace a container as if it were a leaf."""
     image = seen.get(id(node), seen)
     if image is _IN_PROGRESS:

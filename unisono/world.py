@@ -28,9 +28,9 @@ from unisono.protocols import Backend, Communicator
 from unisono.timeline import Timeline
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class World:
-    """One rank's view of a run; facts and the objects that serve it, no training state.
+    """One rank's view of a run; facts and the objects that serve it, no training state. Two are never equal.
 
     Attributes:
         rank, world_size: this rank and the number of ranks (processes or threads).
@@ -107,10 +107,13 @@ def set_process_world(world: World | None) -> None:
     _process_world = world
 
 
-def solo_world(backend: Backend | None = None, device: torch.device | None = None) -> World:
+def solo_world(
+    backend: Backend | None = None, device: torch.device | None = None, timeline: Timeline | None = None
+) -> World:
     """A world of one, on the first device of the picked family unless told otherwise."""
     backend = backend or pick_backend()
-    return World(device=device or backend.device(0), backend=backend, comm=SoloCommunicator())
+    device = device or backend.device(0)
+    return World(device=device, backend=backend, comm=SoloCommunicator(), timeline=timeline or Timeline())
 
 
 def thread_worlds(

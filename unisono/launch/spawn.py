@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -12,6 +11,7 @@ from typing import Any, Literal, overload
 import cloudpickle
 
 from unisono.backends import pick_backend
+from unisono.backends.cores import fair_num_threads
 from unisono.errors import UnpicklableError
 from unisono.launch.supervisor import Supervisor
 from unisono.launch.worker import Job, exit_error
@@ -177,8 +177,7 @@ def _check_nprocs(nprocs: int | None, family: Backend) -> int:
 
 def _check_num_threads(num_threads: int | None, count: int) -> int:
     if num_threads is None:
-        usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return max(1, usable // count)
+        return fair_num_threads(count)
     if isinstance(num_threads, bool) or not isinstance(num_threads, int):
         raise TypeError(f"num_threads={num_threads!r} is a {type(num_threads).__name__}; pass a whole number")
     if num_threads < 1:

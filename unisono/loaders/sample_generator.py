@@ -1,0 +1,40 @@
+"""A source of the same batch again and again, to measure everything but the loading."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class SampleGenerator(Generic[T]):
+    """Yields `data`, the very object, `sample_count` times in each loop over it.
+
+    Semantics of PyTorch/XLA's `SampleGenerator`: it is an iterable with a length, and also an iterator with a counter
+    of its own, which loops do not touch.
+
+    Raises:
+        TypeError, ValueError: `sample_count` is no whole number, or negative.
+    """
+
+    def __init__(self, data: T, sample_count: int) -> None:
+        if isinstance(sample_count, bool) or not isinstance(sample_count, int):
+            raise TypeError(f"sample_count={sample_count!r} is a {type(sample_count).__name__}; pass a whole number")
+        if sample_count < 0:
+            raise ValueError(f"sample_count={sample_count} is negative; pass a number from 0 on")
+        self._data = data
+        self._sample_count = sample_count
+        self._taken = 0
+
+    def __len__(self) -> int:
+        return self._sample_count
+
+    def __iter__(self) -> Iterator[T]:
+        return (self._data for _ in range(self._sample_count))
+
+    def __next__(self) -> T:
+        if self._taken >= self._sample_count:
+            raise StopIteration
+        self._taken += 1
+        return self._data

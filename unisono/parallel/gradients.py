@@ -1,0 +1,114 @@
+"""Reducing gradients: every rank ends with the gradient of the mean loss over all samples of the global batch.
+
+A rank's gradient g_r is that of the mean over its own n_r samples. With N samples over all ranks,
+
+    grad of the mean over N samples  =  sum over r of (n_r / N) g_r
+
+so each rank scales its gradient by its share n_r / N and the sum over the ranks is exact, however unevenly the batch
+was dealt. Where no share is known, it is the plain mean over the ranks, n_r / N = 1 / size.
+
+Gradients travel in flat buckets, one reduction each. The first bucket carries a few numbers more: the shares, whose sum
+must be 1, and which parameters have a gradient. So a parameter without a gradient on some ranks counts as zero there,
+and is never paired with another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from unisono.errors import CollectiveMismatchError
+from unisono.world import World
+
+BUCKET_BYTES = 64 * 2**20  # large enough to be bound by bandwidth, small enough not to double a model's memory
+
+
+def reduce_gradients(parameters: Sequence[torch.Tensor], world: World, share: float | None) -> None:
+    """Replace the gradients, in place, by the weighted sum over the ranks.
+
+    Args:
+        parameters: the same ones in the same order on each rank.
+        share: this rank's part of the global batch, 0 to 1; None where it is unknown.
+
+    Raises:
+        TypeError: a gradient is sparse.
+        CollectiveMismatchError: the shares do not add up to 1, so the ranks stand in different rounds.
+    """
+    _refuse_sparse(parameters)
+    if world.comm.size == 1 or not parameters:
+        return
+    presence = [float(parameter.grad is not None) for parameter in parameters]
+    notes = [float(share is not None), share or 0.0, *presence]
+    scale = 1 / world.comm.size if share is None else share
+    for number, bucket in enumerate(_buckets(parameters)):
+        flat = _flatten(bucket, scale, notes if number == 0 else [])
+        world.comm.all_reduce(flat)
+        if number == 0:
+            flat, summed = flat[: -len(notes)], flat[-len(notes) :].real if flat.is_complex() else flat[-len(notes) :]
+            counts = summed.tolist()
+            _check_shares(counts[0], counts[1], world, flat.dtype)
+            present = {id(parameter) for parameter, count in zip(parameters, counts[2:], strict=True) if count}
+        _unflatten(flat, bucket, present)
+
+
+def _refuse_sparse(parameters: Sequence[torch.Tensor]) -> None:
+    for place, parameter in enumerate(parameters):
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            raise TypeError(
+                f"the gradient of parameter {place}, shape {list(parameter.shape)}, is {parameter.grad.layout}; only "
+                "dense gradients are reduced, so make the layer with sparse=False"
+            )
+
+
+def _buckets(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Group parameters of one type and device, in order, into buckets of at most `BUCKET_BYTES` or one parameter."""
+    groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for parameter in parameters:
+        groups.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+    for group in groups.values():
+        bucket: list[torch.Tensor] = []
+        for parameter in group:
+            if bucket and sum(each.nbytes for each in bucket) + parameter.nbytes > BUCKET_BYTES:
+                yield bucket
+                bucket = []
+            bucket.append(parameter)
+        yield bucket
+
+
+@torch.no_grad()
+def _flatten(bucket: list[torch.Tensor], scale: float, notes: list[float]) -> torch.Tensor:
+    """The bucket's gradients, scaled, end to end in one new vector, then the notes."""
+    pieces = [(torch.zeros_like(each) if each.grad is None else each.grad).reshape(-1) for each in bucket]
+    flat = torch.cat([*pieces, pieces[0].new_tensor(notes)])
+    flat[: len(flat) - len(notes)].mul_(scale)
+    return flat
+
+
+@torch.no_grad()
+def _unflatten(flat: torch.Tensor, bucket: list[torch.Tensor], present: set[int]) -> None:
+    start = 0
+    for parameter in bucket:
+        piece = flat[start : start + parameter.numel()].view_as(parameter)
+        start += parameter.numel()
+        if parameter.grad is not None:
+            parameter.grad.copy_(piece)
+        elif id(parameter) in present:
+            parameter.grad = piece.clone()
+
+
+def _check_shares(knowing: float, total: float, world: World, dtype: torch.dtype) -> None:
+    """All ranks see the same sums, so all raise or none does."""
+    size = world.comm.size
+    rounding = 4 * size * torch.finfo(dtype).eps
+    if knowing == 0 or (knowing == size and abs(total - 1) <= rounding):
+        return
+    if knowing < size:
+        raise CollectiveMismatchError(
+            f"{knowing:.0f} of {size} ranks took their batches from a loader that knows the global batch, the others "
+            "did not; use the same kind of loader on every rank"
+        )
+    raise CollectiveMismatchError(
+        f"the ranks' shares of the global batch add up to {total:.4f} instead of 1; every rank must take the same "
+        "number of batches between two optimizer steps"
+    )

@@ -1,0 +1,56 @@
+"""A report as a picture: the loss curve, and where the time went. Needs the extra "report" (matplotlib)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from unisono.report.summary import LABELS, LOOP_PHASES, Report
+from unisono.timeline import COMPUTE, FETCH, MOVE, REDUCE, STEP
+
+_COLOURS = {FETCH: "#d1495b", COMPUTE: "#2e86ab", REDUCE: "#edae49", STEP: "#66a182", MOVE: "#8d96a3"}
+
+
+def save_picture(report: Report, losses: Sequence[float], path: str | Path) -> Path:
+    """Draw the loss by step, and each rank's time by phase, into a PNG file.
+
+    Args:
+        losses: the mean loss of each step's global batch.
+        path: of the file; its folder is made.
+
+    Returns:
+        The absolute path.
+
+    Raises:
+        ImportError: matplotlib is not installed; the message has the pip line.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("save_picture draws with matplotlib: pip install 'unisono[report]'") from error
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    FigureCanvasAgg(figure)  # no window, whatever the machine has
+    curve, shares = figure.subplots(1, 2, width_ratios=(3, 2))
+
+    curve.plot(range(1, len(losses) + 1), losses, color=_COLOURS[COMPUTE], linewidth=1)
+    curve.set(title="Loss", xlabel="step", ylabel="mean loss of the global batch", yscale="log")
+    curve.grid(alpha=0.3)
+
+    names = [f"rank {each.rank}\n{each.device}" for each in report.ranks]
+    left = [0.0] * len(names)
+    for phase in LOOP_PHASES:
+        widths = [100 * each.share(phase) for each in report.ranks]
+        shares.barh(names, widths, left=left, color=_COLOURS[phase], label=LABELS[phase])
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    moving = [100 * each.share(MOVE) for each in report.ranks]
+    shares.barh(names, moving, height=0.08, color=_COLOURS[MOVE], label=f"{LABELS[MOVE]} (beside)")
+    shares.invert_yaxis()
+    shares.set(title=f"Where the time went, {report.samples_per_second:,.0f} samples/s", xlabel="% of the loops' time")
+    shares.set_xlim(0, 100)
+    figure.legend(loc="outside lower right", ncols=5, frameon=False, fontsize="small")
+
+    target = Path(path).absolute()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(target, dpi=130)
+    return target

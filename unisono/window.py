@@ -1,0 +1,47 @@
+"""Window: which samples the gradients stand for that a rank has gathered since its last optimizer step.
+
+A loader that knows the whole round tells, with each batch, how many of the round's samples came to this rank. The
+optimizer step weighs this rank's gradient by that share, which makes the reduced gradient that of the mean loss over
+all samples of the global batch, however unevenly they were dealt.
+
+This is the one thing that passes between `loaders` and `parallel`, which do not know each other.
+
+*Threads:* a window belongs to the thread that runs the loop and to the world that it runs in.
+"""
+
+from __future__ import annotations
+
+import threading
+from weakref import WeakKeyDictionary
+
+from unisono.world import World
+
+
+class Window:
+    """Counts of samples: this rank's and all ranks'."""
+
+    def __init__(self) -> None:
+        self._samples = 0
+        self._total: int | None = 0
+
+    def add(self, samples: int, total: int | None) -> None:
+        """A batch with `samples` of the round's `total` samples was delivered; None where nobody knows the total."""
+        self._samples += samples
+        self._total = None if total is None or self._total is None else self._total + total
+
+    def take(self) -> float | None:
+        """This rank's share of the samples, 0 to 1, and begin anew; None where it is unknown, or no batch came."""
+        samples, total = self._samples, self._total
+        self._samples, self._total = 0, 0
+        return samples / total if total else None
+
+
+_of_thread = threading.local()
+
+
+def window_of(world: World) -> Window:
+    """The calling thread's window in that world."""
+    windows: WeakKeyDictionary[World, Window] | None = getattr(_of_thread, "windows", None)
+    if windows is None:
+        windows = _of_thread.windows = WeakKeyDictionary()
+    return windows.setdefault(world, Window())
