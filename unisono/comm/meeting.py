@@ -19,8 +19,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from unisono.comm.operations import Call
-from unisono.errors import BrokenWorldError, CollectiveMismatchError
+from unisono.comm.operations import Call, broken, departure, left
+from unisono.errors import CollectiveMismatchError
 from unisono.outcome import Outcome, copy_error
 
 R = TypeVar("R")
@@ -57,6 +57,8 @@ class Meeting:
             CollectiveMismatchError: another rank came with another call.
         """
         with self._changed:
+            if rank in self._departed:
+                raise left(rank, call)
             self._check(rank, call)
             here = self._round
             here.calls[rank], here.values[rank] = call, value
@@ -111,7 +113,7 @@ class Meeting:
     def _check(self, rank: int, call: Call) -> None:
         if self._broken is not None:
             message, cause = self._broken
-            raise BrokenWorldError(f"rank {rank} cannot complete {call}: {message}") from cause
+            raise broken(rank, call, message) from cause
 
     def _break(self, message: str, cause: BaseException | None) -> None:
         if self._broken is None:
@@ -126,7 +128,8 @@ class Meeting:
         else:
             outcome = Outcome.failure(mismatch_error(here.calls[0], odd, here.calls[odd]))
         if outcome.error is not None:
-            self.abort(outcome.error)
+            with self._changed:
+                self._break(f"{type(outcome.error).__name__}: {outcome.error}", outcome.error)
         return outcome
 
 
@@ -139,5 +142,4 @@ def mismatch_error(call_of_zero: Call, odd: int, call_of_odd: Call) -> Collectiv
 
 
 def _departed_message(departed: set[int], rank: int, call: Call) -> str:
-    names = ", ".join(str(other) for other in sorted(departed))
-    return f"rank {names} has returned and left this world, while rank {rank} waits for it in {call}"
+    return f"{departure(departed)}, while rank {rank} waits in {call}"

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, get_args
 
 import cloudpickle
 import torch
 
+from unisono.errors import BrokenWorldError
 from unisono.protocols import ReduceOp
 
 REDUCE_OPS: tuple[ReduceOp, ...] = get_args(ReduceOp)
+REDUCIBLE = (
+    *(torch.float16, torch.float32, torch.float64, torch.bfloat16),
+    *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool),
+    *(torch.complex64, torch.complex128),
+)
+"""The types that every mode can reduce; any type can be moved."""
+
+_IN_PLACE = ("all_reduce", "broadcast")
 
 
 @dataclass(frozen=True)
@@ -30,22 +40,29 @@ class Call:
     def __str__(self) -> str:
         parts = []
         if self.dtype is not None and self.shape is not None:
-            parts.append(f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}")
+            parts.append(f"{_name(self.dtype)}{list(self.shape)}")
         if self.argument is not None:
             parts.append(repr(self.argument))
         return f"{self.name}({', '.join(parts)})"
 
 
 def check_tensor(tensor: Any, name: str) -> None:
-    """Refuse what is no dense tensor.
+    """Refuse what is no dense tensor, or cannot be written where the collective works in place.
 
     Raises:
         TypeError: `tensor` is something else, or sparse.
+        ValueError: it is to be written, and its elements share memory, as those of an expanded tensor do.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} takes a tensor, got a {type(tensor).__name__}; all_gather_object takes any object")
     if tensor.layout is not torch.strided:
         raise TypeError(f"{name} takes a dense tensor, got layout {tensor.layout}; call to_dense() first")
+    steps = zip(tensor.stride(), tensor.shape, strict=True)
+    if name in _IN_PLACE and any(stride == 0 and size > 1 for stride, size in steps):
+        raise ValueError(
+            f"{name} got a tensor of shape {list(tensor.shape)} whose elements share memory, so it cannot be written "
+            "in place; pass tensor.clone()"
+        )
 
 
 def check_reduction(tensor: torch.Tensor, op: str, name: str = "all_reduce") -> None:
@@ -58,6 +75,9 @@ def check_reduction(tensor: torch.Tensor, op: str, name: str = "all_reduce") -> 
     check_tensor(tensor, name)
     if op not in REDUCE_OPS:
         raise ValueError(f"{name} op={op!r} does not exist; choose one of {', '.join(REDUCE_OPS)}")
+    if tensor.dtype not in REDUCIBLE:
+        known = ", ".join(map(_name, REDUCIBLE))
+        raise TypeError(f"{name} does not know {_name(tensor.dtype)}; it reduces {known}; convert first")
     if tensor.dtype == torch.bool and op not in ("min", "max"):
         raise TypeError(f"{name} of bool tensors is 'min' (and) or 'max' (or), not {op!r}; convert to int64 to count")
     if tensor.is_complex() and op not in ("sum", "mean"):
@@ -87,6 +107,26 @@ def check_scatter(tensor: torch.Tensor, size: int) -> None:
             f"reduce_scatter over {size} ranks cuts dim 0 into equal parts, but the shape is {list(tensor.shape)}; "
             f"pad dim 0 to a multiple of {size}"
         )
+
+
+def broken(rank: int, call: Call, message: str) -> BrokenWorldError:
+    """What a rank gets whose call the world can complete no more."""
+    return BrokenWorldError(f"rank {rank} cannot complete {call}: {message}")
+
+
+def left(rank: int, call: Call) -> BrokenWorldError:
+    """What a rank gets that calls after it has left."""
+    return BrokenWorldError(f"rank {rank} has left this world and cannot call {call}")
+
+
+def departure(ranks: Collection[int]) -> str:
+    """Which ranks have left, in words."""
+    names = ", ".join(map(str, sorted(ranks)))
+    return f"rank {names} has left this world" if len(ranks) == 1 else f"ranks {names} have left this world"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def pack(value: Any) -> bytes:

@@ -1,8 +1,9 @@
 """Ranks as processes: torch.distributed does the work, this file keeps the law.
 
-What is added to the process group: the same checks on every rank, "mean" in every backend, types that gloo lacks, and
-the *reason* when a world breaks. gloo wakes the peers of a dead rank with a bare `RuntimeError` about a socket, so a
-rank that fails or leaves first writes why into the store, and whoever is woken looks there.
+What is added to the process group: the same checks on every rank, "mean" in every backend, types that gloo lacks (what
+is only moved travels as bytes, what is reduced in a wider type), and the *reason* when a world breaks. gloo wakes the
+peers of a dead rank with a bare `RuntimeError` about a socket, so a rank that fails or leaves first writes why into the
+store, and whoever is woken looks there.
 
 *Threads:* the rank's own thread, and for `abort` any thread.
 """
@@ -16,8 +17,19 @@ import torch
 import torch.distributed as dist
 
 from unisono.comm.meeting import mismatch_error
-from unisono.comm.operations import Call, check_reduction, check_root, check_scatter, check_tensor, pack, unpack
-from unisono.errors import BrokenWorldError, UnisonoError
+from unisono.comm.operations import (
+    Call,
+    broken,
+    check_reduction,
+    check_root,
+    check_scatter,
+    check_tensor,
+    departure,
+    left,
+    pack,
+    unpack,
+)
+from unisono.errors import UnisonoError
 from unisono.outcome import Outcome
 from unisono.protocols import ReduceOp
 
@@ -47,7 +59,7 @@ class ProcessCommunicator:
     def __init__(
         self,
         device: torch.device,
-        store: dist.Store | None = None,
+        store: dist.distributed_c10d.Store | None = None,
         is_checked: bool = False,
         owns_group: bool = True,
     ) -> None:
@@ -68,10 +80,10 @@ class ProcessCommunicator:
         check_tensor(tensor, "all_gather")
 
         def gather() -> list[torch.Tensor]:
-            sent = _wire(tensor)
+            sent = _as_bytes(tensor)
             parts = [torch.empty_like(sent) for _ in range(self.size)]
             dist.all_gather(parts, sent)
-            return [part.to(tensor.dtype) for part in parts]
+            return [part.view(tensor.dtype).view(tensor.shape) for part in parts]
 
         return self._run(Call.on("all_gather", tensor), gather)
 
@@ -92,9 +104,9 @@ class ProcessCommunicator:
         check_root(root, self.size)
 
         def send() -> torch.Tensor:
-            sent = _wire(tensor)
+            sent = _as_bytes(tensor)
             dist.broadcast(sent, root)
-            return _write_back(tensor, sent)
+            return _write_back(tensor, sent.view(tensor.dtype).view(tensor.shape))
 
         return self._run(Call.on("broadcast", tensor, root), send)
 
@@ -121,32 +133,33 @@ class ProcessCommunicator:
         if self._broken is None:
             self._broken = (f"rank {self.rank} failed with {type(cause).__name__}: {cause}", cause)
             if self._store is not None and not self._store.check([_FAILURE]):
-                self._store.set(_FAILURE, Outcome.failure(cause, f"rank {self.rank}").to_bytes())
+                reason = Outcome.failure(cause, f"rank {self.rank}").to_bytes()
+                self._store.set(_FAILURE, reason)  # type: ignore[arg-type]  # annotated as str, takes bytes
             self._destroy()
 
     def leave(self) -> None:
         if not self._has_left:
             self._has_left = True
             if self._store is not None:
-                self._store.set(_DEPARTED.format(self.rank), b"1")
+                self._store.set(_DEPARTED.format(self.rank), "1")
             self._destroy()
 
     def _run(self, call: Call, operation: Callable[[], R]) -> R:
         if self._has_left:
-            raise BrokenWorldError(f"rank {self.rank} has left this world and cannot call {call}")
+            raise left(self.rank, call)
         if self._broken is None:
             try:
                 if self._is_checked:
                     self._compare(call)
                 with torch.no_grad():
                     return operation()
-            except UnisonoError:
+            except (UnisonoError, torch.OutOfMemoryError):
                 raise
             except RuntimeError as error:
                 if self._broken is None:
                     self._broken = self._reason(error)
         message, cause = self._broken
-        raise BrokenWorldError(f"rank {self.rank} cannot complete {call}: {message}") from cause
+        raise broken(self.rank, call, message) from cause
 
     def _compare(self, call: Call) -> None:
         calls = [unpack(data) for data in self._gather_bytes(pack(call))]
@@ -165,8 +178,7 @@ class ProcessCommunicator:
                     return f"{peer.where} failed with {type(peer.error).__name__}: {peer.error}", peer.error
             gone = [rank for rank in range(self.size) if self._store.check([_DEPARTED.format(rank)])]
             if gone:
-                names = ", ".join(map(str, gone))
-                return f"rank {names} has returned and left this world", error
+                return departure(gone), error
         return f"a peer is gone or did not answer ({error})", error
 
     def _reduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
@@ -186,9 +198,19 @@ class ProcessCommunicator:
             dist.destroy_process_group()
 
 
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in plain memory, itself where it is that already: contiguous, with no conjugation left to apply."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
 def _wire(tensor: torch.Tensor) -> torch.Tensor:
-    """What travels: contiguous, of a type that every process group has; the tensor itself where it is that already."""
-    return tensor.detach().to(_WIDER.get(tensor.dtype, tensor.dtype)).contiguous()
+    """What is reduced: the plain tensor, of a type that every process group has."""
+    return _plain(tensor).to(_WIDER.get(tensor.dtype, tensor.dtype))
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """What is moved: the memory of the plain tensor, so that every type travels and every bit stays."""
+    return _plain(tensor).reshape(-1).view(torch.uint8)
 
 
 def _write_back(tensor: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:

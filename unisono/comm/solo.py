@@ -6,8 +6,17 @@ from typing import Any
 
 import torch
 
-from unisono.comm.operations import check_reduction, check_root, check_scatter, check_tensor, pack, unpack
-from unisono.errors import BrokenWorldError
+from unisono.comm.operations import (
+    Call,
+    broken,
+    check_reduction,
+    check_root,
+    check_scatter,
+    check_tensor,
+    left,
+    pack,
+    unpack,
+)
 from unisono.protocols import ReduceOp
 
 
@@ -23,46 +32,50 @@ class SoloCommunicator:
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
         check_reduction(tensor, op)
-        self._check()
+        self._check(Call.on("all_reduce", tensor, op))
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         check_tensor(tensor, "all_gather")
-        self._check()
+        self._check(Call.on("all_gather", tensor))
         return [tensor.detach().clone()]
 
     def reduce_scatter(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
         check_reduction(tensor, op, "reduce_scatter")
         check_scatter(tensor, self.size)
-        self._check()
+        self._check(Call.on("reduce_scatter", tensor, op))
         return tensor.detach().clone()
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
         check_tensor(tensor, "broadcast")
         check_root(root, self.size)
-        self._check()
+        self._check(Call.on("broadcast", tensor, root))
         return tensor
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        self._check()
-        return [unpack(pack(value))]
+        data = pack(value)
+        self._check(Call("all_gather_object"))
+        return [unpack(data)]
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         check_root(root, self.size)
-        self._check()
-        return unpack(pack(value))
+        data = pack(value)
+        self._check(Call("broadcast_object", argument=root))
+        return unpack(data)
 
     def barrier(self) -> None:
-        self._check()
+        self._check(Call("barrier"))
 
     def abort(self, cause: BaseException) -> None:
-        self._failure = self._failure or cause
+        if self._failure is None:
+            self._failure = cause
 
     def leave(self) -> None:
         self._has_left = True
 
-    def _check(self) -> None:
-        if self._failure is not None:
-            raise BrokenWorldError("this world of one was aborted") from self._failure
+    def _check(self, call: Call) -> None:
         if self._has_left:
-            raise BrokenWorldError("rank 0 has left this world of one")
+            raise left(self.rank, call)
+        if self._failure is not None:
+            message = f"rank 0 failed with {type(self._failure).__name__}: {self._failure}"
+            raise broken(self.rank, call, message) from self._failure

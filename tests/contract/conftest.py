@@ -1,0 +1,145 @@
+"""The implementations that a contract suite runs against."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from unisono.comm.solo import SoloCommunicator
+from unisono.comm.threads import ThreadCommunicator
+from unisono.launch.spawn import spawn
+from unisono.outcome import Outcome, first_cause
+from unisono.protocols import Communicator
+from unisono.world import current_world
+
+Body = Callable[[Communicator], Any]
+
+PATIENCE = timedelta(seconds=40)  # inside the test's own time limit, so that a hang is told by the law's message
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """One way for ranks to meet; `run` calls a function on each of them."""
+
+    mode: str
+    size: int
+
+    def __str__(self) -> str:
+        return self.mode if self.size == 1 else f"{self.mode}-{self.size}"
+
+    def run(self, body: Body, checked: bool = False, timeout: timedelta = PATIENCE) -> list[Any]:
+        """`body(comm)` on every rank: the results by rank, or the first cause raised.
+
+        A rank leaves its world when it returns and aborts it when it raises, as workers and replicas do. Nobody may
+        have waited for the time-out, which is a last resort.
+        """
+        began = time.monotonic()
+        results = self._run(body, checked, timeout)
+        assert timeout < PATIENCE or time.monotonic() - began < PATIENCE.total_seconds() / 2
+        return results
+
+    def _run(self, body: Body, checked: bool, timeout: timedelta) -> list[Any]:
+        if self.mode == "solo":
+            return [body(SoloCommunicator())]
+        if self.mode == "threads":
+            return _run_threads(body, self.size, timeout)
+        return spawn(
+            lambda index: body(current_world().comm),
+            nprocs=self.size,
+            num_threads=1,
+            checked=checked,
+            timeout=timeout,
+            backend="cpu",
+        )
+
+
+SOLO, THREADS_2, THREADS_4, PROCESSES_2, PROCESSES_3 = (
+    Ranks("solo", 1),
+    Ranks("threads", 2),
+    Ranks("threads", 4),
+    Ranks("processes", 2),
+    Ranks("processes", 3),
+)
+
+
+@pytest.fixture(params=[SOLO, THREADS_2, THREADS_4, PROCESSES_2], ids=str)
+def ranks(request: pytest.FixtureRequest) -> Ranks:
+    """Every implementation."""
+    return request.param
+
+
+@pytest.fixture(params=[THREADS_2, THREADS_4, PROCESSES_2], ids=str)
+def peers(request: pytest.FixtureRequest) -> Ranks:
+    """Every implementation in which a rank has peers."""
+    return request.param
+
+
+@pytest.fixture(params=[SOLO, THREADS_2, THREADS_4, PROCESSES_2, PROCESSES_3], ids=str)
+def rounding_ranks(request: pytest.FixtureRequest) -> Ranks:
+    """Every implementation, with sizes at which the order of a sum matters."""
+    return request.param
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _functions_travel_by_value(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Workers need not import the test module, and pytest with it."""
+    module = request.node.obj
+    assert isinstance(module, ModuleType)
+    cloudpickle.register_pickle_by_value(module)
+    yield
+    cloudpickle.unregister_pickle_by_value(module)
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A door between two ranks, threads or processes: `wait` returns when the other side has called `open`."""
+
+    path: Path
+
+    def wait(self) -> None:
+        os.close(os.open(self.path, os.O_RDONLY))  # opening a named pipe waits for the other end
+
+    def open(self) -> None:
+        os.close(os.open(self.path, os.O_WRONLY))
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Gate:
+    path = tmp_path / "gate"
+    os.mkfifo(path)
+    return Gate(path)
+
+
+def _run_threads(body: Body, size: int, timeout: timedelta) -> list[Any]:
+    outcomes: dict[int, Outcome[Any]] = {}
+
+    def replica(comm: Communicator) -> None:
+        outcome = Outcome.capture(body, comm)
+        if outcome.error is None:
+            comm.leave()
+        else:
+            comm.abort(outcome.error)
+        outcomes[comm.rank] = outcome
+
+    threads = [
+        threading.Thread(target=replica, args=(comm,), name=f"rank-{comm.rank}")
+        for comm in ThreadCommunicator.group(size, timeout)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    failures = {rank: outcome for rank, outcome in outcomes.items() if outcome.error is not None}
+    if failures:
+        failures[first_cause(failures)].unwrap()
+    return [outcomes[rank].unwrap() for rank in range(size)]

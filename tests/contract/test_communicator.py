@@ -1,0 +1,732 @@
+"""The law of `protocols.Communicator`, sentence by sentence, against every implementation.
+
+A rank's part of a test returns plain data (numbers, texts), and the test compares it with an oracle in plain Python.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from unisono.protocols import Communicator
+
+OPS = ("sum", "mean", "min", "max", "product")
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+REDUCIBLE = (*FLOATS, *INTEGERS, torch.int8, torch.bool)
+FOLDS: dict[str, Callable[[list[Any]], Any]] = {
+    "sum": sum,
+    "mean": lambda column: sum(column) / len(column),
+    "min": min,
+    "max": max,
+    "product": math.prod,
+}
+
+
+def ops_of(dtype: torch.dtype) -> tuple[str, ...]:
+    if dtype == torch.bool:
+        return ("min", "max")
+    return OPS if dtype in FLOATS else tuple(op for op in OPS if op != "mean")
+
+
+def numbers(rank: int) -> list[int]:
+    """What a rank brings: small whole numbers, whose folds every type holds exactly."""
+    return [rank + 1, 3 - rank % 2, 0, 2, 1, rank % 2, 1, rank]
+
+
+def fold(op: str, size: int, dtype: torch.dtype) -> list[Any]:
+    """The oracle of a reduction of `numbers`, in plain Python."""
+    kind = bool if dtype == torch.bool else int
+    columns = zip(*([kind(number) for number in numbers(rank)] for rank in range(size)), strict=True)
+    return [FOLDS[op](list(column)) for column in columns]
+
+
+class Told(NamedTuple):
+    """An error as its reader sees it."""
+
+    type: str
+    text: str
+    cause_type: str = ""
+    cause_text: str = ""
+
+
+def told(call: Callable[[], Any]) -> Told | None:
+    """What `call` raises, or None."""
+    try:
+        call()
+    except Exception as error:
+        cause = error.__cause__
+        if cause is None:
+            return Told(type(error).__name__, str(error))
+        return Told(type(error).__name__, str(error), type(cause).__name__, str(cause))
+    return None
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def calls_of(comm: Communicator) -> dict[str, Callable[[], Any]]:
+    """Every collective, on small arguments, so that each can be asked to wait or to refuse."""
+    tensor = torch.ones(4 * comm.size)
+    return {
+        "all_reduce": lambda: comm.all_reduce(tensor),
+        "all_gather": lambda: comm.all_gather(tensor),
+        "reduce_scatter": lambda: comm.reduce_scatter(tensor),
+        "broadcast": lambda: comm.broadcast(tensor),
+        "all_gather_object": lambda: comm.all_gather_object("mine"),
+        "broadcast_object": lambda: comm.broadcast_object("mine"),
+        "barrier": comm.barrier,
+    }
+
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_gather_object", "broadcast_object")
+COLLECTIVES += ("barrier",)
+
+
+# What they are.
+
+
+def test_it_is_a_communicator_that_knows_its_rank_and_size(ranks):
+    found = ranks.run(lambda comm: (isinstance(comm, Communicator), comm.rank, comm.size))
+    assert found == [(True, rank, ranks.size) for rank in range(ranks.size)]
+
+
+# Reductions.
+
+
+@pytest.mark.parametrize("dtype", REDUCIBLE, ids=str)
+def test_all_reduce_folds_all_ranks(ranks, dtype):
+    def reduce(comm):
+        return {op: comm.all_reduce(torch.tensor(numbers(comm.rank)).to(dtype), op).tolist() for op in ops_of(dtype)}
+
+    expected = {op: fold(op, ranks.size, dtype) for op in ops_of(dtype)}
+    assert ranks.run(reduce) == [expected] * ranks.size
+
+
+@pytest.mark.parametrize("dtype", REDUCIBLE, ids=str)
+def test_reduce_scatter_gives_each_rank_its_part_of_the_fold(ranks, dtype):
+    def reduce(comm):
+        brought = torch.tensor(numbers(comm.rank)).to(dtype)
+        found = {op: comm.reduce_scatter(brought, op) for op in ops_of(dtype)}
+        return {op: (part.dtype == dtype, part.tolist()) for op, part in found.items()}
+
+    count = len(numbers(0)) // ranks.size
+    for rank, found in enumerate(ranks.run(reduce)):
+        part = slice(rank * count, (rank + 1) * count)
+        assert found == {op: (True, fold(op, ranks.size, dtype)[part]) for op in ops_of(dtype)}
+
+
+def test_a_reduction_is_a_sum_unless_told_otherwise(ranks):
+    found = ranks.run(lambda comm: (comm.all_reduce(torch.ones(1)).item(), comm.barrier())[0])
+    assert found == [ranks.size] * ranks.size
+
+
+def test_all_reduce_works_in_place_and_returns_its_tensor(ranks):
+    def reduce(comm):
+        tensor = torch.full((3,), comm.rank + 1.0)
+        alias = tensor.view(3)
+        return comm.all_reduce(tensor) is tensor, alias.tolist()
+
+    assert ranks.run(reduce) == [(True, [float(sum(range(1, ranks.size + 1)))] * 3)] * ranks.size
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int16], ids=str)
+def test_a_strided_view_is_reduced_in_place_and_what_lies_between_stays(ranks, dtype):
+    def reduce(comm):
+        whole = torch.arange(12).reshape(3, 4).to(dtype)
+        column = whole[:, 1::2].t()
+        same = comm.all_reduce(column) is column
+        return same, whole.tolist()
+
+    expected = [[number * (ranks.size if number % 2 else 1) for number in range(row, row + 4)] for row in (0, 4, 8)]
+    assert ranks.run(reduce) == [(True, expected)] * ranks.size
+
+
+def test_a_tensor_without_dimensions_is_reduced(ranks):
+    found = ranks.run(lambda comm: comm.all_reduce(torch.tensor(float(comm.rank + 1)), "max"))
+    assert [(each.shape, each.item()) for each in found] == [(torch.Size([]), ranks.size)] * ranks.size
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (4, 0)], ids=str)
+def test_an_empty_tensor_passes_through_every_collective(ranks, shape):
+    def pass_through(comm):
+        tensor = torch.empty(shape)
+        return (
+            comm.all_reduce(tensor).shape,
+            [each.shape for each in comm.all_gather(tensor)],
+            comm.broadcast(tensor).shape,
+            comm.reduce_scatter(tensor).shape,
+        )
+
+    part = (shape[0] // ranks.size, *shape[1:])
+    assert ranks.run(pass_through) == [(shape, [shape] * ranks.size, shape, part)] * ranks.size
+
+
+def test_a_tensor_longer_than_any_transport_buffer_is_reduced(ranks):
+    count = 1 << 20
+
+    def reduce(comm):
+        tensor = comm.all_reduce(torch.arange(count, dtype=torch.float64) + comm.rank)
+        return torch.equal(tensor, torch.arange(count).double() * comm.size + sum(range(comm.size)))
+
+    assert ranks.run(reduce) == [True] * ranks.size
+
+
+def test_a_leaf_that_requires_grad_is_reduced_and_nothing_is_recorded(ranks):
+    def reduce(comm):
+        leaf = torch.nn.Parameter(torch.ones(2))
+        comm.all_reduce(leaf)
+        comm.broadcast(leaf)
+        part = comm.reduce_scatter(torch.nn.Parameter(torch.ones(comm.size)))
+        gathered = comm.all_gather(leaf)
+        return leaf.tolist(), leaf.is_leaf, leaf.requires_grad, part.requires_grad, gathered[0].requires_grad
+
+    assert ranks.run(reduce) == [([ranks.size] * 2, True, True, False, False)] * ranks.size
+
+
+def test_reduce_scatter_leaves_its_argument_alone(ranks):
+    def reduce(comm):
+        brought = torch.arange(float(comm.size))
+        part = comm.reduce_scatter(brought)
+        part.add_(100)
+        return brought.tolist()
+
+    assert ranks.run(reduce) == [list(range(ranks.size))] * ranks.size
+
+
+# Moving tensors.
+
+
+MOVABLE = (*REDUCIBLE, torch.complex64, torch.uint16, torch.float8_e4m3fn)
+
+
+def test_all_gather_returns_every_tensor_in_rank_order_whatever_its_type(ranks):
+    def gather(comm):
+        brought = {dtype: torch.tensor([[comm.rank, 1], [0, 2]]).to(dtype) for dtype in MOVABLE}
+        gathered = {dtype: comm.all_gather(tensor) for dtype, tensor in brought.items()}
+        return {
+            str(dtype): [(each.dtype == dtype, each.real.float().tolist()) for each in gathered[dtype]]
+            for dtype in brought
+        }
+
+    def expected(dtype, rank):
+        number = float(bool(rank)) if dtype == torch.bool else float(rank)
+        return True, [[number, 1.0], [0.0, 1.0 if dtype == torch.bool else 2.0]]
+
+    oracle = {str(dtype): [expected(dtype, rank) for rank in range(ranks.size)] for dtype in MOVABLE}
+    assert ranks.run(gather) == [oracle] * ranks.size
+
+
+def test_broadcast_overwrites_with_the_tensor_of_each_root_whatever_its_type(ranks):
+    def broadcast(comm):
+        found = {}
+        for root in range(comm.size):
+            for dtype in MOVABLE:
+                tensor = torch.tensor([comm.rank + 1, 0]).to(dtype)
+                found[root, str(dtype)] = comm.broadcast(tensor, root) is tensor, tensor.real.float().tolist()
+        return found
+
+    oracle = {
+        (root, str(dtype)): (True, [1.0 if dtype == torch.bool else root + 1.0, 0.0])
+        for root in range(ranks.size)
+        for dtype in MOVABLE
+    }
+    assert ranks.run(broadcast) == [oracle] * ranks.size
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.complex64], ids=str)
+def test_views_are_moved_as_what_they_show(ranks, dtype):
+    def move(comm):
+        whole = torch.arange(12).reshape(3, 4).to(dtype) * (comm.rank + 1)
+        view = whole[:, 1::2].t()
+        gathered = [each.real.tolist() for each in comm.all_gather(view)]
+        comm.broadcast(view, comm.size - 1)
+        return gathered, whole.real.tolist()
+
+    for rank, (gathered, whole) in enumerate(ranks.run(move)):
+        shown = [[1, 5, 9], [3, 7, 11]]
+        assert gathered == [[[number * (other + 1) for number in row] for row in shown] for other in range(ranks.size)]
+        factors = [rank + 1, ranks.size]  # the even columns stay, the odd ones are the last rank's
+        assert whole == [[number * factors[number % 2] for number in range(row, row + 4)] for row in (0, 4, 8)]
+
+
+def test_a_lazily_conjugated_view_is_moved_as_what_it_shows(ranks):
+    def move(comm):
+        view = torch.tensor([1 + 2j]).conj()
+        return comm.all_gather(view)[0].tolist(), comm.all_reduce(torch.tensor([1 + 2j]).conj()).tolist()
+
+    assert ranks.run(move) == [([1 - 2j], [(1 - 2j) * ranks.size])] * ranks.size
+
+
+def test_a_tensor_without_dimensions_is_moved(ranks):
+    def move(comm):
+        gathered = comm.all_gather(torch.tensor(comm.rank))
+        return [(each.ndim, each.item()) for each in gathered], comm.broadcast(torch.tensor(comm.rank), 0).item()
+
+    assert ranks.run(move) == [([(0, rank) for rank in range(ranks.size)], 0)] * ranks.size
+
+
+def test_gathered_tensors_are_copies_ones_own_included(ranks):
+    def gather(comm):
+        brought = torch.full((2,), float(comm.rank))
+        gathered = comm.all_gather(brought)
+        for each in gathered:
+            each.add_(100)
+        comm.barrier()  # in threads, a shared tensor would show another rank's addition by now
+        return brought.tolist(), [each.tolist() for each in gathered]
+
+    everyone = [[rank + 100.0] * 2 for rank in range(ranks.size)]
+    assert ranks.run(gather) == [([float(rank)] * 2, everyone) for rank in range(ranks.size)]
+
+
+def test_the_bits_of_what_is_moved_stay(ranks):
+    odd = [math.nan, -0.0, math.inf, 5e-324]
+
+    def move(comm):
+        tensor = torch.tensor(odd, dtype=torch.float64)
+        return bits(comm.all_gather(tensor)[0]), bits(comm.broadcast(tensor.clone()))
+
+    assert ranks.run(move) == [(bits(torch.tensor(odd, dtype=torch.float64)),) * 2] * ranks.size
+
+
+# Objects.
+
+
+def test_objects_are_gathered_in_rank_order(ranks):
+    def gather(comm):
+        return comm.all_gather_object({"rank": comm.rank, "length": [0] * comm.rank * 1000})
+
+    everyone = [{"rank": rank, "length": [0] * rank * 1000} for rank in range(ranks.size)]
+    assert ranks.run(gather) == [everyone] * ranks.size
+
+
+def test_the_object_of_each_root_is_broadcast_and_the_others_arguments_are_ignored(ranks):
+    def broadcast(comm):
+        unpicklable = threading.Lock()
+        return [
+            comm.broadcast_object(("of", root) if comm.rank == root else unpicklable, root) for root in range(comm.size)
+        ]
+
+    assert ranks.run(broadcast) == [[("of", root) for root in range(ranks.size)]] * ranks.size
+
+
+def test_a_received_object_is_a_copy_for_the_root_and_the_sender_too(ranks):
+    def mutate(comm):
+        mine = [comm.rank]
+        gathered, sent = comm.all_gather_object(mine), comm.broadcast_object(mine, 0)
+        for each in (*gathered, sent):
+            each.append("changed")
+        comm.barrier()
+        return mine, gathered, sent
+
+    everyone = [[rank, "changed"] for rank in range(ranks.size)]
+    assert ranks.run(mutate) == [([rank], everyone, [0, "changed"]) for rank in range(ranks.size)]
+
+
+def test_none_and_functions_travel_as_objects(ranks):
+    def send(comm):
+        offset = comm.rank
+        functions = comm.all_gather_object(lambda number: number + offset)
+        return [function(10) for function in functions], comm.broadcast_object(None), comm.all_gather_object(None)
+
+    expected = [10 + rank for rank in range(ranks.size)], None, [None] * ranks.size
+    assert ranks.run(send) == [expected] * ranks.size
+
+
+# Barriers.
+
+
+def test_nobody_passes_a_barrier_before_all_have_come(ranks, tmp_path: Path):
+    def meet(comm):
+        seen = []
+        for turn in range(20):
+            (tmp_path / f"{turn}-{comm.rank}").touch()
+            comm.barrier()
+            seen.append(len(list(tmp_path.glob(f"{turn}-*"))))
+        return seen
+
+    assert ranks.run(meet) == [[ranks.size] * 20] * ranks.size
+
+
+# Bits.
+
+
+def rounding_fold(comm: Communicator, op: str, dtype: torch.dtype) -> tuple[bytes, list[float]]:
+    generator = torch.Generator().manual_seed(comm.rank)
+    tensor = torch.rand(1003, generator=generator, dtype=torch.float64) + 0.5
+    reduced = comm.all_reduce(tensor.to(dtype), op)
+    return bits(reduced), reduced.double().tolist()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_all_ranks_end_with_the_same_bits_and_a_repeated_run_agrees(rounding_ranks, dtype):
+    def reduce(comm):
+        return {op: rounding_fold(comm, op, dtype)[0] for op in OPS}
+
+    first, again = rounding_ranks.run(reduce), rounding_ranks.run(reduce)
+    assert all(found == first[0] for found in first)
+    assert again == first
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_across_modes_the_results_are_close(rounding_ranks, dtype):
+    brought = [
+        (torch.rand(1003, generator=torch.Generator().manual_seed(rank), dtype=torch.float64) + 0.5).to(dtype).tolist()
+        for rank in range(rounding_ranks.size)
+    ]
+    for op in OPS:
+        expected = [FOLDS[op](column) for column in zip(*brought, strict=True)]
+        found = rounding_ranks.run(lambda comm, op=op: rounding_fold(comm, op, dtype)[1])[0]
+        # Each of the at most three operations rounds once, by half a unit in the last place.
+        assert found == pytest.approx(expected, rel=4 * torch.finfo(dtype).eps, abs=0)
+
+
+# Refusals.
+
+
+def refusals(comm: Communicator) -> dict[str, Callable[[], Any]]:
+    ones = torch.ones(comm.size)
+    return {
+        "the mean of integers": lambda: comm.all_reduce(ones.long(), "mean"),
+        "the scattered mean of integers": lambda: comm.reduce_scatter(ones.int(), "mean"),
+        "the mean of bytes": lambda: comm.all_reduce(ones.to(torch.uint8), "mean"),
+        "the sum of bools": lambda: comm.all_reduce(ones.bool(), "sum"),
+        "the product of bools": lambda: comm.reduce_scatter(ones.bool(), "product"),
+        "the least of complex numbers": lambda: comm.all_reduce(ones.to(torch.complex64), "min"),
+        "a sum of a type that some transport lacks": lambda: comm.all_reduce(ones.to(torch.uint16)),
+        "a sum of eight bit floats": lambda: comm.reduce_scatter(ones.to(torch.float8_e4m3fn)),
+        "an unknown operation": lambda: comm.all_reduce(ones, "average"),  # type: ignore[arg-type]
+        "what is no tensor": lambda: comm.all_reduce([1.0]),  # type: ignore[arg-type]
+        "a gathered number": lambda: comm.all_gather(1.0),  # type: ignore[arg-type]
+        "a broadcast text": lambda: comm.broadcast("weights"),  # type: ignore[arg-type]
+        "a sparse tensor": lambda: comm.all_reduce(ones.to_sparse()),
+        "an expanded tensor, in place": lambda: comm.all_reduce(torch.ones(1).expand(4)),
+        "an expanded tensor to overwrite": lambda: comm.broadcast(torch.ones(1).expand(4)),
+        "a root that is no rank": lambda: comm.broadcast(ones, comm.size),
+        "a negative root": lambda: comm.broadcast_object(None, -1),
+        "parts that are not equal": lambda: comm.reduce_scatter(torch.ones(comm.size + 1, 2)),
+        "parts of a number": lambda: comm.reduce_scatter(torch.tensor(1.0)),
+    }
+
+
+def texts(size: int) -> dict[str, Told]:
+    root = f"is no rank of a world of {size}; ranks are 0 to {size - 1}"
+    cut = f"reduce_scatter over {size} ranks cuts dim 0 into equal parts, but the shape is"
+    way_out = f"pad dim 0 to a multiple of {size}"
+    known = (
+        "it reduces float16, float32, float64, bfloat16, int8, int16, int32, int64, uint8, bool, complex64, complex128"
+    )
+    overlap = "whose elements share memory, so it cannot be written in place; pass tensor.clone()"
+    or_sum = "convert to a floating type, or use 'sum'"
+    return {
+        "the mean of integers": Told("TypeError", f"all_reduce op='mean' of torch.int64 would round; {or_sum}"),
+        "the scattered mean of integers": Told(
+            "TypeError", f"reduce_scatter op='mean' of torch.int32 would round; {or_sum}"
+        ),
+        "the mean of bytes": Told("TypeError", f"all_reduce op='mean' of torch.uint8 would round; {or_sum}"),
+        "the sum of bools": Told(
+            "TypeError", "all_reduce of bool tensors is 'min' (and) or 'max' (or), not 'sum'; convert to int64 to count"
+        ),
+        "the product of bools": Told(
+            "TypeError",
+            "reduce_scatter of bool tensors is 'min' (and) or 'max' (or), not 'product'; convert to int64 to count",
+        ),
+        "the least of complex numbers": Told(
+            "TypeError", "all_reduce of complex tensors is 'sum' or 'mean', not 'min'"
+        ),
+        "a sum of a type that some transport lacks": Told(
+            "TypeError", f"all_reduce does not know uint16; {known}; convert first"
+        ),
+        "a sum of eight bit floats": Told(
+            "TypeError", f"reduce_scatter does not know float8_e4m3fn; {known}; convert first"
+        ),
+        "an unknown operation": Told(
+            "ValueError", "all_reduce op='average' does not exist; choose one of sum, mean, min, max, product"
+        ),
+        "what is no tensor": Told(
+            "TypeError", "all_reduce takes a tensor, got a list; all_gather_object takes any object"
+        ),
+        "a gathered number": Told(
+            "TypeError", "all_gather takes a tensor, got a float; all_gather_object takes any object"
+        ),
+        "a broadcast text": Told(
+            "TypeError", "broadcast takes a tensor, got a str; all_gather_object takes any object"
+        ),
+        "a sparse tensor": Told(
+            "TypeError", "all_reduce takes a dense tensor, got layout torch.sparse_coo; call to_dense() first"
+        ),
+        "an expanded tensor, in place": Told("ValueError", f"all_reduce got a tensor of shape [4] {overlap}"),
+        "an expanded tensor to overwrite": Told("ValueError", f"broadcast got a tensor of shape [4] {overlap}"),
+        "a root that is no rank": Told("ValueError", f"root={size} {root}"),
+        "a negative root": Told("ValueError", f"root=-1 {root}"),
+        "parts that are not equal": Told("ValueError", f"{cut} [{size + 1}, 2]; {way_out}"),
+        "parts of a number": Told("ValueError", f"{cut} []; {way_out}"),
+    }
+
+
+def test_a_refusal_reads_the_same_in_every_mode_and_leaves_the_world_whole(ranks):
+    def be_refused(comm):
+        found = {name: told(call) for name, call in refusals(comm).items()}
+        return found, comm.all_reduce(torch.ones(1)).item()
+
+    # One rank alone has nothing that could not be cut into equal parts.
+    ours = {
+        name: text for name, text in texts(ranks.size).items() if ranks.size > 1 or name != "parts that are not equal"
+    }
+    for found, total in ranks.run(be_refused):
+        assert {name: found[name] for name in ours} == ours
+        assert total == ranks.size
+
+
+def test_an_object_that_cannot_be_pickled_is_refused_before_anyone_is_met(ranks):
+    def be_refused(comm):
+        error = told(lambda: comm.all_gather_object(threading.Lock()))
+        return error is not None and "cannot pickle" in error.text, comm.all_gather_object(comm.rank)
+
+    assert ranks.run(be_refused) == [(True, list(range(ranks.size)))] * ranks.size
+
+
+# Ranks that lose step.
+
+
+MISMATCHES: dict[str, tuple[Callable[[Communicator], Any], Callable[[Communicator], Any], str, str]] = {
+    "another collective": (
+        lambda comm: comm.all_reduce(torch.ones(2)),
+        lambda comm: comm.barrier(),
+        "all_reduce(float32[2], 'sum')",
+        "barrier()",
+    ),
+    "another shape": (
+        lambda comm: comm.all_reduce(torch.ones(2, 3)),
+        lambda comm: comm.all_reduce(torch.ones(3, 2)),
+        "all_reduce(float32[2, 3], 'sum')",
+        "all_reduce(float32[3, 2], 'sum')",
+    ),
+    "another type": (
+        lambda comm: comm.all_gather(torch.ones(2)),
+        lambda comm: comm.all_gather(torch.ones(2).long()),
+        "all_gather(float32[2])",
+        "all_gather(int64[2])",
+    ),
+    "another operation": (
+        lambda comm: comm.reduce_scatter(torch.ones(4), "sum"),
+        lambda comm: comm.reduce_scatter(torch.ones(4), "max"),
+        "reduce_scatter(float32[4], 'sum')",
+        "reduce_scatter(float32[4], 'max')",
+    ),
+    "another root": (
+        lambda comm: comm.broadcast(torch.ones(()), 0),
+        lambda comm: comm.broadcast(torch.ones(()), 1),
+        "broadcast(float32[], 0)",
+        "broadcast(float32[], 1)",
+    ),
+    "another root of an object": (
+        lambda comm: comm.broadcast_object("a", 0),
+        lambda comm: comm.broadcast_object("a", 1),
+        "broadcast_object(0)",
+        "broadcast_object(1)",
+    ),
+    "objects and tensors": (
+        lambda comm: comm.all_gather_object("a"),
+        lambda comm: comm.all_gather(torch.ones(1)),
+        "all_gather_object()",
+        "all_gather(float32[1])",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_a_mismatch_names_two_ranks_and_their_calls_and_breaks_the_world(peers, name):
+    of_most, of_the_last, call_of_most, call_of_the_last = MISMATCHES[name]
+
+    def lose_step(comm):
+        comm.barrier()
+        first = told(lambda: (of_the_last if comm.rank == comm.size - 1 else of_most)(comm))
+        return first, told(comm.barrier)
+
+    text = (
+        f"rank 0 called {call_of_most} while rank {peers.size - 1} called {call_of_the_last}; every rank must call the "
+        "same collectives in the same order with the same shapes and types"
+    )
+    mismatch = Told("CollectiveMismatchError", text)
+    for rank, found in enumerate(peers.run(lose_step, checked=True)):
+        after = f"rank {rank} cannot complete barrier(): CollectiveMismatchError: {text}"
+        assert found == (mismatch, Told("BrokenWorldError", after, *mismatch[:2]))
+
+
+def test_calls_that_agree_pass_the_check(peers):
+    def agree(comm):
+        for call in calls_of(comm).values():
+            call()
+        return comm.all_reduce(torch.ones(1, dtype=torch.int16)).item()
+
+    assert peers.run(agree, checked=True) == [peers.size] * peers.size
+
+
+# Broken worlds.
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_departed_rank_wakes_the_others(peers, name):
+    def depart(comm):
+        comm.barrier()
+        if comm.rank == comm.size - 1:
+            return None  # returning is leaving
+        return told(calls_of(comm)[name])
+
+    *found, nothing = peers.run(depart)
+    assert nothing is None
+    for rank, error in enumerate(found):
+        assert error.type == "BrokenWorldError"
+        assert error.text.startswith(f"rank {rank} cannot complete {name}(")
+        assert f"{peers.size - 1} has left this world" in error.text
+
+
+def test_who_comes_after_a_rank_has_departed_learns_it_too(peers, gate):
+    def depart(comm):
+        comm.barrier()
+        if comm.rank == 1:
+            comm.leave()
+            gate.open()
+        elif comm.rank == 0:
+            gate.wait()
+            return told(comm.barrier)
+        return None
+
+    error = peers.run(depart)[0]
+    assert error.type == "BrokenWorldError"
+    assert "left this world" in error.text
+
+
+def test_leaving_is_idempotent_and_final(ranks):
+    def leave(comm):
+        comm.barrier()
+        comm.leave()
+        comm.leave()
+        return told(comm.barrier)
+
+    found = ranks.run(leave)
+    assert found == [
+        Told("BrokenWorldError", f"rank {rank} has left this world and cannot call barrier()")
+        for rank in range(ranks.size)
+    ]
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_an_abort_wakes_the_waiters_with_its_cause(peers, name):
+    def fail(comm):
+        comm.barrier()
+        if comm.rank == comm.size - 1:
+            comm.abort(LookupError("no such digit"))
+        return told(calls_of(comm)[name])
+
+    for rank, error in enumerate(peers.run(fail)):
+        assert error.text.startswith(f"rank {rank} cannot complete {name}(")
+        assert error.text.endswith(f"rank {peers.size - 1} failed with LookupError: no such digit")
+        assert (error.type, error.cause_type, error.cause_text) == ("BrokenWorldError", "LookupError", "no such digit")
+
+
+def test_an_abort_from_another_thread_wakes_the_waiters(peers, gate):
+    def fail(comm):
+        comm.barrier()
+        if comm.rank == 1:
+            aborting = threading.Thread(target=comm.abort, args=(LookupError("no such digit"),))
+            aborting.start()
+            gate.wait()  # this rank computes, until the others have been woken
+            aborting.join()
+            return told(comm.barrier)
+        error = told(comm.barrier)
+        if comm.rank == 0:
+            gate.open()
+        return error
+
+    for rank, error in enumerate(peers.run(fail)):
+        text = f"rank {rank} cannot complete barrier(): rank 1 failed with LookupError: no such digit"
+        assert error == Told("BrokenWorldError", text, "LookupError", "no such digit")
+
+
+def test_an_abort_from_another_thread_wakes_its_own_rank(peers, gate):
+    if peers.mode == "processes":
+        pytest.skip("a thread that waits inside the transport is woken by its peers or by the time-out alone")
+
+    def fail(comm):
+        comm.barrier()
+        if comm.rank == 0:
+            gate.wait()  # computes, and does not come
+            return None
+        if comm.rank == 1:
+            aborting = threading.Thread(target=comm.abort, args=(LookupError("no such digit"),))
+            aborting.start()
+        error = told(comm.barrier)
+        if comm.rank == 1:
+            aborting.join()
+            gate.open()
+        return error
+
+    for error in peers.run(fail)[1:]:
+        assert (error.type, error.cause_type) == ("BrokenWorldError", "LookupError")
+
+
+def test_an_error_of_a_rank_reaches_the_caller_and_not_its_victims(peers):
+    def fail(comm):
+        comm.barrier()
+        if comm.rank == 1:
+            raise LookupError("no such digit")
+        comm.barrier()
+
+    with pytest.raises(LookupError, match="no such digit"):
+        peers.run(fail)
+
+
+def test_the_first_abort_counts(ranks):
+    def fail(comm):
+        comm.abort(LookupError("first"))
+        comm.abort(ValueError("second"))
+        return told(comm.barrier)
+
+    def one_fails(comm):
+        comm.barrier()
+        return fail(comm) if comm.rank == 0 else told(comm.barrier)
+
+    for error in ranks.run(one_fails):
+        assert (error.type, error.cause_type, error.cause_text) == ("BrokenWorldError", "LookupError", "first")
+
+
+def test_once_broken_always_broken_for_every_collective(ranks):
+    def fail(comm):
+        comm.barrier()
+        if comm.rank == 0:
+            comm.abort(LookupError("no such digit"))
+        return [told(call) for _ in range(2) for call in calls_of(comm).values()]
+
+    for errors in ranks.run(fail):
+        assert {(error.type, error.cause_type) for error in errors} == {("BrokenWorldError", "LookupError")}
+
+
+def test_a_time_out_tells_what_was_awaited_and_how_long(peers, gate):
+    def keep_waiting(comm):
+        comm.barrier()
+        if comm.rank == 1:
+            gate.wait()
+            return None
+        error = told(lambda: comm.all_reduce(torch.ones(3)))
+        if comm.rank == 0:
+            gate.open()
+        return error
+
+    found = peers.run(keep_waiting, timeout=timedelta(seconds=0.5))
+    errors = [error for rank, error in enumerate(found) if rank != 1]
+    for error in errors:
+        assert error.type == "BrokenWorldError"
+        assert "all_reduce(float32[3], 'sum')" in error.text
+    assert any("0:00:00.5" in error.text or "500ms" in error.text for error in errors)
+    if peers.mode == "threads":
+        assert any("for ranks [1]" in error.text for error in errors)
