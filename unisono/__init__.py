@@ -88,7 +88,7 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = sorted(_HOME_OF)  # noqa: PLE0605 - a test compares it with the names above
+__all__ = sorted(_HOME_OF)
 
 
 def __getattr__(name: str) -> Any:

@@ -118,9 +118,10 @@ def read(source: Iterator[list[Piece]], pipeline: Pipeline) -> None:
     lanes = pipeline.lanes
     try:
         for pieces in source:
-            # Every lane is served before it is asked whether anyone still listens: one that left must not starve one
-            # that did not.
-            if not any([lane.inbox.send(piece) for lane, piece in zip(lanes, pieces, strict=True)]):
+            has_taker = False
+            for lane, piece in zip(lanes, pieces, strict=True):
+                has_taker |= lane.inbox.send(piece)
+            if not has_taker:
                 break
             round_number += 1
         end: Outcome[None] = Outcome()

@@ -1,4 +1,4 @@
-"""Collectives and facts of the current world, the same in a plain script, a DataParallel thread and a spawned worker."""
+"""Collectives and facts of the current world: the same in a plain script, a DataParallel thread, a spawned worker."""
 
 from __future__ import annotations
 

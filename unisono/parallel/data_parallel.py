@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -33,7 +34,7 @@ T = TypeVar("T")
 LoopFn = Callable[[nn.Module, DeviceIterator, torch.device, "Context"], T]
 
 
-class Context:
+class Context(SimpleNamespace):
     """What a replica keeps from one call to the next: any attribute that a loop sets on it.
 
     Attributes:
@@ -41,7 +42,7 @@ class Context:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        super().__init__(device=device)
 
     def getattr_or(self, name: str, default: Any) -> Any:
         """The attribute `name`; where it is missing or None, `default` (called, if it is callable), which is kept."""
@@ -120,8 +121,8 @@ class DataParallel:
         outer = current_world()
         if outer.world_size > 1:
             raise RuntimeError(
-                f"DataParallel in rank {outer.rank} of {outer.world_size}: its threads would meet one another only, and "
-                "not the other ranks; use one or the other"
+                f"DataParallel in rank {outer.rank} of {outer.world_size}: its threads would meet one another "
+                "only, and not the other ranks; use one or the other"
             )
         if not self._busy.acquire(blocking=False):
             raise BusyError("this DataParallel is running a loop, and runs one at a time; make another one")

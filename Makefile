@@ -1,0 +1,35 @@
+# make demo | test | check | bench     Everything is installed into .venv, at the versions in constraints.txt.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+.PHONY: demo test check bench clean
+
+demo: $(VENV)/.examples
+	$(BIN)/python examples/train_digits.py --mode processes --devices 2
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.test $(VENV)/.check
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.examples
+	$(BIN)/python bench/launch.py
+	$(BIN)/python bench/steps.py
+
+clean:
+	rm -rf $(VENV) build out *.egg-info
+
+# One stamp per extra of setup.cfg: what is installed stays installed.
+$(VENV)/.%: setup.cfg constraints.txt | $(BIN)/python
+	@echo "installing unisono[$*] into $(VENV)"
+	@$(PIP) --editable '.[$*]'
+	@touch $@
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
