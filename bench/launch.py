@@ -21,8 +21,8 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from blocks import ratio_line
+from torch.multiprocessing.spawn import spawn as torch_multiprocessing_spawn
 
 import unisono
 
@@ -74,7 +74,7 @@ def cold_unisono(count: int) -> float:
 def torch_spawn(count: int) -> float:
     with tempfile.TemporaryDirectory() as directory:
         start = time.monotonic()
-        mp.spawn(torch_worker, args=(count, directory), nprocs=count)  # type: ignore[no-untyped-call]
+        torch_multiprocessing_spawn(torch_worker, args=(count, directory), nprocs=count)
         return last_passed(directory) - start
 
 

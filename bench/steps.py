@@ -53,7 +53,7 @@ def ddp_epochs(ranks: int) -> Epoch:
     model = DistributedDataParallel(plain)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
     source = build_loaders(ranks)[0]
-    sampler: DistributedSampler[Any] = DistributedSampler(source.dataset)  # type: ignore[arg-type]
+    sampler: DistributedSampler[Any] = DistributedSampler(source.dataset)
     loader: DataLoader[Any] = DataLoader(source.dataset, batch_size=source.batch_size, sampler=sampler)
     numbers: Iterator[int] = iter(range(1 << 30))
 
