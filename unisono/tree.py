@@ -1,9 +1,9 @@
 """Map over, slice and measure a nested batch, whatever containers it is made of.
 
-Containers are dict and other mappings, list, tuple, named tuple, set and dataclass. Everything else is a leaf. A
-container comes back with its own type and order; an object that stands in two places of a batch is visited once and
-stays shared; the batch itself is never modified. (`torch.utils._pytree` is private, and knows neither dataclasses nor
-mappings of one's own nor shared leaves.)
+Containers are dict and other mappings, list, tuple, named tuple, set, frozenset and dataclass. Everything else is a
+leaf. A container comes back with its own type and order; an object that stands in two places of a batch is visited once
+and stays shared; the batch itself is never modified. (`torch.utils._pytree` is private, and knows neither dataclasses
+nor mappings of one's own nor shared leaves.)
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -57,8 +57,10 @@ def take(tree: Any, start: int, stop: int, dim: int = 0) -> Any:
     What has another size (a scale, a name, a constant) belongs to the whole batch and is kept whole.
 
     Raises:
-        ValueError: the batch does not tell its size.
+        ValueError: the batch does not tell its size, or holds a packed sequence, whose samples are interleaved.
     """
+    if any(isinstance(leaf, PackedSequence) for leaf in leaves(tree)):
+        raise ValueError("a batch that holds a packed sequence cannot be cut; pack the sequences after cutting")
     size = batch_size(tree, dim)
     if size is None:
         raise ValueError(f"a batch of type {type(tree).__name__} without a tensor of dimension {dim} cannot be cut")
@@ -91,26 +93,32 @@ def _is_inner(node: Any) -> bool:
 def _is_container(node: Any) -> bool:
     if isinstance(node, PackedSequence):
         return False
-    return isinstance(node, Mapping | list | tuple | set) or (
+    return isinstance(node, Mapping | list | tuple | set | frozenset) or (
         dataclasses.is_dataclass(node) and not isinstance(node, type)
     )
 
 
-def _map(fn: Callable[[Any], Any], node: Any, seen: dict[int, Any], whole: Callable[[Any], Any] | None = None) -> Any:
-    """`seen` maps the id of each visited node to its image; `whole` may replace a container as if it were a leaf."""
-    image = seen.get(id(node), seen)
-    if image is _IN_PROGRESS:
-        raise ValueError(f"a batch must be a tree, but a {type(node).__name__} in it contains itself")
-    if image is not seen:
+def _map(
+    fn: Callable[[Any], Any], node: Any, seen: dict[int, tuple[Any, Any]], whole: Callable[[Any], Any] | None = None
+) -> Any:
+    """`whole` may replace a container as if it were a leaf.
+
+    `seen` maps the id of each visited node to the node and its image. It holds the node because a mapping may make its
+    values on demand: the id of one that is gone would be given to the next.
+    """
+    if id(node) in seen:
+        image = seen[id(node)][1]
+        if image is _IN_PROGRESS:
+            raise ValueError(f"a batch must be a tree, but a {type(node).__name__} in it contains itself")
         return image
     if not _is_container(node):
         image = fn(node)
     else:
-        seen[id(node)] = _IN_PROGRESS
+        seen[id(node)] = node, _IN_PROGRESS
         image = whole(node) if whole else None
         if image is None:
             image = _map_container(node, lambda child: _map(fn, child, seen, whole))
-    seen[id(node)] = image
+    seen[id(node)] = node, image
     return image
 
 
@@ -118,7 +126,7 @@ def _map_container(node: Any, recurse: Callable[[Any], Any]) -> Any:
     if isinstance(node, Mapping):
         mapped = {key: recurse(value) for key, value in node.items()}
         return node if all(mapped[key] is node[key] for key in mapped) else _like_mapping(node, mapped)
-    if isinstance(node, list | tuple | set):
+    if isinstance(node, list | tuple | set | frozenset):
         children = list(node)
         images = [recurse(child) for child in children]
         return node if _same(children, images) else _like_sequence(node, images)
@@ -143,7 +151,7 @@ def _like_mapping(node: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
     if isinstance(node, defaultdict):
         return type(node)(node.default_factory, mapped)
     try:
-        twin: Any = copy.copy(node)  # keeps what a mapping of one's own holds beside its items
+        twin = _copy_mapping(node)
         for key, value in mapped.items():
             twin[key] = value
     except TypeError:  # an immutable mapping is made anew from its items
@@ -151,10 +159,21 @@ def _like_mapping(node: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
     return twin
 
 
+def _copy_mapping(node: Mapping[Any, Any]) -> Any:
+    """A copy that can be written to, with what a mapping of one's own holds beside its items."""
+    twin = copy.copy(node)
+    if not isinstance(node, dict) and not hasattr(type(node), "__copy__"):
+        # The plain copy has the attributes of `node`, and so the very container that the items are kept in.
+        for name, value in vars(twin).items():
+            if isinstance(value, MutableMapping | list | set):
+                setattr(twin, name, copy.copy(value))
+    return twin
+
+
 def _like_sequence(node: Any, images: list[Any]) -> Any:
     if isinstance(node, tuple) and hasattr(node, "_fields"):
         return type(node)._make(images)  # type: ignore[attr-defined]
-    if type(node) in (list, tuple, set):
+    if type(node) in (list, tuple, set, frozenset):
         return type(node)(images)
     if isinstance(node, list):
         twin = copy.copy(node)

@@ -1,0 +1,294 @@
+"""Mapping, measuring and cutting nested batches, against plain twins."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+from collections import OrderedDict, UserDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from batches import CONTAINERS, Encoding, FrozenSample, Lazy, Point, Row, Sample, ones, same
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.utils.rnn import pack_sequence
+
+from unisono.tree import batch_size, leaves, take, tree_map
+
+
+def plus_one(leaf: Any) -> Any:
+    return leaf + 1 if isinstance(leaf, torch.Tensor) else leaf
+
+
+def plain_map(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """The twin: rebuilds every container, and knows no sharing."""
+    if isinstance(tree, Mapping):
+        return type(tree)({key: plain_map(fn, value) for key, value in tree.items()})
+    if isinstance(tree, Point):
+        return Point(*(plain_map(fn, value) for value in tree))
+    if isinstance(tree, list | tuple):
+        return type(tree)(plain_map(fn, value) for value in tree)
+    if dataclasses.is_dataclass(tree):
+        return type(tree)(*(plain_map(fn, getattr(tree, field.name)) for field in dataclasses.fields(tree)))
+    return fn(tree)
+
+
+def plain_leaves(tree: Any) -> list[Any]:
+    found: list[Any] = []
+    plain_map(found.append, tree)
+    return found
+
+
+def equal(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Mapping):
+        return list(one) == list(other) and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    if dataclasses.is_dataclass(one):
+        return all(equal(getattr(one, field.name), getattr(other, field.name)) for field in dataclasses.fields(one))
+    return same(one, other)
+
+
+tensors = st.builds(lambda rows, number: torch.full((rows, 2), float(number)), st.integers(0, 3), st.integers(0, 9))
+plain = st.one_of(st.none(), st.text(max_size=3), st.integers(), st.floats(allow_nan=False), st.booleans())
+keys = st.text("abc", max_size=2)
+trees = st.recursive(
+    st.one_of(tensors, plain),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(keys, inner, max_size=3),
+        st.dictionaries(keys, inner, max_size=3).map(OrderedDict),
+        st.dictionaries(keys, inner, max_size=3).map(UserDict),
+        st.builds(Point, inner, inner),
+        st.builds(Sample, inner, inner, inner),
+        st.builds(FrozenSample, inner, inner),
+    ),
+    max_leaves=12,
+)
+
+
+# Mapping.
+
+
+@given(trees)
+def test_a_tree_whose_leaves_all_stay_is_returned_as_it_is(tree):
+    assert tree_map(lambda leaf: leaf, tree) is tree
+
+
+@given(trees)
+def test_mapping_agrees_with_the_plain_twin_and_leaves_the_source_alone(tree):
+    before = copy.deepcopy(tree)
+    assert equal(tree_map(plus_one, tree), plain_map(plus_one, before))
+    assert equal(tree, before)
+
+
+@given(trees)
+def test_leaves_come_in_order_each_object_once(tree):
+    once = {id(leaf): leaf for leaf in plain_leaves(tree)}
+    assert [id(leaf) for leaf in leaves(tree)] == list(once)
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_a_container_comes_back_with_its_type_order_and_attributes(kind):
+    make, look = CONTAINERS[kind]
+    mapped = tree_map(plus_one, make())
+    assert type(mapped) is type(make())
+    assert same(look(mapped), plain_map(plus_one, look(make())))
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_a_container_is_not_modified_by_its_mapping(kind):
+    make, look = CONTAINERS[kind]
+    tree = make()
+    tree_map(plus_one, tree)
+    assert same(look(tree), look(make()))
+
+
+def test_only_what_changes_is_made_anew():
+    tree = {"stays": ["a", (1, 2)], "changes": [ones()]}
+    mapped = tree_map(plus_one, tree)
+    assert mapped["stays"] is tree["stays"]
+    assert mapped["changes"] is not tree["changes"]
+
+
+def test_a_shared_leaf_is_visited_once_and_stays_shared():
+    visited: list[Any] = []
+
+    def visit(each):
+        visited.append(each)
+        return plus_one(each)
+
+    leaf = ones()
+    mapped = tree_map(visit, {"a": leaf, "b": [leaf], "c": Sample(leaf, leaf)})
+    assert [each for each in visited if each is leaf] == [leaf]
+    assert mapped["a"] is mapped["b"][0] is mapped["c"].image is mapped["c"].label
+
+
+def test_a_shared_container_stays_shared():
+    pair = [ones()]
+    mapped = tree_map(plus_one, (pair, {"again": pair}))
+    assert mapped[0] is mapped[1]["again"]
+
+
+def test_values_that_a_mapping_makes_on_demand_are_not_taken_for_one_another():
+    mapped = tree_map(lambda leaf: leaf[0].item() + 1, Lazy())  # each tensor is gone when the next is made
+    assert [mapped[key] for key in range(8)] == list(range(1, 9))
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("list", lambda: (tree := [1], tree.append(tree))[0]),
+        ("dict", lambda: (tree := {}, tree.update(self=tree))[0]),
+        ("Sample", lambda: (tree := Sample(ones(), "a"), setattr(tree, "extra", [tree]))[0]),
+    ],
+)
+def test_a_container_that_contains_itself_is_refused(name, make):
+    with pytest.raises(ValueError, match=f"a batch must be a tree, but a {name} in it contains itself"):
+        tree_map(plus_one, make())
+
+
+def test_a_container_that_stands_beside_itself_is_no_cycle():
+    pair = [1]
+    assert tree_map(lambda leaf: leaf + 1, [pair, pair, [pair]]) == [[2], [2], [[2]]]
+
+
+def test_an_error_of_the_function_comes_out_as_it_is():
+    with pytest.raises(LookupError, match="mine"):
+        tree_map(lambda leaf: (_ for _ in ()).throw(LookupError("mine")), [ones()])
+
+
+def test_a_field_of_a_dataclass_that_was_never_set_is_left_unset():
+    @dataclasses.dataclass
+    class Partial:
+        image: torch.Tensor
+        cache: Any = dataclasses.field(init=False)
+
+    mapped = tree_map(plus_one, Partial(ones()))
+    assert torch.equal(mapped.image, ones() + 1)
+    assert not hasattr(mapped, "cache")
+
+
+def test_a_packed_sequence_a_class_and_a_text_are_leaves():
+    tree = [pack_sequence([torch.ones(2)]), Sample, "text", b"bytes", range(3)]
+    assert [id(leaf) for leaf in leaves(tree)] == [id(each) for each in tree]
+
+
+# Measuring.
+
+
+@given(trees, st.integers(-2, 2))
+def test_the_size_is_that_of_the_first_tensor_with_the_dimension(tree, dim):
+    sizes = [leaf.shape[dim] for leaf in plain_leaves(tree) if isinstance(leaf, torch.Tensor) and -2 <= dim < 2]
+    assert batch_size(tree, dim) == (sizes[0] if sizes else None)
+
+
+def test_an_array_tells_the_size_too():
+    assert batch_size(["a", numpy.zeros((4, 2)), torch.zeros(3)]) == 4
+
+
+def test_a_number_has_no_size():
+    assert batch_size({"loss": torch.tensor(1.0), "name": "a", "list": [1, 2, 3]}) is None
+    assert batch_size({"loss": torch.tensor(1.0), "images": torch.zeros(5, 1)}) == 5
+    assert batch_size(torch.zeros(5), dim=1) is None
+
+
+def test_a_packed_sequence_orders_its_samples_its_own_way():
+    packed = pack_sequence([torch.ones(3), torch.ones(2)])
+    assert batch_size([packed, torch.zeros(2)]) is None
+
+
+# Cutting.
+
+
+@st.composite
+def cuts(draw: Any) -> tuple[dict[str, Any], int, list[int]]:
+    """A batch of `size` samples along dim 0, and the borders of a partition of it."""
+    size = draw(st.integers(1, 7))
+    width = draw(st.integers(1, 3))
+    batch = {
+        "images": torch.arange(size * width).reshape(size, width),
+        "labels": torch.arange(size),
+        "arrays": numpy.arange(size),
+        "names": [f"sample {index}" for index in range(size)],
+        "pairs": Point(torch.arange(size), tuple(range(size))),
+        "sample": FrozenSample(torch.arange(size), "the whole batch's"),
+        "scale": torch.tensor(2.0),
+        "classes": torch.zeros(size + 1),
+    }
+    borders = draw(st.lists(st.integers(0, size), max_size=4))
+    return batch, size, [0, *sorted(borders), size]
+
+
+@given(cuts())
+def test_the_parts_of_a_partition_add_up_to_the_batch(cut):
+    batch, size, borders = cut
+    parts = [take(batch, start, stop) for start, stop in itertools.pairwise(borders)]
+    assert [batch_size(part) for part in parts] == [stop - start for start, stop in itertools.pairwise(borders)]
+    assert torch.equal(torch.cat([part["images"] for part in parts]), batch["images"])
+    assert torch.equal(torch.cat([part["labels"] for part in parts]), batch["labels"])
+    assert numpy.concatenate([part["arrays"] for part in parts]).tolist() == list(range(size))
+    assert [name for part in parts for name in part["names"]] == batch["names"]
+    assert [number for part in parts for number in part["pairs"].y] == list(range(size))
+    assert torch.equal(torch.cat([part["pairs"].x for part in parts]), batch["labels"])
+    assert torch.equal(torch.cat([part["sample"].image for part in parts]), batch["labels"])
+
+
+@given(cuts())
+def test_what_has_another_size_belongs_to_the_whole_batch(cut):
+    batch, size, _ = cut
+    part = take(batch, 0, size // 2)
+    assert part["scale"] is batch["scale"]
+    assert part["classes"] is batch["classes"]
+    assert part["sample"].label == "the whole batch's"
+    assert type(part) is dict
+    assert list(part) == list(batch)
+
+
+@pytest.mark.parametrize("dim", [1, -1])
+def test_a_batch_is_cut_along_the_dimension_that_is_named(dim):
+    batch = {"images": torch.arange(6).reshape(2, 3), "names": ["one", "two", "three"]}
+    part = take(batch, 1, 3, dim)
+    assert part["images"].tolist() == [[1, 2], [4, 5]]
+    assert part["names"] == batch["names"]  # a list has its samples along dim 0
+
+
+def test_a_list_of_batch_parts_is_a_structure_and_is_not_cut_itself():
+    images, labels = torch.zeros(2, 3), torch.arange(2)
+    part = take([images, labels], 0, 1)
+    assert [each.shape for each in part] == [(1, 3), (1,)]
+
+
+def test_cutting_leaves_the_batch_alone():
+    batch = [torch.arange(4), ["a", "b", "c", "d"]]
+    take(batch, 1, 2)
+    assert batch[0].tolist() == [0, 1, 2, 3]
+    assert batch[1] == ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize("batch", ["text", ["a", "b"], torch.tensor(1.0), {"loss": 1.5}], ids=str)
+def test_a_batch_that_does_not_tell_its_size_cannot_be_cut(batch):
+    with pytest.raises(ValueError, match=r"a batch of type \w+ without a tensor of dimension 0 cannot be cut"):
+        take(batch, 0, 1)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_packed_sequence_is_not_cut_in_silence(order):
+    batch = [torch.zeros(2), pack_sequence([torch.ones(3), torch.ones(2)])][::order]
+    with pytest.raises(ValueError, match="packed sequence"):
+        take(batch, 0, 1)
+
+
+def test_a_mapping_with_attributes_keeps_them_when_it_is_cut():
+    part = take(Encoding({"ids": torch.arange(4)}, "corpus"), 1, 3)
+    assert (part["ids"].tolist(), part.source) == ([1, 2], "corpus")
+    row = Row(ids=torch.arange(4))
+    assert take(row, 0, 1)["ids"].tolist() == [0]
+    assert row["ids"].tolist() == [0, 1, 2, 3]
