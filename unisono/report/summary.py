@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from unisono.timeline import COMPUTE, FETCH, MOVE, REDUCE, STEP
+from unisono.timeline import COMPUTE, FETCH, MOVE, REDUCE, STEP, Span
 from unisono.world import World, current_world
 
 LOOP_PHASES = (FETCH, COMPUTE, REDUCE, STEP)
@@ -23,6 +23,7 @@ class RankSummary:
         seconds: by phase; `LOOP_PHASES` add up to the time in loops, "move" is the transfer thread's.
         samples, batches, steps: how many it took; a repeated sample of a split tail counts as none.
         memory: bytes in use when it was summarised.
+        spans: by track, "loop" and the helpers'; the latest `MAX_SPANS` of each, on the clock of its machine.
     """
 
     rank: int
@@ -33,6 +34,7 @@ class RankSummary:
     batches: int
     steps: int
     memory: int
+    spans: list[tuple[str, list[Span]]]
 
     @property
     def loop_seconds(self) -> float:
@@ -73,6 +75,7 @@ def summarise(world: World | None = None) -> RankSummary:
         pid=os.getpid(),
         seconds={phase: sum(track.totals.get(phase, 0) for track in tracks) / 1e9 for phase in (*LOOP_PHASES, MOVE)},
         memory=world.backend.memory(world.device),
+        spans=[(track.name, list(track.spans.copy())) for track in tracks],
         **counts,
     )
 

@@ -1,0 +1,24 @@
+"""The README's example runs as it stands there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def test_the_example_of_the_readme_runs_and_both_ranks_agree(tmp_path: Path) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    script = tmp_path / "example.py"
+    script.write_text(example)
+    lines = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, check=True, timeout=100
+    ).stdout.splitlines()
+    losses = [float(line.rpartition(" ")[2]) for line in lines if line.startswith("epoch")]
+    assert len(losses) == 3, "rank zero alone prints, once per epoch"
+    assert losses[-1] < losses[0]
+    first, second = eval(lines[-1])
+    assert first == second
