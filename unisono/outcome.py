@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import time
@@ -19,9 +20,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
-import cloudpickle
-
 from unisono.errors import BrokenWorldError, RemoteError, RemoteTraceback, UnpicklableError
+from unisono.pickling import dumps
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -71,11 +71,11 @@ class Outcome(Generic[T]):
         if self.error is not None:
             return self._pack(self.error)
         try:
-            payload = cloudpickle.dumps(self.value)
+            payload = dumps(self.value)
         except Exception as reason:
             refusal = UnpicklableError(
                 f"the result, a {type(self.value).__name__}, cannot be sent to the calling process "
-                f"({type(reason).__name__}: {reason}); return tensors, numbers or other picklable data"
+                f"({type(reason).__name__}: {_text_of(reason)}); return tensors, numbers or other picklable data"
             )
             return self._pack(refusal)
         return pickle.dumps({"payload": payload, "where": self.where, "at": self.at})
@@ -93,7 +93,7 @@ class Outcome(Generic[T]):
             return Outcome(value=pickle.loads(fields["payload"]), where=where, at=at)
         except Exception as reason:
             refusal = UnpicklableError(
-                f"the result cannot be rebuilt in the calling process ({type(reason).__name__}: {reason}); "
+                f"the result cannot be rebuilt in the calling process ({type(reason).__name__}: {_text_of(reason)}); "
                 "its class must be importable there"
             )
             refusal.__cause__ = reason
@@ -128,12 +128,14 @@ def copy_error(error: BaseException) -> BaseException:
 
     Raising writes to the object (`__traceback__`, `__context__`), which two threads must not do at once.
     """
-    try:
-        twin = copy.copy(error)
-        if type(twin) is not type(error):
-            return error
-    except Exception:
-        twin = _rebuild(type(error), error.args, dict(error.__dict__))
+    twin = error
+    for make in (copy.copy, lambda error: _rebuild(type(error), error.args, error.__dict__)):
+        with contextlib.suppress(Exception):
+            if _is_twin(made := make(error), error):
+                twin = made
+                break
+    if twin is error:
+        return error
     if "__notes__" in twin.__dict__:
         twin.__notes__ = list(error.__notes__)
     twin.__cause__, twin.__suppress_context__ = error.__cause__, error.__suppress_context__
@@ -141,11 +143,13 @@ def copy_error(error: BaseException) -> BaseException:
 
 
 def _is_secondary(error: BaseException) -> bool:
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, BrokenWorldError):
+    link: BaseException | None = error
+    seen = set()  # Python lets an error be its own cause
+    while link is not None and id(link) not in seen:
+        if isinstance(link, BrokenWorldError):
             return True
-        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
+        seen.add(id(link))
+        link = link.__context__ if link.__cause__ is None and not link.__suppress_context__ else link.__cause__
     return False
 
 
@@ -153,33 +157,48 @@ def _text_of(error: BaseException) -> str:
     try:
         return str(error)
     except Exception:
-        return repr(error.args)
+        return _shown(error.args)
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)
+    except Exception:
+        return object.__repr__(value)
+
+
+def _is_twin(made: BaseException, error: BaseException) -> bool:
+    """Whether it is a faithful copy: an `__init__` that words its message would word it a second time."""
+    return type(made) is type(error) and _text_of(made) == _text_of(error)
 
 
 def _pickle_error(error: BaseException) -> bytes | None:
     """Bytes from which `_rebuild_error` makes an exception of the same type, or None.
 
     Not every exception survives plain pickling: one whose `__init__` takes other arguments than it passes on raises
-    when it is loaded, and one may hold a lock or an open file. So its class, `args` and attributes travel one by one,
-    and what cannot travel is replaced by its repr.
+    when it is loaded or words its message twice, and one may hold a lock or an open file. So its class, `args` and
+    attributes travel one by one, and what cannot travel is replaced by its repr.
     """
+    found = None
     args = tuple(_portable(value) for value in error.args)
     state = {name: _portable(value) for name, value in error.__dict__.items()}
     for attempt in (error, (type(error), args, state)):
         try:
-            data: bytes = cloudpickle.dumps(attempt)
-            if isinstance(_load_error(data), type(error)):
-                return data
+            data = dumps(attempt)
+            loaded = _load_error(data)
         except Exception:
             continue
-    return None
+        if _is_twin(loaded, error):
+            return data
+        found = data if type(loaded) is type(error) else found  # the text may hold the address of an object
+    return found
 
 
 def _portable(value: Any) -> Any:
     try:
-        pickle.loads(cloudpickle.dumps(value))
+        pickle.loads(dumps(value))
     except Exception:
-        return repr(value)
+        return _shown(value)
     return value
 
 

@@ -7,10 +7,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, get_args
 
-import cloudpickle
 import torch
 
 from unisono.errors import BrokenWorldError
+from unisono.pickling import dumps
 from unisono.protocols import ReduceOp
 
 REDUCE_OPS: tuple[ReduceOp, ...] = get_args(ReduceOp)
@@ -131,8 +131,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def pack(value: Any) -> bytes:
     """Pickle an object on the rank that sends it, so that every receiver gets a copy of its own."""
-    data: bytes = cloudpickle.dumps(value)
-    return data
+    return dumps(value)
 
 
 def unpack(data: bytes) -> Any:

@@ -1,7 +1,7 @@
 """The caller's side of the zygote: one per calling process, started once, shared by every group of workers.
 
-*Threads:* any thread may open a group; a lock covers the start of the zygote. A group's socket belongs to its
-supervisor.
+*Threads:* any thread may open a group. A lock covers the start of the zygote and of a group, and forks of this process:
+a fork holds no socket that it does not know of. A group's socket belongs to its supervisor.
 """
 
 from __future__ import annotations
@@ -29,20 +29,22 @@ class Nursery:
 
     def __init__(self) -> None:
         ours, theirs = wire.socket_pair()
+        # The same modules as here, however they are found. Whatever else is in sys.path, Python ignores it.
+        path = [entry for entry in sys.path if isinstance(entry, str)]
         start = (
-            f"import sys; sys.path[:] = {sys.path!r}; "  # the same modules as here, however they are found
+            f"import sys; sys.path[:] = {path!r}; "
             f"from unisono.launch.zygote import main; main({theirs.fileno()}, {os.getpid()})"
         )
         # OpenBLAS would start its threads when numpy is imported, and a process with threads must not fork.
         environ = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", start],
-            pass_fds=[theirs.fileno()],
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # a Ctrl-C in the terminal is the caller's to handle
-        )
-        theirs.close()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", start],
+                pass_fds=[theirs.fileno()],
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # a Ctrl-C in the terminal is the caller's to handle
+            )
         self._control = ours
         _sockets.add(ours)
 
@@ -56,7 +58,7 @@ class Nursery:
         return self._process.poll() is None
 
     def open_group(self, directory: Path) -> socket.socket:
-        """A new group's socket; `directory` is removed when the group ends. OSError when the zygote is gone."""
+        """A new group's socket; `directory` is removed when it closes. ConnectionError when the zygote is gone."""
         ours, theirs = wire.socket_pair()
         with theirs:
             wire.send(self._control, {"directory": str(directory)}, (theirs.fileno(),))
@@ -66,6 +68,7 @@ class Nursery:
     def close(self) -> None:
         """End the zygote and with it every worker. Idempotent."""
         self._control.close()
+        self._process.terminate()
         try:
             self._process.wait(5)
         except subprocess.TimeoutExpired:
@@ -82,12 +85,21 @@ def open_group(directory: Path) -> socket.socket:
     global _nursery
     with _lock:
         for _ in range(2):
-            if _nursery is None or not _nursery.is_alive():
+            if _nursery is None:
                 _nursery = Nursery()
-                atexit.register(_nursery.close)
-            with contextlib.suppress(OSError):
-                return _nursery.open_group(directory)
+            with contextlib.suppress(ConnectionError):
+                if _nursery.is_alive():
+                    return _nursery.open_group(directory)
+            _nursery.close()
+            _nursery = None
     raise UnisonoError("the process that workers are forked from ended at its start; see its output above")
+
+
+@atexit.register
+def _close() -> None:
+    """At the interpreter's exit, which has waited for the threads that are no daemons; only daemon groups live now."""
+    if _nursery is not None:
+        _nursery.close()
 
 
 def zygote_pid() -> int | None:
@@ -101,6 +113,7 @@ def _forget_in_child() -> None:
     _nursery = None
     for sock in list(_sockets):
         sock.close()
+    _lock.release()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_forget_in_child)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Literal, overload
-
-import cloudpickle
 
 from unisono.backends import pick_backend
 from unisono.backends.cores import fair_num_threads
@@ -16,6 +16,7 @@ from unisono.errors import UnpicklableError
 from unisono.launch.supervisor import Supervisor
 from unisono.launch.worker import Job, exit_error
 from unisono.outcome import add_note_once
+from unisono.pickling import dumps_call
 from unisono.protocols import Backend
 from unisono.world import solo_world, use_world
 
@@ -41,28 +42,34 @@ class ProcessContext:
 
         Raises:
             BaseException: what a worker raised; as for `spawn`.
-            KeyboardInterrupt: after Ctrl-C here, when the workers have been stopped; a second Ctrl-C kills them.
+            KeyboardInterrupt: after Ctrl-C here, when the workers have been stopped; a second Ctrl-C kills them. What
+                another signal's handler raises here stops them just the same.
         """
-        try:
+        with self._guarded():
             self._supervisor.start()  # here, so that no Ctrl-C can fall between the start and the wait
-            if not self._supervisor.wait(timeout):
-                return None
-        except KeyboardInterrupt:
-            self._stop_after_interrupt()
-            raise
-        return self._supervisor.result()
+            is_over = self._supervisor.wait(timeout)
+        return self._supervisor.result() if is_over else None
 
     def stop(self) -> None:
         """Ask the workers to stop (SIGTERM, then SIGKILL after the grace); `join` then raises WorkerDiedError."""
         self._supervisor.stop()
 
-    def _stop_after_interrupt(self) -> None:
-        while not self._supervisor.wait(0):
-            self._supervisor.interrupt()
-            try:
-                self._supervisor.wait()
-            except KeyboardInterrupt:
-                continue
+    def _start(self) -> None:
+        with self._guarded():
+            self._supervisor.start()
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Stop the workers when a signal's handler, that of Ctrl-C for one, raises in the block."""
+        try:
+            yield
+        except BaseException as error:
+            ask = self._supervisor.interrupt if isinstance(error, KeyboardInterrupt) else self._supervisor.stop
+            while not self._supervisor.wait(0):
+                with suppress(BaseException):  # a second Ctrl-C: ask again, which kills
+                    ask()
+                    self._supervisor.wait()
+            raise
 
 
 @overload
@@ -108,7 +115,7 @@ def spawn(
 ) -> list[Any] | ProcessContext:
     """Call `fn(index, *args)` in one worker process per device.
 
-    `fn` travels by cloudpickle, so closures, lambdas and functions of a notebook work, and no main guard is needed.
+    `fn` travels by value, so closures, lambdas and functions of a notebook work, and no main guard is needed.
     Each worker has its world (`rank()`, `all_reduce`, ...) ready when `fn` begins. One failing worker stops the group.
 
     Args:
@@ -141,7 +148,8 @@ def spawn(
     family = pick_backend(backend)
     count = _check_nprocs(nprocs, family)
     threads = _check_num_threads(num_threads, count)
-    _check_positive(grace_s, "grace_s")
+    _check_duration(grace_s, "grace_s")
+    _check_timeout(timeout)
     if count == 1 and join:
         return [_run_inline(fn, args, family)]
     job = Job(
@@ -152,13 +160,12 @@ def spawn(
         is_checked=checked,
         num_threads=threads,
     )
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()  # what was printed before the workers' lines stands before them
-    supervisor = Supervisor(job, grace_s, daemon)
+    _settle_streams()
+    context = ProcessContext(Supervisor(job, grace_s, daemon))
     if join:
-        return ProcessContext(supervisor).join() or []
-    supervisor.start()
-    return ProcessContext(supervisor)
+        return context.join() or []
+    context._start()
+    return context
 
 
 def _check_nprocs(nprocs: int | None, family: Backend) -> int:
@@ -185,11 +192,28 @@ def _check_num_threads(num_threads: int | None, count: int) -> int:
     return num_threads
 
 
-def _check_positive(seconds: float, name: str) -> None:
+def _check_duration(seconds: float, name: str) -> None:
     if isinstance(seconds, bool) or not isinstance(seconds, int | float):
         raise TypeError(f"{name}={seconds!r} is a {type(seconds).__name__}; pass seconds")
     if not (math.isfinite(seconds) and seconds >= 0):
         raise ValueError(f"{name}={seconds!r} is no duration; pass seconds from 0 on")
+
+
+def _check_timeout(timeout: timedelta) -> None:
+    if not isinstance(timeout, timedelta):
+        raise TypeError(f"timeout={timeout!r} is a {type(timeout).__name__}; pass a datetime.timedelta")
+    if timeout <= timedelta():
+        raise ValueError(f"timeout={timeout!r} leaves a collective no time; pass a positive timedelta")
+
+
+def _settle_streams() -> None:
+    """Make our standard streams fit for the workers, which write to the same."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()  # what was printed before the workers' lines stands before them
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # whoever started us has closed it
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
 
 
 def _run_inline(fn: Callable[..., Any], args: Sequence[Any], family: Backend) -> Any:
@@ -206,20 +230,19 @@ def _run_inline(fn: Callable[..., Any], args: Sequence[Any], family: Backend) ->
 
 def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     try:
-        call: bytes = cloudpickle.dumps((fn, args))
+        return dumps_call(fn, args)
     except Exception as error:
         named = [("fn", fn), *((f"args[{place}]", arg) for place, arg in enumerate(args))]
-        name, part = next(((name, part) for name, part in named if not _is_picklable(part)), named[0])
+        name, part = next((each for each in named if not _is_picklable(each[1])), named[0])
         raise UnpicklableError(
             f"{name}, a {type(part).__name__}, cannot be sent to the workers ({type(error).__name__}: {error}); "
             "make it inside fn, or pass what it is made from"
         ) from error
-    return call
 
 
 def _is_picklable(part: Any) -> bool:
     try:
-        cloudpickle.dumps(part)
+        dumps_call(type, (part,))
     except Exception:
         return False
     return True

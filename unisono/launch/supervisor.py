@@ -65,13 +65,14 @@ class Supervisor:
         self._signals = [signal.SIGTERM, signal.SIGKILL]  # what to send next
         self._deadline: float | None = None  # when to send it
         self._requests: list[str] = []
+        self._has_begun = False
         self._lock = threading.Lock()
         self._has_started, self._has_ended = threading.Event(), threading.Event()
         self._verdict: Outcome[list[Any]] = Outcome()
         self._thread = threading.Thread(target=_supervise, args=(self,), name="unisono-supervisor", daemon=daemon)
 
     def start(self) -> None:
-        """Start the group, unless it has been started."""
+        """Start the group, unless it has been started, or asked to stop before."""
         if self._thread.ident is None:
             self._thread.start()
 
@@ -82,7 +83,11 @@ class Supervisor:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the end of the group, `timeout` seconds at most; whether it has come."""
-        return self._has_ended.wait(timeout)
+        if not self._has_ended.wait(timeout):
+            return False
+        if self._thread.is_alive():  # for one more moment; a join before the end could not be interrupted and repeated
+            self._thread.join()
+        return True
 
     def result(self) -> list[Any]:
         """After the end: the workers' results by rank, or the first cause, raised."""
@@ -99,24 +104,25 @@ class Supervisor:
     def _ask(self, request: str) -> None:
         with self._lock:
             self._requests.append(request)
+            if not self._has_begun:  # the caller was interrupted in `start`
+                self._has_ended.set()
         with contextlib.suppress(OSError):
             self._wake_w.send(b"!")
 
     # Everything below runs on the supervisor's thread.
 
     def _watch(self) -> Outcome[list[Any]]:
-        with rendezvous() as place:
+        with self._selector, self._wake_r, self._wake_w, rendezvous() as place:
             place.write_job(replace(self._job, store=str(place.store)))
             self._group = open_group(place.directory)
             try:
-                with self._selector:
-                    self._start(str(place.job))
-                    while not all(worker.has_ended for worker in self._workers):
-                        self._step()
+                self._start(str(place.job))
+                while not all(worker.has_ended for worker in self._workers):
+                    self._step()
             finally:
                 for worker in self._workers:
                     self._close_pipe(worker)
-                self._group.close()
+                self._close_group()
         return self._conclude()
 
     def _start(self, job_file: str) -> None:
@@ -130,7 +136,7 @@ class Supervisor:
             self._selector.register(reading, selectors.EVENT_READ, worker)
             try:
                 wire.send(self._group, {"op": "fork", "rank": rank, "job": job_file}, (writing, 1, 2))
-            except OSError:  # the zygote is gone; its end of file follows
+            except ConnectionError:  # the zygote is gone; its end of file follows
                 break
             finally:
                 os.close(writing)
@@ -179,24 +185,26 @@ class Supervisor:
         except EOFError:
             self._lose_zygote()
             return
-        if message["op"] == "error":
-            raise UnisonoError(message["text"])
         worker = self._workers[message["rank"]]
         if message["op"] == "forked":
             worker.pid = message["pid"]
-        else:
+        elif message["op"] == "exit":
             self._end(worker, message["status"], describe_exit(message["status"]))
+        else:
+            self._end(worker, None, f"could not be forked ({message['text']})")
 
     def _lose_zygote(self) -> None:
         """The zygote is gone; the parent-death signal has taken the workers along, but not what they had started."""
         assert self._group is not None
         self._selector.unregister(self._group)
+        if all(worker.pid is None for worker in self._workers):
+            raise UnisonoError("the process that workers are forked from ended at its start; see its output above")
         for worker in self._workers:
             if not worker.has_ended:
                 if worker.pid is not None:
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.killpg(worker.pid, signal.SIGKILL)
-                self._end(worker, None, "ended because the process that it was forked from was killed")
+                self._end(worker, None, "ended because the process that it was forked from has died")
 
     def _end(self, worker: _Worker, status: int | None, how: str) -> None:
         self._read(worker)  # what it wrote before it ended is still in the pipe
@@ -242,9 +250,17 @@ class Supervisor:
                 self._signals[0] = signal.SIGINT
             self._set_deadline(0.0)
 
+    def _close_group(self) -> None:
+        """Close our end, and wait for the zygote's, which tells that no worker is left."""
+        assert self._group is not None
+        with self._group, contextlib.suppress(OSError, EOFError):
+            self._group.shutdown(socket.SHUT_WR)
+            while True:
+                wire.receive(self._group)
+
     def _close_pipe(self, worker: _Worker) -> None:
         if worker.pipe >= 0:
-            with contextlib.suppress(KeyError, RuntimeError):  # the selector may be closed already
+            with contextlib.suppress(KeyError):
                 self._selector.unregister(worker.pipe)
             os.close(worker.pipe)
             worker.pipe = -1
@@ -256,20 +272,24 @@ class Supervisor:
             return Outcome(value=[outcomes[rank].value for rank in sorted(outcomes)])
         own = {rank: outcome for rank, outcome in failures.items() if not self._workers[rank].was_stopped}
         cause = first_cause(own or failures)
-        stopped = [worker.rank for worker in self._workers if worker.was_stopped and worker.rank != cause]
+        stopped = [worker.rank for worker in self._workers if worker.was_stopped]
         error = failures[cause].error
         assert error is not None
         add_note_once(error, failures[cause].where)
+        if failures[cause].is_secondary and (returned := sorted(outcomes.keys() - failures.keys())):
+            add_note_once(error, f"ranks {returned} had returned without an error")
         if stopped:
-            add_note_once(error, f"ranks {stopped} were stopped because of it")
+            reason = "because of it" if own else "at the request of the calling process"
+            add_note_once(error, f"ranks {stopped} were stopped {reason}")
         return failures[cause]
 
 
 def _supervise(supervisor: Supervisor) -> None:
     """Body of the supervisor's thread: whatever becomes of the group is its verdict."""
-    watched = Outcome.capture(supervisor._watch)
-    supervisor._verdict = watched.value if watched.value is not None else Outcome.failure(watched.error)
-    supervisor._wake_r.close()
-    supervisor._wake_w.close()
+    with supervisor._lock:
+        supervisor._has_begun = not supervisor._has_ended.is_set()
+    if supervisor._has_begun:
+        watched = Outcome.capture(supervisor._watch)
+        supervisor._verdict = watched.value or Outcome(error=watched.error)
     supervisor._has_started.set()
     supervisor._has_ended.set()

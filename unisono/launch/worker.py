@@ -19,7 +19,7 @@ import pickle
 import signal
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -27,15 +27,18 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-import torch.utils.data  # noqa: F401 - imported here so that every fork has it
+import torch.utils.data  # here, so that every fork has it
 
 from unisono.backends import get_backend
 from unisono.comm.processes import ProcessCommunicator
 from unisono.errors import UnpicklableError, WorkerDiedError
 from unisono.outcome import Outcome
+from unisono.pickling import loads_call
 from unisono.world import World, set_process_world
 
 HEADER = struct.Struct("!Q")  # the length of the outcome that follows
+
+_LEAVE_S = 5  # how long a worker that has told its outcome may take to leave the world
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ def run_worker(rank: int, job_file: str, result_fd: int) -> NoReturn:
     """Be worker `rank` of the job in that file; the outcome goes to `result_fd`, a header and its bytes."""
     world: World | None = None
     try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # from here on, a Ctrl-C has an outcome
         job: Job = pickle.loads(Path(job_file).read_bytes())
         _adopt_caller(job, rank)
         world = _join_world(job, rank)
@@ -77,14 +81,17 @@ def run_worker(rank: int, job_file: str, result_fd: int) -> NoReturn:
         outcome = Outcome.capture(_call, job.call, rank)
     except BaseException as error:
         outcome = Outcome.failure(error)
-    is_failure = outcome.error is not None
     if isinstance(outcome.error, SystemExit):
         outcome = Outcome.failure(exit_error(outcome.error, rank))
+    is_failure = outcome.error is not None
+    is_secondary = outcome.is_secondary or _tells_of_a_peer(outcome.error)
     where = str(world) if world is not None else f"rank {rank}, pid {os.getpid()}, before it joined the world"
     for stream in (sys.stdout, sys.stderr):  # first: a failure that the caller knows of may be answered by a signal
         with contextlib.suppress(Exception):
             stream.flush()
-    _send(result_fd, Outcome(outcome.value, outcome.error, where, outcome.at, outcome.is_secondary).to_bytes())
+    _send(result_fd, Outcome(outcome.value, outcome.error, where, outcome.at, is_secondary).to_bytes())
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(_LEAVE_S)  # kills, so that a transport which waits for a peer keeps neither this process nor the peer
     with contextlib.suppress(Exception):
         if world is not None and outcome.error is not None:
             world.comm.abort(outcome.error)
@@ -96,21 +103,31 @@ def run_worker(rank: int, job_file: str, result_fd: int) -> NoReturn:
 def exit_error(error: SystemExit, rank: int) -> WorkerDiedError:
     """What `sys.exit` in a worker is to the caller: a worker that ended without a result."""
     code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    return WorkerDiedError(
+    died = WorkerDiedError(
         f"rank {rank} called sys.exit({error.code!r}) before fn returned; return from fn instead", rank, code
     )
+    died.__cause__ = error
+    return died
+
+
+def _tells_of_a_peer(error: BaseException | None) -> bool:
+    """Whether an error came from torch's transport: what the user's own torch.distributed calls raise, or DDP."""
+    while error is not None:
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
+            return True
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return False
 
 
 def _call(call: bytes, rank: int) -> Any:
     try:
-        fn, args = pickle.loads(call)
+        fn, args = loads_call(call)
     except Exception as error:
         raise UnpicklableError(
             f"fn or its arguments cannot be rebuilt in the worker ({type(error).__name__}: {error}); "
             "what they refer to must be importable there"
         ) from error
-    function: Callable[..., Any] = fn
-    return function(rank, *args)
+    return fn(rank, *args)
 
 
 def _adopt_caller(job: Job, rank: int) -> None:
@@ -125,8 +142,11 @@ def _adopt_caller(job: Job, rank: int) -> None:
     sys.path[:] = job.path
     sys.argv[:] = job.argv
     # The zygote's stream objects were made for other files; line buffering lets a terminal show lines as they come.
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
+    encoding, errors = sys.stdout.encoding, sys.stdout.errors
+    sys.stdout = open(1, "w", 1, encoding, errors, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", 1, encoding, "backslashreplace", closefd=False)  # noqa: SIM115
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()  # as `random` does in a fork: no two workers draw the same numbers
     faulthandler.enable(2)
     faulthandler.register(signal.SIGUSR1, 2, all_threads=True)
 
@@ -139,7 +159,7 @@ def _join_world(job: Job, rank: int) -> World:
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # for what the worker starts; this process has read them
         os.environ.setdefault(name, str(job.num_threads))
     with _explained(rank):
-        store = dist.FileStore(job.store, job.nprocs)
+        store = dist.FileStore(job.store, job.nprocs)  # type: ignore[attr-defined] # torch re-exports it silently
         dist.init_process_group(
             backend.process_group_backend, store=store, rank=rank, world_size=job.nprocs, timeout=job.timeout
         )

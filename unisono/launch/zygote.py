@@ -8,13 +8,21 @@ It is also the reaper. It makes itself the subreaper of everything that its work
 of its own, and when a worker ends, or the group's connection closes, or the calling process dies, the sessions are
 killed and what escaped its session is found among the zygote's children.
 
+Invariants:
+1. A worker that has been reported to have ended left nothing in its session; after the last worker of all groups,
+   nothing is left anywhere.
+2. A group's socket closes here after its workers have ended and its directory is gone.
+3. Only the pid of a child that has not been waited for is signalled: nobody else can have that number.
+
 Who owns what: the calling process owns a control socket (its end means: the caller is gone) and one socket per group of
 workers (its end means: kill this group). On a group's socket:
 
     caller -> zygote   {"op": "fork", "rank", "job"} + [result, stdout, stderr]     {"op": "signal", "signal"}
-    zygote -> caller   {"op": "forked", "rank", "pid"}    {"op": "exit", "rank", "status"}    {"op": "error", "text"}
+    zygote -> caller   {"op": "forked", "rank", "pid"}    {"op": "exit", "rank", "status"}
+                       {"op": "error", "rank", "text"}: it could not be forked
 
-*Threads:* one; `serve` is a loop over a selector. Nothing in it blocks.
+*Threads:* one; `serve` is a loop over a selector. It waits for nothing but what it has killed, and, while there is no
+group, for an import.
 """
 
 from __future__ import annotations
@@ -38,6 +46,7 @@ import psutil
 from unisono.launch import wire
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_STOPPING = (signal.SIGINT, signal.SIGTERM)
 _IDLE_S = 0.2
 _IDLE_PRELOAD = ("torch._dynamo",)  # the first optimizer of a process imports it, at more than a second
 
@@ -68,15 +77,18 @@ class Zygote:
             self.selector.register(watched, selectors.EVENT_READ)
 
     def serve(self) -> NoReturn:
-        """Fork and reap until the caller is gone."""
+        """Fork and reap until the caller is gone, or SIGTERM."""
         signal.set_wakeup_fd(self.children_w, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, lambda *_: self._end())
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # whatever the caller's thread had blocked
         to_preload = list(_IDLE_PRELOAD)
         while True:
             is_idle = not self.groups and bool(to_preload)
             events = self.selector.select(_IDLE_S if is_idle else None)
             if is_idle and not events:
-                importlib.import_module(to_preload.pop())
+                with contextlib.suppress(Exception):  # whoever needs it will see why
+                    importlib.import_module(to_preload.pop())
                 gc.freeze()
             for fd in (key.fd for key, _ in events):
                 if fd == self.caller_fd or (fd == self.control.fileno() and not self._accept()):
@@ -109,17 +121,21 @@ class Zygote:
                 kill_session(pid, message["signal"])
 
     def _fork(self, group: _Group, rank: int, job: str, fds: list[int]) -> None:
+        # A signal to the child must neither run the handlers that it has from here, nor be lost: it waits until the
+        # worker has its own.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
         try:
             pid = os.fork()
+            if pid == 0:
+                self._become_worker(rank, job, fds)
+            group.ranks[pid] = rank
+            _tell(group, {"op": "forked", "rank": rank, "pid": pid})
         except OSError as error:
-            _tell(group, {"op": "error", "text": f"cannot fork worker {rank}: {error}"})
-            return
-        if pid == 0:
-            self._become_worker(rank, job, fds)
-        for fd in fds:
-            os.close(fd)
-        group.ranks[pid] = rank
-        _tell(group, {"op": "forked", "rank": rank, "pid": pid})
+            _tell(group, {"op": "error", "rank": rank, "text": str(error)})
+        finally:
+            for fd in fds:
+                os.close(fd)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
 
     def _become_worker(self, rank: int, job: str, fds: list[int]) -> NoReturn:
         """In the child: cut every tie to the zygote but the parent-death signal, then be the worker."""
@@ -130,7 +146,8 @@ class Zygote:
             if os.getppid() != zygote:  # it died before the signal was asked for
                 os._exit(1)
             signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for signum in (signal.SIGCHLD, signal.SIGTERM):
+                signal.signal(signum, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             self.selector.close()
             for fd in (self.children_r, self.children_w, self.caller_fd):
@@ -153,42 +170,47 @@ class Zygote:
     def _reap(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(self.children_r, 4096)
-        ended = []
         with contextlib.suppress(ChildProcessError):
-            while (found := os.waitpid(-1, os.WNOHANG))[0]:
-                ended.append(found)
-        for pid, status in ended:
-            group = next((group for group in self.groups.values() if pid in group.ranks), None)
-            if group is not None:
-                rank = group.ranks.pop(pid)
-                kill_session(pid, signal.SIGKILL)
-                if not any(group.ranks for group in self.groups.values()):
-                    self._kill_strays()
-                _tell(group, {"op": "exit", "rank": rank, "status": os.waitstatus_to_exitcode(status)})
+            while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                self._bury(found.si_pid)
+
+    def _bury(self, pid: int) -> None:
+        kill_session(pid, signal.SIGKILL)
+        status = os.waitpid(pid, 0)[1]
+        group = next((group for group in self.groups.values() if pid in group.ranks), None)
+        rank = group.ranks.pop(pid) if group is not None else None
+        self._kill_strays()
+        if group is not None:
+            _tell(group, {"op": "exit", "rank": rank, "status": os.waitstatus_to_exitcode(status)})
 
     def _kill_strays(self) -> None:
-        """Kill what dead workers left outside their sessions; their orphans are the zygote's only children now."""
-        with contextlib.suppress(psutil.Error):
-            for child in psutil.Process().children():
-                kill_tree(child)
+        """Kill what dead workers left outside their sessions: without workers, all children here are their orphans."""
+        if not any(group.ranks for group in self.groups.values()):
+            kill_children()
 
     def _close(self, group: _Group) -> None:
         """The caller has let go of the group: nothing of it may live on."""
-        self.selector.unregister(group.sock.fileno())
-        del self.groups[group.sock.fileno()]
-        group.sock.close()
         for pid in group.ranks:
             with contextlib.suppress(psutil.Error):
                 kill_tree(psutil.Process(pid))
             kill_session(pid, signal.SIGKILL)
+        for pid in group.ranks:
+            os.waitpid(pid, 0)
         shutil.rmtree(group.directory, ignore_errors=True)
+        self.selector.unregister(group.sock.fileno())
+        del self.groups[group.sock.fileno()]
+        group.sock.close()
+        self._kill_strays()
 
     def _end(self) -> NoReturn:
-        for group in list(self.groups.values()):
-            self._close(group)
-        with contextlib.suppress(psutil.Error):
-            for child in psutil.Process().children(recursive=True):
-                kill_tree(child)
+        """Kill everything. Also a signal's handler: it finds the groups as they are at any line, and never returns."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        with contextlib.suppress(ChildProcessError):
+            while True:  # what a dying process still managed to start is a child of this one when the wait returns
+                kill_children()
+                os.waitpid(-1, 0)
+        for group in self.groups.values():
+            shutil.rmtree(group.directory, ignore_errors=True)
         os._exit(0)
 
 
@@ -200,7 +222,10 @@ def _tell(group: _Group, message: dict[str, object]) -> None:
 def kill_session(pid: int, signum: int) -> None:
     """Send a signal to the process group that the worker leads: itself and its loader workers."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signum)
+        try:
+            os.killpg(pid, signum)
+        except ProcessLookupError:  # just forked, it leads none yet
+            os.kill(pid, signum)
 
 
 def kill_tree(process: psutil.Process) -> None:
@@ -209,6 +234,13 @@ def kill_tree(process: psutil.Process) -> None:
         for descendant in [*process.children(recursive=True), process]:
             with contextlib.suppress(psutil.Error):
                 descendant.kill()
+
+
+def kill_children() -> None:
+    """SIGKILL all children of this process and what descends from them."""
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process().children():
+            kill_tree(child)
 
 
 def main(control_fd: int, caller: int) -> NoReturn:

@@ -1,0 +1,67 @@
+"""Pickling for other processes: what a script or a notebook defines travels, and keeps its identity.
+
+The script is `__main__` in the calling process only; a worker cannot import it. So a call goes down by value, together
+with the names that its classes and functions have in `__main__`, and the worker's `__main__` gets them under the same
+names. From then on they go by name, as with plain pickle: between workers, and back to the caller, where they are the
+caller's own again. (By value, cloudpickle would find the caller's class and put copies in the place of its methods.)
+
+What has no name in `__main__`, a lambda or a class made in a function, always goes by value.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import cloudpickle
+
+
+def dumps(value: Any) -> bytes:
+    """Pickle for this process or one whose `__main__` has the same names."""
+    with io.BytesIO() as file:
+        _ByName(file).dump(value)
+        return file.getvalue()
+
+
+def dumps_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """Pickle a call for a process that knows nothing of our `__main__`."""
+    with io.BytesIO() as file:
+        pickler = _ByValue(file)
+        pickler.dump((fn, args, pickler.names))  # the names come last, when all are found
+        return file.getvalue()
+
+
+def loads_call(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The call that `dumps_call` was given; this process's `__main__` gets the names that came along."""
+    fn, args, names = pickle.loads(data)
+    vars(sys.modules["__main__"]).update(names)
+    return fn, args
+
+
+class _ByName(cloudpickle.Pickler):  # type: ignore[misc] # it has no annotations
+    def reducer_override(self, obj: Any) -> Any:
+        return NotImplemented if _is_named_in_main(obj) else super().reducer_override(obj)
+
+
+class _ByValue(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.names: dict[str, Any] = {}
+
+    def reducer_override(self, obj: Any) -> Any:
+        if _is_named_in_main(obj) and "." not in obj.__qualname__:
+            self.names[obj.__qualname__] = obj
+        return super().reducer_override(obj)
+
+
+def _is_named_in_main(obj: Any) -> bool:
+    if not isinstance(obj, type | FunctionType) or obj.__module__ != "__main__":
+        return False
+    found: Any = sys.modules["__main__"]
+    for name in obj.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is obj
