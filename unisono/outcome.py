@@ -86,7 +86,9 @@ class Outcome(Generic[T]):
         fields = pickle.loads(data)
         where, at = fields["where"], fields["at"]
         if "traceback" in fields:
-            error = _rebuild_error(fields["payload"]) or RemoteError(f"{fields['type']}: {fields['message']}")
+            error = _rebuild_error(fields["payload"])
+            if error is None:
+                error = RemoteError(f"{fields['type']}: {fields['message']}")
             error.__cause__ = RemoteTraceback(fields["traceback"])
             return Outcome(error=error, where=where, at=at, is_secondary=fields["is_secondary"])
         try:

@@ -1,0 +1,491 @@
+"""What crosses a boundary arrives: a value, or the error itself, in its own type, with the place it came from."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unisono.errors import BrokenWorldError, RemoteError, RemoteTraceback, UnpicklableError, WorkerDiedError
+from unisono.outcome import Outcome, add_note_once, copy_error, first_cause
+
+
+def raising(error: BaseException) -> Any:
+    raise error
+
+
+def captured(error: BaseException) -> Outcome[Any]:
+    return Outcome.capture(raising, error)
+
+
+def travelled(error: BaseException) -> BaseException:
+    """The error after a journey to another process."""
+    arrived = Outcome.from_bytes(captured(error).to_bytes()).error
+    assert arrived is not None
+    return arrived
+
+
+class TwistedError(Exception):
+    """Its constructor takes other arguments than it passes on, in another number."""
+
+    def __init__(self, code: int, where: str) -> None:
+        super().__init__(f"code {code} at {where}")
+        self.code = code
+
+
+class RewordedError(Exception):
+    """Its constructor takes as many arguments as it passes on, and would word the message twice."""
+
+    def __init__(self, status: object) -> None:
+        super().__init__(f"status {status}")
+        self.status = status
+
+
+class KeywordOnlyError(Exception):
+    def __init__(self, *, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class ToldError(Exception):
+    """Its text is not made from its arguments."""
+
+    def __init__(self, missing: str) -> None:
+        self.missing = missing
+
+    def __str__(self) -> str:
+        return f"{self.missing} is missing"
+
+
+class DemandingError(Exception):
+    """Refuses to be made twice."""
+
+    made = 0
+
+    def __init__(self, *args: object) -> None:
+        type(self).made += 1
+        if type(self).made > 1:
+            raise RuntimeError("once is enough")
+        super().__init__(*args)
+
+
+class UnreadableError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class Unshowable:
+    """Neither pickled nor shown."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("not this one")
+
+    def __repr__(self) -> str:
+        raise RuntimeError("nor its repr")
+
+
+class SlottedError(Exception):
+    __slots__ = ("detail",)
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(detail)
+        self.detail = detail
+
+
+class DeafError(Exception):
+    """As empty as a container can be, and yet an error."""
+
+    def __len__(self) -> int:
+        return 0
+
+
+AWKWARD: dict[str, Any] = {
+    "plain": lambda: ValueError("bad", 7),
+    "without arguments": lambda: LookupError(),
+    "key": lambda: KeyError("name"),
+    "file": lambda: FileNotFoundError(2, "No such file or directory", "/nowhere"),
+    "decoding": lambda: UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
+    "import": lambda: ModuleNotFoundError("No module named 'x'", name="x"),
+    "stop": lambda: StopIteration(5),
+    "interrupt": lambda: KeyboardInterrupt(),
+    "exit": lambda: SystemExit(3),
+    "group": lambda: ExceptionGroup("several", [ValueError("one"), KeyError("two")]),
+    "memory": lambda: torch.OutOfMemoryError("CUDA out of memory"),
+    "ours": lambda: WorkerDiedError("rank 1 was killed", 1, -9),
+    "twisted": lambda: TwistedError(5, "home"),
+    "reworded": lambda: RewordedError(404),
+    "keyword only": lambda: KeywordOnlyError(reason="late"),
+    "told": lambda: ToldError("label"),
+    "slotted": lambda: SlottedError("small"),
+    "deaf": lambda: DeafError("hm"),
+}
+
+
+def facts(error: BaseException) -> tuple[Any, ...]:
+    """What a handler may look at."""
+    attributes = ("errno", "filename", "name", "code", "value", "status", "reason", "missing", "rank", "exit_code")
+    found = {name: getattr(error, name) for name in (*attributes, "detail", "start") if hasattr(error, name)}
+    return type(error), str(error), repr(error.args), repr(found), getattr(error, "__notes__", [])
+
+
+# Capture and unwrap.
+
+
+def test_a_value_is_captured_and_unwrapped():
+    outcome = Outcome.capture(divmod, 7, 2)
+    assert outcome.unwrap() == (3, 1)
+    assert outcome.error is None
+    assert outcome.at > 0
+
+
+@pytest.mark.parametrize("error", [ValueError("bad"), KeyboardInterrupt(), SystemExit(1), GeneratorExit()], ids=repr)
+def test_nothing_escapes_a_capture_and_the_very_object_is_raised_at_the_other_side(error):
+    outcome = captured(error)
+    with pytest.raises(type(error)) as raised:
+        outcome.unwrap()
+    assert raised.value is error
+
+
+def test_none_is_a_value():
+    assert Outcome.capture(lambda: None).unwrap() is None
+    assert Outcome.from_bytes(Outcome.capture(lambda: None).to_bytes()).unwrap() is None
+
+
+def test_unwrapping_adds_where_it_happened_once():
+    outcome = Outcome.failure(ValueError("bad"), "rank 1 of 4")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="bad") as raised:
+            outcome.unwrap()
+    assert raised.value.__notes__ == ["rank 1 of 4"]
+
+
+def test_a_note_is_added_once_and_an_empty_one_never():
+    error = ValueError("bad")
+    for note in ("here", "", "here", "there"):
+        add_note_once(error, note)
+    assert error.__notes__ == ["here", "there"]
+
+
+def test_later_failures_have_later_times():
+    assert captured(ValueError("a")).at <= captured(ValueError("b")).at
+
+
+# The journey to another process.
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+def test_an_exception_arrives_in_its_own_type_with_its_text_and_attributes(name):
+    error = AWKWARD[name]()
+    error.add_note("in reader, round 17")
+    before = facts(error)
+    assert facts(travelled(error)) == before
+
+
+STATE_BESIDE_ARGUMENTS = {"file", "decoding", "import", "stop", "exit", "group"}
+
+
+@pytest.mark.parametrize("name", [name for name in AWKWARD if name not in STATE_BESIDE_ARGUMENTS])
+def test_an_exception_holding_what_cannot_travel_keeps_its_type_and_text(name):
+    error = AWKWARD[name]()
+    error.lock = threading.Lock()
+    error.batch = [1, 2]
+    arrived = travelled(error)
+    assert type(arrived) is type(error)
+    assert str(arrived) == str(error)
+    assert arrived.lock == repr(error.lock)
+    assert arrived.batch == [1, 2]
+
+
+@pytest.mark.parametrize("name", sorted(STATE_BESIDE_ARGUMENTS))
+def test_a_built_in_exception_holding_what_cannot_travel_is_still_told_in_full(name):
+    error = AWKWARD[name]()
+    error.lock = threading.Lock()
+    arrived = travelled(error)
+    assert type(arrived) is type(error) or type(arrived) is RemoteError
+    assert type(error).__name__ in str(arrived.__cause__)
+    assert str(error) in str(arrived.__cause__)
+
+
+def test_an_argument_that_cannot_travel_becomes_its_repr():
+    lock = threading.Lock()
+    arrived = travelled(ValueError("held", lock))
+    assert type(arrived) is ValueError
+    assert arrived.args == ("held", repr(lock))
+
+
+def test_an_exception_group_keeps_its_members():
+    arrived = travelled(ExceptionGroup("several", [ValueError("one"), KeyError("two")]))
+    assert isinstance(arrived, ExceptionGroup)
+    assert [repr(each) for each in arrived.exceptions] == ["ValueError('one')", "KeyError('two')"]
+
+
+def test_the_traceback_of_the_other_side_is_the_cause():
+    arrived = travelled(ValueError("bad"))
+    assert isinstance(arrived.__cause__, RemoteTraceback)
+    text = str(arrived.__cause__)
+    assert "Traceback (most recent call last)" in text
+    assert "in raising" in text
+    assert "ValueError: bad" in text
+
+
+def test_the_causes_of_an_error_are_told_in_the_remote_traceback():
+    try:
+        try:
+            raise KeyError("label")
+        except KeyError as error:
+            raise ValueError("bad sample") from error
+    except ValueError as error:
+        arrived = Outcome.from_bytes(Outcome.failure(error).to_bytes()).error
+    assert arrived is not None
+    text = str(arrived.__cause__)
+    assert text.index("KeyError: 'label'") < text.index("direct cause") < text.index("ValueError: bad sample")
+
+
+def test_time_place_and_blame_travel_too():
+    sent = Outcome.failure(BrokenWorldError("rank 1 is gone"), "rank 0 of 2")
+    arrived = Outcome.from_bytes(sent.to_bytes())
+    assert (arrived.where, arrived.at, arrived.is_secondary) == (sent.where, sent.at, True)
+
+
+@pytest.fixture
+def script() -> Iterator[types.ModuleType]:
+    """A module that only this side can import, as `__main__` or a notebook is."""
+    module = types.ModuleType("somebody_s_script")
+    sys.modules[module.__name__] = module
+    exec(
+        "class ScriptError(Exception):\n"
+        "    def __init__(self, status, hint):\n"
+        "        super().__init__(f'{status}: {hint}')\n"
+        "        self.status = status\n"
+        "class Result:\n"
+        "    score = 1.0\n",
+        module.__dict__,
+    )
+    yield module
+    sys.modules.pop(module.__name__, None)
+
+
+def test_an_exception_class_of_the_caller_s_script_comes_back_as_that_class(script):
+    arrived = travelled(script.ScriptError(404, "not there"))
+    assert type(arrived) is script.ScriptError
+    assert (str(arrived), arrived.status) == ("404: not there", 404)
+
+
+def test_an_exception_class_made_in_a_function_comes_back_as_that_class():
+    class LocalError(Exception):
+        def __init__(self, number: int, word: str) -> None:
+            super().__init__(f"{number} {word}")
+
+    arrived = travelled(LocalError(7, "samples"))
+    assert type(arrived) is LocalError
+    assert str(arrived) == "7 samples"
+
+
+def test_an_exception_class_that_is_missing_here_becomes_a_remote_error_of_the_same_text(script):
+    data = captured(script.ScriptError(404, "not there")).to_bytes()
+    del sys.modules[script.__name__]
+    arrived = Outcome.from_bytes(data).error
+    assert type(arrived) is RemoteError
+    assert str(arrived) == "somebody_s_script.ScriptError: 404: not there"
+    assert "ScriptError: 404: not there" in str(arrived.__cause__)
+
+
+def test_an_exception_that_refuses_to_be_made_again_arrives_all_the_same():
+    DemandingError.made = 0
+    arrived = travelled(DemandingError("first"))
+    assert (type(arrived), str(arrived)) == (DemandingError, "first")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [UnreadableError("x"), ValueError(Unshowable()), UnreadableError(Unshowable())],
+    ids=["unreadable", "unshowable argument", "both"],
+)
+def test_sending_an_error_never_raises_whatever_it_holds(error):
+    error.holds = Unshowable()
+    arrived = travelled(error)
+    assert type(arrived) in (type(error), RemoteError)
+
+
+class BottomlessError(Exception):
+    def __reduce__(self) -> Any:
+        return self.__reduce__()
+
+
+def test_an_error_whose_pickling_never_ends_arrives_all_the_same():
+    arrived = travelled(BottomlessError("deep"))
+    assert (type(arrived), str(arrived)) == (BottomlessError, "deep")
+
+
+text = st.text(max_size=8)
+values = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), text, st.binary(max_size=8)),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(text, inner, max_size=3), st.tuples(inner)),
+    max_leaves=8,
+)
+kinds = st.sampled_from(
+    [ValueError, RuntimeError, LookupError, KeyError, ToldError, BrokenWorldError, KeyboardInterrupt]
+)
+
+
+@given(values)
+def test_a_value_arrives_as_it_was(value):
+    assert Outcome.from_bytes(Outcome(value=value).to_bytes()).unwrap() == value
+
+
+@given(
+    kinds, st.lists(values, min_size=1, max_size=1), st.dictionaries(st.text("abc", min_size=1), values), st.lists(text)
+)
+def test_an_error_arrives_with_its_arguments_attributes_and_notes(kind, arguments, attributes, notes):
+    error = kind(*arguments)
+    for name, value in attributes.items():
+        setattr(error, name, value)
+    for note in notes:
+        error.add_note(note)
+    for arrived in (travelled(error), copy_error(error)):
+        assert type(arrived) is kind
+        assert arrived.args == error.args
+        assert arrived.__dict__ == error.__dict__
+
+
+# Values that cannot travel.
+
+
+def test_a_result_that_cannot_be_pickled_becomes_an_error_that_names_it():
+    error = Outcome.from_bytes(Outcome(value=threading.Lock(), where="rank 1").to_bytes()).error
+    assert type(error) is UnpicklableError
+    assert str(error).startswith("the result, a lock, cannot be sent to the calling process (TypeError: cannot pickle")
+    assert str(error).endswith("return tensors, numbers or other picklable data")
+
+
+def test_a_result_deep_inside_which_something_cannot_be_pickled_becomes_one_too():
+    error = Outcome.from_bytes(Outcome(value={"models": [open]} | {"lock": threading.Lock()}).to_bytes()).error
+    assert type(error) is UnpicklableError
+    assert str(error).startswith("the result, a dict, ")
+
+
+def test_sending_a_value_never_raises_whatever_its_pickling_does():
+    class SilentError(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    class Refusing:
+        def __reduce__(self) -> Any:
+            raise SilentError
+
+    error = Outcome.from_bytes(Outcome(value=Refusing()).to_bytes()).error
+    assert type(error) is UnpicklableError
+    assert "the result, a Refusing, cannot be sent" in str(error)
+
+
+def test_a_result_whose_class_is_missing_here_is_an_error_and_names_the_way_out(script):
+    data = Outcome(value=script.Result(), where="rank 1").to_bytes()
+    del sys.modules[script.__name__]
+    outcome = Outcome.from_bytes(data)
+    assert type(outcome.error) is UnpicklableError
+    assert "No module named 'somebody_s_script'" in str(outcome.error)
+    assert "its class must be importable there" in str(outcome.error)
+    assert isinstance(outcome.error.__cause__, ModuleNotFoundError)
+    assert outcome.where == "rank 1"
+
+
+def test_closures_and_tensors_are_results_too():
+    offset = torch.ones(2)
+    function = Outcome.from_bytes(Outcome(value=lambda tensor: tensor + offset).to_bytes()).unwrap()
+    assert function(torch.ones(2)).tolist() == [2, 2]
+
+
+# Who is to blame.
+
+
+def test_an_error_about_a_broken_world_is_secondary_directly_or_through_its_causes():
+    broken = BrokenWorldError("rank 1 is gone")
+    caused, handled, unrelated = ValueError("a"), ValueError("b"), ValueError("c")
+    caused.__cause__ = broken
+    handled.__context__ = broken
+    unrelated.__context__ = broken
+    unrelated.__suppress_context__ = True
+    assert [Outcome.failure(error).is_secondary for error in (broken, caused, handled, unrelated)] == [
+        True,
+        True,
+        True,
+        False,
+    ]
+
+
+@pytest.mark.parametrize("link", ["__cause__", "__context__"])
+def test_an_error_that_is_its_own_cause_is_judged_all_the_same(link):
+    first, second = ValueError("first"), ValueError("second")
+    setattr(first, link, second)
+    second.__cause__ = first  # Python allows it: `raise first from second` while handling the other way round
+    assert not Outcome.failure(first).is_secondary
+
+
+def test_the_first_cause_is_the_earliest_failure_that_is_not_secondary():
+    failures = {
+        0: Outcome(error=BrokenWorldError("x"), at=1.0, is_secondary=True),
+        1: Outcome(error=ValueError("late"), at=3.0),
+        2: Outcome(error=ValueError("early"), at=2.0),
+    }
+    assert first_cause(failures) == 2
+
+
+def test_where_all_are_secondary_the_earliest_counts():
+    failures = {rank: Outcome(error=BrokenWorldError("x"), at=5.0 - rank, is_secondary=True) for rank in range(3)}
+    assert first_cause(failures) == 2
+
+
+# Copies for threads.
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+def test_a_copy_is_another_object_of_the_same_type_and_content(name):
+    error = captured(AWKWARD[name]()).error
+    error.__cause__ = KeyError("why")
+    error.add_note("here")
+    twin = copy_error(error)
+    assert twin is not error
+    assert facts(twin) == facts(error)
+    assert twin.__cause__ is error.__cause__
+    assert twin.__traceback__ is error.__traceback__
+
+
+def test_a_note_on_a_copy_is_not_on_the_original():
+    error = ValueError("bad")
+    error.add_note("shared")
+    twin = copy_error(error)
+    twin.add_note("mine")
+    assert error.__notes__ == ["shared"]
+    assert twin.__notes__ == ["shared", "mine"]
+
+
+def test_a_copy_keeps_the_very_objects_that_the_error_holds():
+    error = RewordedError(404)
+    error.lock = threading.Lock()
+    assert copy_error(error).lock is error.lock
+
+
+def test_an_error_that_cannot_be_copied_is_itself_rather_than_another():
+    class ImpostorError(Exception):
+        def __reduce__(self) -> Any:
+            return ValueError, ("someone else",)
+
+    error = ImpostorError("me")
+    twin = copy_error(error)
+    assert type(twin) is ImpostorError
+    assert str(twin) == "me"
+
+
+def test_the_errors_of_this_package_survive_plain_pickling():
+    error = pickle.loads(pickle.dumps(WorkerDiedError("rank 1 was killed", 1, -9)))
+    assert (str(error), error.rank, error.exit_code) == ("rank 1 was killed", 1, -9)
+    assert str(copy.copy(RemoteTraceback("text"))) == "\ntext"
