@@ -10,6 +10,7 @@ an initialised torch.distributed), else the world of one.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,7 +20,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from unisono.backends import get_backend, pick_backend
+from unisono.backends import backend_of_group, get_backend, pick_backend
 from unisono.comm.processes import ProcessCommunicator
 from unisono.comm.solo import SoloCommunicator
 from unisono.comm.threads import ThreadCommunicator
@@ -59,7 +60,7 @@ class World:
 
 _thread_world: ContextVar[World | None] = ContextVar("unisono_world", default=None)
 _process_world: World | None = None
-_adopted: tuple[object, World] | None = None
+_adopted: tuple[weakref.ref[object], World] | None = None  # weak: a group that is destroyed lets go of its sockets
 _solo: World | None = None
 
 
@@ -76,8 +77,8 @@ def current_world() -> World:
         return world
     if dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
-        if _adopted is None or _adopted[0] is not group:
-            _adopted = (group, _adopted_world())
+        if _adopted is None or _adopted[0]() is not group:
+            _adopted = (weakref.ref(group), _adopted_world())
         return _adopted[1]
     announced = os.environ.get("WORLD_SIZE", "1")
     if announced.isdecimal() and int(announced) > 1:
@@ -141,7 +142,7 @@ def thread_worlds(
 def _adopted_world() -> World:
     """The world of a process whose default process group somebody else has initialised, torchrun's script for one."""
     local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
-    backend = pick_backend("cpu") if dist.get_backend() == "gloo" else pick_backend()
+    backend = backend_of_group(dist.get_backend_config())
     device = backend.device(local_rank)
     backend.activate(device)
     return World(

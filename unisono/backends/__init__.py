@@ -44,6 +44,16 @@ def pick_backend(name: str | None = None) -> Backend:
     return backend
 
 
+def backend_of_group(config: str) -> Backend:
+    """The first available family whose tensors a process group reduces, as `dist.get_backend_config()` describes it.
+
+    A group of gloo alone means the CPU, also where there is an accelerator.
+    """
+    pairs = config.split(",")
+    here = [backend for backend in map(get_backend, NAMES) if backend.is_available()]
+    return next((each for each in here if f"{each.name}:{each.process_group_backend}" in pairs), here[0])
+
+
 def available_devices() -> list[str]:
     """Every device that exists here, as strings, in the order of `NAMES`."""
     return [

@@ -1,0 +1,243 @@
+"""Which world is current, and what a world tells."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from unisono.backends import get_backend
+from unisono.comm.processes import ProcessCommunicator
+from unisono.comm.solo import SoloCommunicator
+from unisono.errors import NoWorldError
+from unisono.timeline import Timeline
+from unisono.world import World, current_world, set_process_world, solo_world, thread_worlds, use_world
+
+
+def in_new_thread(fn: Callable[[], Any]) -> Any:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(fn()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def process_world() -> Iterator[World]:
+    world = solo_world()
+    set_process_world(world)
+    yield world
+    set_process_world(None)
+
+
+@contextmanager
+def default_group(store: Path, backend: str | None = "gloo") -> Iterator[object]:
+    dist.init_process_group(backend, store=dist.FileStore(str(store), 1), rank=0, world_size=1)
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+# Resolution.
+
+
+def test_a_plain_process_has_the_world_of_one_always_the_same():
+    world = current_world()
+    assert (world.rank, world.world_size, world.local_rank, world.local_world_size, world.node_rank) == (0, 1, 0, 1, 0)
+    assert isinstance(world.comm, SoloCommunicator)
+    assert current_world() is world
+    assert in_new_thread(current_world) is world
+
+
+def test_the_thread_s_world_comes_before_the_process_s(process_world):
+    with use_world(solo_world()) as mine:
+        assert current_world() is mine
+    assert current_world() is process_world
+
+
+def test_the_process_s_world_comes_before_an_initialised_group(process_world, tmp_path):
+    with default_group(tmp_path / "store"):
+        assert current_world() is process_world
+
+
+def test_an_initialised_group_comes_before_the_world_of_one(tmp_path):
+    alone = current_world()
+    with default_group(tmp_path / "store"):
+        assert current_world() is not alone
+    assert current_world() is alone
+
+
+def test_worlds_nest_and_the_outer_one_comes_back_after_an_error_too():
+    outer, inner = solo_world(), solo_world()
+    with use_world(outer):
+        with pytest.raises(LookupError), use_world(inner) as yielded:
+            assert current_world() is inner is yielded
+            raise LookupError
+        assert current_world() is outer
+
+
+def test_a_new_thread_does_not_inherit_the_thread_s_world(process_world):
+    with use_world(solo_world()) as mine:
+        assert in_new_thread(current_world) is process_world
+        assert current_world() is mine
+
+
+def test_two_threads_have_a_world_each():
+    worlds, both = [solo_world(), solo_world()], threading.Barrier(2, timeout=10)
+    seen: dict[int, World] = {}
+
+    def run(index: int) -> None:
+        with use_world(worlds[index]):
+            both.wait()
+            seen[index] = current_world()
+            both.wait()
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [seen[index] is worlds[index] for index in range(2)] == [True, True]
+
+
+# A world that was announced and never made.
+
+
+def test_an_announced_world_that_nobody_made_is_an_error_with_both_ways_out(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(NoWorldError) as refusal:
+        current_world()
+    message = str(refusal.value)
+    assert message.startswith("WORLD_SIZE=2 is set, as torchrun does, but no process group is initialised")
+    assert "torch.distributed.init_process_group()" in message
+    assert "unisono.spawn(fn)" in message
+
+
+@pytest.mark.parametrize("announced", ["1", "0", "", "many"])
+def test_a_world_size_that_announces_no_peers_is_no_error(monkeypatch, announced):
+    monkeypatch.setenv("WORLD_SIZE", announced)
+    assert current_world().world_size == 1
+
+
+def test_an_announced_world_is_no_error_for_who_has_one(monkeypatch, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with use_world(solo_world()) as mine:
+        assert current_world() is mine
+    with default_group(tmp_path / "store"):
+        assert current_world().world_size == 1
+
+
+# Groups that somebody else has made.
+
+
+@pytest.mark.parametrize("backend", ["gloo", None, "cpu:gloo"])
+def test_an_initialised_group_is_adopted(tmp_path, backend):
+    with default_group(tmp_path / "store", backend):
+        world = current_world()
+        assert isinstance(world.comm, ProcessCommunicator)
+        assert (world.rank, world.world_size, world.backend.name) == (0, 1, "cpu")
+        assert world.comm.all_reduce(torch.ones(2), "mean").tolist() == [1, 1]
+        assert current_world() is world
+        assert in_new_thread(current_world) is world
+
+
+def test_an_adopted_group_stays_its_owner_s(tmp_path):
+    with default_group(tmp_path / "store"):
+        current_world().comm.leave()
+        assert dist.is_initialized()
+
+
+def test_a_group_that_is_initialised_again_is_adopted_anew(tmp_path):
+    with default_group(tmp_path / "first"):
+        first = current_world()
+    with default_group(tmp_path / "second"):
+        second = current_world()
+        assert second is not first
+        second.comm.barrier()
+
+
+def test_an_adopted_group_is_not_kept_alive(tmp_path):
+    with default_group(tmp_path / "store") as group:
+        current_world()
+        watched = weakref.ref(group)
+        del group
+    gc.collect()
+    assert watched() is None
+
+
+def test_an_adopted_world_takes_its_place_from_the_launcher_s_variables(monkeypatch, tmp_path):
+    variables = {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "2", "TORCHELASTIC_RESTART_COUNT": "5"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with default_group(tmp_path / "store"):
+        world = current_world()
+    assert (world.local_rank, world.local_world_size, world.node_rank, world.restart_count) == (3, 4, 2, 5)
+    assert world.device == torch.device("cpu", 3)
+
+
+# What a world is.
+
+
+def test_a_world_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        solo_world().rank = 1  # type: ignore[misc]
+
+
+def test_a_world_says_where_it_is():
+    world = dataclasses.replace(solo_world(get_backend("cpu")), rank=1, world_size=4, restart_count=2)
+    assert str(world) == f"rank 1 of 4, cpu:0, pid {os.getpid()}, restart 2"
+
+
+def test_two_worlds_are_never_equal_and_serve_as_keys():
+    one, other = solo_world(), solo_world()
+    assert one != other
+    assert len({one, other, one}) == 2
+
+
+def test_a_world_of_one_takes_what_it_is_given():
+    timeline, cpu = Timeline(), get_backend("cpu")
+    world = solo_world(cpu, cpu.device(1), timeline)
+    assert (world.backend, world.device, world.timeline) == (cpu, torch.device("cpu", 1), timeline)
+
+
+def test_thread_worlds_know_their_places_and_meet_one_another():
+    devices, timelines = [torch.device("cpu", index) for index in range(3)], [Timeline() for _ in range(3)]
+    worlds = thread_worlds(devices, timelines)
+    assert [world.rank for world in worlds] == [world.local_rank for world in worlds] == [0, 1, 2]
+    assert [world.device for world in worlds] == devices
+    assert [world.timeline for world in worlds] == timelines
+    assert all((world.world_size, world.local_world_size, world.comm.size) == (3, 3, 3) for world in worlds)
+    sums: dict[int, float] = {}
+
+    def meet(world: World) -> None:
+        sums[world.rank] = world.comm.all_reduce(torch.tensor(float(world.rank))).item()
+
+    threads = [threading.Thread(target=meet, args=(world,)) for world in worlds]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sums == {0: 3, 1: 3, 2: 3}
+
+
+def test_every_thread_world_has_a_timeline_of_its_own_unless_told_otherwise():
+    worlds = thread_worlds([torch.device("cpu", 0)] * 2, timeout=timedelta(seconds=1))
+    assert worlds[0].timeline is not worlds[1].timeline
