@@ -1,0 +1,188 @@
+"""Where the time went: phases tile a loop without gaps, totals are complete, helpers have tracks of their own."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unisono import timeline as timelines
+from unisono.timeline import COMPUTE, FETCH, MAX_SPANS, MOVE, PHASES, REDUCE, STEP, Span, Timeline, Track
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> itertools.count[int]:
+    """Time in whole steps: each look at the clock is one later than the look before."""
+    ticks = itertools.count(1)
+    monkeypatch.setattr(timelines.time, "perf_counter_ns", lambda: next(ticks))
+    return ticks
+
+
+def test_the_phases_are_named_once_and_for_all():
+    assert PHASES == (FETCH, MOVE, COMPUTE, REDUCE, STEP) == ("fetch", "move", "compute", "reduce", "step")
+
+
+def test_a_switch_ends_one_phase_where_it_begins_the_next(clock):
+    track = Track("loop")
+    assert [track.switch(phase) for phase in (FETCH, COMPUTE, STEP, None)] == [None, FETCH, COMPUTE, STEP]
+    assert list(track.spans) == [Span(FETCH, 1, 2), Span(COMPUTE, 2, 3), Span(STEP, 3, 4)]
+    assert track.totals == {FETCH: 1, COMPUTE: 1, STEP: 1}
+
+
+def test_outside_any_loop_nothing_is_recorded(clock):
+    track = Track("loop")
+    track.switch(None)
+    track.switch(FETCH)
+    track.switch(None)
+    track.switch(None)
+    assert list(track.spans) == [Span(FETCH, 2, 3)]
+
+
+def test_a_span_within_a_phase_interrupts_it_and_comes_back_to_it(clock):
+    track = Track("loop")
+    track.switch(COMPUTE)
+    with track.span(REDUCE):
+        pass
+    track.switch(None)
+    assert list(track.spans) == [Span(COMPUTE, 1, 2), Span(REDUCE, 2, 3), Span(COMPUTE, 3, 4)]
+    assert track.totals == {COMPUTE: 2, REDUCE: 1}
+
+
+def test_a_span_outside_a_loop_records_its_block_alone(clock):
+    track = Track("loop")
+    with track.span(MOVE):
+        pass
+    assert list(track.spans) == [Span(MOVE, 1, 2)]
+    assert track.switch(None) is None
+
+
+def test_a_span_ends_with_an_error_too(clock):
+    track = Track("loop")
+    with pytest.raises(LookupError), track.span(MOVE):
+        raise LookupError
+    assert list(track.spans) == [Span(MOVE, 1, 2)]
+    assert track.switch(None) is None
+
+
+def test_spans_nest(clock):
+    track = Track("loop")
+    with track.span(STEP), track.span(REDUCE):
+        pass
+    assert [span.phase for span in track.spans] == [STEP, REDUCE, STEP]
+
+
+@given(st.lists(st.sampled_from([*PHASES, None]), max_size=30))
+def test_phases_tile_the_time_without_gaps_and_the_totals_are_their_sums(phases):
+    track = Track("loop")
+    for phase in [*phases, None]:
+        track.switch(phase)
+    spans = list(track.spans)
+    assert [span.phase for span in spans] == [phase for phase in phases if phase is not None]
+    assert all(span.start <= span.stop for span in spans)
+    span_of = iter(spans)
+    placed = [None if phase is None else next(span_of) for phase in phases]
+    for one, other in itertools.pairwise(placed):
+        assert one is None or other is None or one.stop == other.start
+    for phase in PHASES:
+        assert track.totals.get(phase, 0) == sum(span.stop - span.start for span in spans if span.phase == phase)
+
+
+def test_totals_stay_complete_when_old_spans_are_forgotten(clock):
+    track = Track("loop")
+    for _ in range(MAX_SPANS + 10):
+        with track.span(MOVE):
+            pass
+    assert len(track.spans) == MAX_SPANS
+    assert track.totals == {MOVE: MAX_SPANS + 10}
+    assert track.spans[-1].stop == 2 * (MAX_SPANS + 10)
+
+
+def test_counters_add_up():
+    track = Track("loop")
+    for amount in (32, 32, 5):
+        track.count("samples", amount)
+        track.count("batches")
+    assert track.counts == {"samples": 69, "batches": 3}
+
+
+def test_a_track_can_be_read_while_it_is_written():
+    track, has_ended = Track("loop"), threading.Event()
+
+    def write() -> None:
+        for _ in range(20000):
+            with track.span(MOVE):
+                track.count("batches")
+        has_ended.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    looks = 0
+    while not has_ended.is_set() or not looks:
+        spans = sum(span.stop - span.start for span in track.spans.copy())
+        assert spans >= 0
+        assert track.totals.get(MOVE, 0) >= 0
+        looks += 1
+    writer.join()
+    assert track.counts == {"batches": 20000}
+
+
+def test_each_thread_has_one_loop_track():
+    timeline = Timeline()
+    mine, theirs = timeline.loop(), []
+    thread = threading.Thread(target=lambda: theirs.extend([timeline.loop(), timeline.loop()]))
+    thread.start()
+    thread.join()
+    assert timeline.loop() is mine
+    assert theirs[0] is theirs[1] is not mine
+    assert timeline.tracks() == [mine, theirs[0]]
+
+
+def test_two_timelines_share_no_track():
+    assert Timeline().loop() is not Timeline().loop()
+
+
+def test_the_next_helper_of_a_name_goes_on_with_the_track_of_the_last():
+    timeline = Timeline()
+    with timeline.helper("transfer") as first:
+        pass
+    with (
+        timeline.helper("transfer") as again,
+        timeline.helper("transfer") as beside,
+        timeline.helper("reader") as other,
+    ):
+        assert again is first
+        assert beside is not first
+        assert other.name == "reader"
+    assert timeline.tracks() == [first, beside, other]
+
+
+def test_a_helper_that_fails_gives_its_track_back():
+    timeline = Timeline()
+    with pytest.raises(LookupError), timeline.helper("transfer"):
+        raise LookupError
+    with timeline.helper("transfer"):
+        pass
+    assert len(timeline.tracks()) == 1
+
+
+def test_many_helpers_at_once_have_a_track_each():
+    timeline, together = Timeline(), threading.Barrier(8, timeout=10)
+    tracks: list[Track] = []
+
+    def help_out() -> None:
+        for _ in range(5):
+            with timeline.helper("transfer") as track:
+                together.wait()
+                tracks.append(track)
+                together.wait()
+
+    threads = [threading.Thread(target=help_out) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [len(set(tracks[start : start + 8])) for start in range(0, 40, 8)] == [8] * 5
+    assert len(timeline.tracks()) == 8
