@@ -6,9 +6,11 @@ Counting devices uses NVML through torch and does not initialise CUDA, so a pare
 from __future__ import annotations
 
 import threading
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from unisono.backends import check_index
 from unisono.backends.movement import send
@@ -55,9 +57,9 @@ class CudaBackend:
     def wait_ready(self, token: _Ready) -> None:
         stream = torch.cuda.current_stream(token.device)
         stream.wait_event(token.done)
-        for leaf in leaves(token.batch):
-            if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
-                leaf.record_stream(stream)  # or the side stream could reuse the memory while this one reads it
+        for part in chain.from_iterable(map(_dense_parts, leaves(token.batch))):
+            if part.is_cuda:
+                part.record_stream(stream)  # or the side stream could reuse the memory while this one reads it
 
     def synchronize(self, device: torch.device) -> None:
         torch.cuda.synchronize(device)
@@ -74,12 +76,20 @@ class CudaBackend:
     def memory(self, device: torch.device) -> int:
         return torch.cuda.memory_allocated(device)
 
-
     def _side_stream(self, device: torch.device) -> torch.cuda.Stream:
         with self._lock:
             if device.index not in self._streams:
                 self._streams[device.index] = torch.cuda.Stream(device)
             return self._streams[device.index]
+
+
+def _dense_parts(leaf: Any) -> list[torch.Tensor]:
+    """The tensors whose memory a leaf holds: a stream is recorded on dense ones only."""
+    if isinstance(leaf, PackedSequence):
+        return [leaf.data]
+    if not isinstance(leaf, torch.Tensor):
+        return []
+    return [leaf._indices(), leaf._values()] if leaf.layout is torch.sparse_coo else [leaf]
 
 
 def _pinned(leaf: Any) -> Any:

@@ -1,0 +1,234 @@
+"""Families by name, devices by what a user writes, and what only one family does."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import threading
+
+import pytest
+import torch
+
+from unisono.backends import (
+    NAMES,
+    available_devices,
+    backend_of_group,
+    check_index,
+    get_backend,
+    pick_backend,
+    resolve_device,
+)
+from unisono.backends.cores import fair_num_threads, kept_num_threads, usable_cores
+from unisono.backends.movement import send
+
+MISSING = [name for name in NAMES if not get_backend(name).is_available()]
+
+
+@pytest.fixture
+def logical_devices(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.delenv("CPU_NUM_DEVICES", raising=False)
+    return monkeypatch
+
+
+# By name.
+
+
+def test_accelerators_are_tried_first_and_the_cpu_last():
+    assert NAMES[-1] == "cpu"
+    assert pick_backend() is next(get_backend(name) for name in NAMES if name not in MISSING)
+
+
+def test_a_family_is_made_once():
+    assert get_backend("cpu") is get_backend("cpu") is pick_backend("cpu")
+
+
+@pytest.mark.parametrize("ask", [get_backend, pick_backend])
+def test_an_unknown_family_is_refused_with_the_ones_that_exist(ask):
+    with pytest.raises(ValueError, match=r"^backend 'tpu' does not exist; choose one of cpu, cuda, mps$"):
+        ask("tpu")
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_a_family_without_a_device_is_refused_with_the_devices_that_exist(name, logical_devices):
+    here = ", ".join(available_devices())
+    with pytest.raises(ValueError, match=f"^backend {name!r} has no device on this machine; it has {here}$"):
+        pick_backend(name)
+
+
+def test_available_devices_are_those_of_every_family_that_has_some(logical_devices):
+    logical_devices.setenv("CPU_NUM_DEVICES", "3")
+    devices = available_devices()
+    assert devices[-3:] == ["cpu:0", "cpu:1", "cpu:2"]
+    assert {torch.device(device).type for device in devices} == {name for name in NAMES if name not in MISSING}
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ("cpu:gloo", "cpu"),
+        ("cpu:gloo,cuda:gloo", "cpu"),
+        pytest.param("cpu:gloo,cuda:nccl", "cuda", marks=pytest.mark.skipif("cuda" in MISSING, reason="no CUDA here")),
+        ("cpu:mpi", pick_backend().name),
+    ],
+)
+def test_a_process_group_belongs_to_the_family_whose_tensors_it_reduces(config, name):
+    assert backend_of_group(config).name == name
+
+
+# By what a user writes.
+
+
+@pytest.mark.parametrize(
+    ("written", "device"),
+    [
+        ("cpu", "cpu:0"),
+        ("cpu:0", "cpu:0"),
+        ("cpu:3", "cpu:3"),
+        (torch.device("cpu"), "cpu:0"),
+        (torch.device("cpu", 2), "cpu:2"),
+    ],
+    ids=str,
+)
+def test_a_device_is_what_was_written_with_its_index(written, device):
+    backend, found = resolve_device(written)
+    assert (backend, str(found)) == (get_backend("cpu"), device)
+
+
+def test_a_number_is_an_index_of_the_picked_family():
+    backend, found = resolve_device(0)
+    assert backend is pick_backend()
+    assert found == torch.device(backend.name, 0)
+
+
+@pytest.mark.parametrize("written", ["gpu", "", "cpu:x", "cpu:-1", "meta", torch.device("meta"), "xpu:0"], ids=str)
+def test_a_device_that_does_not_exist_is_refused_with_those_that_do(written, logical_devices):
+    with pytest.raises(ValueError, match="does not exist; there are ") as refusal:
+        resolve_device(written)
+    assert repr(str(written)) in str(refusal.value)
+    assert str(refusal.value).endswith(", ".join(available_devices()))
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_a_device_of_a_missing_family_is_refused(name):
+    with pytest.raises(ValueError, match=f"backend {name!r} has no device on this machine; it has "):
+        resolve_device(f"{name}:0")
+
+
+@pytest.mark.parametrize("written", [None, True, 1.0, ["cpu"], b"cpu"], ids=repr)
+def test_what_is_no_device_at_all_is_a_type_error_that_names_it(written):
+    with pytest.raises(TypeError) as refusal:
+        resolve_device(written)
+    kind = type(written).__name__
+    assert str(refusal.value) == f"device={written!r} is a {kind}; pass a string, an index or a torch.device"
+
+
+@pytest.mark.parametrize("index", [-1, 2, 99])
+def test_an_index_out_of_range_is_refused_with_what_exists(index, logical_devices):
+    with pytest.raises(ValueError) as refusal:
+        check_index(index, 2, "cuda")
+    here = ", ".join(available_devices())
+    assert str(refusal.value) == f"device cuda:{index} does not exist: 2 cuda device(s) here; there are {here}"
+
+
+def test_an_index_in_range_is_let_through():
+    check_index(0, 1, "cuda")
+    check_index(1, 2, "cuda")
+
+
+# The CPU.
+
+
+def test_there_is_one_logical_device_unless_the_environment_says_more(logical_devices):
+    cpu = get_backend("cpu")
+    assert cpu.device_count() == 1
+    logical_devices.setenv("CPU_NUM_DEVICES", "4")
+    assert cpu.device_count() == 4
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", ""])
+def test_a_number_of_logical_devices_that_is_none_is_refused(logical_devices, text):
+    logical_devices.setenv("CPU_NUM_DEVICES", text)
+    with pytest.raises(ValueError) as refusal:
+        get_backend("cpu").device_count()
+    assert str(refusal.value) == f"CPU_NUM_DEVICES={text!r} in the environment; it must be a whole number from 1 on"
+
+
+def test_who_names_more_logical_devices_outright_gets_them(logical_devices):
+    assert get_backend("cpu").device(7) == torch.device("cpu", 7)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_batch_that_is_on_the_cpu_is_not_copied(index):
+    cpu, batch = get_backend("cpu"), {"image": torch.ones(2)}
+    moved, _ = cpu.to_device(batch, cpu.device(index))
+    assert moved is batch
+
+
+def test_memory_of_the_cpu_is_that_of_this_process():
+    cpu = get_backend("cpu")
+    assert 2**20 < cpu.memory(cpu.device(0)) < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+# MPS.
+
+
+def test_mps_narrows_double_precision_and_says_so_once(caplog):
+    mps = copy.copy(get_backend("mps"))
+    mps._has_warned = False
+    with caplog.at_level(logging.WARNING):
+        assert [mps._narrowed(torch.ones(2, dtype=torch.float64)).dtype for _ in range(2)] == [torch.float32] * 2
+    assert [record.message for record in caplog.records] == [
+        "a batch holds float64 tensors, which mps does not have: they arrive as float32"
+    ]
+    kept = torch.ones(2)
+    assert mps._narrowed(kept) is kept
+    assert mps._narrowed("text") == "text"
+
+
+# Sending a leaf.
+
+
+class Boxes:
+    """A leaf of the user's own that knows how to move."""
+
+    def __init__(self, corners: torch.Tensor) -> None:
+        self.corners = corners
+
+    def to(self, device: torch.device) -> Boxes:
+        return Boxes(self.corners.to(device))
+
+
+def test_an_object_with_a_method_to_is_moved_by_it():
+    boxes = Boxes(torch.ones(4))
+    moved = send(boxes, torch.device("meta"))
+    assert isinstance(moved, Boxes)
+    assert (moved.corners.device.type, boxes.corners.device.type) == ("meta", "cpu")
+
+
+@pytest.mark.parametrize("leaf", [None, "text", 3, Boxes, threading.Event()], ids=lambda leaf: type(leaf).__name__)
+def test_what_cannot_move_is_sent_as_it_is(leaf):
+    assert send(leaf, torch.device("meta")) is leaf
+
+
+def test_a_module_is_never_moved_because_it_would_move_in_place():
+    module = torch.nn.Linear(1, 1)
+    assert send(module, torch.device("meta")) is module
+    assert module.weight.device.type == "cpu"
+
+
+# Cores.
+
+
+def test_ranks_share_the_cores_evenly_and_each_has_one():
+    cores = usable_cores()
+    assert cores >= 1
+    assert [fair_num_threads(count) for count in (1, cores, 10 * cores)] == [cores, 1, 1]
+
+
+def test_the_number_of_threads_comes_back_after_an_error_too():
+    before = torch.get_num_threads()
+    with pytest.raises(LookupError), kept_num_threads():
+        torch.set_num_threads(before + 1)
+        raise LookupError
+    assert torch.get_num_threads() == before

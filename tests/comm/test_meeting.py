@@ -1,0 +1,294 @@
+"""The meeting of threads, with its races forced to happen where a gate can force them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unisono.comm.meeting import Meeting
+from unisono.comm.operations import Call
+from unisono.comm.threads import ThreadCommunicator
+from unisono.errors import BrokenWorldError, CollectiveMismatchError
+from unisono.outcome import Outcome
+
+LONG = timedelta(seconds=30)  # nobody waits so long unless a wake-up was lost
+CALL = Call("sum")
+
+
+class Rank(threading.Thread):
+    """A rank whose part is a function; its outcome is there when it has ended."""
+
+    def __init__(self, part: Callable[[], Any]) -> None:
+        super().__init__(name="rank")
+        self.part = part
+        self.outcome: Outcome[Any] | None = None
+        self.start()
+
+    def run(self) -> None:
+        self.outcome = Outcome.capture(self.part)
+
+    def result(self) -> Any:
+        self.join(LONG.total_seconds() / 2)
+        assert self.outcome is not None, "the rank still waits"
+        return self.outcome.unwrap()
+
+    def error(self) -> BaseException:
+        self.join(LONG.total_seconds() / 2)
+        assert self.outcome is not None, "the rank still waits"
+        assert self.outcome.error is not None
+        return self.outcome.error
+
+
+def exchange(meeting: Meeting, rank: int, value: Any = 0, call: Call = CALL) -> Any:
+    return meeting.exchange(rank, call, value, sum)
+
+
+def wait_until_there(meeting: Meeting, *ranks: int) -> None:
+    """Return when these ranks wait in the present round."""
+    with meeting._changed:
+        while not set(ranks) <= set(meeting._round.calls):
+            meeting._changed.wait(0.001)  # arriving notifies nobody
+
+
+# Exchanging.
+
+
+@given(st.lists(st.integers(), min_size=1, max_size=4))
+def test_all_get_what_the_values_in_rank_order_combine_to(values):
+    meeting = Meeting(len(values), LONG)
+    ranks = [Rank(lambda rank=rank: meeting.exchange(rank, CALL, values[rank], list)) for rank in range(len(values))]
+    assert [rank.result() for rank in ranks] == [values] * len(values)
+
+
+def test_the_values_are_combined_once_and_the_result_is_shared():
+    meeting, combined = Meeting(3, LONG), []
+
+    def combine(values: list[int]) -> list[int]:
+        combined.append(values)
+        return values
+
+    ranks = [Rank(lambda rank=rank: meeting.exchange(rank, CALL, rank, combine)) for rank in range(3)]
+    results = [rank.result() for rank in ranks]
+    assert combined == [[0, 1, 2]]
+    assert all(result is results[0] for result in results)
+
+
+def test_a_fast_rank_in_the_next_round_does_not_touch_what_a_slow_one_still_reads():
+    meeting, slow_may_go = Meeting(2, LONG), threading.Event()
+    rounds = 50
+
+    def fast() -> list[int]:
+        return [exchange(meeting, 0, turn) for turn in range(rounds)]
+
+    def slow() -> list[int]:
+        found = [exchange(meeting, 1, 0)]
+        slow_may_go.wait()
+        return found + [exchange(meeting, 1, turn) for turn in range(1, rounds)]
+
+    ranks = [Rank(fast), Rank(slow)]
+    wait_until_there(meeting, 0)  # the fast one is in some round's waiting room
+    slow_may_go.set()
+    assert ranks[0].result() == [0, *(2 * turn for turn in range(1, rounds))]
+    assert ranks[1].result() == ranks[0].result()
+
+
+def test_a_meeting_of_one_waits_for_nobody():
+    assert exchange(Meeting(1, LONG), 0, 7) == 7
+
+
+# Breaking.
+
+
+def test_combining_holds_no_lock_so_that_an_abort_needs_not_wait_for_it():
+    meeting, combining, go_on = Meeting(2, LONG), threading.Event(), threading.Event()
+
+    def combine(values: list[int]) -> int:
+        combining.set()
+        assert go_on.wait(10)
+        return sum(values)
+
+    ranks = [Rank(lambda rank=rank: meeting.exchange(rank, CALL, 1, combine)) for rank in range(2)]
+    combining.wait()
+    meeting.abort(LookupError("too late"))  # would wait here for ever
+    go_on.set()
+    assert [rank.result() for rank in ranks] == [2, 2]  # all had come: nothing could stop that round
+    with pytest.raises(BrokenWorldError, match="too late"):
+        exchange(meeting, 0)
+
+
+def test_a_rank_that_departs_after_a_round_is_complete_does_not_break_it():
+    meeting, combining, go_on = Meeting(2, LONG), threading.Event(), threading.Event()
+
+    def combine(values: list[int]) -> int:
+        combining.set()
+        assert go_on.wait(10)
+        return sum(values)
+
+    ranks = [Rank(lambda rank=rank: meeting.exchange(rank, CALL, 1, combine)) for rank in range(2)]
+    combining.wait()
+    meeting.leave(1)
+    go_on.set()
+    assert [rank.result() for rank in ranks] == [2, 2]
+
+
+def test_an_error_of_the_combination_reaches_every_rank_as_an_object_of_its_own_and_breaks_the_world():
+    meeting = Meeting(3, LONG)
+
+    def fail(values: list[int]) -> int:
+        raise LookupError("no such digit")
+
+    ranks = [Rank(lambda rank=rank: meeting.exchange(rank, CALL, 1, fail)) for rank in range(3)]
+    errors = [rank.error() for rank in ranks]
+    assert {type(error) for error in errors} == {LookupError}
+    assert {str(error) for error in errors} == {"no such digit"}
+    assert len({id(error) for error in errors}) == 3  # raising writes to the object
+    with pytest.raises(BrokenWorldError, match=r"rank 1 cannot complete sum\(\): LookupError: no such digit") as broken:
+        exchange(meeting, 1)
+    assert type(broken.value.__cause__) is LookupError
+
+
+def test_each_rank_of_a_mismatch_gets_an_error_object_of_its_own():
+    meeting = Meeting(3, LONG)
+    calls = [CALL, Call("sum", argument="max"), CALL]
+    errors = [Rank(lambda rank=rank: exchange(meeting, rank, call=calls[rank])) for rank in range(3)]
+    found = [rank.error() for rank in errors]
+    assert {type(error) for error in found} == {CollectiveMismatchError}
+    assert len({id(error) for error in found}) == 3
+    assert str(found[0]).startswith("rank 0 called sum() while rank 1 called sum('max'); ")
+
+
+def test_an_abort_wakes_everyone_who_waits_with_the_first_cause():
+    meeting, first = Meeting(4, LONG), LookupError("first")
+    ranks = [Rank(lambda rank=rank: exchange(meeting, rank)) for rank in range(3)]
+    wait_until_there(meeting, 0, 1, 2)
+    meeting.abort(first, 3)
+    meeting.abort(ValueError("second"), 0)
+    for rank, error in enumerate(each.error() for each in ranks):
+        assert str(error) == f"rank {rank} cannot complete sum(): rank 3 failed with LookupError: first"
+        assert error.__cause__ is first
+
+
+def test_an_abort_by_no_rank_says_so():
+    meeting = Meeting(2, LONG)
+    meeting.abort(LookupError("the reader failed"))
+    with pytest.raises(BrokenWorldError, match="it was aborted from outside with LookupError: the reader failed"):
+        exchange(meeting, 0)
+
+
+def test_a_departure_wakes_who_waits_and_names_all_who_have_gone():
+    meeting = Meeting(4, LONG)
+    meeting.leave(3)
+    waiting = Rank(lambda: exchange(meeting, 1))
+    assert str(waiting.error()) == (
+        "rank 1 cannot complete sum(): rank 3 has left this world, while rank 1 waits in sum()"
+    )
+    meeting.leave(2)
+    assert str(Rank(lambda: exchange(meeting, 0)).error()) == (
+        "rank 0 cannot complete sum(): rank 3 has left this world, while rank 1 waits in sum()"
+    )
+
+
+def test_several_departures_are_told_together():
+    meeting = Meeting(4, LONG)
+    for rank in (3, 2, 2):
+        meeting.leave(rank)
+    with pytest.raises(BrokenWorldError, match="ranks 2, 3 have left this world, while rank 0 waits in "):
+        exchange(meeting, 0)
+
+
+def test_a_departure_while_others_wait_wakes_them_at_once():
+    meeting = Meeting(3, LONG)
+    ranks = [Rank(lambda rank=rank: exchange(meeting, rank)) for rank in range(2)]
+    wait_until_there(meeting, 0, 1)
+    meeting.leave(2)
+    assert {type(rank.error()) for rank in ranks} == {BrokenWorldError}
+
+
+def test_departing_breaks_nothing_while_nobody_waits():
+    meeting = Meeting(2, LONG)
+    for rank in range(2):
+        meeting.leave(rank)
+    assert meeting._broken is None
+
+
+def test_who_has_left_is_told_so_in_a_meeting_of_one_too():
+    meeting = Meeting(1, LONG)
+    meeting.leave(0)
+    with pytest.raises(BrokenWorldError, match=r"^rank 0 has left this world and cannot call sum\(\)$"):
+        exchange(meeting, 0)
+
+
+def test_the_time_out_names_who_was_missing_and_breaks_the_world_for_all():
+    meeting = Meeting(4, timedelta(seconds=0.05))
+    ranks = [Rank(lambda rank=rank: exchange(meeting, rank)) for rank in (0, 2)]
+    errors = [rank.error() for rank in ranks]
+    assert all("waited 0:00:00.050000 in sum() for ranks [1, 3]" in str(error) for error in errors)
+    with pytest.raises(BrokenWorldError, match=r"for ranks \[1, 3\]"):
+        exchange(meeting, 1)
+
+
+def test_a_slow_combination_is_no_time_out():
+    meeting, never = Meeting(2, timedelta(seconds=0.2)), threading.Event()
+
+    def combine(values: list[int]) -> int:
+        never.wait(0.4)  # twice as long as a rank waits for the others to come
+        return sum(values)
+
+    ranks = [Rank(lambda rank=rank: meeting.exchange(rank, CALL, 1, combine)) for rank in range(2)]
+    assert [rank.result() for rank in ranks] == [2, 2]
+
+
+@given(st.integers(2, 4), st.integers(0, 3), st.integers(0, 5), st.booleans())
+def test_whoever_ends_and_whenever_nobody_is_left_waiting(size, who, when, fails):
+    """Rank `who` ends after `when` rounds, with an error or without; the others would go on to round 5."""
+    meeting = Meeting(size, LONG)
+    who %= size
+
+    def part(rank: int) -> int:
+        comm = ThreadCommunicator(meeting, rank)
+        for turn in range(5):
+            if rank == who and turn == when:
+                if fails:
+                    comm.abort(LookupError("mine"))
+                else:
+                    comm.leave()
+                return turn
+            comm.all_reduce(torch.ones(1))
+        comm.leave()
+        return 5
+
+    ranks = [Rank(lambda rank=rank: part(rank)) for rank in range(size)]
+    assert ranks[who].result() == min(when, 5)
+    for rank in set(range(size)) - {who}:
+        if when >= 5:
+            assert ranks[rank].result() == 5
+        else:
+            error = ranks[rank].error()
+            assert type(error) is BrokenWorldError
+            assert type(error.__cause__) is (LookupError if fails else type(None))
+
+
+# The seats.
+
+
+def test_a_group_of_one_thread_keeps_the_law_of_the_world_of_one():
+    (comm,) = ThreadCommunicator.group(1)
+    assert comm.all_reduce(torch.tensor([3.0]), "mean").tolist() == [3.0]
+    assert comm.all_gather_object("mine") == ["mine"]
+    comm.barrier()
+
+
+def test_a_group_meets_in_one_place_and_two_groups_do_not_meet():
+    one, other = ThreadCommunicator.group(2), ThreadCommunicator.group(2)
+    one[0].abort(LookupError("mine"))
+    with pytest.raises(BrokenWorldError):
+        one[1].barrier()
+    ranks = [Rank(comm.barrier) for comm in other]
+    assert [rank.result() for rank in ranks] == [None, None]

@@ -1,0 +1,112 @@
+"""What the process communicator adds to a process group, on a group of one in this very process.
+
+Several processes meet in `tests/contract`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from unisono.comm.operations import Call
+from unisono.comm.processes import ProcessCommunicator
+from unisono.errors import BrokenWorldError
+from unisono.outcome import Outcome
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[dist.Store]:
+    """The store of a default process group of one, which the test may destroy."""
+    made = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=made, rank=0, world_size=1)
+    yield made
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_leaving_destroys_a_group_of_its_own_and_tells_the_store(store):
+    comm = ProcessCommunicator(CPU, store)
+    comm.leave()
+    assert not dist.is_initialized()
+    assert store.check(["unisono/departed/0"])
+
+
+def test_leaving_and_aborting_leave_another_s_group_alone(store):
+    for end in (ProcessCommunicator.leave, lambda comm: comm.abort(LookupError())):
+        comm = ProcessCommunicator(CPU, owns_group=False)
+        end(comm)
+        assert dist.is_initialized()
+        with pytest.raises(BrokenWorldError):
+            comm.barrier()
+
+
+def test_an_abort_writes_why_before_it_destroys_the_group(store):
+    comm = ProcessCommunicator(CPU, store)
+    comm.abort(LookupError("no such digit"))
+    assert not dist.is_initialized()
+    left = Outcome.from_bytes(store.get("unisono/failure"))
+    assert (repr(left.error), left.where) == ("LookupError('no such digit')", "rank 0")
+
+
+def test_the_reason_of_the_peer_that_failed_first_is_kept(store):
+    first = Outcome.failure(LookupError("no such digit"), "rank 3")
+    store.set("unisono/failure", first.to_bytes())
+    ProcessCommunicator(CPU, store).abort(ValueError("later"))
+    assert repr(Outcome.from_bytes(store.get("unisono/failure")).error) == "LookupError('no such digit')"
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({}, "a peer is gone or did not answer (Connection reset)"),
+        ({"unisono/departed/0": b"1"}, "rank 0 has left this world"),
+        (
+            {
+                "unisono/departed/0": b"1",
+                "unisono/failure": Outcome.failure(LookupError("no such digit"), "rank 3").to_bytes(),
+            },
+            "rank 3 failed with LookupError: no such digit",
+        ),
+    ],
+    ids=["nothing known", "departed", "failed"],
+)
+def test_who_is_woken_by_the_transport_looks_up_why(store, keys, message):
+    for key, value in keys.items():
+        store.set(key, value)
+    comm, transport = ProcessCommunicator(CPU, store), RuntimeError("Connection reset")
+
+    def fail() -> None:
+        raise transport
+
+    for _ in range(2):  # once broken, always broken, and with the same reason
+        with pytest.raises(BrokenWorldError) as broken:
+            comm._run(Call("barrier"), fail)
+        assert str(broken.value) == f"rank 0 cannot complete barrier(): {message}"
+        cause = broken.value.__cause__
+        assert cause is transport or repr(cause) == "LookupError('no such digit')"
+
+
+def test_running_out_of_memory_is_no_peer_s_fault(store):
+    def fail() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    comm = ProcessCommunicator(CPU, store)
+    with pytest.raises(torch.OutOfMemoryError):
+        comm._run(Call("barrier"), fail)
+    comm.barrier()
+
+
+def test_a_tensor_of_a_type_that_the_transport_has_is_reduced_where_it_lies(store):
+    comm = ProcessCommunicator(CPU, store)
+    tensor = torch.ones(3)
+    address, version = tensor.data_ptr(), tensor._version
+    comm.all_reduce(tensor)
+    comm.broadcast(tensor)
+    assert tensor.data_ptr() == address
+    assert tensor._version == version  # no copy was written back
