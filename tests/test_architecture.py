@@ -1,0 +1,387 @@
+"""The house, checked over its syntax trees: floors, cycles, the two axes, and the doors to the outside.
+
+Each rule is a function from one module to the places that break it, so that a rule can be shown to catch what it is
+there for.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import importlib
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import unisono
+
+ROOT = Path(unisono.__file__).parent
+
+# A part is a module or a folder directly under the package. Imports go down only.
+FLOOR = {
+    **dict.fromkeys(["errors", "protocols", "pickling", "outcome", "tree", "timeline"], 0),
+    **dict.fromkeys(["backends", "comm"], 1),
+    **dict.fromkeys(["world", "window"], 2),
+    **dict.fromkeys(["loaders", "parallel", "launch", "checkpoint", "precision"], 3),
+    **dict.fromkeys(["accelerator", "report"], 4),
+    **dict.fromkeys(["cli", "compat"], 5),
+    **dict.fromkeys(["", "__main__"], 6),  # the package's own names
+}
+STRANGERS = (1, 3)  # floors whose parts do not see one another
+SEEN_ALL_THE_SAME = {("unisono.parallel.data_parallel", "loaders")}
+
+DEVICE_TYPE = re.compile(r"(cpu|cuda|mps|xla|xpu|hpu)(:\d*)?")
+DEVICE_MODULES = ("cuda", "mps", "xla", "xpu", "hpu")  # as in `torch.cuda`; `tensor.cpu()` is host memory, not a family
+NAMELESS = ("util", "utils", "helper", "helpers", "common", "core", "misc")
+
+
+@dataclass(frozen=True)
+class Module:
+    """One file: its dotted name and its syntax tree."""
+
+    name: str
+    tree: ast.Module
+
+    @property
+    def part(self) -> str:
+        return self.name.split(".")[1] if "." in self.name else ""
+
+    def at(self, node: ast.AST, what: str) -> str:
+        return f"{self.name}:{getattr(node, 'lineno', 1)} {what}"
+
+
+@dataclass(frozen=True)
+class Import:
+    """`from target import name`, or `import target`; a lazy one runs inside a function or for type checkers only."""
+
+    target: str
+    name: str | None
+    is_lazy: bool
+    node: ast.AST
+
+
+def read_modules() -> dict[str, Module]:
+    found = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT.parent).with_suffix("").parts
+        name = ".".join(part for part in parts if part != "__init__")
+        found[name] = Module(name, ast.parse(path.read_text()))
+    return found
+
+
+MODULES = read_modules()
+
+
+def imports_of(module: Module) -> Iterator[Import]:
+    def visit(node: ast.AST, is_lazy: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from (Import(alias.name, None, is_lazy, child) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0, module.at(child, "imports relatively; write the whole name")
+                yield from (Import(child.module or "", alias.name, is_lazy, child) for alias in child.names)
+            elif isinstance(child, ast.Call) and _callee(child).endswith("import_module") and child.args:
+                yield Import(_text_at_the_start(child.args[0]).rstrip("."), None, True, child)
+            is_for_types = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+            is_body = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            yield from visit(child, is_lazy or is_for_types or is_body)
+
+    return visit(module.tree, False)
+
+
+def own_imports(module: Module) -> Iterator[tuple[Import, str]]:
+    """The imports of modules of this package, with the module that each comes from."""
+    for each in imports_of(module):
+        if each.target == "unisono" or each.target.startswith("unisono."):
+            submodule = f"{each.target}.{each.name}"
+            yield each, submodule if submodule in MODULES else each.target
+
+
+def _callee(call: ast.Call) -> str:
+    return ast.unparse(call.func)
+
+
+def _text_at_the_start(node: ast.AST | None) -> str:
+    """The constant text that a string or an f-string begins with."""
+    if isinstance(node, ast.JoinedStr) and node.values:
+        node = node.values[0]
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+def _docstrings(tree: ast.Module) -> set[int]:
+    bare = (node.value for node in ast.walk(tree) if isinstance(node, ast.Expr))
+    return {id(value) for value in bare if isinstance(value, ast.Constant)}
+
+
+# The rules.
+
+
+def upward_imports(module: Module) -> list[str]:
+    found = []
+    floor = FLOOR[module.part]
+    for each, target in own_imports(module):
+        part = target.split(".")[1] if "." in target else ""
+        if FLOOR[part] > floor:
+            found.append(module.at(each.node, f"imports {target}, which is above it"))
+        is_stranger = part != module.part and FLOOR[part] == floor and floor in STRANGERS
+        if is_stranger and (module.name, part) not in SEEN_ALL_THE_SAME:
+            found.append(module.at(each.node, f"imports {target}, which is a stranger on its own floor"))
+    return found
+
+
+def borrowed_names(module: Module) -> list[str]:
+    """Names taken from a package that does not define them itself."""
+    found = []
+    for each, target in own_imports(module):
+        if each.name is not None and target == each.target and each.name not in _defined_in(MODULES[target]):
+            found.append(module.at(each.node, f"imports {each.name} from {target}, which only passes it on"))
+    return found
+
+
+def _defined_in(module: Module) -> set[str]:
+    found = set()
+    for node in module.tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+    return found
+
+
+def named_devices(module: Module) -> list[str]:
+    """A device type as a string or part of a name, outside `backends/`."""
+    if module.part == "backends":
+        return []
+    documentation = _docstrings(module.tree)
+    found = []
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+            if DEVICE_TYPE.fullmatch(node.value):
+                found.append(module.at(node, f"names the device type {node.value!r}"))
+        elif isinstance(node, ast.Attribute) and node.attr.removeprefix("is_") in DEVICE_MODULES:
+            found.append(module.at(node, f"names a device family in {ast.unparse(node)}"))
+    for each in imports_of(module):
+        words = f"{each.target}.{each.name}".split(".")
+        if words[0] == "torch" and set(words) & set(DEVICE_MODULES):
+            found.append(module.at(each.node, f"imports {each.target}"))
+    return found
+
+
+def named_modes(module: Module) -> list[str]:
+    """An execution mode, outside `comm/`, `launch/` and the world that joins one with a backend."""
+    if module.part in ("comm", "launch", "world"):
+        return []
+    modes = {f"unisono.comm.{mode}" for mode in ("solo", "meeting", "threads", "processes")}
+    return [module.at(each.node, f"imports {target}") for each, target in own_imports(module) if target in modes]
+
+
+def process_groups(module: Module) -> list[str]:
+    if module.part in ("comm", "launch", "world"):
+        return []
+    found = [
+        module.at(each.node, "imports torch.distributed")
+        for each in imports_of(module)
+        if f"{each.target}.{each.name}.".startswith("torch.distributed.")
+    ]
+    attributes = (node for node in ast.walk(module.tree) if isinstance(node, ast.Attribute))
+    found += [
+        module.at(node, "uses torch.distributed") for node in attributes if ast.unparse(node) == "torch.distributed"
+    ]
+    return found
+
+
+def environment_reads(module: Module) -> list[str]:
+    if module.part in ("launch", "backends", "world"):
+        return []
+    doors = ("os.environ", "os.environb", "os.getenv", "os.putenv")
+    attributes = (node for node in ast.walk(module.tree) if isinstance(node, ast.Attribute))
+    found = [module.at(node, f"uses {ast.unparse(node)}") for node in attributes if ast.unparse(node) in doors]
+    found += [
+        module.at(each.node, f"imports os.{each.name}")
+        for each in imports_of(module)
+        if each.target == "os" and f"os.{each.name}" in doors
+    ]
+    return found
+
+
+def careless_threads(module: Module) -> list[str]:
+    """Threads without a name of ours, or whose body is no function of the module."""
+    found = []
+    functions = {node.name for node in module.tree.body if isinstance(node, ast.FunctionDef)}
+    assigned: dict[str, ast.AST] = {}
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            assigned[node.targets[0].id] = node.value
+    for node in ast.walk(module.tree):
+        if not isinstance(node, ast.Call):
+            continue
+        given: dict[str | None, ast.AST] = {keyword.arg: keyword.value for keyword in node.keywords}
+        callee = _callee(node).split(".")[-1]
+        if callee == "Timer":
+            found.append(module.at(node, "starts a Timer, which has no name"))
+        if callee not in ("Thread", "ThreadPoolExecutor"):
+            continue
+        name = given.get("name" if callee == "Thread" else "thread_name_prefix")
+        if isinstance(name, ast.Name):
+            name = assigned.get(name.id)
+        if not _text_at_the_start(name).startswith("unisono-"):
+            found.append(module.at(node, "starts a thread whose name does not begin with unisono-"))
+        body = given.get("target")
+        if callee == "Thread" and not (isinstance(body, ast.Name) and body.id in functions):
+            found.append(module.at(node, "starts a thread whose body is no function of the module"))
+    return found
+
+
+def nameless_modules(module: Module) -> list[str]:
+    return [f"{module.name} says nothing by its name"] if {*module.name.split(".")} & {*NAMELESS} else []
+
+
+def undocumented_modules(module: Module) -> list[str]:
+    return [] if ast.get_docstring(module.tree) else [f"{module.name} does not say what it is for"]
+
+
+RULES: dict[str, Callable[[Module], list[str]]] = {
+    "imports go down only": upward_imports,
+    "names come from the module that defines them": borrowed_names,
+    "only backends name device types": named_devices,
+    "only comm and launch name execution modes": named_modes,
+    "only comm, launch and world know process groups": process_groups,
+    "only launch, backends and world read the environment": environment_reads,
+    "threads have our names and module functions as bodies": careless_threads,
+    "no module is a drawer for odds and ends": nameless_modules,
+    "every module says what it is for": undocumented_modules,
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_house_keeps_its_rule_that(rule):
+    broken = [place for module in MODULES.values() for place in RULES[rule](module)]
+    assert not broken, "\n".join([rule, *broken])
+
+
+def test_every_part_has_a_floor():
+    assert {module.part for module in MODULES.values()} <= FLOOR.keys()
+
+
+def test_modules_import_one_another_in_no_circle():
+    graph = {
+        name: {target for each, target in own_imports(module) if not each.is_lazy} for name, module in MODULES.items()
+    }
+    graphlib.TopologicalSorter(graph).prepare()  # CycleError shows the circle
+
+
+# Each rule catches what it is there for.
+
+CULPRITS: dict[str, list[tuple[str, str]]] = {
+    "imports go down only": [
+        ("unisono.tree", "from unisono.backends import get_backend"),
+        ("unisono.comm.solo", "def f():\n    from unisono.world import World"),
+        ("unisono.comm.solo", "from unisono.backends.cpu import CpuBackend"),
+        ("unisono.loaders.channel", "import unisono.parallel.optimizer"),
+        ("unisono.parallel.optimizer", "from unisono.loaders.channel import Channel"),
+        ("unisono.tree", "import_module('unisono.launch.spawn')"),
+        ("unisono.tree", "if TYPE_CHECKING:\n    from unisono.world import World"),
+        ("unisono.world", "from unisono import spawn"),
+    ],
+    "names come from the module that defines them": [("unisono.world", "from unisono.backends import torch")],
+    "only backends name device types": [
+        ("unisono.world", "device = torch.device('cuda')"),
+        ("unisono.world", "device.type == 'cpu'"),
+        ("unisono.world", "f'cuda:{index}'"),
+        ("unisono.world", "torch.cuda.synchronize()"),
+        ("unisono.world", "tensor.is_cuda"),
+        ("unisono.world", "from torch.cuda import Stream"),
+        ("unisono.world", "from torch import mps"),
+    ],
+    "only comm and launch name execution modes": [
+        ("unisono.parallel.optimizer", "from unisono.comm.threads import ThreadCommunicator"),
+        ("unisono.parallel.optimizer", "from unisono.comm import processes"),
+    ],
+    "only comm, launch and world know process groups": [
+        ("unisono.parallel.optimizer", "import torch.distributed as dist"),
+        ("unisono.parallel.optimizer", "from torch import distributed"),
+        ("unisono.parallel.optimizer", "from torch.distributed.fsdp import fully_shard"),
+        ("unisono.parallel.optimizer", "torch.distributed.barrier()"),
+    ],
+    "only launch, backends and world read the environment": [
+        ("unisono.report.text", "os.environ.get('HOME')"),
+        ("unisono.report.text", "os.getenv('HOME')"),
+        ("unisono.report.text", "from os import environ"),
+    ],
+    "threads have our names and module functions as bodies": [
+        ("unisono.loaders.stages", "def body(): ...\nThread(target=body)"),
+        ("unisono.loaders.stages", "def body(): ...\nthreading.Thread(target=body, name='reader')"),
+        ("unisono.loaders.stages", "threading.Thread(target=lambda: None, name='unisono-reader')"),
+        ("unisono.loaders.stages", "threading.Thread(target=self.body, name='unisono-reader')"),
+        ("unisono.loaders.stages", "threading.Timer(1, body)"),
+        ("unisono.loaders.stages", "ThreadPoolExecutor(2)"),
+    ],
+    "no module is a drawer for odds and ends": [("unisono.loaders.utils", "'''Utilities.'''")],
+    "every module says what it is for": [("unisono.tree", "import torch")],
+}
+
+INNOCENTS: dict[str, list[tuple[str, str]]] = {
+    "imports go down only": [
+        ("unisono.parallel.data_parallel", "from unisono.loaders.parallel_loader import ParallelLoader"),
+        ("unisono.comm.threads", "from unisono.comm.meeting import Meeting"),
+        ("unisono.world", "from unisono.comm.solo import SoloCommunicator"),
+    ],
+    "names come from the module that defines them": [
+        ("unisono.world", "from unisono.backends import NAMES, cpu, get_backend")
+    ],
+    "only backends name device types": [
+        ("unisono.world", "'''Runs on \"cuda\".'''\ntensor.cpu(); text = 'no cuda device'"),
+        ("unisono.backends.cpu", "name = 'cpu'"),
+    ],
+    "only comm and launch name execution modes": [("unisono.world", "from unisono.comm.solo import SoloCommunicator")],
+    "only comm, launch and world know process groups": [("unisono.comm.processes", "import torch.distributed as dist")],
+    "only launch, backends and world read the environment": [("unisono.launch.worker", "os.environ.clear()")],
+    "threads have our names and module functions as bodies": [
+        ("unisono.loaders.stages", "def body(): ...\nname = f'unisono-transfer-{rank}'\nThread(target=body, name=name)")
+    ],
+    "no module is a drawer for odds and ends": [("unisono.loaders.channel", "'''A bounded queue.'''")],
+    "every module says what it is for": [("unisono.tree", "'''Trees.'''")],
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_catches_what_breaks_it_and_nothing_else(rule):
+    for name, source in CULPRITS[rule]:
+        assert RULES[rule](Module(name, ast.parse(source))), f"not caught: {source}"
+    for name, source in INNOCENTS[rule]:
+        assert not RULES[rule](Module(name, ast.parse(source))), f"wrongly caught: {source}"
+
+
+# The public names.
+
+
+def test_every_public_name_is_there_and_the_list_is_sorted():
+    assert list(unisono.__all__) == sorted(unisono.__all__)
+    for name in unisono.__all__:
+        assert getattr(unisono, name) is not None
+
+
+def test_type_checkers_see_the_public_names_that_run_time_sees():
+    seen = {
+        (each.name, each.target) for each in imports_of(MODULES["unisono"]) if each.name and "unisono." in each.target
+    }
+    assert seen == {(name, home) for home, names in unisono._HOMES.items() for name in names}
+    for name, home in seen:
+        assert name in _defined_in(MODULES[home]), f"{name} is not defined in {home}"
+        assert getattr(importlib.import_module(home), name) is getattr(unisono, name)
+
+
+def test_a_name_that_is_not_public_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'unisono' has no attribute 'spwan'"):
+        unisono.spwan  # noqa: B018
+
+
+def test_importing_the_package_costs_nothing():
+    code = "import sys, unisono; sys.exit(bool({'torch', 'numpy'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT.parent, timeout=60).returncode == 0
