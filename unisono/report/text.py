@@ -13,20 +13,22 @@ def print_report(report: Report) -> None:
         ImportError: rich is not installed; the message has the pip line.
     """
     try:
+        from rich.box import SIMPLE_HEAD
         from rich.console import Console
         from rich.table import Table
     except ImportError as error:
         raise ImportError("print_report draws with rich: pip install 'unisono[report]'") from error
-    table = Table(title="Where the time went", caption="moving goes on in the background, beside the other four")
-    table.add_column("rank", justify="right")
-    table.add_column("device")
+    table = Table(  # without vertical lines it fits into 80 columns, where nothing says how wide a terminal is
+        title="Where the time went", caption="moving goes on in the background, beside the other four", box=SIMPLE_HEAD
+    )
+    table.add_column("rank", no_wrap=True)
     for phase in PHASES:
-        table.add_column(LABELS[phase].replace(" for", "\nfor"), justify="right")
-    for name in ("seconds\nin loops", "samples"):
+        table.add_column(LABELS[phase].replace(" for", "\nfor"), justify="right", no_wrap=True)
+    for name in ("seconds\nin all", "samples"):
         table.add_column(name, justify="right")
     for each in report.ranks:
         shares = (f"{each.share(phase):.1%}" for phase in PHASES)
-        table.add_row(str(each.rank), each.device, *shares, f"{each.loop_seconds:.2f}", f"{each.samples:,}")
+        table.add_row(f"{each.rank} {each.device}", *shares, f"{each.loop_seconds:.2f}", f"{each.samples:,}")
     console = Console()
     console.print(table)
     console.print(f"{report.samples_per_second:,.0f} samples/s over {len(report.ranks)} rank(s)")
