@@ -19,12 +19,16 @@ def print_report(report: Report) -> None:
     except ImportError as error:
         raise ImportError("print_report draws with rich: pip install 'unisono[report]'") from error
     table = Table(  # without vertical lines it fits into 80 columns, where nothing says how wide a terminal is
-        title="Where the time went", caption="moving goes on in the background, beside the other four", box=SIMPLE_HEAD
+        title="Where the time went",
+        caption="moving goes on in the background, beside the other four",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
     )
     table.add_column("rank", no_wrap=True)
     for phase in PHASES:
         table.add_column(LABELS[phase].replace(" for", "\nfor"), justify="right", no_wrap=True)
-    for name in ("seconds\nin all", "samples"):
+    for name in ("seconds", "samples"):
         table.add_column(name, justify="right")
     for each in report.ranks:
         shares = (f"{each.share(phase):.1%}" for phase in PHASES)
