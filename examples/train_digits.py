@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--picture", type=Path, default=Path("out/digits.png"))
     arguments = parser.parse_args()
-    devices = arguments.devices or (1 if arguments.mode == "solo" else 2)
+    devices = (1 if arguments.mode == "solo" else 2) if arguments.devices is None else arguments.devices
     if devices < 1 or GLOBAL_BATCH % devices:
         parser.error(f"--devices {devices} does not divide the global batch of {GLOBAL_BATCH}; pass 1, 2, 4, ...")
     if arguments.mode == "solo" and devices > 1:

@@ -2,7 +2,8 @@
 
 A loader that knows the whole round tells, with each batch, how many of the round's samples came to this rank. The
 optimizer step weighs this rank's gradient by that share, which makes the reduced gradient that of the mean loss over
-all samples of the global batch, however unevenly they were dealt.
+all samples of the global batch, however unevenly they were dealt. The number of batches goes along, to tell ranks that
+stand in different rounds.
 
 This is the one thing that passes between `loaders` and `parallel`, which do not know each other.
 
@@ -12,28 +13,38 @@ This is the one thing that passes between `loaders` and `parallel`, which do not
 from __future__ import annotations
 
 import threading
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from unisono.world import World
+
+
+class Share(NamedTuple):
+    """This rank's part of the samples of a step, 0 to 1, and the number of batches in which they came."""
+
+    part: float
+    batches: int
 
 
 class Window:
     """Counts of samples: this rank's and all ranks'."""
 
     def __init__(self) -> None:
+        self._batches = 0
         self._samples = 0
         self._total: int | None = 0
 
     def add(self, samples: int, total: int | None) -> None:
         """A batch with `samples` of the round's `total` samples was delivered; None where nobody knows the total."""
+        self._batches += 1
         self._samples += samples
         self._total = None if total is None or self._total is None else self._total + total
 
-    def take(self) -> float | None:
-        """This rank's share of the samples, 0 to 1, and begin anew; None where it is unknown, or no batch came."""
-        samples, total = self._samples, self._total
-        self._samples, self._total = 0, 0
-        return samples / total if total else None
+    def take(self) -> Share | None:
+        """This rank's share, and begin anew; None where it is unknown, or no batch came."""
+        batches, samples, total = self._batches, self._samples, self._total
+        self._batches, self._samples, self._total = 0, 0, 0
+        return Share(samples / total, batches) if total else None
 
 
 _of_thread = threading.local()

@@ -1,11 +1,14 @@
 """Channel: a bounded queue with two ends, each of which can be closed, and which tell each other.
 
-*Threads:* one sender and one receiver. Channels that are made with the same lock can be looked at together.
+*Threads:* one sender and one receiver at a time. Channels that are made with the same lock can be looked at together.
 
 Invariants:
 1. Items come out in the order in which they went in, and all of them before the end or the error that follows.
 2. Closing either end wakes the other at once. Nothing polls.
 3. Any object is an item, None too: the end is told by an exception, not by a mark.
+4. `cancel` takes no lock. A loader that is garbage is cancelled by the thread that collects it, which may be one of
+   its own that holds the lock. So who waits listens for a bell, which can be rung from anywhere and keeps its rings,
+   and not for a condition.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 from unisono.errors import ClosedError
@@ -44,8 +49,8 @@ class Channel(Generic[T]):
         self._may_overflow = may_overflow
         self._items: deque[T] = deque()
         self._lock = lock or threading.Lock()
-        self._has_room = threading.Condition(self._lock)
-        self._has_item = threading.Condition(self._lock)
+        self._room_bell = _Bell()
+        self._item_bell = _Bell()
         self._end: Outcome[None] | None = None
         self._is_cancelled = False
 
@@ -54,53 +59,88 @@ class Channel(Generic[T]):
 
     def send(self, item: T) -> bool:
         """Put an item in, waiting for room; False, and the item is dropped, when the receiver wants no more."""
-        with self._lock:
-            while len(self._items) >= self._capacity and not self._is_cancelled and not self._may_overflow():
-                self._has_room.wait()
-            if self._is_cancelled:
-                return False
-            self._items.append(item)
-            self._has_item.notify()
-            return True
+        while True:
+            with self._lock:
+                has_room = len(self._items) < self._capacity or self._may_overflow()
+                if has_room:
+                    self._items.append(item)
+                    self._item_bell.ring()
+                if self._is_cancelled:  # asked last: `cancel` may have dropped its items before this one came
+                    self._items.clear()
+                    return False
+                if has_room:
+                    return True
+                self._room_bell.expect()
+            self._room_bell.wait()
 
     def close(self, end: Outcome[None]) -> None:
         """The sender's last word: the end, or the error that follows what was sent. The first word counts."""
         with self._lock:
             self._end = self._end or end
-            self._has_item.notify_all()
+            self._item_bell.ring()
 
     def receive(self, on_wait: Callable[[], None] | None = None) -> T:
-        """Take the next item out, waiting for one; `on_wait` is called under the lock before the wait.
+        """Take the next item out, waiting for one; `on_wait` is called under the lock before each wait.
 
         Raises:
             EndOfChannel: there is no more.
             ClosedError: the receiving end was closed.
             BaseException: the error that the sender closed with, at each further call.
         """
-        with self._lock:
-            if on_wait is not None and not self._items and self._end is None:
-                on_wait()
-            while not self._items and self._end is None and not self._is_cancelled:
-                self._has_item.wait()
-            if self._is_cancelled:
-                raise ClosedError("the loader was closed, so no batch can be received from it any more")
-            if self._items:
-                item = self._items.popleft()
-                self._has_room.notify()
-                return item
-            assert self._end is not None
-            if self._end.error is None:
-                raise EndOfChannel
-            raise copy_error(self._end.error)
+        while True:
+            with self._lock:
+                with suppress(IndexError):
+                    item = self._items.popleft()
+                    self._room_bell.ring()
+                    return item
+                if self._is_cancelled:
+                    self._item_bell.ring()  # `cancel` has rung once, and a second iterator may wait here too
+                    raise ClosedError("the loader was closed, so no batch can be received from it any more")
+                if self._end is not None:
+                    if self._end.error is None:
+                        raise EndOfChannel
+                    raise copy_error(self._end.error)
+                if on_wait is not None:
+                    on_wait()
+                self._item_bell.expect()
+            self._item_bell.wait()
 
     def cancel(self) -> None:
-        """The receiver wants no more: what waits here is dropped, and what is sent from now on falls away."""
-        with self._lock:
-            self._is_cancelled = True
-            self._items.clear()
-            self._has_room.notify_all()
-            self._has_item.notify_all()
+        """The receiver wants no more: what waits here is dropped, and what is sent from now on falls away.
+
+        From any thread, at any moment.
+        """
+        self._is_cancelled = True
+        self._items.clear()
+        self._room_bell.ring_unlocked()
+        self._item_bell.ring_unlocked()
 
     def wake_sender(self) -> None:
         """Let a sender that waits for room ask again whether it may overflow. Called under the lock."""
-        self._has_room.notify_all()
+        self._room_bell.ring()
+
+
+class _Bell:
+    """Wakes those who wait at one end. A ring too many is harmless: who wakes looks again."""
+
+    def __init__(self) -> None:
+        self._rings: SimpleQueue[None] = SimpleQueue()
+        self._expected = 0
+
+    def expect(self) -> None:
+        """Announce a `wait`, under the lock that guards what is waited for."""
+        self._expected += 1
+
+    def wait(self) -> None:
+        """Return at the next ring since `expect`, without the lock."""
+        self._rings.get()
+
+    def ring(self) -> None:
+        """Wake all who are announced, under the lock."""
+        while self._expected:
+            self._expected -= 1
+            self._rings.put(None)
+
+    def ring_unlocked(self) -> None:
+        """Wake one who waits now or next."""
+        self._rings.put(None)

@@ -23,20 +23,19 @@ import torch
 from unisono.backends import resolve_device
 from unisono.errors import ClosedError
 from unisono.loaders.channel import EndOfChannel
-from unisono.loaders.sharding import IndexedLoader, Piece, Shard, cut, is_indexed, is_sharded, rounds
+from unisono.loaders.sharding import IndexedLoader, Piece, Round, Shard, cut, drops_tail, is_indexed, is_sharded, rounds
 from unisono.loaders.stages import Lane, Pipeline
 from unisono.protocols import Backend
-from unisono.timeline import COMPUTE, FETCH
+from unisono.timeline import COMPUTE, FETCH, Track
 from unisono.tree import batch_size
 from unisono.window import window_of
 from unisono.world import World, current_world
 
 _JOIN_S = 5.0
 
+_of_thread = threading.local()
 _lock = threading.Lock()
-_indexed: weakref.WeakKeyDictionary[Any, dict[tuple[Shard, bool, int | None], IndexedLoader]] = (
-    weakref.WeakKeyDictionary()
-)
+_indexed: weakref.WeakKeyDictionary[Any, dict[tuple[Shard, int | None], IndexedLoader]] = weakref.WeakKeyDictionary()
 """The cut twins of the users' loaders. They live as long as the loader, so its epochs go on from one pass to the next,
 whichever object makes the pass, and persistent loader workers stay."""
 
@@ -98,6 +97,7 @@ class ParallelLoader:
         for place, (backend, device) in enumerate(resolved):
             self._pipeline.add_lane(device, backend, loops[place] if loops else self._world)
         self._lanes = {str(lane.device): lane for lane in self._pipeline.lanes}
+        self._starting = threading.Lock()
         self._has_started, self._is_closed = False, False
         weakref.finalize(self, self._pipeline.stop)
 
@@ -113,9 +113,10 @@ class ParallelLoader:
             raise ValueError(f"device {name} is not one of this loader's devices: {', '.join(self._lanes)}")
         if self._is_closed:
             raise ClosedError("this ParallelLoader is closed; it makes one pass, so make a new one for the next")
-        if not self._has_started:
-            self._has_started = True
-            self._pipeline.start(self._open())
+        with self._starting:
+            if not self._has_started:
+                self._pipeline.start(self._open())
+                self._has_started = True
         return DeviceIterator(self, self._lanes[name])
 
     def __len__(self) -> int:
@@ -125,7 +126,8 @@ class ParallelLoader:
             TypeError: the loader has no length.
         """
         ranks = 1 if is_sharded(self._loader) else self._world.world_size
-        return -(-len(self._loader) // (ranks * len(self._lanes)))  # type: ignore[arg-type]
+        full, tail = divmod(len(self._loader), ranks * len(self._lanes))  # type: ignore[arg-type]
+        return full + (tail > 0 and not drops_tail(self._loader))
 
     def close(self) -> None:
         """End the pass: wake every waiting thread, drop what is prefetched, wait for the threads. Idempotent.
@@ -144,18 +146,20 @@ class ParallelLoader:
 
     def _open(self) -> Iterator[list[Piece]]:
         """The pieces of each round for this process's lanes."""
-        loader, dim = self._loader, self._batchdim
+        loader, dim, is_fixed = self._loader, self._batchdim, self._fixed_batch_size
         rank, ranks, lanes = self._world.rank, self._world.world_size, len(self._lanes)
+
+        def size_of(batch: Any) -> int | None:
+            return batch_size(batch, dim)
+
         if ranks > 1 and is_sharded(loader):
-            return ([_unclaimed(batch, dim)] for batch in iter(loader))
-        if is_indexed(loader) and lanes == 1:
-            twin = _twin(loader, Shard(rank, ranks), self._fixed_batch_size, self._seed)
-            return ([piece] for piece in twin.pieces())
-        batches: Iterator[Any] = iter(loader)
-        if is_indexed(loader):
-            batches = (piece.batch for piece in _twin(loader, Shard(0, 1), False, self._seed).pieces())
+            return ([_unclaimed(each)] for each in rounds(iter(loader), 1, size_of, is_fixed))
+        if is_indexed(loader) and lanes == 1 and loader.batch_sampler is not None:
+            twin = _twin(loader, Shard(rank, ranks), self._seed)
+            return ([piece] for piece in twin.pieces(is_fixed))
+        batches: Iterator[Any] = iter(loader) if not is_indexed(loader) else _whole(loader, self._seed)
         keep = range(lanes) if ranks == 1 else [rank]
-        dealt = rounds(batches, lanes * ranks, lambda batch: batch_size(batch, dim), self._fixed_batch_size)
+        dealt = rounds(batches, lanes * ranks, size_of, is_fixed, drops_tail(loader))
         return ([cut(each, place, dim) for place in keep] for each in dealt)
 
 
@@ -170,6 +174,7 @@ class DeviceIterator:
     def __init__(self, parent: ParallelLoader, lane: Lane) -> None:
         self._parent = parent
         self._lane = lane
+        self._loop: _Loop | None = None
         self.valid_samples = 0
 
     def __iter__(self) -> DeviceIterator:
@@ -181,15 +186,20 @@ class DeviceIterator:
     def __next__(self) -> Any:
         lane = self._lane
         track = lane.world.timeline.loop()
-        track.switch(FETCH)
+        before = track.switch(FETCH)
+        if self._loop is None or self._loop.track is not track:
+            self._loop = _Loop(track, before)
         try:
             lane.backend.mark_step(lane.device)
             delivery = lane.receive()
             lane.backend.wait_ready(delivery.token)
         except BaseException as error:
-            track.switch(None)
+            self._loop.end()
+            self._loop = None
             if isinstance(error, EndOfChannel):
                 raise StopIteration from None
+            if isinstance(error, StopIteration):  # a loop would take it for the end of the data
+                raise RuntimeError("a batch could not be moved to its device: it raised StopIteration") from error
             raise
         self.valid_samples = delivery.samples
         if torch.is_grad_enabled():  # evaluation gathers no gradients, so its batches weigh none
@@ -202,6 +212,33 @@ class DeviceIterator:
     def close(self) -> None:
         """Take no more: this device's batches fall away, the other devices go on. Idempotent."""
         self._lane.cancel()
+        self._leave()
+
+    def __del__(self) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        """A loop that was left early ends here, unless its thread is in another one by now."""
+        if self._loop is not None and self._loop.is_innermost():
+            self._loop.end()
+            self._loop = None
+
+
+class _Loop:
+    """One loop of one thread in its timeline: what comes after it is outside again, or the loop around it."""
+
+    def __init__(self, track: Track, before: str | None) -> None:
+        self.track = track
+        self._before = before
+        self._around: _Loop | None = getattr(_of_thread, "loop", None)
+        _of_thread.loop = self
+
+    def is_innermost(self) -> bool:
+        return getattr(_of_thread, "loop", None) is self
+
+    def end(self) -> None:
+        self.track.switch(self._before)
+        _of_thread.loop = self._around
 
 
 class DeviceLoader:
@@ -289,15 +326,20 @@ def check_size(size: int, name: str) -> None:
         raise ValueError(f"{name}={size} lets no batch wait; pass a number from 1 on")
 
 
-def _twin(loader: Any, shard: Shard, fixed_batch_size: bool, seed: int | None) -> IndexedLoader:
+def _twin(loader: Any, shard: Shard, seed: int | None) -> IndexedLoader:
     with _lock:
         twins = _indexed.setdefault(loader, {})
-        key = (shard, fixed_batch_size, seed)
+        key = (shard, seed)
         if key not in twins:
-            twins[key] = IndexedLoader(loader, shard, fixed_batch_size, seed)
+            twins[key] = IndexedLoader(loader, shard, seed)
         return twins[key]
 
 
-def _unclaimed(batch: Any, dim: int) -> Piece:
+def _whole(loader: Any, seed: int | None) -> Iterator[Any]:
+    """Every batch of the loader, uncut, in the order of its next epoch."""
+    return (piece.batch for piece in _twin(loader, Shard(0, 1), seed).pieces())
+
+
+def _unclaimed(alone: Round[Any]) -> Piece:
     """A batch of a loader that cuts itself: nobody knows the whole round, so it has no claim on it."""
-    return Piece(batch, batch_size(batch, dim) or 1, None)
+    return Piece(alone.batches[0], alone.parts[0].samples, None)

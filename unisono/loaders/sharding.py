@@ -10,7 +10,9 @@ loader with batches of two, ten samples 0..9, not shuffled:
       2     8        9             8 9              <- the tail, one batch for two ranks, is split
 
 The tail, a round that is short of batches, is split so that every rank makes the same number of steps and every sample
-is delivered exactly once. A rank for which no sample is left gets a repeated one that counts as 0 samples.
+is delivered exactly once. A rank for which no sample is left gets a repeated one that counts as 0 samples. A loader
+made with drop_last=True drops the tail instead, so that all batches have one size; it drops the same samples on any
+number of ranks.
 
 A DataLoader over a map-style dataset is cut at its indices: each rank loads its own samples only. Any other iterable is
 cut at its batches: each rank reads all of it and keeps its own.
@@ -26,7 +28,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
@@ -101,12 +103,17 @@ class Round(NamedTuple, Generic[B]):
 
 
 def rounds(
-    batches: Iterable[B], count: int, size_of: Callable[[B], int | None], fixed_batch_size: bool = False
+    batches: Iterable[B],
+    count: int,
+    size_of: Callable[[B], int | None],
+    fixed_batch_size: bool = False,
+    drop_tail: bool = False,
 ) -> Iterator[Round[B]]:
     """Group a sequence of batches into rounds of `count`.
 
     Args:
         size_of: the number of samples of a batch; one that returns None counts as one sample and is not cut.
+        drop_tail: leave out the tail instead of splitting it.
         fixed_batch_size: end before the first round that is short or holds a batch of another size than the first
             batch of all; what is left out is logged.
     """
@@ -114,6 +121,8 @@ def rounds(
     reference: int | None = None
     number = 0
     while group := list(islice(source, count)):
+        if drop_tail and len(group) < count:
+            return
         sizes = [1 if (size := size_of(batch)) is None else size for batch in group]
         reference = sizes[0] if number == 0 else reference
         if fixed_batch_size and (len(group) < count or any(size != reference for size in sizes)):
@@ -137,14 +146,18 @@ def cut(dealt: Round[Any], rank: int, dim: int) -> Piece:
     return Piece(batch, part.samples, part.total)
 
 
-def is_indexed(loader: Any) -> bool:
-    """Whether the loader is a DataLoader whose samples are named by index, so that it can be cut there."""
+def is_indexed(loader: Any) -> TypeGuard[DataLoader[Any]]:
+    """Whether the loader is a DataLoader whose samples are named by index, so that their order can be set."""
     return (
         isinstance(loader, DataLoader)
         and type(loader).__iter__ is DataLoader.__iter__
-        and loader.batch_sampler is not None
         and not isinstance(loader.dataset, IterableDataset)
     )
+
+
+def drops_tail(loader: Any) -> bool:
+    """Whether the loader was made with drop_last=True."""
+    return bool(getattr(getattr(loader, "batch_sampler", None), "drop_last", False))
 
 
 def is_sharded(loader: Any) -> bool:
@@ -164,27 +177,30 @@ class IndexedLoader:
     one pass at a time, so there the next pass waits for that end.
 
     Args:
-        loader: the user's loader, which is not touched.
+        loader: the user's loader, which is not touched. One with batch_size=None has no batches to be cut, only an
+            order, so its shard is `Shard(0, 1)`.
         shard: whose pieces these are.
-        fixed_batch_size: as for `rounds`.
         seed: of the order; None takes the seed of the loader's generator, and 0 where it has none.
     """
 
-    def __init__(self, loader: DataLoader[Any], shard: Shard, fixed_batch_size: bool, seed: int | None) -> None:
+    def __init__(self, loader: DataLoader[Any], shard: Shard, seed: int | None) -> None:
         self._shard = shard
-        self._fixed_batch_size = fixed_batch_size
         self._batch_sampler: Any = loader.batch_sampler
-        sampler = getattr(self._batch_sampler, "sampler", None)
-        generator = getattr(sampler, "generator", None) or loader.generator
+        self._sampler: Any = getattr(self._batch_sampler, "sampler", loader.sampler)
+        generator = getattr(self._sampler, "generator", None) or loader.generator
         self._seed = seed if seed is not None else generator.initial_seed() if generator is not None else 0
         self._generator = torch.Generator()  # from which the DataLoader seeds its workers
         self._batches = _NextPass()
         self._loader = _rebuilt(loader, self._batches, self._generator)
+        self._begins = threading.Lock()
         self._persistent = threading.Lock() if loader.persistent_workers else None
         self.epoch = 0
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self, fixed_batch_size: bool = False) -> Iterator[Piece]:
         """The pieces of the next epoch. The DataLoader's iterator is made here, in the calling thread.
+
+        Args:
+            fixed_batch_size: as for `rounds`.
 
         Raises:
             BusyError: the loader's persistent workers serve another pass.
@@ -194,32 +210,50 @@ class IndexedLoader:
                 "this loader's persistent workers serve another loop, and they serve one at a time; end that loop "
                 "first, or pass persistent_workers=False"
             )
-        seed = epoch_seed(self._seed, self.epoch)
-        self.epoch += 1
-        self._generator.manual_seed(seed)
         claims: deque[tuple[int, int]] = deque()
-        self._batches.indices = self._indices(claims, torch.Generator().manual_seed(seed))
-        return _Pass(iter(self._loader), claims, self._persistent)
+        try:
+            with self._begins:
+                epoch = self.epoch
+                self.epoch += 1
+                order = torch.Generator().manual_seed(epoch_seed(self._seed, epoch))
+                # Each rank's workers draw numbers of their own: no two samples of a round are augmented alike.
+                self._generator.manual_seed(epoch_seed(self._seed, epoch, self._shard.index))
+                self._batches.indices = self._indices(claims, order, fixed_batch_size)
+                batches = iter(self._loader)
+        except BaseException:
+            if self._persistent is not None:
+                self._persistent.release()
+            raise
+        return _Pass(batches, claims, self._persistent)
 
-    def _indices(self, claims: deque[tuple[int, int]], generator: torch.Generator) -> Iterator[list[int]]:
+    def _indices(
+        self, claims: deque[tuple[int, int]], generator: torch.Generator, fixed_batch_size: bool
+    ) -> Iterator[Any]:
         """What the DataLoader is to load in one pass, leaving the claim of each batch behind."""
-        batch_sampler = self._batch_sampler
-        if type(batch_sampler) is BatchSampler and hasattr(batch_sampler.sampler, "generator"):
-            sampler = copy.copy(batch_sampler.sampler)
+        sampler, batch_sampler = self._sampler, self._batch_sampler
+        if hasattr(sampler, "generator"):
+            sampler = copy.copy(sampler)
             sampler.generator = generator
-            batch_sampler = BatchSampler(sampler, batch_sampler.batch_size, batch_sampler.drop_last)
-        for dealt in rounds(batch_sampler, self._shard.count, len, self._fixed_batch_size):
+            if type(batch_sampler) is BatchSampler:
+                batch_sampler = BatchSampler(sampler, batch_sampler.batch_size, batch_sampler.drop_last)
+        if batch_sampler is None:
+            for index in sampler:
+                claims.append((1, 1))
+                yield index
+            return
+        drop_tail = bool(getattr(batch_sampler, "drop_last", False))
+        for dealt in rounds(batch_sampler, self._shard.count, len, fixed_batch_size, drop_tail):
             part = dealt.parts[self._shard.index]
             claims.append((part.samples, part.total))
             yield dealt.batches[part.batch][part.start : part.stop]
 
 
 class _NextPass:
-    """A batch sampler that hands the next iterator of the DataLoader the indices laid ready for it."""
+    """A sampler that hands the next iterator of the DataLoader the indices laid ready for it."""
 
-    indices: Iterator[list[int]] = iter(())
+    indices: Iterator[Any] = iter(())
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Any]:
         return self.indices
 
 
@@ -252,11 +286,14 @@ class _Pass:
             self._lock.release()
 
 
-def _rebuilt(loader: DataLoader[Any], batch_sampler: Any, generator: torch.Generator) -> DataLoader[Any]:
-    """The same DataLoader over other batches of indices; batches come in order, as their claims do."""
+def _rebuilt(loader: DataLoader[Any], indices: Any, generator: torch.Generator) -> DataLoader[Any]:
+    """The same DataLoader over other indices; batches come in order, as their claims do."""
+    sampling: dict[str, Any] = {"batch_sampler": indices}
+    if loader.batch_sampler is None:
+        sampling = {"sampler": indices, "batch_size": None}
     return DataLoader(
         loader.dataset,
-        batch_sampler=batch_sampler,
+        **sampling,
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
@@ -269,6 +306,6 @@ def _rebuilt(loader: DataLoader[Any], batch_sampler: Any, generator: torch.Gener
     )
 
 
-def epoch_seed(seed: int, epoch: int) -> int:
-    """A seed for one epoch. Hashed, so that neighbouring seeds and epochs share no order."""
-    return random.Random(f"{seed}/{epoch}").getrandbits(63)
+def epoch_seed(seed: int, *place: int) -> int:
+    """A seed for one epoch, or for one rank in it. Hashed, so that neighbouring seeds and epochs share no order."""
+    return random.Random("/".join(map(str, (seed, *place)))).getrandbits(63)

@@ -15,19 +15,24 @@ Invariants:
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 
-from unisono.errors import ClosedError
 from unisono.loaders.channel import Channel, EndOfChannel
 from unisono.loaders.sharding import Piece
 from unisono.outcome import Outcome, copy_error
 from unisono.protocols import Backend
 from unisono.timeline import MOVE, Track
 from unisono.world import World
+
+_EXIT_S = 5.0
+
+_started: WeakSet[Pipeline] = WeakSet()
 
 
 class Delivery(NamedTuple):
@@ -96,6 +101,7 @@ class Pipeline:
             name = f"unisono-transfer-{number}"
             bodies.append(threading.Thread(target=transfer, args=(lane,), name=name, daemon=True))
         self.threads = bodies
+        _started.add(self)
         for thread in bodies:
             thread.start()
 
@@ -110,6 +116,15 @@ class Pipeline:
             if thread is not threading.current_thread():
                 thread.join(timeout_s)
         return not any(thread.is_alive() for thread in self.threads)
+
+
+@atexit.register
+def _end_all() -> None:
+    """A thread that is still in torch when the interpreter ends would abort the process."""
+    for pipeline in list(_started):
+        pipeline.stop()
+    for pipeline in list(_started):
+        pipeline.join(_EXIT_S)
 
 
 def read(source: Iterator[list[Piece]], pipeline: Pipeline) -> None:
@@ -140,9 +155,9 @@ def transfer(lane: Lane) -> None:
             lane.backend.activate(lane.device)
             while lane.outbox.send(_move(lane, lane.inbox.receive(), track)):
                 pass
-    except (EndOfChannel, ClosedError):
+    except EndOfChannel:
         pass
-    except BaseException as error:
+    except BaseException as error:  # ClosedError too: it is the source's own, or no one receives it
         end = Outcome.failure(error)
     lane.outbox.close(end)
 

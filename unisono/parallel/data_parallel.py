@@ -66,9 +66,9 @@ class DataParallel:
         models: the replicas, in the same order.
 
     Raises:
-        TypeError: `network` is no module and makes none.
+        TypeError: `network` is no module and makes none, or `device_ids` is no list of devices.
         ValueError: a device is repeated or does not exist.
-        RuntimeError: for a native run, the module's parameters lie on several devices; or this is a worker of several.
+        RuntimeError: for a native run, the module's parameters lie on several devices.
     """
 
     def __init__(
@@ -79,7 +79,9 @@ class DataParallel:
         module = network if isinstance(network, nn.Module) else network() if callable(network) else network
         if not isinstance(module, nn.Module):
             raise TypeError(f"network={network!r} gives a {type(module).__name__}; pass a module, or what makes one")
-        self._is_native = device_ids is not None and len(device_ids) == 0
+        self._is_native = (
+            isinstance(device_ids, Sequence) and not device_ids and not isinstance(device_ids, str | bytes)
+        )
         if self._is_native:
             resolved = [resolve_device(_only_device(module))]
             self.models = [module]
@@ -114,19 +116,15 @@ class DataParallel:
 
         Raises:
             BusyError: a call of this object is running.
+            RuntimeError: this is a worker, or a replica, of several.
             BaseException: what the first failing replica raised, in its own type; the object can be used again.
         """
         if not callable(loop_fn):
             raise TypeError(f"loop_fn={loop_fn!r} is a {type(loop_fn).__name__}; pass a function")
-        outer = current_world()
-        if outer.world_size > 1:
-            raise RuntimeError(
-                f"DataParallel in rank {outer.rank} of {outer.world_size}: its threads would meet one another "
-                "only, and not the other ranks; use one or the other"
-            )
         if not self._busy.acquire(blocking=False):
             raise BusyError("this DataParallel is running a loop, and runs one at a time; make another one")
         try:
+            _refuse_ranks(current_world())
             if self._is_native:
                 return [self._run_native(loop_fn, loader, fixed_batch_size, batchdim)]
             return self._run_replicas(loop_fn, loader, fixed_batch_size, batchdim)
@@ -146,8 +144,9 @@ class DataParallel:
         worlds = thread_worlds(devices, self._timelines)
         num_threads = fair_num_threads(len(devices))
         with ParallelLoader(loader, devices, batchdim, fixed_batch_size, loops=worlds) as parallel, kept_num_threads():
+            loaders = [parallel.per_device_loader(device) for device in devices]
             bodies = [
-                _body(loop_fn, world, model, parallel.per_device_loader(world.device), context, num_threads)
+                _body(loop_fn, world, model, loaders, context, num_threads)
                 for world, model, context in zip(worlds, self.models, self._contexts, strict=True)
             ]
 
@@ -166,11 +165,15 @@ def _body(
     loop_fn: LoopFn[T],
     world: World,
     model: nn.Module,
-    device_loader: DeviceIterator,
+    loaders: Sequence[DeviceIterator],
     context: Context,
     num_threads: int,
 ) -> Callable[[], T]:
-    """What one replica thread runs: the loop in its world, which it leaves, or breaks when it fails."""
+    """What one replica thread runs: the loop in its world, which it leaves, or breaks when it fails.
+
+    A failure closes the loaders of all, since the others may never come to a collective.
+    """
+    device_loader = loaders[world.rank]
 
     def body() -> T:
         try:
@@ -183,11 +186,21 @@ def _body(
         except BaseException as error:
             add_note_once(error, str(world))
             world.comm.abort(error)
+            for each in loaders:
+                each.close()
             raise
         finally:
             device_loader.close()  # what is still dealt to this replica falls away; the others go on
 
     return body
+
+
+def _refuse_ranks(world: World) -> None:
+    if world.world_size > 1:
+        raise RuntimeError(
+            f"DataParallel in rank {world.rank} of {world.world_size}: its threads would meet one another only, and "
+            "not the other ranks; use one or the other"
+        )
 
 
 def _only_device(module: nn.Module) -> torch.device:

@@ -7,9 +7,10 @@ A rank's gradient g_r is that of the mean over its own n_r samples. With N sampl
 so each rank scales its gradient by its share n_r / N and the sum over the ranks is exact, however unevenly the batch
 was dealt. Where no share is known, it is the plain mean over the ranks, n_r / N = 1 / size.
 
-Gradients travel in flat buckets, one reduction each. The first bucket carries a few numbers more: the shares, whose sum
-must be 1, and which parameters have a gradient. So a parameter without a gradient on some ranks counts as zero there,
-and is never paired with another one.
+Gradients travel in flat buckets, one reduction each. The first bucket carries a few numbers more: how many batches each
+rank took, the shares, whose sum must be 1, and which parameters have a gradient. So ranks that stand in different
+rounds are found out, and a parameter without a gradient on some ranks counts as zero there and is never paired with
+another one.
 """
 
 from __future__ import annotations
@@ -19,37 +20,46 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from unisono.errors import CollectiveMismatchError
+from unisono.window import Share
 from unisono.world import World
 
 BUCKET_BYTES = 64 * 2**20  # large enough to be bound by bandwidth, small enough not to double a model's memory
 
 
-def reduce_gradients(parameters: Sequence[torch.Tensor], world: World, share: float | None) -> None:
+def reduce_gradients(parameters: Sequence[torch.Tensor], world: World, share: Share | None) -> None:
     """Replace the gradients, in place, by the weighted sum over the ranks.
 
     Args:
         parameters: the same ones in the same order on each rank.
-        share: this rank's part of the global batch, 0 to 1; None where it is unknown.
+        share: this rank's part of the global batch; None where it is unknown.
 
     Raises:
         TypeError: a gradient is sparse.
-        CollectiveMismatchError: the shares do not add up to 1, so the ranks stand in different rounds.
+        CollectiveMismatchError: the ranks stand in different rounds: they took different numbers of batches, or their
+            shares do not add up to 1.
     """
     _refuse_sparse(parameters)
     if world.comm.size == 1 or not parameters:
         return
+    size = world.comm.size
+    batches = [0.0] * size
+    batches[world.comm.rank] = float(share.batches) if share else 0.0
     presence = [float(parameter.grad is not None) for parameter in parameters]
-    notes = [float(share is not None), share or 0.0, *presence]
-    scale = 1 / world.comm.size if share is None else share
+    notes = [*batches, share.part if share else 0.0, *presence]
     for number, bucket in enumerate(_buckets(parameters)):
-        flat = _flatten(bucket, scale, notes if number == 0 else [])
+        flat = _flatten(bucket, part_of(share, world), notes if number == 0 else [])
         world.comm.all_reduce(flat)
         if number == 0:
             flat, summed = flat[: -len(notes)], flat[-len(notes) :].real if flat.is_complex() else flat[-len(notes) :]
             counts = summed.tolist()
-            _check_shares(counts[0], counts[1], world, flat.dtype)
-            present = {id(parameter) for parameter, count in zip(parameters, counts[2:], strict=True) if count}
+            _check_shares(counts[:size], counts[size], flat.dtype)
+            present = {id(parameter) for parameter, count in zip(parameters, counts[size + 1 :], strict=True) if count}
         _unflatten(flat, bucket, present)
+
+
+def part_of(share: Share | None, world: World) -> float:
+    """What this rank's gradient, or loss, weighs in the sum over the ranks."""
+    return share.part if share else 1 / world.comm.size
 
 
 def _refuse_sparse(parameters: Sequence[torch.Tensor]) -> None:
@@ -97,18 +107,30 @@ def _unflatten(flat: torch.Tensor, bucket: list[torch.Tensor], present: set[int]
             parameter.grad = piece.clone()
 
 
-def _check_shares(knowing: float, total: float, world: World, dtype: torch.dtype) -> None:
-    """All ranks see the same sums, so all raise or none does."""
-    size = world.comm.size
-    rounding = 4 * size * torch.finfo(dtype).eps
-    if knowing == 0 or (knowing == size and abs(total - 1) <= rounding):
+def _check_shares(batches: list[float], total: float, dtype: torch.dtype) -> None:
+    """All ranks see the same numbers, so all raise or none does.
+
+    Args:
+        batches: how many each rank took; 0 where it does not know the global batch.
+        total: the sum of the shares.
+    """
+    if not any(batches):
         return
-    if knowing < size:
+    if not all(batches):
+        knowing = ", ".join(str(rank) for rank, count in enumerate(batches) if count)
         raise CollectiveMismatchError(
-            f"{knowing:.0f} of {size} ranks took their batches from a loader that knows the global batch, the others "
-            "did not; use the same kind of loader on every rank"
+            f"rank {knowing} of {len(batches)} took batches from a loader that knows the global batch, the others did "
+            "not; use the same kind of loader on every rank"
         )
-    raise CollectiveMismatchError(
-        f"the ranks' shares of the global batch add up to {total:.4f} instead of 1; every rank must take the same "
-        "number of batches between two optimizer steps"
-    )
+    odd = next((rank for rank, count in enumerate(batches) if count != batches[0]), None)
+    if odd is not None:
+        raise CollectiveMismatchError(
+            f"since the last optimizer step rank 0 took {batches[0]:.0f} batches and rank {odd} took "
+            f"{batches[odd]:.0f}; every rank must take the same number of batches between two steps"
+        )
+    rounding = 4 * len(batches) * torch.finfo(dtype).eps
+    if abs(total - 1) > rounding:
+        raise CollectiveMismatchError(
+            f"the ranks' shares of the global batch add up to {total:.4f} instead of 1; every rank must take its part "
+            "of the same rounds between two optimizer steps"
+        )

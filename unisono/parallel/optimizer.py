@@ -10,9 +10,9 @@ import torch
 from torch.optim import Optimizer
 
 from unisono.parallel.agreement import check_agreement
-from unisono.parallel.gradients import reduce_gradients
+from unisono.parallel.gradients import part_of, reduce_gradients
 from unisono.timeline import REDUCE, STEP
-from unisono.window import window_of
+from unisono.window import Share, window_of
 from unisono.world import World, current_world
 
 _agreed: WeakKeyDictionary[Optimizer, World] = WeakKeyDictionary()
@@ -57,7 +57,7 @@ def optimizer_step(
         if world.comm.size > 1 and _agreed.get(optimizer) is not world:
             check_agreement(parameters, world)
             _agreed[optimizer] = world
-        if "closure" in arguments:
+        if arguments.get("closure") is not None:
             arguments["closure"] = _reducing(arguments["closure"], parameters, world, share)
         else:
             reduce_gradients(parameters, world, share)
@@ -70,7 +70,7 @@ def optimizer_step(
 
 
 def _reducing(
-    closure: Callable[[], Any], parameters: list[torch.Tensor], world: World, share: float | None
+    closure: Callable[[], Any], parameters: list[torch.Tensor], world: World, share: Share | None
 ) -> Callable[[], Any]:
     """A closure whose gradients, and whose loss, are those of the global batch: the optimizer decides by them, and all
     ranks must decide alike."""
@@ -79,8 +79,6 @@ def _reducing(
         loss = closure()
         with world.timeline.loop().span(REDUCE):
             reduce_gradients(parameters, world, share)
-            scale = 1 / world.comm.size if share is None else share
-            whole = torch.as_tensor(loss, device=world.device).detach() * scale
-            return world.comm.all_reduce(whole)
+            return world.comm.all_reduce(torch.as_tensor(loss, device=world.device).detach() * part_of(share, world))
 
     return reduced

@@ -17,7 +17,7 @@ from typing import Any
 
 from unisono.outcome import Outcome
 
-_Work = tuple[int, Callable[[], Any], "SimpleQueue[tuple[int, Outcome[Any]]]"]
+_Work = tuple[int, Callable[[], Any], dict[int, Outcome[Any]], "SimpleQueue[None]"]
 
 
 class ReplicaThreads:
@@ -39,21 +39,19 @@ class ReplicaThreads:
                 then they are waited for, until a second interrupt.
         """
         self._start()
-        done: SimpleQueue[tuple[int, Outcome[Any]]] = SimpleQueue()
-        for number, (queue, body) in enumerate(zip(self._queues, bodies, strict=True)):
-            queue.put((number, body, done))
         outcomes: dict[int, Outcome[Any]] = {}
+        news: SimpleQueue[None] = SimpleQueue()
+        for number, (queue, body) in enumerate(zip(self._queues, bodies, strict=True)):
+            queue.put((number, body, outcomes, news))
         interrupt: BaseException | None = None
-        while len(outcomes) < len(bodies):
+        while len(outcomes) < len(bodies):  # not by counting the news, of which an interrupt may lose one
             try:
-                number, outcome = done.get()
+                news.get()
             except BaseException as error:
                 if interrupt is not None:
                     raise
                 interrupt = error
                 on_interrupt(error)
-            else:
-                outcomes[number] = outcome
         if interrupt is not None:
             raise interrupt
         return [outcomes[number] for number in range(len(bodies))]
@@ -66,11 +64,12 @@ class ReplicaThreads:
 
 
 def serve(queue: SimpleQueue[_Work | None]) -> None:
-    """Body of a replica thread: run what comes, put each outcome where it is awaited, end at None."""
+    """Body of a replica thread: run what comes, put each outcome where it is awaited and tell, end at None."""
     while (work := queue.get()) is not None:
-        number, body, done = work
-        done.put((number, Outcome.capture(body)))
-        del work, body, done  # hold nothing of the last call while waiting for the next
+        number, body, outcomes, news = work
+        outcomes[number] = Outcome.capture(body)
+        news.put(None)
+        del work, body, outcomes, news  # hold nothing of the last call while waiting for the next
 
 
 def _dismiss(queues: Sequence[SimpleQueue[_Work | None]]) -> None:

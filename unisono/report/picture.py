@@ -52,5 +52,5 @@ def save_picture(report: Report, losses: Sequence[float], path: str | Path) -> P
 
     target = Path(path).absolute()
     target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=130)
+    figure.savefig(target, dpi=130, format="png")
     return target
