@@ -292,3 +292,33 @@ def test_a_group_meets_in_one_place_and_two_groups_do_not_meet():
         one[1].barrier()
     ranks = [Rank(comm.barrier) for comm in other]
     assert [rank.result() for rank in ranks] == [None, None]
+
+
+@pytest.mark.parametrize("name", ["all_gather", "broadcast", "reduce_scatter", "all_reduce"])
+def test_a_rank_that_goes_on_and_writes_its_tensor_does_not_change_what_a_slow_one_gets(name):
+    fast, slow = ThreadCommunicator.group(2)
+    has_written, exchange = threading.Event(), slow._exchange
+
+    def slow_exchange(call: Call, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
+        result = exchange(call, value, combine)
+        assert has_written.wait(10)
+        return result
+
+    slow._exchange = slow_exchange
+    tensor = torch.ones(2)
+
+    def run_ahead() -> None:
+        getattr(fast, name)(tensor)
+        tensor.fill_(100)
+        has_written.set()
+
+    ranks = [Rank(run_ahead), Rank(lambda: getattr(slow, name)(torch.ones(2)))]
+    result = ranks[1].result()
+    ranks[0].result()
+    parts = result if name == "all_gather" else [result]
+    assert [part.tolist() for part in parts] == {
+        "all_gather": [[1, 1], [1, 1]],
+        "broadcast": [[1, 1]],
+        "reduce_scatter": [[2]],
+        "all_reduce": [[2, 2]],
+    }[name]
