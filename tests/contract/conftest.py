@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
+from door import Door
 
 from unisono.comm.solo import SoloCommunicator
 from unisono.comm.threads import ThreadCommunicator
@@ -100,24 +100,9 @@ def _functions_travel_by_value(request: pytest.FixtureRequest) -> Iterator[None]
     cloudpickle.unregister_pickle_by_value(module)
 
 
-@dataclass(frozen=True)
-class Gate:
-    """A door between two ranks, threads or processes: `wait` returns when the other side has called `open`."""
-
-    path: Path
-
-    def wait(self) -> None:
-        os.close(os.open(self.path, os.O_RDONLY))  # opening a named pipe waits for the other end
-
-    def open(self) -> None:
-        os.close(os.open(self.path, os.O_WRONLY))
-
-
 @pytest.fixture
-def gate(tmp_path: Path) -> Gate:
-    path = tmp_path / "gate"
-    os.mkfifo(path)
-    return Gate(path)
+def door(tmp_path: Path) -> Door:
+    return Door.at(tmp_path / "door")
 
 
 def _run_threads(body: Body, size: int, timeout: timedelta) -> list[Any]:

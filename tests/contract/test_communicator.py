@@ -590,14 +590,14 @@ def test_a_departed_rank_wakes_the_others(peers, name):
         assert f"{peers.size - 1} has left this world" in error.text
 
 
-def test_who_comes_after_a_rank_has_departed_learns_it_too(peers, gate):
+def test_who_comes_after_a_rank_has_departed_learns_it_too(peers, door):
     def depart(comm):
         comm.barrier()
         if comm.rank == 1:
             comm.leave()
-            gate.open()
+            door.open()
         elif comm.rank == 0:
-            gate.wait()
+            door.wait()
             return told(comm.barrier)
         return None
 
@@ -634,18 +634,18 @@ def test_an_abort_wakes_the_waiters_with_its_cause(peers, name):
         assert (error.type, error.cause_type, error.cause_text) == ("BrokenWorldError", "LookupError", "no such digit")
 
 
-def test_an_abort_from_another_thread_wakes_the_waiters(peers, gate):
+def test_an_abort_from_another_thread_wakes_the_waiters(peers, door):
     def fail(comm):
         comm.barrier()
         if comm.rank == 1:
             aborting = threading.Thread(target=comm.abort, args=(LookupError("no such digit"),))
             aborting.start()
-            gate.wait()  # this rank computes, until the others have been woken
+            door.wait()  # this rank computes, until the others have been woken
             aborting.join()
             return told(comm.barrier)
         error = told(comm.barrier)
         if comm.rank == 0:
-            gate.open()
+            door.open()
         return error
 
     for rank, error in enumerate(peers.run(fail)):
@@ -653,14 +653,14 @@ def test_an_abort_from_another_thread_wakes_the_waiters(peers, gate):
         assert error == Told("BrokenWorldError", text, "LookupError", "no such digit")
 
 
-def test_an_abort_from_another_thread_wakes_its_own_rank(peers, gate):
+def test_an_abort_from_another_thread_wakes_its_own_rank(peers, door):
     if peers.mode == "processes":
         pytest.skip("a thread that waits inside the transport is woken by its peers or by the time-out alone")
 
     def fail(comm):
         comm.barrier()
         if comm.rank == 0:
-            gate.wait()  # computes, and does not come
+            door.wait()  # computes, and does not come
             return None
         if comm.rank == 1:
             aborting = threading.Thread(target=comm.abort, args=(LookupError("no such digit"),))
@@ -668,7 +668,7 @@ def test_an_abort_from_another_thread_wakes_its_own_rank(peers, gate):
         error = told(comm.barrier)
         if comm.rank == 1:
             aborting.join()
-            gate.open()
+            door.open()
         return error
 
     for error in peers.run(fail)[1:]:
@@ -711,15 +711,15 @@ def test_once_broken_always_broken_for_every_collective(ranks):
         assert {(error.type, error.cause_type) for error in errors} == {("BrokenWorldError", "LookupError")}
 
 
-def test_a_time_out_tells_what_was_awaited_and_how_long(peers, gate):
+def test_a_time_out_tells_what_was_awaited_and_how_long(peers, door):
     def keep_waiting(comm):
         comm.barrier()
         if comm.rank == 1:
-            gate.wait()
+            door.wait()
             return None
         error = told(lambda: comm.all_reduce(torch.ones(3)))
         if comm.rank == 0:
-            gate.open()
+            door.open()
         return error
 
     found = peers.run(keep_waiting, timeout=timedelta(seconds=0.5))
