@@ -72,7 +72,8 @@ class Communicator(Protocol):
     3. Within a mode all ranks end with the same bits, and a repeated run agrees. Across modes, the results are close.
     4. A failed or departed rank breaks the world for good: who waits, or comes to wait, gets a `BrokenWorldError`
        whose `__cause__` is the first cause where it is known.
-    5. No time-out as control flow: it is a last resort, and its message says what was awaited and who was missing.
+    5. No time-out as control flow: it is a last resort, and its message says what was awaited and who was missing
+       (processes: what was awaited; the transport does not tell who was missing).
 
     One thread per rank uses a communicator; it is not made to be shared.
     """
@@ -102,7 +103,10 @@ class Communicator(Protocol):
         """Return when every rank has called it."""
 
     def abort(self, cause: BaseException) -> None:
-        """Break the world because of `cause`, from any thread. The waiters wake at once; the first abort counts."""
+        """Break the world because of `cause`, from any thread. The waiters wake at once; the first abort counts.
+
+        (Processes: a rank that waits inside the transport is woken by the end of a peer, not by an abort of its own.)
+        """
 
     def leave(self) -> None:
         """This rank takes part no more; who waits for it, now or later, learns it at once. Idempotent."""
