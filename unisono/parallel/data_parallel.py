@@ -210,4 +210,4 @@ def _only_device(module: nn.Module) -> torch.device:
         raise RuntimeError(
             f"device_ids=[] runs the module where it is, but its parameters lie on {names}; move it first"
         )
-    return next(iter(devices), torch.device("cpu"))
+    return next(iter(devices), torch.get_default_device())
