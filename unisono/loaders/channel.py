@@ -77,6 +77,8 @@ class Channel(Generic[T]):
         """The sender's last word: the end, or the error that follows what was sent. The first word counts."""
         with self._lock:
             self._end = self._end or end
+            if self._is_cancelled:
+                self._end = None
             self._item_bell.ring()
 
     def receive(self, on_wait: Callable[[], None] | None = None) -> T:
@@ -96,10 +98,10 @@ class Channel(Generic[T]):
                 if self._is_cancelled:
                     self._item_bell.ring()  # `cancel` has rung once, and a second iterator may wait here too
                     raise ClosedError("the loader was closed, so no batch can be received from it any more")
-                if self._end is not None:
-                    if self._end.error is None:
+                if (end := self._end) is not None:
+                    if end.error is None:
                         raise EndOfChannel
-                    raise copy_error(self._end.error)
+                    raise copy_error(end.error)
                 if on_wait is not None:
                     on_wait()
                 self._item_bell.expect()
@@ -112,6 +114,7 @@ class Channel(Generic[T]):
         """
         self._is_cancelled = True
         self._items.clear()
+        self._end = None  # an error holds what was alive where it was raised, loader workers for one
         self._room_bell.ring_unlocked()
         self._item_bell.ring_unlocked()
 

@@ -14,6 +14,7 @@ dropping the last reference stops the threads, and leaving a loop early leaks no
 from __future__ import annotations
 
 import threading
+import traceback
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -115,7 +116,8 @@ class ParallelLoader:
             raise ClosedError("this ParallelLoader is closed; it makes one pass, so make a new one for the next")
         with self._starting:
             if not self._has_started:
-                self._pipeline.start(self._open())
+                source = self._open()
+                self._pipeline.start(_freeing(source) if getattr(self._loader, "num_workers", 0) else source)
                 self._has_started = True
         return DeviceIterator(self, self._lanes[name])
 
@@ -338,6 +340,19 @@ def _twin(loader: Any, shard: Shard, seed: int | None) -> IndexedLoader:
 def _whole(loader: Any, seed: int | None) -> Iterator[Any]:
     """Every batch of the loader, uncut, in the order of its next epoch."""
     return (piece.batch for piece in _twin(loader, Shard(0, 1), seed).pieces())
+
+
+def _freeing(source: Iterator[list[Piece]]) -> Iterator[list[Piece]]:
+    """The same pieces. An error from loader workers is freed of the frames that it went through, torch's own: they hold
+    the workers, and the error in a circle with itself. When the garbage collector ends them it waits for 5 s each."""
+    try:
+        yield from source
+    except Exception as error:
+        each: BaseException | None = error
+        while each is not None:
+            traceback.clear_frames(each.__traceback__)
+            each = each.__context__
+        raise
 
 
 def _unclaimed(alone: Round[Any]) -> Piece:

@@ -88,7 +88,9 @@ def deal(sizes: Sequence[int], count: int) -> list[Part]:
         batch = rank * len(sizes) // count
         first = -(-batch * count // len(sizes))  # the first rank that shares this batch, and the one after the last
         after = -(-(batch + 1) * count // len(sizes))
-        start, stop = (-(-place * sizes[batch] // (after - first)) for place in (rank - first, rank - first + 1))
+        place, (share, more) = rank - first, divmod(sizes[batch], after - first)
+        start = place * share + min(place, more)
+        stop = start + share + (place < more)
         parts.append(
             Part(batch, start, stop, stop - start, total) if start < stop else Part(batch, 0, 1, samples=0, total=total)
         )

@@ -145,6 +145,7 @@ def read(source: Iterator[list[Piece]], pipeline: Pipeline) -> None:
         error.add_note(f"in the loader's reader, round {round_number}")
     for lane in lanes:
         lane.inbox.close(end if end.error is None else Outcome.failure(copy_error(end.error)))
+    del source, end  # an error's traceback holds this frame, which must not hold the error and the loader's workers
 
 
 def transfer(lane: Lane) -> None:
@@ -160,6 +161,7 @@ def transfer(lane: Lane) -> None:
     except BaseException as error:  # ClosedError too: it is the source's own, or no one receives it
         end = Outcome.failure(error)
     lane.outbox.close(end)
+    del end  # as in `read`
 
 
 def _move(lane: Lane, piece: Piece, track: Track) -> Delivery:

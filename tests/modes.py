@@ -1,0 +1,64 @@
+"""The three ways in which a function runs on every rank: alone, on a DataParallel's threads, in worker processes."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import cloudpickle
+from torch import nn
+
+from unisono import DataParallel, DeviceIterator, DeviceLoader, spawn
+
+PATIENCE = timedelta(seconds=30)  # well inside the test's own time limit
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to run on `ranks` ranks."""
+
+    name: str
+    ranks: int
+
+    def __str__(self) -> str:
+        return self.name if self.ranks == 1 else f"{self.name}-{self.ranks}"
+
+    def run(self, body: Callable[[], Any]) -> list[Any]:
+        """`body()` on every rank, in its world: the results by rank, or the first cause raised."""
+        if self.name == "solo":
+            return [body()]
+        if self.name == "threads":
+            return self._replicas()(lambda *_: body(), [])
+        with _by_value(body):
+            return spawn(lambda _: body(), nprocs=self.ranks, num_threads=1, backend="cpu", timeout=PATIENCE)
+
+    def loop(self, body: Callable[[DeviceIterator | DeviceLoader], Any], loader: Iterable[Any]) -> list[Any]:
+        """`body(device_loader)` on every rank, over the loader as that mode deals it."""
+        if self.name == "threads":
+            return self._replicas()(lambda model, device_loader, *_: body(device_loader), loader)
+        return self.run(lambda: body(DeviceLoader(loader)))
+
+    def _replicas(self) -> DataParallel:
+        return DataParallel(nn.Identity(), [f"cpu:{rank}" for rank in range(self.ranks)])
+
+
+SOLO = Mode("solo", 1)
+THREADS_2, THREADS_3, THREADS_4 = (Mode("threads", ranks) for ranks in (2, 3, 4))
+PROCESSES_2 = Mode("processes", 2)
+
+
+@contextlib.contextmanager
+def _by_value(body: Callable[..., Any]) -> Iterator[None]:
+    """Workers need not import the test module, and pytest with it."""
+    modules = [sys.modules[name] for name in {body.__module__, __name__}]
+    for module in modules:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in modules:
+            cloudpickle.unregister_pickle_by_value(module)
