@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,8 +66,9 @@ def train(
     context.epoch = context.getattr_or("epoch", 0) + 1
     model.train()
     sums = []
+    has_bar = is_rank_zero() and sys.stdout.isatty()
     for images, labels in track(
-        loader, f"epoch {context.epoch}", total=len(loader), disable=not is_rank_zero(), transient=True
+        loader, f"epoch {context.epoch}", total=len(loader), disable=not has_bar, transient=True
     ):
         optimizer.zero_grad()
         loss = F.cross_entropy(model(images), labels)
