@@ -38,7 +38,11 @@ def dumps_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 def loads_call(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The call that `dumps_call` was given; this process's `__main__` gets the names that came along."""
     fn, args, names = pickle.loads(data)
-    vars(sys.modules["__main__"]).update(names)
+    for name, each in names.items():
+        if isinstance(each, type):
+            each.__qualname__ = name  # cloudpickle keeps its last part only
+        if "." not in name:
+            setattr(sys.modules["__main__"], name, each)
     return fn, args
 
 
@@ -53,7 +57,7 @@ class _ByValue(cloudpickle.Pickler):  # type: ignore[misc]
         self.names: dict[str, Any] = {}
 
     def reducer_override(self, obj: Any) -> Any:
-        if _is_named_in_main(obj) and "." not in obj.__qualname__:
+        if _is_named_in_main(obj):
             self.names[obj.__qualname__] = obj
         return super().reducer_override(obj)
 

@@ -1,11 +1,13 @@
 """Where the workers of one machine find one another: a file in a private directory.
 
 No port is opened and no name is looked up, so any number of groups start side by side, and a broken resolver delays
-none of them.
+none of them. The directory of a group that a worker starts lies in that of the worker's own group and goes with it: who
+kills the outer workers kills the inner zygote too, before it can tidy up.
 """
 
 from __future__ import annotations
 
+import os
 import pickle
 import shutil
 import tempfile
@@ -14,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from unisono.launch.worker import Job
+from unisono.launch.worker import OUTER_DIRECTORY, Job
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ class Rendezvous:
 @contextmanager
 def rendezvous() -> Iterator[Rendezvous]:
     """A rendezvous for one group, gone when the block ends. (The zygote removes it when the caller is killed.)"""
-    directory = tempfile.mkdtemp(prefix="unisono-")
+    outer = os.environ.get(OUTER_DIRECTORY)
+    directory = tempfile.mkdtemp(prefix="unisono-", dir=outer if outer and os.path.isdir(outer) else None)
     try:
         yield Rendezvous(Path(directory))
     finally:

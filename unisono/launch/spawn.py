@@ -14,7 +14,7 @@ from unisono.backends import pick_backend
 from unisono.backends.cores import fair_num_threads
 from unisono.errors import UnpicklableError
 from unisono.launch.supervisor import Supervisor
-from unisono.launch.worker import Job, exit_error
+from unisono.launch.worker import Job, exit_error, refuse_while_loading
 from unisono.outcome import add_note_once
 from unisono.pickling import dumps_call
 from unisono.protocols import Backend
@@ -141,6 +141,7 @@ def spawn(
         BaseException: whatever a worker raised, in its own type; its `__cause__` shows the remote traceback, and notes
             give rank, device and pid.
     """
+    refuse_while_loading()
     if not callable(fn):
         raise TypeError(f"fn={fn!r} is a {type(fn).__name__}; pass a function that takes the index and *args")
     if isinstance(args, str | bytes) or not isinstance(args, Sequence):

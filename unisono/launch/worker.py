@@ -31,14 +31,18 @@ import torch.utils.data  # here, so that every fork has it
 
 from unisono.backends import get_backend
 from unisono.comm.processes import ProcessCommunicator
-from unisono.errors import UnpicklableError, WorkerDiedError
+from unisono.errors import UnisonoError, UnpicklableError, WorkerDiedError
 from unisono.outcome import Outcome
 from unisono.pickling import loads_call
 from unisono.world import World, set_process_world
 
 HEADER = struct.Struct("!Q")  # the length of the outcome that follows
 
+OUTER_DIRECTORY = "UNISONO_RENDEZVOUS"  # in a worker's environment: the directory of its group
+
 _LEAVE_S = 5  # how long a worker that has told its outcome may take to leave the world
+
+_is_loading = False  # while the call is rebuilt, which imports modules
 
 
 @dataclass(frozen=True)
@@ -73,11 +77,12 @@ def run_worker(rank: int, job_file: str, result_fd: int) -> NoReturn:
     """Be worker `rank` of the job in that file; the outcome goes to `result_fd`, a header and its bytes."""
     world: World | None = None
     try:
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # from here on, a Ctrl-C has an outcome
         job: Job = pickle.loads(Path(job_file).read_bytes())
         _adopt_caller(job, rank)
         world = _join_world(job, rank)
         set_process_world(world)
+        # Until here an interrupt ended the process: nothing was lost, and the transport would not have heard of it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         outcome = Outcome.capture(_call, job.call, rank)
     except BaseException as error:
         outcome = Outcome.failure(error)
@@ -119,7 +124,18 @@ def _tells_of_a_peer(error: BaseException | None) -> bool:
     return False
 
 
+def refuse_while_loading() -> None:
+    """UnisonoError in a worker that still imports the module of `fn`: a spawn there would go on without end."""
+    if _is_loading:
+        raise UnisonoError(
+            "spawn was called by a module that a worker imports to find fn in it, and would be called again in each "
+            'worker; put that call under `if __name__ == "__main__":`, or into a function'
+        )
+
+
 def _call(call: bytes, rank: int) -> Any:
+    global _is_loading
+    _is_loading = True
     try:
         fn, args = loads_call(call)
     except Exception as error:
@@ -127,6 +143,8 @@ def _call(call: bytes, rank: int) -> Any:
             f"fn or its arguments cannot be rebuilt in the worker ({type(error).__name__}: {error}); "
             "what they refer to must be importable there"
         ) from error
+    finally:
+        _is_loading = False
     return fn(rank, *args)
 
 
@@ -136,6 +154,7 @@ def _adopt_caller(job: Job, rank: int) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.nprocs), LOCAL_WORLD_SIZE=str(job.nprocs)
     )
+    os.environ[OUTER_DIRECTORY] = os.path.dirname(job.store)
     # Peers are on this machine: the loopback needs no name service, and no address of another network is offered.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.chdir(job.directory)

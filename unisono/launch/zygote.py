@@ -121,8 +121,7 @@ class Zygote:
                 kill_session(pid, message["signal"])
 
     def _fork(self, group: _Group, rank: int, job: str, fds: list[int]) -> None:
-        # A signal to the child must neither run the handlers that it has from here, nor be lost: it waits until the
-        # worker has its own.
+        # A signal to the child must neither run this process's handler in it, nor be lost: it waits for the child's.
         signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
         try:
             pid = os.fork()
@@ -146,9 +145,9 @@ class Zygote:
             if os.getppid() != zygote:  # it died before the signal was asked for
                 os._exit(1)
             signal.set_wakeup_fd(-1)
-            for signum in (signal.SIGCHLD, signal.SIGTERM):
+            for signum in (signal.SIGCHLD, *_STOPPING):
                 signal.signal(signum, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
             self.selector.close()
             for fd in (self.children_r, self.children_w, self.caller_fd):
                 os.close(fd)
@@ -196,11 +195,12 @@ class Zygote:
             kill_session(pid, signal.SIGKILL)
         for pid in group.ranks:
             os.waitpid(pid, 0)
+        group.ranks.clear()
+        self._kill_strays()
         shutil.rmtree(group.directory, ignore_errors=True)
         self.selector.unregister(group.sock.fileno())
         del self.groups[group.sock.fileno()]
         group.sock.close()
-        self._kill_strays()
 
     def _end(self) -> NoReturn:
         """Kill everything. Also a signal's handler: it finds the groups as they are at any line, and never returns."""

@@ -1,0 +1,219 @@
+"""Faults at a known moment, and who survives them.
+
+No test waits by sleeping. A process says where it is on a `Line`, and the test acts when it has heard it; a process
+that must stand still stands at a `Gate`. A `Script` is a caller of its own, whose processes all carry a mark in their
+environment, so that the survivors of its end are found wherever they have gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+from uuid import uuid4
+
+import psutil
+
+PROMISE_S = 2.0  # nothing outlives a run by longer than this, plus the grace where it applies
+PATIENCE_S = 60.0  # for what must come: a hang, and not a slow machine, fails the test
+
+_MARK = "UNISONO_TEST_RUN"
+
+
+@dataclass(frozen=True)
+class Line:
+    """Where many processes speak and the test hears: a named pipe that carries whole lines. It pickles as its path."""
+
+    path: Path
+
+    @classmethod
+    def at(cls, path: Path) -> Line:
+        os.mkfifo(path)
+        return cls(path)
+
+    def say(self, *words: object) -> None:
+        """Write one line. The pipe must be open for hearing, as it is inside `hearing`."""
+        descriptor = os.open(self.path, os.O_WRONLY)
+        try:
+            _write(descriptor, (" ".join(map(str, words)) + "\n").encode())
+        finally:
+            os.close(descriptor)
+
+    @contextlib.contextmanager
+    def hearing(self) -> Iterator[Ear]:
+        """Open the pipe; what is said is kept until it is heard."""
+        descriptor = os.open(self.path, os.O_RDWR | os.O_NONBLOCK)  # for writing too: it never comes to an end
+        try:
+            yield Ear(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+class Ear:
+    """The hearing end of a `Line`."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._unread = b""
+
+    def hear(self, timeout_s: float = PATIENCE_S) -> list[str]:
+        """The words of the next line."""
+        deadline = time.monotonic() + timeout_s
+        while b"\n" not in self._unread:
+            if not select.select([self._descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise AssertionError(f"nothing was said for {timeout_s} s")
+            self._unread += os.read(self._descriptor, 65536)
+        line, self._unread = self._unread.split(b"\n", 1)
+        return line.decode().split()
+
+    def hear_all(self, count: int) -> list[list[str]]:
+        """The words of the next `count` lines, sorted."""
+        return sorted(self.hear() for _ in range(count))
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A door at which processes stand until the test lets them pass. It pickles as its path."""
+
+    path: Path
+
+    @classmethod
+    def at(cls, path: Path) -> Gate:
+        os.mkfifo(path)
+        return cls(path)
+
+    def wait(self) -> None:
+        """Stand still until there is leave for one more to pass."""
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            os.read(descriptor, 1)
+        finally:
+            os.close(descriptor)
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[Callable[[int], None]]:
+        """Keep the gate: the block gets a function that lets a number of processes pass, whether they are there yet."""
+        descriptor = os.open(self.path, os.O_RDWR)
+        try:
+            yield lambda count: _write(descriptor, b"." * count)
+        finally:
+            os.close(descriptor)
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    assert os.write(descriptor, data) == len(data)
+
+
+def stand_still() -> NoReturn:
+    """Wait in Python for ever, where signals arrive."""
+    while True:
+        threading.Event().wait()
+
+
+def grandchild() -> int:
+    """Start a process that has left this one's session, as a daemon would; its pid."""
+    return subprocess.Popen(["sleep", "1000"], start_new_session=True).pid
+
+
+def survivors(pids: list[int], within_s: float = PROMISE_S) -> list[str]:
+    """Those of the processes that still live when the time is over, in words."""
+    processes = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            processes.append(psutil.Process(pid))
+    return _what_stays(lambda: [process for process in processes if _is_alive(process)], within_s)
+
+
+def _what_stays(find: Callable[[], list[psutil.Process]], within_s: float) -> list[str]:
+    deadline = time.monotonic() + within_s
+    while (found := find()) and time.monotonic() < deadline:
+        time.sleep(0.01)  # not psutil.wait_procs: it would reap the test's own children
+    return [str(process) for process in found]
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+class Script:
+    """A caller in a process of its own, the leader of a process group, as a shell would start it.
+
+    Args:
+        source: what it runs, as a file, or with `-c`, or from its standard input.
+        directory: where it runs and where temporary files go.
+        way: "file", "command" or "stdin".
+    """
+
+    def __init__(self, source: str, directory: Path, way: str = "file", **environ: str) -> None:
+        self.mark = uuid4().hex
+        self.directory = directory
+        (directory / "tmp").mkdir(exist_ok=True)
+        file = directory / "script.py"
+        file.write_text(source)
+        arguments = {"file": [str(file)], "command": ["-c", source], "stdin": ["-"]}[way]
+        tests = str(Path(__file__).parent)
+        with file.open() as text:
+            self.process = subprocess.Popen(
+                [sys.executable, *arguments],
+                cwd=directory,
+                stdin=text if way == "stdin" else subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                process_group=0,
+                env={**os.environ, _MARK: self.mark, "PYTHONPATH": tests, "TMPDIR": str(directory / "tmp"), **environ},
+            )
+
+    def __enter__(self) -> Script:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for process in self.living():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        output, errors = self.process.communicate()
+        if error is not None:
+            error.add_note(f"the script's output:\n{output}\n{errors}")
+
+    def end(self, timeout_s: float = PATIENCE_S) -> tuple[int, str, str]:
+        """Wait for the caller itself: its exit code, output and errors."""
+        output, errors = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, output, errors
+
+    def kill(self, signum: signal.Signals) -> None:
+        """Send a signal to the caller alone."""
+        self.process.send_signal(signum)
+
+    def kill_group(self, signum: signal.Signals) -> None:
+        """Send a signal to the caller's process group, as a terminal does."""
+        os.killpg(self.process.pid, signum)
+
+    def living(self) -> list[psutil.Process]:
+        """Every process of the run, whoever its parent is now."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(_MARK) == self.mark and _is_alive(process):
+                    found.append(process)
+        return found
+
+    def survivors(self, within_s: float = PROMISE_S) -> list[str]:
+        """What still lives when the time is over, in words."""
+        return _what_stays(self.living, within_s)
+
+    def leftovers(self) -> list[str]:
+        """Rendezvous directories that were left behind."""
+        return sorted(path.name for path in (self.directory / "tmp").glob("**/unisono-*"))

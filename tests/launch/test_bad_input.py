@@ -1,0 +1,101 @@
+"""What cannot work is refused at the door: an error that names the value and the rule, and nothing has been started."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+
+from unisono.backends import check_index
+from unisono.launch import nursery
+from unisono.launch import spawn as spawn_module
+from unisono.launch.spawn import spawn
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_started(monkeypatch):
+    """A refusal that comes after the start of a group is none."""
+
+    def started(*args):
+        raise AssertionError("a group was started")
+
+    monkeypatch.setattr(nursery, "open_group", started)
+    monkeypatch.setattr(spawn_module, "Supervisor", started)
+
+
+def work(index, *args):
+    raise AssertionError("fn was called")
+
+
+REFUSALS = {
+    "nprocs=0": (ValueError, {"nprocs": 0}, "nprocs=0 starts no worker; pass a number from 1 on"),
+    "nprocs=-1": (ValueError, {"nprocs": -1}, "nprocs=-1 starts no worker"),
+    "nprocs=True": (TypeError, {"nprocs": True}, "nprocs=True is a bool; pass a whole number"),
+    "nprocs=2.0": (TypeError, {"nprocs": 2.0}, "nprocs=2.0 is a float; pass a whole number"),
+    "nprocs='2'": (TypeError, {"nprocs": "2"}, "nprocs='2' is a str; pass a whole number"),
+    "fn": (TypeError, {"fn": 3}, "fn=3 is a int; pass a function that takes the index"),
+    "args is a string": (TypeError, {"args": "data"}, r"args='data' is a str; pass a tuple, with one argument as \("),
+    "args is a number": (TypeError, {"args": 5}, "args=5 is a int; pass a tuple"),
+    "args is a set": (TypeError, {"args": {1}}, r"args=\{1\} is a set; pass a tuple"),
+    "backend": (ValueError, {"backend": "tpu9"}, "backend 'tpu9' does not exist; choose one of cpu, cuda, mps"),
+    "num_threads=0": (ValueError, {"num_threads": 0}, "num_threads=0 leaves a worker no thread"),
+    "num_threads=1.5": (TypeError, {"num_threads": 1.5}, "num_threads=1.5 is a float"),
+    "num_threads=True": (TypeError, {"num_threads": True}, "num_threads=True is a bool"),
+    "grace_s=-1": (ValueError, {"grace_s": -1}, "grace_s=-1 is no duration"),
+    "grace_s=inf": (ValueError, {"grace_s": float("inf")}, "grace_s=inf is no duration"),
+    "grace_s='5'": (TypeError, {"grace_s": "5"}, "grace_s='5' is a str; pass seconds"),
+    "grace_s=True": (TypeError, {"grace_s": True}, "grace_s=True is a bool; pass seconds"),
+    "timeout=30": (TypeError, {"timeout": 30}, "timeout=30 is a int; pass a datetime.timedelta"),
+    "timeout=0": (
+        ValueError,
+        {"timeout": timedelta()},
+        r"timeout=datetime.timedelta\(0\) leaves a coll",
+    ),
+}
+
+
+@pytest.mark.parametrize("nprocs", [1, 2])
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_bad_argument_is_refused_by_its_name_and_value(name, nprocs):
+    error, arguments, told = REFUSALS[name]
+    with pytest.raises(error, match=told):
+        spawn(**{"fn": work, "nprocs": nprocs, **arguments})
+
+
+@pytest.mark.parametrize("family", ["cuda", "mps"])
+def test_a_family_without_a_device_is_refused_with_what_there_is(family):
+    available = torch.cuda.is_available() if family == "cuda" else torch.backends.mps.is_available()
+    if available:
+        pytest.skip(f"there is a {family} device")
+    with pytest.raises(ValueError, match=rf"backend '{family}' has no device on this machine; it has .*cpu:0"):
+        spawn(work, backend=family)
+
+
+def test_a_bad_number_of_logical_cpus_in_the_environment_is_refused(monkeypatch):
+    monkeypatch.setenv("CPU_NUM_DEVICES", "many")
+    with pytest.raises(ValueError, match="CPU_NUM_DEVICES='many' in the environment; it must be a whole number"):
+        spawn(work, backend="cpu")
+
+
+class TwoDevices:
+    """A family with two devices, as an accelerator would be: the rule about counts needs no more."""
+
+    name = "cpu"
+
+    def device_count(self):
+        return 2
+
+    def device(self, index):
+        check_index(index, 2, "cpu")
+        return torch.device("cpu", index)
+
+
+def test_more_workers_than_accelerators_are_refused(monkeypatch):
+    monkeypatch.setattr(spawn_module, "pick_backend", lambda name: TwoDevices())
+    with pytest.raises(ValueError, match=r"nprocs=3 needs as many devices: device cpu:2 does not exist: 2 cpu device"):
+        spawn(work, nprocs=3)
+    with pytest.raises(AssertionError, match="a group was started"):
+        spawn(work, nprocs=2)
+    with pytest.raises(AssertionError, match="a group was started"):
+        spawn(work)

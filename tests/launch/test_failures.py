@@ -1,0 +1,351 @@
+"""A worker that fails: the caller gets the first cause, in its own type, with the place it came from."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from faults import stand_still, survivors
+
+from unisono.errors import BrokenWorldError, RemoteError, UnpicklableError, WorkerDiedError
+from unisono.launch.spawn import spawn
+from unisono.outcome import RemoteTraceback
+from unisono.world import current_world
+
+SOON_S = 4.0  # less than the grace of 5 s: nobody had to be killed
+
+
+@pytest.fixture
+def soon():
+    """The test's failure reached the caller at once."""
+    began = time.monotonic()
+    yield
+    assert time.monotonic() - began < SOON_S
+
+
+class AwkwardError(Exception):
+    """Its `__init__` wants other arguments than it keeps, and it holds what no pickle takes."""
+
+    def __init__(self, *, code):
+        super().__init__(f"code {code}")
+        self.code = code
+        self.lock = threading.Lock()
+
+
+def test_an_error_keeps_its_type_and_tells_where_it_came_from():
+    def fail(index):
+        if index == 1:
+            raise FileNotFoundError(2, "no such data", "train.csv")
+        current_world().comm.barrier()
+
+    with pytest.raises(FileNotFoundError, match=re.escape("[Errno 2] no such data: 'train.csv'")) as caught:
+        spawn(fail, nprocs=2)
+    error = caught.value
+    assert error.filename == "train.csv"
+    assert re.fullmatch(r"rank 1 of 2, cpu:1, pid \d+, restart 0", error.__notes__[0])
+    assert type(error.__cause__) is RemoteTraceback
+    text = str(error.__cause__)
+    assert 'raise FileNotFoundError(2, "no such data", "train.csv")' in text
+    assert "test_failures.py" in text
+    shown = "".join(traceback.format_exception(error))
+    assert shown.index("The above exception was the direct cause") < shown.index("in spawn")
+
+
+def test_an_awkward_error_arrives_with_what_can_travel():
+    def fail(index):
+        raise AwkwardError(code=index)
+
+    with pytest.raises(AwkwardError, match=r"code [01]") as caught:
+        spawn(fail, nprocs=2)
+    assert caught.value.code in (0, 1)
+    assert caught.value.lock.startswith("<unlocked _thread.lock")
+
+
+def test_an_error_raised_while_another_is_handled_shows_both():
+    def fail(index):
+        try:
+            {}["first"]
+        except KeyError as error:
+            raise ValueError("second") from error
+
+    with pytest.raises(ValueError, match="second") as caught:
+        spawn(fail, nprocs=2)
+    text = str(caught.value.__cause__)
+    assert text.index("KeyError: 'first'") < text.index("ValueError: second")
+
+
+def test_a_group_of_errors_arrives_as_one():
+    def fail(index):
+        raise ExceptionGroup("several", [ValueError("one"), KeyError("two")])
+
+    with pytest.raises(ExceptionGroup, match="several") as caught:
+        spawn(fail, nprocs=2)
+    assert [type(error) for error in caught.value.exceptions] == [ValueError, KeyError]
+
+
+def test_an_error_whose_class_cannot_be_rebuilt_keeps_its_words(tmp_path):
+    (tmp_path / "only_there.py").write_text("class Strange(Exception):\n    pass\n")
+
+    def fail(index):
+        sys.path.insert(0, str(tmp_path))
+        import only_there
+
+        raise only_there.Strange("as it was")
+
+    with pytest.raises(RemoteError, match=r"only_there.Strange: as it was"):
+        spawn(fail, nprocs=2)
+
+
+def test_an_unpicklable_fn_is_named_before_anything_starts():
+    lock = threading.Lock()
+    with pytest.raises(UnpicklableError, match=r"fn, a function, cannot be sent to the workers \(TypeError: .*lock"):
+        spawn(lambda index: lock, nprocs=2)
+
+
+def test_an_unpicklable_argument_is_named():
+    with pytest.raises(UnpicklableError, match=r"args\[1\], a lock, cannot be sent"):
+        spawn(lambda index, *args: None, args=(1, threading.Lock()), nprocs=2)
+
+
+def test_an_argument_that_cannot_be_rebuilt_is_told():
+    class Unloadable:
+        def __reduce__(self):
+            return int, ("not a number",)
+
+    with pytest.raises(UnpicklableError, match=r"cannot be rebuilt in the worker \(ValueError: invalid literal"):
+        spawn(lambda index, arg: None, args=(Unloadable(),), nprocs=2)
+
+
+def test_an_unpicklable_result_is_an_error_that_stops_the_others(soon):
+    def work(index):
+        if index == 0:
+            return threading.Lock()
+        return stand_still()
+
+    with pytest.raises(UnpicklableError, match="the result, a lock, cannot be sent") as caught:
+        spawn(work, nprocs=2)
+    assert "rank 0 of 2" in caught.value.__notes__[0]
+
+
+def test_a_result_that_cannot_be_rebuilt_is_told():
+    class Unloadable:
+        def __reduce__(self):
+            return int, ("not a number",)
+
+    with pytest.raises(UnpicklableError, match="the result cannot be rebuilt in the calling process"):
+        spawn(lambda index: Unloadable(), nprocs=2)
+
+
+@pytest.mark.parametrize("repetition", range(3))
+def test_the_error_of_one_rank_wins_over_the_broken_world_of_the_others(soon, repetition):
+    def work(index):
+        current_world().comm.barrier()
+        if index == 1:
+            raise ValueError("the cause")
+        while True:
+            current_world().comm.barrier()
+
+    with pytest.raises(ValueError, match="the cause"):
+        spawn(work, nprocs=3)
+
+
+def test_an_own_error_around_a_broken_world_is_still_secondary(soon):
+    def work(index):
+        comm = current_world().comm
+        comm.barrier()
+        if index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            while True:
+                comm.barrier()
+        except BrokenWorldError as error:
+            if index == 0:
+                raise RuntimeError("the step failed") from error
+            sys.exit(4)
+
+    with pytest.raises(WorkerDiedError, match=r"rank 1 .*was killed by SIGKILL"):
+        spawn(work, nprocs=3)
+
+
+@pytest.mark.parametrize("repetition", range(3))
+def test_a_killed_rank_wins_over_what_gloo_tells_its_peers(soon, repetition):
+    def work(index):
+        current_world().comm.barrier()
+        if index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while True:  # without the communicator, as DistributedDataParallel does
+            dist.all_reduce(torch.ones(1))
+
+    with pytest.raises(WorkerDiedError, match=r"rank 1 .*was killed by SIGKILL before fn returned") as caught:
+        spawn(work, nprocs=3)
+    assert (caught.value.rank, caught.value.exit_code) == (1, -9)
+    assert re.fullmatch(r"rank 1 of 3, cpu:1, pid \d+", caught.value.__notes__[0])
+
+
+def test_a_rank_that_is_killed_from_outside_is_told(line, ear, soon):
+    def work(index):
+        waiting = dist.all_reduce(torch.ones(1), async_op=True) if index == 0 else None
+        line.say(index, os.getpid())
+        if waiting is not None:
+            waiting.wait()
+        stand_still()
+
+    context = spawn(work, nprocs=2, join=False)
+    pids = {index: int(pid) for index, pid in ear.hear_all(2)}
+    os.kill(pids["1"], signal.SIGKILL)
+    with pytest.raises(WorkerDiedError, match=rf"rank 1 \(pid {pids['1']}\) was killed by SIGKILL"):
+        context.join()
+    assert survivors(list(pids.values())) == []
+
+
+def test_a_rank_that_returns_early_leaves_the_others_with_an_error(soon):
+    def work(index):
+        comm = current_world().comm
+        comm.barrier()
+        if index != 1:
+            comm.barrier()
+
+    with pytest.raises(BrokenWorldError, match="rank 1 has left this world") as caught:
+        spawn(work, nprocs=3)
+    assert "ranks [1] had returned without an error" in caught.value.__notes__
+
+
+def test_a_rank_that_leaves_work_in_flight_does_not_keep_the_others_for_ever():
+    def work(index):
+        comm = current_world().comm
+        comm.barrier()
+        if index == 0:
+            dist.all_reduce(torch.ones(1), async_op=True)  # rank 1 never joins in; gloo would wait for it
+        else:
+            dist.recv(torch.ones(1), 0)
+
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="gloo"):
+        spawn(work, nprocs=2)
+    assert time.monotonic() - began < 15
+
+
+DEATHS = {
+    "os._exit(0)": (lambda index: os._exit(0), "exited with code 0", 0),
+    "os._exit(3)": (lambda index: os._exit(3), "exited with code 3", 3),
+    "sys.exit(0)": (lambda index: sys.exit(0), "called sys.exit(0)", 0),
+    "sys.exit(3)": (lambda index: sys.exit(3), "called sys.exit(3)", 3),
+    "sys.exit()": (lambda index: sys.exit(), "called sys.exit(None)", 0),
+    "sys.exit('text')": (lambda index: sys.exit("text"), "called sys.exit('text')", 1),
+    "SIGABRT": (lambda index: os.abort(), "was killed by SIGABRT", -signal.SIGABRT),
+    "SIGSEGV": (lambda index: ctypes.string_at(0), "was killed by SIGSEGV", -signal.SIGSEGV),
+    "SIGTERM": (lambda index: os.kill(os.getpid(), signal.SIGTERM), "was killed by SIGTERM", -signal.SIGTERM),
+}
+
+
+@pytest.mark.parametrize("death", DEATHS)
+def test_a_rank_that_ends_without_a_result_has_died(death, capfd, soon):
+    die, told, code = DEATHS[death]
+
+    def work(index):
+        if index == 1:
+            print("a line before the end")
+            print("another", flush=True)
+            die(index)
+        current_world().comm.barrier()
+
+    with pytest.raises(WorkerDiedError) as caught:
+        spawn(work, nprocs=2)
+    assert re.search(rf"rank 1 (\(pid \d+\) )?{re.escape(told)} before fn returned", str(caught.value))
+    assert (caught.value.rank, caught.value.exit_code) == (1, code)
+    output, errors = capfd.readouterr()
+    assert output == "a line before the end\nanother\n"
+    assert ("Fatal Python error" in errors) == (death in ("SIGABRT", "SIGSEGV"))
+    if "sys.exit" in death:
+        assert "SystemExit" in str(caught.value.__cause__)
+
+
+def test_a_keyboard_interrupt_in_a_worker_reaches_the_caller(soon):
+    def work(index):
+        if index == 1:
+            raise KeyboardInterrupt
+        current_world().comm.barrier()
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        spawn(work, nprocs=2)
+    assert "rank 1 of 2" in caught.value.__notes__[0]
+
+
+def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace():
+    def work(index):
+        if index == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        current_world().comm.barrier()
+        if index == 0:
+            stand_still()
+        raise ValueError("the cause")
+
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="the cause") as caught:
+        spawn(work, nprocs=2, grace_s=0.5)
+    assert 0.5 <= time.monotonic() - began < SOON_S
+    assert "ranks [0] were stopped because of it" in caught.value.__notes__
+
+
+def test_a_worker_that_is_told_to_stop_may_still_finish(line, ear):
+    def work(index):
+        asked = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: asked.set())
+        line.say(index)
+        asked.wait()
+        return f"rank {index} saved its state"
+
+    context = spawn(work, nprocs=2, join=False)
+    ear.hear_all(2)
+    context.stop()
+    assert context.join() == ["rank 0 saved its state", "rank 1 saved its state"]
+
+
+def test_a_world_of_one_fails_as_a_worker_does():
+    def fail(index):
+        raise AwkwardError(code=5)
+
+    with pytest.raises(AwkwardError) as caught:
+        spawn(fail, nprocs=1)
+    assert caught.value.__notes__ == [f"rank 0 of 1, cpu:0, pid {os.getpid()}, restart 0"]
+    for code, kept in ((None, 0), (3, 3), ("text", 1)):
+        with pytest.raises(WorkerDiedError, match=rf"rank 0 called sys.exit\({code!r}\)") as died:
+            spawn(lambda index, code=code: sys.exit(code), nprocs=1)
+        assert died.value.exit_code == kept
+        assert type(died.value.__cause__) is SystemExit
+
+
+def test_a_worker_that_cannot_join_its_peers_says_so(monkeypatch, soon):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    with pytest.raises(RuntimeError, match="nowhere0") as caught:
+        spawn(lambda index: None, nprocs=2)
+    told, where = caught.value.__notes__[:2]
+    assert re.fullmatch("rank [01] could not join the process group of its peers", told)
+    assert re.fullmatch(r"rank [01], pid \d+, before it joined the world", where)
+
+
+def test_a_failed_group_leaves_no_process(line, ear):
+    def work(index):
+        loader = torch.utils.data.DataLoader(range(4), num_workers=2, persistent_workers=True)
+        next(iter(loader))
+        line.say(os.getpid(), *(child.pid for child in psutil.Process().children()))
+        current_world().comm.barrier()
+        if index == 1:
+            raise ValueError("the cause")
+        current_world().comm.barrier()
+
+    with pytest.raises(ValueError, match="the cause"):
+        spawn(work, nprocs=2)
+    pids = [int(pid) for words in ear.hear_all(2) for pid in words]
+    assert len(pids) == 6
+    assert survivors(pids) == []

@@ -1,0 +1,259 @@
+"""Whatever signal hits whichever process: nothing of a run outlives it, and its directory goes too."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from faults import Line, Script, grandchild, stand_still, survivors
+
+from unisono.errors import WorkerDiedError
+from unisono.launch.spawn import spawn
+
+GRACE_S = 0.5
+SOON_S = 4.0
+
+RICH = """
+import os, signal, sys, threading, time
+from pathlib import Path
+import torch, torch.distributed as dist
+from faults import Line, grandchild, stand_still
+from unisono.launch.spawn import spawn
+
+line = Line(Path("line").absolute())
+
+def work(index):
+    '''Loader workers, an escaped grandchild, rank 0 inside the transport and rank 1 in Python.'''
+    loader = torch.utils.data.DataLoader(range(4), num_workers=2, persistent_workers=True)
+    next(iter(loader))
+    grandchild()
+    waiting = dist.all_reduce(torch.ones(1), async_op=True) if index == 0 else None
+    line.say("running", index)
+    if waiting is not None:
+        waiting.wait()
+    stand_still()
+"""
+
+
+@pytest.fixture
+def hear(tmp_path):
+    line = Line.at(tmp_path / "line")
+    with line.hearing() as ear:
+        yield ear.hear
+
+
+def run(source, directory):
+    return Script(RICH + source, directory)
+
+
+@pytest.mark.parametrize(
+    ("signum", "to_group"),
+    [
+        (signal.SIGINT, True),
+        (signal.SIGTERM, False),
+        (signal.SIGHUP, True),
+        (signal.SIGKILL, False),
+    ],
+    ids=["SIGINT to the group", "SIGTERM", "SIGHUP to the group", "SIGKILL"],
+)
+def test_nothing_survives_a_signal_to_the_caller(tmp_path, hear, signum, to_group):
+    with run(f"spawn(work, nprocs=2, grace_s={GRACE_S})", tmp_path) as script:
+        assert [hear()[0], hear()[0]] == ["running", "running"]
+        assert len(script.living()) == 2 + 2 + 4 + 2  # caller and zygote, workers, loader workers, grandchildren
+        (script.kill_group if to_group else script.kill)(signum)
+        is_graceful = signum == signal.SIGINT  # rank 0 does not see it inside the transport
+        assert script.survivors(2.0 + (GRACE_S if is_graceful else 0.0)) == []
+        code, _, errors = script.end()
+        assert code == -signum
+        assert ("KeyboardInterrupt" in errors) == is_graceful
+        assert script.leftovers() == []
+
+
+def test_nothing_survives_an_interrupt_while_the_workers_start(tmp_path, hear):
+    with run("line.say('starting')\nspawn(work, nprocs=2)", tmp_path) as script:
+        assert hear() == ["starting"]
+        script.kill(signal.SIGINT)
+        assert script.end()[0] == -signal.SIGINT
+        assert script.survivors() == []
+        assert script.leftovers() == []
+
+
+def test_nothing_survives_when_the_caller_of_nested_workers_is_killed(tmp_path, hear):
+    source = "spawn(lambda index: spawn(work, nprocs=2) if index == 0 else stand_still(), nprocs=2)"
+    with run(source, tmp_path) as script:
+        assert [hear()[0], hear()[0]] == ["running", "running"]
+        assert len(script.living()) == 2 + 2 + 1 + 2 + 4 + 2  # with the inner zygote and the inner workers
+        script.kill(signal.SIGKILL)
+        assert script.survivors() == []
+        assert script.leftovers() == []
+
+
+def test_the_interpreter_waits_for_a_group_that_is_no_daemon(tmp_path, hear):
+    source = """
+def finish(index):
+    line.say("running", index)
+    time.sleep(0.5)  # longer than the caller needs to come to its end
+    print("rank", index, "finished")
+context = spawn(finish, nprocs=2, join=False)
+print("the end of the script", flush=True)
+"""
+    with run(source, tmp_path) as script:
+        code, output, errors = script.end()
+        assert (code, errors) == (0, "")
+        first, *rest = output.splitlines()
+        assert first == "the end of the script"
+        assert sorted(rest) == ["rank 0 finished", "rank 1 finished"]
+        assert script.survivors() == []
+        assert script.leftovers() == []
+
+
+@pytest.mark.parametrize("daemon", [True, False], ids=["a daemon group", "an interrupt at the exit"])
+def test_nothing_survives_the_end_of_the_interpreter(tmp_path, hear, daemon):
+    source = f"""
+context = spawn(work, nprocs=2, join=False, daemon={daemon})
+context.pids()
+threading.Event().wait(0) if {daemon} else threading._register_atexit(line.say, "exiting")
+gate = os.open("gate", os.O_RDONLY)
+os.read(gate, 1)
+"""
+    os.mkfifo(tmp_path / "gate")
+    with run(source, tmp_path) as script:
+        assert [hear()[0], hear()[0]] == ["running", "running"]
+        with open(tmp_path / "gate", "w") as gate:
+            gate.write("!")
+        if not daemon:
+            assert hear() == ["exiting"]
+            script.kill(signal.SIGINT)
+        script.end()
+        assert script.survivors() == []
+        assert script.leftovers() == []
+
+
+@pytest.fixture
+def rendezvous_home(tmp_path, monkeypatch):
+    """Where the rendezvous of this process's groups are made."""
+    home = tmp_path / "rendezvous"
+    home.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(home))
+    return home
+
+
+class Actor:
+    """A thread that acts when it hears the workers, while the test's own thread is in `spawn`."""
+
+    def __init__(self, ear, *acts):
+        self.heard = []
+        self._thread = threading.Thread(target=self._act, args=(ear, acts))
+
+    def _act(self, ear, acts):
+        for words, act in acts:
+            for _ in range(words):
+                self.heard.append(ear.hear())
+            act()
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error):
+        self._thread.join()
+
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def everything(line):
+    """Loader workers, which live as long as the loader that is returned, and an escaped grandchild; tells the pids."""
+    loader = torch.utils.data.DataLoader(range(4), num_workers=2, persistent_workers=True)
+    next(iter(loader))
+    grandchild()
+    line.say(os.getpid(), *(child.pid for child in psutil.Process().children()))
+    return loader
+
+
+def test_an_interrupt_stops_the_workers_and_is_raised_in_the_caller(line, ear, rendezvous_home):
+    def work(index):
+        _loader = everything(line)
+        stand_still()
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), Actor(ear, (2, interrupt)) as actor:
+        spawn(work, nprocs=2)
+    assert time.monotonic() - began < SOON_S
+    assert survivors([int(pid) for words in actor.heard for pid in words]) == []
+    assert list(rendezvous_home.iterdir()) == []
+
+
+def test_workers_that_swallow_the_interrupt_are_killed_after_the_grace(line, ear, rendezvous_home):
+    def work(index):
+        has_told = False
+        while True:
+            try:
+                if not has_told:
+                    _loader = everything(line)
+                    has_told = True
+                dist.all_reduce(torch.ones(1)) if index == 0 else stand_still()
+            except KeyboardInterrupt:
+                has_told = True
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), Actor(ear, (2, interrupt)) as actor:
+        spawn(work, nprocs=2, grace_s=GRACE_S)
+    assert GRACE_S <= time.monotonic() - began < SOON_S
+    assert survivors([int(pid) for words in actor.heard for pid in words]) == []
+    assert list(rendezvous_home.iterdir()) == []
+
+
+def test_a_second_interrupt_kills_at_once(line, ear):
+    def work(index):
+        try:
+            line.say(os.getpid())
+            stand_still()
+        except KeyboardInterrupt:
+            line.say("refused")
+            stand_still()
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), Actor(ear, (2, interrupt), (2, interrupt)) as actor:
+        spawn(work, nprocs=2, grace_s=300)
+    assert time.monotonic() - began < SOON_S
+    assert actor.heard[2:] == [["refused"], ["refused"]]
+    assert survivors([int(pid) for [pid] in actor.heard[:2]]) == []
+
+
+@pytest.mark.parametrize("join", [True, False])
+def test_what_a_signal_handler_raises_in_the_caller_stops_the_workers(line, ear, join):
+    def quit_politely(*_):
+        raise SystemExit(15)
+
+    def work(index):
+        _loader = everything(line)
+        stand_still()
+
+    handler = signal.signal(signal.SIGTERM, quit_politely)
+    try:
+        with pytest.raises(SystemExit), Actor(ear, (2, lambda: os.kill(os.getpid(), signal.SIGTERM))) as actor:
+            result = spawn(work, nprocs=2, join=join)
+            result.join()
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert survivors([int(pid) for words in actor.heard for pid in words]) == []
+
+
+def test_an_interrupt_right_after_the_forks_is_not_lost():
+    for _ in range(5):
+        context = spawn(lambda index: stand_still(), nprocs=4, join=False, grace_s=60)
+        context.pids()
+        context._supervisor.interrupt()
+        began = time.monotonic()
+        with pytest.raises((KeyboardInterrupt, WorkerDiedError)):
+            context.join()
+        assert time.monotonic() - began < SOON_S

@@ -1,0 +1,316 @@
+"""`spawn`: what reaches the workers, what comes back, and what the caller keeps as it was."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from faults import grandchild, survivors
+
+from unisono.errors import WorkerDiedError
+from unisono.launch import nursery
+from unisono.launch.spawn import ProcessContext, spawn
+from unisono.world import current_world
+
+
+def test_results_come_by_rank_and_args_arrive():
+    results = spawn(lambda index, *args: (index, args), args=("a", {"b": 2}), nprocs=3)
+    assert results == [(rank, ("a", {"b": 2})) for rank in range(3)]
+
+
+def test_a_closure_travels_with_what_it_holds():
+    held = torch.arange(3)
+
+    def inner(index):
+        return held + index
+
+    assert [result.tolist() for result in spawn(inner, nprocs=2)] == [[0, 1, 2], [1, 2, 3]]
+
+
+def test_none_is_a_result():
+    assert spawn(lambda index: None, nprocs=2) == [None, None]
+
+
+def test_a_result_of_50_megabytes_arrives_whole():
+    results = spawn(lambda index: torch.full((13_107_200,), float(index)), nprocs=2)
+    assert [(result.numel(), result.unique().tolist()) for result in results] == [
+        (13_107_200, [0.0]),
+        (13_107_200, [1.0]),
+    ]
+
+
+def test_a_module_that_only_the_caller_can_find_is_found(tmp_path, monkeypatch):
+    (tmp_path / "found_by_path_alone.py").write_text("def double(index):\n    return 2 * index\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import found_by_path_alone
+
+    assert spawn(found_by_path_alone.double, nprocs=2) == [0, 2]
+
+
+def test_a_worker_is_the_callers_equal(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SAID_BY_THE_CALLER", "yes")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--epochs", "3"])
+
+    def look(index):
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SAID_BY_THE_CALLER", "HOME")
+        return [os.environ.get(name) for name in names], os.getcwd(), sys.argv, os.getpid()
+
+    seen = spawn(look, nprocs=2)
+    assert [each[0] for each in seen] == [[rank, rank, "2", "2", "yes", None] for rank in ("0", "1")]
+    assert all(each[1:3] == (str(tmp_path), ["train.py", "--epochs", "3"]) for each in seen)
+    assert len({os.getpid(), *(each[3] for each in seen)}) == 3
+
+
+def test_the_world_is_ready_in_every_thread_when_fn_begins():
+    def look(index):
+        worlds = []
+        thread = threading.Thread(target=lambda: worlds.append(current_world()))
+        thread.start()
+        thread.join()
+        world = current_world()
+        total = world.comm.all_reduce(torch.tensor([index + 1]))
+        facts = (world.rank, world.world_size, world.local_rank, world.local_world_size, str(world.device))
+        return worlds == [world], facts, total.item()
+
+    assert spawn(look, nprocs=2) == [(True, (rank, 2, rank, 2, f"cpu:{rank}"), 3) for rank in range(2)]
+
+
+def test_the_caller_keeps_its_environment_directory_handlers_and_threads():
+    def state():
+        handlers = {signum: signal.getsignal(signum) for signum in signal.valid_signals()}
+        return dict(os.environ), os.getcwd(), handlers, torch.get_num_threads(), list(sys.path), dist.is_initialized()
+
+    before = state()
+    spawn(lambda index: current_world().comm.barrier(), nprocs=2)
+    assert state() == before
+
+
+def test_the_cores_are_shared_unless_a_number_of_threads_is_given():
+    def threads(index):
+        return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
+
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert spawn(threads, nprocs=2) == [(share, str(share))] * 2
+    assert spawn(threads, nprocs=2, num_threads=3) == [(3, "3")] * 2
+
+
+def test_without_nprocs_there_is_a_worker_for_every_logical_cpu(monkeypatch):
+    monkeypatch.setenv("CPU_NUM_DEVICES", "3")
+    assert spawn(lambda index: current_world().world_size, backend="cpu") == [3, 3, 3]
+
+
+def test_a_worker_starts_without_cuda():
+    assert spawn(lambda index: torch.cuda.is_initialized(), nprocs=2) == [False, False]
+
+
+def test_what_workers_print_reaches_the_callers_descriptors_in_whole_lines(capfd):
+    def talk(index):
+        for _ in range(200):
+            print(f"rank {index}", "says " + 60 * "x")
+            print(f"rank {index}", "warns " + 60 * "x", file=sys.stderr)
+
+    print("before the workers")
+    spawn(talk, nprocs=2)
+    output, errors = capfd.readouterr()
+    first, *lines = output.splitlines()
+    assert first == "before the workers"
+    assert sorted(lines) == [f"rank {rank} says " + 60 * "x" for rank in range(2) for _ in range(200)]
+    assert sorted(errors.splitlines()) == [f"rank {rank} warns " + 60 * "x" for rank in range(2) for _ in range(200)]
+
+
+def test_a_world_of_one_runs_in_the_calling_process():
+    outer = current_world()
+
+    def look(index, held):
+        held.append("seen by the caller")
+        world = current_world()
+        return os.getpid(), world is not outer, world.rank, world.world_size, index
+
+    held: list[str] = []
+    assert spawn(look, args=(held,), nprocs=1) == [(os.getpid(), True, 0, 1, 0)]
+    assert held == ["seen by the caller"]
+    assert current_world() is outer
+
+
+def test_worlds_of_one_nest():
+    def outer(index):
+        before = current_world()
+        with pytest.raises(KeyError):
+            spawn(lambda index: {}["missing"], nprocs=1)
+        return current_world() is before
+
+    assert spawn(outer, nprocs=1) == [True]
+
+
+def test_workers_can_spawn_and_their_zygote_goes_with_them():
+    def inner(index, outer_rank):
+        total = current_world().comm.all_reduce(torch.tensor([index + 1]))
+        return outer_rank, current_world().rank, total.item()
+
+    def outer(index):
+        found = spawn(inner, args=(index,), nprocs=2) if index == 1 else spawn(inner, args=(index,), nprocs=1)
+        # The outer world still works.
+        return found, current_world().comm.all_reduce(torch.tensor([1])).item(), nursery.zygote_pid()
+
+    (first, first_sum, no_zygote), (second, second_sum, zygote) = spawn(outer, nprocs=2)
+    assert first == [(0, 0, 1)]
+    assert second == [(1, 0, 3), (1, 1, 3)]
+    assert (first_sum, second_sum, no_zygote) == (2, 2, None)
+    assert zygote not in (None, nursery.zygote_pid())
+    assert survivors([zygote]) == []
+
+
+def test_loader_workers_run_in_workers_and_go_with_them():
+    def load(index):
+        loader = torch.utils.data.DataLoader(range(8), batch_size=2, num_workers=2, persistent_workers=True)
+        batches = [batch.tolist() for batch in loader]
+        return batches, [worker.pid for worker in loader._iterator._workers], grandchild()
+
+    found = spawn(load, nprocs=2)
+    assert [batches for batches, _, _ in found] == [[[0, 1], [2, 3], [4, 5], [6, 7]]] * 2
+    assert survivors([pid for _, loaders, escaped in found for pid in (*loaders, escaped)]) == []
+
+
+def test_groups_run_side_by_side_from_several_threads(line, ear, gate, let_pass):
+    def meet(index, name):
+        comm = current_world().comm
+        total = comm.all_reduce(torch.tensor([index + 10 * name]))
+        line.say(name, index)
+        gate.wait()
+        comm.barrier()
+        return name, index, total.item()
+
+    found = {}
+    threads = [
+        threading.Thread(target=lambda name=name: found.update({name: spawn(meet, args=(name,), nprocs=2)}))
+        for name in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    assert ear.hear_all(6) == [[str(name), str(index)] for name in range(3) for index in range(2)]
+    let_pass(6)  # all six were running at once
+    for thread in threads:
+        thread.join()
+    assert found == {name: [(name, index, 1 + 20 * name) for index in range(2)] for name in range(3)}
+
+
+def test_fifty_spawns_leave_nothing_behind():
+    def count():
+        process = psutil.Process()
+        children = {child.pid for child in process.children(recursive=True)}
+        return process.num_fds(), threading.active_count(), children
+
+    def zygote_fds():
+        return psutil.Process(nursery.zygote_pid()).num_fds()
+
+    spawn(lambda index: index, nprocs=2)
+    before, zygote_before = count(), zygote_fds()
+    for _ in range(50):
+        assert spawn(lambda index: index, nprocs=2) == [0, 1]
+    assert count() == before
+    assert zygote_fds() == zygote_before
+
+
+def test_a_context_gives_pids_at_once_and_results_at_the_end(gate, let_pass):
+    def wait(index):
+        gate.wait()
+        return os.getpid()
+
+    context = spawn(wait, nprocs=2, join=False)
+    assert isinstance(context, ProcessContext)
+    pids = context.pids()
+    assert len({os.getpid(), *pids}) == 3
+    assert all(psutil.pid_exists(pid) for pid in pids)
+    assert context.join(timeout=0.05) is None
+    let_pass(2)
+    assert context.join(timeout=60) == pids
+    assert context.join() == pids  # again
+    assert context.pids() == pids
+    assert survivors(pids) == []
+
+
+def test_a_context_of_one_is_a_process_too():
+    assert spawn(lambda index: os.getpid(), nprocs=1, join=False).join() != [os.getpid()]
+
+
+def test_stop_ends_the_workers_and_join_tells_it(line, ear):
+    def stand(index):
+        line.say(index)
+        threading.Event().wait()
+
+    context = spawn(stand, nprocs=2, join=False)
+    ear.hear_all(2)
+    context.stop()
+    with pytest.raises(WorkerDiedError, match="was killed by SIGTERM") as caught:
+        context.join()
+    assert "ranks [0, 1] were stopped at the request of the calling process" in caught.value.__notes__
+    with pytest.raises(WorkerDiedError):  # again
+        context.join()
+    context.stop()  # of a group that has ended, is nothing
+    assert survivors(context.pids()) == []
+
+
+def test_stop_right_after_the_start_stops():
+    context = spawn(lambda index: threading.Event().wait(), nprocs=2, join=False)
+    context.stop()
+    began = time.monotonic()
+    with pytest.raises(WorkerDiedError):
+        context.join()
+    assert time.monotonic() - began < 4  # no signal was lost, which would have cost the grace of 5 s
+
+
+def test_a_forked_child_of_the_caller_spawns_from_a_zygote_of_its_own(line, ear):
+    context = spawn(lambda index: threading.Event().wait(), nprocs=2, join=False)
+    child = os.fork()
+    if child == 0:
+        try:
+            line.say(spawn(lambda index: index, nprocs=2), nursery.zygote_pid())
+        finally:
+            nursery._close()
+            os._exit(0)
+    assert ear.hear()[:2] == ["[0,", "1]"]
+    os.waitpid(child, 0)
+    assert context.join(0) is None  # the caller's own group was not touched
+    context.stop()
+    with pytest.raises(WorkerDiedError):
+        context.join()
+
+
+def test_a_path_entry_that_is_no_string_is_ignored_as_python_does(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("/nowhere")])
+    nursery._close()
+    assert spawn(lambda index: index, nprocs=2) == [0, 1]
+
+
+@pytest.fixture
+def idle_zygote():
+    """The pid of a zygote that has had the time to import what it imports when it is idle."""
+    deadline = time.monotonic() + 60
+    while not spawn(lambda index: "torch._dynamo" in sys.modules, nprocs=1, join=False).join()[0]:
+        assert time.monotonic() < deadline
+        time.sleep(0.3)  # leaves it idle
+    return nursery.zygote_pid()
+
+
+def test_the_zygote_has_one_thread_even_after_its_idle_imports(idle_zygote):
+    assert psutil.Process(idle_zygote).num_threads() == 1
+
+
+def test_each_worker_draws_random_numbers_of_its_own(idle_zygote):
+    def draw(index):
+        return "numpy.random" in sys.modules, random.random(), sys.modules["numpy.random"].rand()
+
+    drawn = spawn(draw, nprocs=2) + spawn(draw, nprocs=2)
+    assert [each[0] for each in drawn] == [True] * 4  # it came with the zygote, state and all
+    assert all(len(set(numbers)) == 4 for numbers in list(zip(*drawn, strict=True))[1:])

@@ -1,0 +1,224 @@
+"""The process that workers are forked from: its death, its start under bad stars, and forks that fail."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+from faults import Script, grandchild, stand_still, survivors
+
+from unisono.errors import UnisonoError, WorkerDiedError
+from unisono.launch import nursery
+from unisono.launch.spawn import spawn
+from unisono.world import current_world
+
+SOON_S = 10.0
+
+
+@pytest.fixture
+def new_zygote():
+    """The next spawn starts a zygote, and the test's own does not serve the tests after it."""
+    nursery._close()
+    yield
+    nursery._close()
+
+
+@pytest.fixture
+def running(line, ear):
+    """A running group, with loader workers and an escaped grandchild: its context, and all pids."""
+
+    def work(index):
+        loader = torch.utils.data.DataLoader(range(4), num_workers=2, persistent_workers=True)
+        next(iter(loader))
+        escaped = grandchild()
+        line.say(os.getpid(), *(child.pid for child in psutil.Process().children()))
+        current_world().comm.barrier()
+        assert escaped
+        stand_still()
+
+    context = spawn(work, nprocs=2, join=False)
+    yield context, [int(pid) for words in ear.hear_all(2) for pid in words]
+    context.stop()
+
+
+def test_a_killed_zygote_is_an_error_and_the_next_spawn_works(running):
+    context, pids = running
+    zygote = nursery.zygote_pid()
+    escaped = [pid for pid in pids if os.getsid(pid) == pid and pid not in context.pids()]
+    os.kill(zygote, signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(WorkerDiedError, match="ended because the process that it was forked from has died"):
+        context.join()
+    assert time.monotonic() - began < SOON_S
+    assert survivors([pid for pid in pids if pid not in escaped]) == []
+    for pid in escaped:  # what left its session is out of reach when its reaper was killed
+        os.kill(pid, signal.SIGKILL)
+    assert spawn(lambda index: index, nprocs=2) == [0, 1]
+    assert nursery.zygote_pid() not in (None, zygote)
+
+
+def test_a_zygote_that_is_asked_to_end_takes_everything_along(running):
+    context, pids = running
+    os.kill(nursery.zygote_pid(), signal.SIGTERM)
+    with pytest.raises(WorkerDiedError):
+        context.join()
+    assert survivors(pids) == []
+
+
+def test_a_zygote_that_died_between_two_spawns_is_replaced():
+    spawn(lambda index: index, nprocs=2)
+    zygote = psutil.Process(nursery.zygote_pid())
+    fds = psutil.Process().num_fds()
+    zygote.kill()
+    zygote.wait()
+    assert spawn(lambda index: index, nprocs=2) == [0, 1]
+    assert psutil.Process().num_fds() == fds
+
+
+def test_signals_that_the_caller_blocks_or_ignores_reach_the_workers_all_the_same(new_zygote, line, ear):
+    blocked = {signal.SIGCHLD, signal.SIGINT, signal.SIGTERM}
+    handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    try:
+
+        def work(index):
+            line.say(index)
+            stand_still()
+
+        assert spawn(lambda index: index, nprocs=2) == [0, 1]
+        context = spawn(work, nprocs=2, join=False, grace_s=60.0)
+        ear.hear_all(2)
+        began = time.monotonic()
+        context.stop()
+        with pytest.raises(WorkerDiedError, match="SIGTERM"):
+            context.join()
+        assert time.monotonic() - began < SOON_S
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGTERM, handler)
+
+
+SITE = """
+import os
+if os.path.exists({gate!r}):
+    os._exit(7)
+fork = os.fork
+def fork_or_fail():
+    if os.path.exists({count!r}):
+        left = int(open({count!r}).read())
+        if left == 0:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        open({count!r}, "w").write(str(left - 1))
+    return fork()
+os.fork = fork_or_fail
+"""
+
+
+@pytest.fixture
+def faulty(tmp_path, monkeypatch, new_zygote):
+    """Files that make the zygote fail: one at its start, one at the fork whose number it holds."""
+    gate, count = tmp_path / "fails-at-start", tmp_path / "forks-left"
+    (tmp_path / "sitecustomize.py").write_text(SITE.format(gate=str(gate), count=str(count)))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return gate, count
+
+
+def test_a_zygote_that_ends_at_its_start_is_an_error(faulty):
+    gate, _ = faulty
+    gate.touch()
+    with pytest.raises(UnisonoError, match="ended at its start; see its output above"):
+        spawn(lambda index: index, nprocs=2)
+    gate.unlink()
+    assert spawn(lambda index: index, nprocs=2) == [0, 1]
+
+
+def test_a_fork_that_fails_stops_the_group_and_costs_no_descriptor(faulty):
+    _, count = faulty
+    assert spawn(lambda index: index, nprocs=2) == [0, 1]
+    zygote = psutil.Process(nursery.zygote_pid())
+    fds = zygote.num_fds()
+    for forks in (0, 1):
+        count.write_text(str(forks))
+        with pytest.raises(WorkerDiedError, match=r"could not be forked \(\[Errno 11\] Resource temporarily"):
+            spawn(stand_still_at, nprocs=2)
+    count.unlink()
+    assert spawn(lambda index: index, nprocs=2) == [0, 1]
+    assert zygote.num_fds() == fds
+    assert zygote.children() == []
+
+
+def stand_still_at(index):
+    stand_still()
+
+
+def test_a_caller_without_descriptors_to_spare_gets_an_error_and_nothing_runs():
+    spawn(lambda index: index, nprocs=2)
+    process = psutil.Process()
+    before = process.num_fds()
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = highest + 1 - before
+    fillers = [os.open(os.devnull, os.O_RDONLY) for _ in range(free)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 8, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            spawn(lambda index: index, nprocs=8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for filler in fillers:
+            os.close(filler)
+    assert process.num_fds() == before
+    assert psutil.Process(nursery.zygote_pid()).children() == []
+    assert spawn(lambda index: index, nprocs=2) == [0, 1]
+
+
+CLOSED = """
+import os, sys
+inner = '''
+import os, sys
+assert sys.stdout is None and sys.stderr is None
+from unisono.launch.spawn import spawn
+def work(index):
+    print("into the void", flush=True)
+    return index
+with open("found", "w") as file:
+    file.write(repr(spawn(work, nprocs=2)))
+'''
+os.closerange(0, 3)
+os.execv(sys.executable, [sys.executable, "-c", inner])
+"""
+
+
+def test_a_caller_whose_standard_streams_are_closed_can_spawn(tmp_path):
+    with Script(CLOSED, tmp_path) as script:
+        assert script.end() == (0, "", "")
+        assert (tmp_path / "found").read_text() == "[0, 1]"
+        assert script.survivors() == []
+
+
+def test_forks_of_the_caller_wait_for_a_group_that_is_just_being_opened():
+    """A child that was forked with the lock held, or with a socket that nobody closes, would hang, or keep workers."""
+    forking, forked = threading.Event(), threading.Event()
+
+    def fork():
+        forking.set()
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if nursery._lock.acquire(blocking=False) else 1)
+        forked.set()
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    codes: list[int] = []
+    thread = threading.Thread(target=fork)
+    with nursery._lock:
+        thread.start()
+        forking.wait()
+        assert not forked.wait(0.1)
+    thread.join()
+    assert codes == [0]
