@@ -122,6 +122,10 @@ class Channel(Generic[T]):
         """Let a sender that waits for room ask again whether it may overflow. Called under the lock."""
         self._room_bell.ring()
 
+    def wake_sender_unlocked(self) -> None:
+        """The same, from any thread, at any moment."""
+        self._room_bell.ring_unlocked()
+
 
 class _Bell:
     """Wakes those who wait at one end. A ring too many is harmless: who wakes looks again."""

@@ -117,7 +117,7 @@ class ParallelLoader:
         with self._starting:
             if not self._has_started:
                 source = self._open()
-                self._pipeline.start(_freeing(source) if getattr(self._loader, "num_workers", 0) else source)
+                self._pipeline.start(_by_workers(source) if getattr(self._loader, "num_workers", 0) else source)
                 self._has_started = True
         return DeviceIterator(self, self._lanes[name])
 
@@ -178,6 +178,7 @@ class DeviceIterator:
         self._lane = lane
         self._loop: _Loop | None = None
         self.valid_samples = 0
+        lane.iterators.add(id(self))
 
     def __iter__(self) -> DeviceIterator:
         return self
@@ -218,6 +219,7 @@ class DeviceIterator:
 
     def __del__(self) -> None:
         self._leave()
+        self._lane.leave(id(self))
 
     def _leave(self) -> None:
         """A loop that was left early ends here, unless its thread is in another one by now."""
@@ -342,9 +344,13 @@ def _whole(loader: Any, seed: int | None) -> Iterator[Any]:
     return (piece.batch for piece in _twin(loader, Shard(0, 1), seed).pieces())
 
 
-def _freeing(source: Iterator[list[Piece]]) -> Iterator[list[Piece]]:
-    """The same pieces. An error from loader workers is freed of the frames that it went through, torch's own: they hold
-    the workers, and the error in a circle with itself. When the garbage collector ends them it waits for 5 s each."""
+def _by_workers(source: Iterator[list[Piece]]) -> Iterator[list[Piece]]:
+    """The pieces of a DataLoader with workers, whose errors are told better.
+
+    The frames of an error are torch's own; they hold the workers, and the error in a circle with itself, which the
+    garbage collector would resolve by waiting 5 s for each worker. So they are freed at once. And a worker that is
+    killed takes the batches with it that it has loaded, of which torch says no more than that a socket was closed.
+    """
     try:
         yield from source
     except Exception as error:
@@ -352,6 +358,10 @@ def _freeing(source: Iterator[list[Piece]]) -> Iterator[list[Piece]]:
         while each is not None:
             traceback.clear_frames(each.__traceback__)
             each = each.__context__
+        if isinstance(error, EOFError | ConnectionError) and "DataLoader worker" not in str(error):
+            raise RuntimeError(
+                "a DataLoader worker died before its batch was received; the usual reason is a lack of memory"
+            ) from error
         raise
 
 

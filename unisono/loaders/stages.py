@@ -9,8 +9,8 @@ Invariants:
 1. Every lane gets the same rounds, in order.
 2. An error of the source, or of a transfer, closes the lane behind what was dealt before it, in its own type.
 3. A lane whose loop has ended is cancelled: its batches fall away, and the other lanes go on.
-4. One thread may drain one lane after another. A full lane grows beyond its bound while the only thread that empties
-   it waits for another lane.
+4. One thread may drain one lane after another, and a loop may be left. A full lane grows beyond its bound while
+   another lane waits, if the only thread that empties the full one is that waiter, or no iterator is left for it.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Lane:
         self.world = world
         self.owner: int | None = None  # the thread that last received here
         self.waiter: int | None = None  # the thread that waits here with nothing on its way
+        self.iterators: set[int] = set()  # the ids of those that receive here
         self._pipeline = pipeline
         self.inbox: Channel[Piece] = Channel(pipeline.loader_prefetch_size, pipeline.lock, self._may_overflow)
         self.outbox: Channel[Delivery] = Channel(pipeline.device_prefetch_size, pipeline.lock)
@@ -64,6 +65,11 @@ class Lane:
             return self.outbox.receive(self._start_waiting)
         finally:
             self.waiter = None
+
+    def leave(self, iterator: int) -> None:
+        """That iterator is gone; from any thread, at any moment."""
+        self.iterators.discard(iterator)
+        self.inbox.wake_sender_unlocked()
 
     def cancel(self) -> None:
         """No one receives here any more."""
@@ -77,7 +83,7 @@ class Lane:
 
     def _may_overflow(self) -> bool:
         waiters = [lane.waiter for lane in self._pipeline.lanes if lane is not self and not lane.inbox]
-        return any(waiter is not None and self.owner in (None, waiter) for waiter in waiters)
+        return any(waiter is not None and (self.owner in (None, waiter) or not self.iterators) for waiter in waiters)
 
 
 class Pipeline:

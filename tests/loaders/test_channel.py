@@ -1,0 +1,270 @@
+"""The queue between two threads: order, bound, both ways of closing, and what a garbage collection may do inside."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unisono.errors import ClosedError
+from unisono.loaders.channel import Channel, EndOfChannel
+from unisono.outcome import Outcome
+
+PATIENCE_S = 20.0
+
+
+class CodedError(Exception):
+    """Has another `__init__` than it keeps arguments."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"code {code}")
+        self.code = code
+
+
+class Waiting:
+    """A callback that tells when a thread is about to wait, and answers False."""
+
+    def __init__(self, threads: int = 1) -> None:
+        self._left = threading.Semaphore(0)
+        self._threads = threads
+
+    def __call__(self) -> bool:
+        self._left.release()
+        return False
+
+    def seen(self) -> None:
+        for _ in range(self._threads):
+            assert self._left.acquire(timeout=PATIENCE_S)
+
+
+def in_threads(*calls: Callable[[], Any]) -> list[Future]:
+    """Each call in a thread of its own, which has ended when its future is done."""
+    with_threads = [ThreadPoolExecutor(1) for _ in calls]
+    futures = [pool.submit(call) for pool, call in zip(with_threads, calls, strict=True)]
+    for pool in with_threads:
+        pool.shutdown(wait=False)
+    return futures
+
+
+def result(future: Future) -> Any:
+    return future.result(PATIENCE_S)
+
+
+def drain(channel: Channel) -> list[Any]:
+    found = []
+    with pytest.raises(EndOfChannel):
+        while True:
+            found.append(channel.receive())
+    return found
+
+
+def test_items_come_out_in_order_and_all_before_the_end():
+    channel = Channel(10)
+    items = [1, None, "", [], 0, False, EndOfChannel, Outcome()]
+    for item in items:
+        assert channel.send(item)
+    channel.close(Outcome())
+    found = drain(channel)
+    assert len(found) == len(items)
+    assert all(one is other for one, other in zip(found, items, strict=True))
+
+
+def test_the_end_is_told_again_and_again():
+    channel = Channel(1)
+    channel.close(Outcome())
+    for _ in range(3):
+        with pytest.raises(EndOfChannel):
+            channel.receive()
+
+
+def test_an_error_follows_what_was_sent_in_its_own_type_at_each_call_and_as_an_object_of_its_own():
+    channel = Channel(2)
+    error = CodedError(7)
+    error.add_note("in the kitchen")
+    channel.send("first")
+    channel.close(Outcome.failure(error))
+    assert channel.receive() == "first"
+    raised = []
+    for _ in range(2):
+        with pytest.raises(CodedError) as caught:
+            channel.receive()
+        raised.append(caught.value)
+    assert all(str(each) == "code 7" and each.code == 7 and each.__notes__ == ["in the kitchen"] for each in raised)
+    assert len({id(error), *map(id, raised)}) == 3
+
+
+def test_the_first_word_of_closing_counts():
+    channel = Channel(1)
+    channel.close(Outcome.failure(KeyError("first")))
+    channel.close(Outcome())
+    with pytest.raises(KeyError, match="first"):
+        channel.receive()
+
+
+def test_a_sender_waits_for_room():
+    is_full = Waiting()
+    channel = Channel(2, may_overflow=is_full)
+    channel.send(1)
+    channel.send(2)
+    (sending,) = in_threads(lambda: channel.send(3))
+    is_full.seen()
+    assert len(channel) == 2
+    assert not sending.done()
+    assert channel.receive() == 1
+    assert result(sending) is True
+    assert [channel.receive(), channel.receive()] == [2, 3]
+
+
+def test_a_receiver_waits_for_an_item():
+    channel, is_empty = Channel(1), Waiting()
+    (receiving,) = in_threads(lambda: channel.receive(is_empty))
+    is_empty.seen()
+    channel.send("news")
+    assert result(receiving) == "news"
+
+
+def test_the_end_wakes_a_waiting_receiver():
+    channel, is_empty = Channel(1), Waiting()
+    (receiving,) = in_threads(lambda: channel.receive(is_empty))
+    is_empty.seen()
+    channel.close(Outcome())
+    with pytest.raises(EndOfChannel):
+        result(receiving)
+
+
+def test_cancelling_wakes_a_waiting_sender_and_every_waiting_receiver():
+    is_full, is_empty = Waiting(), Waiting(threads=3)
+    full, empty = Channel(1, may_overflow=is_full), Channel(1)
+    full.send(1)
+    (sending,) = in_threads(lambda: full.send(2))
+    receiving = in_threads(*[lambda: empty.receive(is_empty)] * 3)
+    is_full.seen()
+    is_empty.seen()
+    full.cancel()
+    empty.cancel()
+    assert result(sending) is False
+    for each in receiving:
+        with pytest.raises(ClosedError, match="the loader was closed"):
+            result(each)
+
+
+def test_one_item_more_wakes_one_of_two_receivers_and_the_next_item_the_other():
+    channel, is_empty = Channel(1), Waiting(threads=2)
+    receiving = in_threads(*[lambda: channel.receive(is_empty)] * 2)
+    is_empty.seen()
+    channel.send("a")
+    wait(receiving, PATIENCE_S, return_when="FIRST_COMPLETED")
+    channel.send("b")
+    assert sorted(map(result, receiving)) == ["a", "b"]
+
+
+def test_what_is_cancelled_takes_and_gives_nothing_and_holds_nothing():
+    class Thing: ...
+
+    channel: Channel[Thing] = Channel(3)
+    thing, error = Thing(), CodedError(1)
+    gone = weakref.ref(thing), weakref.ref(error)
+    channel.send(thing)
+    channel.close(Outcome.failure(error))
+    channel.cancel()
+    del thing, error
+    assert [each() for each in gone] == [None, None]
+    assert channel.send(Thing()) is False
+    late = CodedError(2)
+    channel.close(Outcome.failure(late))
+    gone_late = weakref.ref(late)
+    del late
+    assert gone_late() is None
+    assert len(channel) == 0
+    for _ in range(2):
+        with pytest.raises(ClosedError):
+            channel.receive()
+
+
+def test_a_full_channel_may_overflow_by_one_at_a_time():
+    answers, is_full = [True, True], Waiting()
+    channel = Channel(1, may_overflow=lambda: answers.pop() if answers else is_full())
+    for item in range(3):
+        channel.send(item)
+    assert len(channel) == 3
+    (sending,) = in_threads(lambda: channel.send(3))
+    is_full.seen()
+    assert [channel.receive() for _ in range(4)] == [0, 1, 2, 3]
+    assert result(sending)
+
+
+def test_a_waiting_sender_asks_again_when_it_is_woken():
+    lock, is_full, may = threading.Lock(), Waiting(), []
+    channel = Channel(1, lock, lambda: is_full() or bool(may))
+    channel.send(0)
+    (sending,) = in_threads(lambda: channel.send(1))
+    is_full.seen()
+    may.append(True)
+    with lock:
+        channel.wake_sender()
+    assert result(sending)
+    assert len(channel) == 2
+
+
+def test_a_garbage_collection_inside_of_sending_may_cancel():
+    channel = Channel(1, may_overflow=lambda: channel.cancel())
+    channel.send(0)
+    (sending,) = in_threads(lambda: channel.send(1))
+    assert result(sending) is False
+
+
+def test_a_garbage_collection_inside_of_receiving_may_cancel():
+    channel = Channel(1)
+    (receiving,) = in_threads(lambda: channel.receive(channel.cancel))
+    with pytest.raises(ClosedError):
+        result(receiving)
+
+
+def test_an_interrupt_while_waiting_leaves_the_channel_whole():
+    channel = Channel(1)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        channel.receive(interrupt)
+    channel.send(1)
+    assert channel.receive() == 1
+
+
+@given(st.lists(st.one_of(st.integers(), st.just("receive")), max_size=30))
+def test_it_is_a_queue(steps):
+    channel, plain = Channel(100), deque()
+    for step in steps:
+        if step != "receive":
+            channel.send(step)
+            plain.append(step)
+        elif plain:
+            assert channel.receive() == plain.popleft()
+        assert len(channel) == len(plain)
+    channel.close(Outcome())
+    assert drain(channel) == list(plain)
+
+
+@pytest.mark.parametrize("capacity", [1, 3])
+def test_nothing_is_lost_between_two_threads_and_the_bound_holds(capacity):
+    channel, count, longest = Channel(capacity), 20_000, 0
+
+    def send() -> None:
+        nonlocal longest
+        for item in range(count):
+            channel.send(item)
+            longest = max(longest, len(channel))
+        channel.close(Outcome())
+
+    (sending,) = in_threads(send)
+    assert drain(channel) == list(range(count))
+    result(sending)
+    assert 1 <= longest <= capacity
