@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch._dynamo  # noqa: F401 - the first optimizer imports it, and it sets environment variables
 import torch.distributed as dist
 from hypothesis import settings
 

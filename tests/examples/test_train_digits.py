@@ -1,0 +1,127 @@
+"""One training function, three ways: the same result, whatever it ran on."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parent.parent.parent / "examples" / "train_digits.py"
+
+STEPS = 23  # 1437 training samples in global batches of 64, the last of 29
+
+# In float64 only the order of the additions differs between the modes, a relative 1e-16 each, which two epochs of
+# training amplify to less than 1e-12 here. A wrong weight of the tail would show as 1e-3.
+TIGHT: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-11}
+# The same in float32, of relative 6e-8.
+LOOSE: dict[str, Any] = {"rtol": 1e-3, "atol": 1e-4}
+
+WAYS = [("processes", 2), ("threads", 2), ("threads", 4)]
+
+
+def _load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("train_digits", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["train_digits"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+EXAMPLE = _load()  # here, since what it imports sets environment variables
+
+
+@pytest.fixture(autouse=True)
+def _workers_can_import_the_example(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+
+
+@cache
+def solo(dtype: torch.dtype, epochs: int) -> Any:
+    return EXAMPLE.run("solo", epochs=epochs, dtype=dtype)
+
+
+def by_hand(epochs: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The same training in plain torch, on the global batches that the loader of the example gives to one device."""
+    module = EXAMPLE
+    model = module.build_model(torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
+    from unisono import DeviceLoader
+
+    loader = DeviceLoader(module.build_loaders(1, torch.float64)[0], "cpu")
+    losses = []
+    for _ in range(epochs):
+        for images, labels in loader:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+def test_the_plain_script_is_plain_torch() -> None:
+    losses, weights = by_hand(epochs=1)
+    result = solo(torch.float64, 1)
+    assert result.losses == pytest.approx(losses, rel=1e-12)
+    for name, weight in weights.items():
+        torch.testing.assert_close(result.weights[0][name], weight, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(("mode", "ranks"), WAYS)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, TIGHT), (torch.float32, LOOSE)], ids=["float64", "float32"]
+)
+def test_every_mode_gives_the_losses_and_weights_of_one_device(
+    mode: str, ranks: int, dtype: torch.dtype, tolerance: dict[str, Any]
+) -> None:
+    expected = solo(dtype, 2)
+    result = EXAMPLE.run(mode, ranks, epochs=2, dtype=dtype)
+    assert len(result.losses) == 2 * STEPS
+    torch.testing.assert_close(torch.tensor(result.losses), torch.tensor(expected.losses), **tolerance)
+    assert len(result.weights) == ranks
+    for name, weight in expected.weights[0].items():
+        torch.testing.assert_close(result.weights[0][name], weight, **tolerance)
+        for other in result.weights[1:]:
+            assert torch.equal(other[name], result.weights[0][name]), f"the ranks' {name} differ in their bits"
+    assert sum(each.samples for each in result.report.ranks) == 2 * 1437, "each training sample once per epoch"
+    assert (result.accuracy * 360) == pytest.approx(round(result.accuracy * 360), abs=1e-9), "over 360 test samples"
+    assert abs(result.accuracy - expected.accuracy) <= (0 if dtype == torch.float64 else 2 / 360)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["solo", "processes", "threads"])
+def test_the_script_trains_and_leaves_a_picture(mode: str, tmp_path: Path) -> None:
+    picture = tmp_path / "deep" / "digits.png"
+    command = [sys.executable, str(SCRIPT), "--mode", mode, "--epochs", "1", "--picture", str(picture)]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
+    assert output.count("epoch  1") == 1, "rank zero alone prints"
+    for words in ("waiting", "moving", "computing", "reducing", "stepping", "samples/s", "test accuracy", str(picture)):
+        assert words in output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--devices", "3"], "does not divide the global batch of 64"),
+        (["--devices", "-2"], "does not divide"),
+        (["--epochs", "0"], "trains nothing"),
+        (["--mode", "solo", "--devices", "2"], "runs on one device"),
+    ],
+)
+def test_wrong_arguments_are_refused_in_words(
+    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train_digits.py", *arguments])
+    with pytest.raises(SystemExit):
+        EXAMPLE.main()
+    assert words in capsys.readouterr().err
