@@ -1,0 +1,137 @@
+"""The same names mean the same in a plain script, in a DataParallel thread and in a spawned worker."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode
+
+import unisono
+from unisono.comm.solo import SoloCommunicator
+from unisono.world import thread_worlds
+
+
+@pytest.fixture(params=[SOLO, THREADS_2, THREADS_3, PROCESSES_2], ids=str)
+def mode(request: pytest.FixtureRequest) -> Mode:
+    return request.param
+
+
+def test_every_rank_knows_its_place(mode):
+    found = mode.run(lambda: (unisono.rank(), unisono.local_rank(), unisono.world_size(), unisono.is_rank_zero()))
+    assert found == [(rank, rank, mode.ranks, rank == 0) for rank in range(mode.ranks)]
+
+
+def test_all_reduce_folds_in_place(mode):
+    def reduce():
+        found = {}
+        for op in ("sum", "mean", "min", "max", "product"):
+            tensor = torch.tensor([1.0, 2.0]) + unisono.rank()
+            assert unisono.all_reduce(tensor, op) is tensor
+            found[op] = tensor.tolist()
+        assert unisono.all_reduce(torch.tensor(1)) == unisono.world_size(), "the sum is what is meant without a word"
+        return found
+
+    columns = [[base + rank for rank in range(mode.ranks)] for base in (1.0, 2.0)]
+    expected = {
+        "sum": [sum(column) for column in columns],
+        "mean": [sum(column) / mode.ranks for column in columns],
+        "min": [min(column) for column in columns],
+        "max": [max(column) for column in columns],
+        "product": [float(torch.tensor(column).prod()) for column in columns],
+    }
+    assert mode.run(reduce) == [expected] * mode.ranks
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_all_gather_concatenates_in_rank_order(mode, dim):
+    def gather():
+        mine = torch.arange(6).reshape(2, 3) + 10 * unisono.rank()
+        found = unisono.all_gather(mine, dim)
+        found += 0  # a tensor of one's own
+        assert torch.equal(mine, torch.arange(6).reshape(2, 3) + 10 * unisono.rank())
+        return found.tolist()
+
+    parts = [torch.arange(6).reshape(2, 3) + 10 * rank for rank in range(mode.ranks)]
+    assert mode.run(gather) == [torch.cat(parts, dim).tolist()] * mode.ranks
+
+
+def test_all_gather_of_scalars_is_a_vector(mode):
+    found = mode.run(lambda: unisono.all_gather(torch.tensor(float(unisono.rank()))).tolist())
+    assert found == [[float(rank) for rank in range(mode.ranks)]] * mode.ranks
+
+
+def test_broadcast_gives_every_rank_the_roots(mode):
+    root = mode.ranks - 1
+
+    def send():
+        tensor = torch.full((2,), float(unisono.rank()))
+        assert unisono.broadcast(tensor, root) is tensor
+        first = unisono.broadcast(torch.tensor(unisono.rank() + 5))
+        return tensor.tolist(), first.item()
+
+    assert mode.run(send) == [([float(root)] * 2, 5)] * mode.ranks
+
+
+def test_all_gather_object_takes_what_can_be_pickled_and_gives_copies(mode):
+    def gather():
+        mine = {"rank": unisono.rank(), "list": [1]}
+        found = unisono.all_gather_object(mine)
+        found[unisono.rank()]["list"].append(2)
+        return found[0]["rank"], [each["rank"] for each in found], mine["list"]
+
+    assert mode.run(gather) == [(0, list(range(mode.ranks)), [1])] * mode.ranks
+
+
+def test_no_rank_passes_a_barrier_before_all_have_come(mode, tmp_path):
+    def meet():
+        for step in range(3):
+            (tmp_path / f"{step}-{unisono.rank()}").touch()
+            unisono.barrier()
+            arrived = len(list(tmp_path.glob(f"{step}-*")))
+            if arrived != unisono.world_size():
+                return f"{arrived} had arrived at step {step}"
+        return "all"
+
+    assert mode.run(meet) == ["all"] * mode.ranks
+
+
+def test_a_world_may_be_named_instead_of_the_current_one():
+    world = thread_worlds([torch.device("cpu:0"), torch.device("cpu:1")])[1]
+    assert (unisono.rank(world), unisono.local_rank(world), unisono.world_size(world)) == (1, 1, 2)
+    assert not unisono.is_rank_zero(world)
+    assert unisono.is_rank_zero()
+
+
+def test_collectives_count_as_reducing():
+    world = unisono.World(
+        device=torch.device("cpu:0"), backend=unisono.current_world().backend, comm=SoloCommunicator()
+    )
+    for collective in (
+        lambda: unisono.all_reduce(torch.ones(1), world=world),
+        lambda: unisono.all_gather(torch.ones(1), world=world),
+        lambda: unisono.broadcast(torch.ones(1), world=world),
+        lambda: unisono.all_gather_object(1, world),
+        lambda: unisono.barrier(world),
+    ):
+        before = len(world.timeline.loop().spans)
+        collective()
+        assert [span.phase for span in world.timeline.loop().spans][before:] == ["reduce"]
+
+
+def test_a_wrong_argument_is_refused_alike(mode):
+    def refuse():
+        told = []
+        for call in (
+            lambda: unisono.all_reduce(torch.ones(1), "average"),
+            lambda: unisono.all_reduce(torch.ones(1, dtype=torch.int64), "mean"),
+            lambda: unisono.all_reduce([1.0]),
+            lambda: unisono.all_gather(1.0),
+            lambda: unisono.broadcast(torch.ones(1), 99),
+        ):
+            try:
+                call()
+            except (TypeError, ValueError) as error:
+                told.append(type(error).__name__)
+        return told
+
+    assert mode.run(refuse) == [["ValueError", "TypeError", "TypeError", "TypeError", "ValueError"]] * mode.ranks

@@ -1,0 +1,199 @@
+"""The reduction of gradients alone: weights, gaps, types and buckets, against sums in plain code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, THREADS_4, Mode
+
+import unisono
+from unisono import CollectiveMismatchError, current_world
+from unisono.loaders.sharding import deal
+from unisono.parallel import gradients
+from unisono.parallel.gradients import reduce_gradients
+from unisono.window import Share
+
+SHARES = {2: [Share(0.25, 1), Share(0.75, 1)], 3: [Share(0.5, 2), Share(0.5, 2), Share(0.0, 2)]}
+
+
+@pytest.fixture(params=[THREADS_2, THREADS_3, PROCESSES_2], ids=str)
+def mode(request: pytest.FixtureRequest) -> Mode:
+    return request.param
+
+
+def parameter(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
+
+
+def reduced(mode: Mode, make: Callable[[int], list[torch.Tensor]], shares: list[Share] | None) -> list[Any]:
+    """Each rank's gradients after the reduction of `make(rank)`."""
+
+    def body() -> list[torch.Tensor | None]:
+        rank = unisono.rank()
+        parameters = make(rank)
+        reduce_gradients(parameters, current_world(), shares[rank] if shares else None)
+        return [each.grad for each in parameters]
+
+    return mode.run(body)
+
+
+def test_gradients_are_weighed_by_the_ranks_shares(mode):
+    shares = SHARES[mode.ranks]
+
+    def make(rank: int) -> list[torch.Tensor]:
+        weight = parameter((2, 3))
+        weight.grad = torch.full((2, 3), rank + 1.0)
+        return [weight]
+
+    expected = sum(share.part * (rank + 1) for rank, share in enumerate(shares))
+    for (gradient,) in reduced(mode, make, shares):
+        assert torch.equal(gradient, torch.full((2, 3), expected))
+
+
+def test_without_shares_every_rank_counts_the_same(mode):
+    def make(rank: int) -> list[torch.Tensor]:
+        weight = parameter((1,), torch.float64)
+        weight.grad = torch.tensor([rank + 1.0], dtype=torch.float64)
+        return [weight]
+
+    mean = sum(range(1, mode.ranks + 1)) / mode.ranks
+    for (gradient,) in reduced(mode, make, None):
+        torch.testing.assert_close(gradient, torch.tensor([mean], dtype=torch.float64), rtol=1e-15, atol=0)
+
+
+def test_a_parameter_without_a_gradient_on_some_ranks_counts_as_zero_and_none_is_mispaired(mode):
+    shares = SHARES[mode.ranks]
+
+    def make(rank: int) -> list[torch.Tensor]:
+        first, nowhere, second, everywhere = (parameter((3,)) for _ in range(4))
+        (first if rank == 0 else second).grad = torch.full((3,), 8.0)
+        everywhere.grad = torch.full((3,), float(rank))
+        return [first, nowhere, second, everywhere]
+
+    for first, nowhere, second, everywhere in reduced(mode, make, shares):
+        assert first.tolist() == [8.0 * shares[0].part] * 3
+        assert nowhere is None
+        assert second.tolist() == [8.0 * (1 - shares[0].part)] * 3
+        assert everywhere.tolist() == [sum(rank * share.part for rank, share in enumerate(shares))] * 3
+
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.float16, torch.float32, torch.complex128]
+
+
+@pytest.mark.parametrize("first", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+@pytest.mark.parametrize("bucket_bytes", [1, 40, 64 * 2**20])
+def test_every_type_and_shape_is_reduced_in_whatever_buckets(monkeypatch, first, bucket_bytes):
+    monkeypatch.setattr(gradients, "BUCKET_BYTES", bucket_bytes)
+    shapes: list[tuple[int, ...]] = [(2, 3), (), (0,), (5,), (2, 1, 3, 1), (7,), (1,)]
+
+    def make(rank: int) -> list[torch.Tensor]:
+        parameters = []
+        for number, (shape, dtype) in enumerate(zip(shapes, [first, *DTYPES[1:]], strict=True)):
+            weight = parameter(shape, dtype)
+            if (number + rank) % 3:
+                filled = torch.full(shape, number + 4.0 * rank + (1j if dtype.is_complex else 0), dtype=dtype)
+                weight.grad = filled.to(memory_format=torch.channels_last) if len(shape) == 4 else filled
+            parameters.append(weight)
+        return parameters
+
+    each_ranks = [make(rank) for rank in range(2)]
+    expected = []
+    for pair in zip(*each_ranks, strict=True):
+        terms = [share.part * each.grad for share, each in zip(SHARES[2], pair, strict=True) if each.grad is not None]
+        expected.append(sum(terms[1:], terms[0]) if terms else None)
+    for found in reduced(THREADS_2, make, SHARES[2]):
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other), "small multiples of a quarter are exact in every type"
+
+
+def test_a_gradient_is_written_in_place(mode):
+    def body() -> bool:
+        weight = parameter((2,))
+        weight.grad = torch.ones(2)
+        before = weight.grad
+        reduce_gradients([weight], current_world(), None)
+        return weight.grad is before
+
+    assert mode.run(body) == [True] * mode.ranks
+
+
+def test_a_model_larger_than_a_bucket_takes_several(monkeypatch):
+    monkeypatch.setattr(gradients, "BUCKET_BYTES", 12)
+    weights = [parameter((2,)), parameter((1,)), parameter((9,)), parameter((1,)), parameter((1,), torch.float64)]
+    place = {id(each): number for number, each in enumerate(weights)}
+    assert [[place[id(each)] for each in bucket] for bucket in gradients._buckets(weights)] == [[0, 1], [2], [3], [4]]
+
+
+def test_a_sparse_gradient_is_refused_before_anything_is_sent(mode):
+    def body() -> str:
+        table = torch.nn.Embedding(5, 2, sparse=True)
+        table(torch.tensor([1])).sum().backward()
+        try:
+            reduce_gradients([parameter((1,)), table.weight], current_world(), None)
+        except TypeError as error:
+            return str(error)
+        return ""
+
+    for message in [*mode.run(body), *SOLO.run(body)]:
+        assert "the gradient of parameter 1, shape [5, 2], is torch.sparse_coo" in message
+        assert "sparse=False" in message
+
+
+def test_one_rank_alone_keeps_its_gradient():
+    weight = parameter((2,))
+    weight.grad = torch.ones(2)
+    reduce_gradients([weight], current_world(), Share(0.5, 1))
+    assert weight.grad.tolist() == [1.0, 1.0]
+
+
+def told(mode: Mode, shares: list[Share | None]) -> list[str]:
+    """What each rank is told; every rank must raise."""
+
+    def body() -> str:
+        weight = parameter((2,))
+        weight.grad = torch.ones(2)
+        try:
+            reduce_gradients([weight], current_world(), shares[unisono.rank()])
+        except CollectiveMismatchError as error:
+            return str(error)
+        return "no error"
+
+    return mode.run(body)
+
+
+@pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
+def test_ranks_in_different_rounds_are_told_on_every_rank(mode):
+    for message in told(mode, [Share(0.5, 2), Share(0.5, 1)]):
+        assert "rank 0 took 2 batches and rank 1 took 1" in message
+    for message in told(mode, [Share(0.5, 1), Share(0.25, 1)]):
+        assert "add up to 0.7500 instead of 1" in message
+
+
+@pytest.mark.parametrize("mode", [THREADS_3], ids=str)
+def test_loaders_of_different_kinds_are_told_on_every_rank(mode):
+    for message in told(mode, [Share(0.5, 1), None, Share(0.5, 1)]):
+        assert "rank 0, 2 of 3 took batches from a loader that knows the global batch, the others did not" in message
+
+
+@given(
+    sizes=st.lists(st.lists(st.integers(1, 700), min_size=1, max_size=4), min_size=1, max_size=6),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+)
+def test_shares_that_a_small_type_rounds_are_no_mismatch(sizes, dtype):
+    dealt = [deal(each, 4) for each in sizes]
+    batches = len(sizes)
+    total = sum(parts[0].total for parts in dealt)
+    shares = [Share(sum(parts[rank].samples for parts in dealt) / total, batches) for rank in range(4)]
+    summed = torch.zeros((), dtype=dtype)
+    for share in shares:
+        summed += torch.tensor(share.part, dtype=dtype)
+    gradients._check_shares([float(batches)] * 4, summed.item(), dtype)
+
+
+def test_a_model_without_parameters_has_nothing_to_reduce():
+    assert THREADS_4.run(lambda: reduce_gradients([], current_world(), None)) == [None] * 4

@@ -1,0 +1,507 @@
+"""`optimizer_step` against a plain loop on one device that takes each global batch whole, in float64.
+
+The order of additions is all that differs between the two, so they agree to a few units in the last place of float64,
+grown a little by the steps: a relative 1e-11 leaves room for that and for nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, THREADS_4, Mode
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import unisono
+from unisono import (
+    CollectiveMismatchError,
+    DeviceIterator,
+    DeviceLoader,
+    broadcast_parameters,
+    current_world,
+    optimizer_step,
+)
+from unisono.backends.cpu import CpuBackend
+from unisono.world import solo_world
+
+GLOBAL_BATCH = 12
+CLOSE = {"rtol": 1e-11, "atol": 1e-13}
+
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.05),
+}
+
+Loader = DeviceIterator | DeviceLoader
+State = dict[str, torch.Tensor]
+
+
+@pytest.fixture(params=[THREADS_2, THREADS_3, THREADS_4, PROCESSES_2], ids=str)
+def mode(request: pytest.FixtureRequest) -> Mode:
+    return request.param
+
+
+@pytest.fixture(params=[THREADS_2, PROCESSES_2], ids=str)
+def pair(request: pytest.FixtureRequest) -> Mode:
+    return request.param
+
+
+def data(samples: int) -> TensorDataset:
+    numbers = torch.Generator().manual_seed(1)
+    inputs = torch.randn(samples, 5, generator=numbers, dtype=torch.float64)
+    return TensorDataset(inputs, torch.randn(samples, 2, generator=numbers, dtype=torch.float64))
+
+
+def seeded(network: nn.Module, seed: int) -> nn.Module:
+    """Fill the parameters from a generator of their own: replica threads would race for the global one."""
+    numbers = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=numbers) / 3)
+    return network
+
+
+def model(seed: int = 0) -> nn.Module:
+    return seeded(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2)).double(), seed)
+
+
+def plain_run(samples: int, make_optimizer: MakeOptimizer, epochs: int = 2) -> State:
+    """The oracle: one device, the whole global batch, no package."""
+    inputs, targets = data(samples).tensors
+    network = model()
+    optimizer = make_optimizer(network.parameters())
+    for _ in range(epochs):
+        for start in range(0, samples, GLOBAL_BATCH):
+            stop = start + GLOBAL_BATCH
+            optimizer.zero_grad()
+            F.mse_loss(network(inputs[start:stop]), targets[start:stop]).backward()
+            optimizer.step()
+    return network.state_dict()
+
+
+def run(mode: Mode, samples: list[int], make_optimizer: MakeOptimizer, epochs: int = 2) -> list[list[State]]:
+    """The same by the package: for each number of samples, the state of every rank of a mode."""
+
+    def body() -> list[State]:
+        states = []
+        for count in samples:
+            network = model()
+            optimizer = make_optimizer(network.parameters())
+            batches = DeviceLoader(DataLoader(data(count), batch_size=GLOBAL_BATCH // mode.ranks))
+            for _ in range(epochs):
+                for inputs, targets in batches:
+                    optimizer.zero_grad()
+                    F.mse_loss(network(inputs), targets).backward()
+                    optimizer_step(optimizer)
+            states.append(network.state_dict())
+        return states
+
+    return list(zip(*mode.run(body), strict=True))
+
+
+def assert_same_bits(states: list[State]) -> None:
+    for state in states[1:]:
+        assert state.keys() == states[0].keys()
+        assert all(torch.equal(state[name], states[0][name]) for name in state)
+
+
+TAILS = {24: "none", 23: "one sample short", 17: "less than a batch each", 13: "one sample for all ranks"}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_number_of_ranks_steps_like_one_device_with_the_whole_batch(mode, name):
+    for samples, states in zip(TAILS, run(mode, list(TAILS), OPTIMIZERS[name]), strict=True):
+        print(f"tail: {TAILS[samples]}")
+        assert_same_bits(states)
+        torch.testing.assert_close(states[0], plain_run(samples, OPTIMIZERS[name]), **CLOSE)
+
+
+def test_a_world_of_one_is_the_plain_loop_to_the_bit():
+    for samples, (state,) in zip(TAILS, run(SOLO, list(TAILS), OPTIMIZERS["sgd"]), strict=True):
+        assert_same_bits([state, plain_run(samples, OPTIMIZERS["sgd"])])
+
+
+def test_batches_dealt_by_a_data_parallel_step_like_the_whole_batch():
+    loader = DataLoader(data(23), batch_size=GLOBAL_BATCH // 3)
+
+    def body(batches: Loader) -> State:
+        network = model()
+        optimizer = OPTIMIZERS["adam"](network.parameters())
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            F.mse_loss(network(inputs), targets).backward()
+            optimizer_step(optimizer)
+        return network.state_dict()
+
+    states = THREADS_3.loop(body, loader)
+    assert_same_bits(states)
+    torch.testing.assert_close(states[0], plain_run(23, OPTIMIZERS["adam"], epochs=1), **CLOSE)
+
+
+def test_a_part_of_the_model_that_some_ranks_do_not_use_is_stepped_alike():
+    """Samples of even index go through one head and the others through the other; rank r of 2 gets one kind only."""
+    inputs, targets = data(24).tensors
+    kinds = torch.tensor([0, 0, 1, 1]).repeat(6)
+    loader = DataLoader(TensorDataset(inputs, targets, kinds), batch_size=2)
+
+    class TwoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = nn.ModuleList([model(1), model(2), model(3)])  # the last one is never used
+
+        def forward(self, inputs: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+            found = inputs.new_zeros(len(inputs), 2)
+            for kind in kinds.unique().tolist():
+                found[kinds == kind] = self.heads[kind](inputs[kinds == kind])
+            return found
+
+    def body(batches: Loader) -> tuple[State, list[bool]]:
+        network = TwoHeads()
+        optimizer = torch.optim.Adam(network.parameters(), lr=0.05)
+        for some, wanted, which in batches:
+            optimizer.zero_grad()
+            F.mse_loss(network(some, which), wanted).backward()
+            optimizer_step(optimizer)
+        return network.state_dict(), [each.grad is None for each in network.heads[2].parameters()]
+
+    whole = [
+        (inputs[start : start + 4], targets[start : start + 4], kinds[start : start + 4]) for start in range(0, 24, 4)
+    ]
+    (expected, unused), *_ = SOLO.loop(body, whole)
+    found = THREADS_2.loop(body, loader)
+    assert all(unused)
+    assert all(each[1] == unused for each in found)
+    assert_same_bits([each[0] for each in found])
+    torch.testing.assert_close(found[0][0], expected, **CLOSE)
+
+
+def test_batches_from_elsewhere_count_equally_per_rank(mode):
+    def body() -> torch.Tensor:
+        weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        for _ in DataLoader(data(6)):  # torch's own, of which the package knows nothing
+            pass
+        (weight * (unisono.rank() + 1)).sum().backward()
+        optimizer_step(optimizer)
+        return weight.item()
+
+    mean = sum(range(1, mode.ranks + 1)) / mode.ranks
+    assert mode.run(body) == pytest.approx([-mean] * mode.ranks, rel=1e-15)
+
+
+def test_a_loader_that_cuts_itself_counts_equally_per_rank(pair):
+    def body() -> float:
+        sampler = DistributedSampler(data(6), unisono.world_size(), unisono.rank())
+        weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        for _ in DeviceLoader(DataLoader(data(6), batch_size=3, sampler=sampler)):
+            (weight * (unisono.rank() + 1)).sum().backward()
+            optimizer_step(torch.optim.SGD([weight], lr=1.0))
+        return weight.item()
+
+    assert pair.run(body) == [-1.5, -1.5]
+
+
+def test_batches_without_gradients_do_not_count(pair):
+    """Evaluation between two steps, on a split tail, leaves the shares of the next step as they are."""
+    train, test = [torch.ones(3), torch.ones(1)], [torch.ones(5)]
+
+    def body(batches: Loader) -> float:
+        weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        (batch,) = batches
+        for context in (torch.no_grad, torch.inference_mode):
+            with context():
+                for _ in DeviceLoader(test):
+                    pass
+        (weight * len(batch)).sum().backward()
+        optimizer_step(torch.optim.SGD([weight], lr=1.0))
+        return weight.item()
+
+    assert pair.loop(body, train) == [-(3 * 0.75 + 1 * 0.25)] * 2
+
+
+def told(mode: Mode, body: Callable[[], Any]) -> list[str]:
+    """What each rank is told; every rank must raise."""
+
+    def caught() -> str:
+        try:
+            body()
+        except CollectiveMismatchError as error:
+            return str(error)
+        return "no error"
+
+    return mode.run(caught)
+
+
+def stepped(network: nn.Module, inputs: torch.Tensor) -> None:
+    network(inputs).sum().backward()
+    optimizer_step(torch.optim.SGD(network.parameters(), lr=0.1))
+
+
+def test_ranks_with_different_numbers_of_batches_are_told(pair):
+    def body() -> None:
+        batches = iter(DeviceLoader([torch.ones(2, 5).double()] * 8))
+        for _ in range(2 - unisono.rank()):
+            batch = next(batches)
+        stepped(model(), batch)
+
+    for message in told(pair, body):
+        assert "rank 0 took 2 batches and rank 1 took 1" in message
+
+
+def test_ranks_with_different_kinds_of_loaders_are_told(pair):
+    def body() -> None:
+        batches = [torch.ones(2, 5).double()] * 2
+        batch = next(iter(DeviceLoader(batches) if unisono.rank() == 1 else batches))
+        stepped(model(), batch)
+
+    for message in told(pair, body):
+        assert "rank 1 of 2 took batches from a loader that knows the global batch, the others did not" in message
+
+
+def wider() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+
+
+def longer() -> nn.Module:
+    return nn.Sequential(*model(), nn.Linear(2, 2).double())
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (lambda: model(1), "the optimizer's parameter 0 is float64[7, 5] of sum"),
+        (wider, "is float64[7, 5] of sum"),
+        (lambda: model().float(), "and float32[7, 5] of sum"),
+        (longer, "the optimizer's parameter 4 is missing on rank 0 and float64[2, 2] of sum"),
+    ],
+    ids=["another seed", "another shape", "another type", "a parameter more"],
+)
+def test_ranks_with_different_models_are_told_which_parameter_differs(pair, other, words):
+    def body() -> None:
+        network = model() if unisono.rank() == 0 else other()
+        stepped(network, torch.ones(1, 5, dtype=next(network.parameters()).dtype))
+
+    for message in told(pair, body):
+        assert "the models of rank 0 and rank 1 differ" in message
+        assert words in message
+        assert "broadcast_parameters(model)" in message
+
+
+def test_a_broadcast_mends_different_models_buffers_too(pair):
+    def body() -> State:
+        network = nn.Sequential(model(unisono.rank()), nn.BatchNorm1d(2).double())
+        network[1].running_mean += unisono.rank()
+        network[1].num_batches_tracked += unisono.rank()
+        broadcast_parameters(network, root=1)
+        before = {name: value.clone() for name, value in network.state_dict().items()}
+        stepped(network.eval(), torch.ones(1, 5).double())
+        return before
+
+    states = pair.run(body)
+    assert_same_bits(states)
+    assert states[0]["1.running_mean"].tolist() == [1.0, 1.0]
+    assert states[0]["1.num_batches_tracked"] == 1
+    torch.testing.assert_close(
+        {name[2:]: states[0][name] for name in states[0] if name.startswith("0.")}, model(1).state_dict()
+    )
+
+
+def test_models_that_hold_nan_agree():
+    def body() -> bool:
+        network = model()
+        with torch.no_grad():
+            network[0].bias[0] = float("nan")
+        stepped(network, torch.ones(1, 5).double())
+        return True
+
+    assert THREADS_2.run(body) == [True, True]
+
+
+def test_the_models_are_compared_once_per_optimizer():
+    def body() -> int:
+        network, world = model(), current_world()
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        gathered = []
+        ask = world.comm.all_gather_object
+        world.comm.all_gather_object = lambda value: (gathered.append(value), ask(value))[1]
+        for _ in range(3):
+            network(torch.ones(1, 5).double()).sum().backward()
+            optimizer_step(optimizer)
+        return len(gathered)
+
+    assert THREADS_2.run(body) == [1, 1]
+
+
+# Closures.
+
+
+def lbfgs(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(parameters, lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
+
+
+def by_closure(batches: Loader) -> tuple[State, list[float]]:
+    network = model()
+    optimizer = lbfgs(network.parameters())
+    losses = []
+    for inputs, targets in batches:
+
+        def closure(inputs: torch.Tensor = inputs, targets: torch.Tensor = targets) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = F.mse_loss(network(inputs), targets)
+            loss.backward()
+            return loss
+
+        losses.append(optimizer_step(optimizer, optimizer_args={"closure": closure}).item())
+    return network.state_dict(), losses
+
+
+def plain_lbfgs(samples: int) -> tuple[State, list[float]]:
+    inputs, targets = data(samples).tensors
+    network = model()
+    optimizer = lbfgs(network.parameters())
+    losses = []
+    for start in range(0, samples, GLOBAL_BATCH):
+        some, wanted = inputs[start : start + GLOBAL_BATCH], targets[start : start + GLOBAL_BATCH]
+
+        def closure(some: torch.Tensor = some, wanted: torch.Tensor = wanted) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = F.mse_loss(network(some), wanted)
+            loss.backward()
+            return loss
+
+        losses.append(optimizer.step(closure).item())
+    return network.state_dict(), losses
+
+
+@pytest.mark.parametrize("samples", [24, 19])
+def test_a_closure_steps_like_the_whole_batch(mode, samples):
+    """A line search multiplies what rounding leaves, hence 1e-7; a wrong gradient would differ in the first digit."""
+    expected, expected_losses = plain_lbfgs(samples)
+    found = mode.loop(by_closure, DataLoader(data(samples), batch_size=GLOBAL_BATCH // mode.ranks))
+    assert_same_bits([state for state, _ in found])
+    torch.testing.assert_close(found[0][0], expected, rtol=1e-7, atol=1e-9)
+    assert [losses for _, losses in found] == [found[0][1]] * mode.ranks
+    assert found[0][1] == pytest.approx(expected_losses, rel=1e-7)
+
+
+def test_a_closure_alone_is_the_plain_run():
+    state, losses = SOLO.loop(by_closure, DataLoader(data(19), batch_size=GLOBAL_BATCH))[0]
+    expected, expected_losses = plain_lbfgs(19)
+    torch.testing.assert_close(state, expected, **CLOSE)
+    assert losses == pytest.approx(expected_losses, rel=1e-11)
+
+
+def test_a_closure_of_none_is_no_closure(pair):
+    def body() -> float:
+        weight = nn.Parameter(torch.zeros(1))
+        weight.grad = torch.tensor([1.0 + unisono.rank()])
+        optimizer_step(torch.optim.SGD([weight], lr=1.0), optimizer_args={"closure": None})
+        return weight.item()
+
+    assert pair.run(body) == [-1.5, -1.5]
+
+
+# The rest of the call.
+
+
+class Telling(torch.optim.SGD):
+    """Returns what its step was called with."""
+
+    def step(self, closure: Any = None, **options: Any) -> Any:
+        super().step(closure)
+        return options
+
+
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
+def test_it_passes_the_arguments_on_and_returns_what_step_returns(mode):
+    def body() -> tuple[Any, Any]:
+        network = model()
+        network(torch.ones(1, 5).double()).sum().backward()
+        arguments = {"scale": 2, "closure": lambda: torch.tensor(1.0)}
+        kept = dict(arguments)
+        result = optimizer_step(Telling(network.parameters(), lr=0.1), optimizer_args=arguments)
+        assert arguments == kept
+        return result, optimizer_step(Telling(network.parameters(), lr=0.1))
+
+    assert mode.run(body) == [({"scale": 2}, {})] * mode.ranks
+
+
+class Counting(CpuBackend):
+    """A family that counts the ends of steps."""
+
+    steps = 0
+
+    def mark_step(self, device: torch.device) -> None:
+        self.steps += 1
+
+
+def test_a_barrier_ends_the_devices_step_once():
+    world = dataclasses.replace(solo_world(), backend=Counting())
+    optimizer = torch.optim.SGD(model().parameters(), lr=0.1)
+    optimizer_step(optimizer, world=world)
+    assert world.backend.steps == 0
+    optimizer_step(optimizer, barrier=True, world=world)
+    assert world.backend.steps == 1
+
+
+def test_steps_are_counted_and_timed():
+    world = solo_world()
+    network = model()
+    network(torch.ones(1, 5).double()).sum().backward()
+    for _ in range(3):
+        optimizer_step(torch.optim.SGD(network.parameters(), lr=0.1), world=world)
+    track = world.timeline.loop()
+    assert track.counts == {"steps": 3}
+    assert [span.phase for span in track.spans] == ["reduce", "step"] * 3
+
+
+@pytest.mark.parametrize(
+    "optimizer", [None, 5, "sgd", model(), [torch.optim.SGD(model().parameters(), lr=1.0)]], ids=str
+)
+def test_what_is_no_optimizer_is_refused(optimizer):
+    with pytest.raises(TypeError, match=r"pass a torch\.optim\.Optimizer"):
+        optimizer_step(optimizer)
+
+
+def test_a_frozen_parameter_is_left_alone(pair):
+    def body() -> tuple[float, float]:
+        frozen, free = nn.Parameter(torch.ones(1), requires_grad=False), nn.Parameter(torch.zeros(1))
+        free.grad = torch.tensor([1.0 + unisono.rank()])
+        optimizer_step(torch.optim.SGD([frozen, free], lr=1.0))
+        return frozen.item(), free.item()
+
+    assert pair.run(body) == [(1.0, -1.5)] * 2
+
+
+def test_complex_parameters_are_stepped_alike(pair):
+    def body() -> complex:
+        weight = nn.Parameter(torch.zeros(1, dtype=torch.complex64))
+        weight.grad = torch.tensor([2.0 + 2j * unisono.rank()])
+        optimizer_step(torch.optim.SGD([weight], lr=1.0))
+        return weight.item()
+
+    assert pair.run(body) == [-2 - 1j] * 2
+
+
+def test_several_optimizers_share_a_step_of_one_loader(pair):
+    """A pair of networks that are trained in turns on the same batches, as a generator and its critic are."""
+
+    def body(batches: Loader) -> list[float]:
+        weights = [nn.Parameter(torch.zeros(1, dtype=torch.float64)) for _ in range(2)]
+        optimizers = [torch.optim.SGD([weight], lr=1.0) for weight in weights]
+        for batch in batches:
+            for weight, optimizer in zip(weights, optimizers, strict=True):
+                optimizer.zero_grad()
+                (weight * batch.mean()).sum().backward()
+                optimizer_step(optimizer)
+        return [weight.item() for weight in weights]
+
+    first, second = pair.loop(body, [torch.full((2,), 1.0).double(), torch.full((2,), 3.0).double()])
+    assert first == second == [-2.0, -2.0]
