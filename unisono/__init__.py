@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from unisono.errors import WorkerDiedError as WorkerDiedError
     from unisono.launch.spawn import ProcessContext as ProcessContext
     from unisono.launch.spawn import spawn as spawn
-    from unisono.loaders.parallel_loader import DeviceIterator as DeviceIterator
+    from unisono.loaders.device_iterator import DeviceIterator as DeviceIterator
     from unisono.loaders.parallel_loader import DeviceLoader as DeviceLoader
     from unisono.loaders.parallel_loader import ParallelLoader as ParallelLoader
     from unisono.loaders.sample_generator import SampleGenerator as SampleGenerator
@@ -65,7 +65,8 @@ _HOMES = {
         "WorkerDiedError",
     ],
     "unisono.launch.spawn": ["ProcessContext", "spawn"],
-    "unisono.loaders.parallel_loader": ["DeviceIterator", "DeviceLoader", "ParallelLoader"],
+    "unisono.loaders.device_iterator": ["DeviceIterator"],
+    "unisono.loaders.parallel_loader": ["DeviceLoader", "ParallelLoader"],
     "unisono.loaders.sample_generator": ["SampleGenerator"],
     "unisono.parallel.agreement": ["broadcast_parameters"],
     "unisono.parallel.collectives": [

@@ -43,6 +43,7 @@ class Track:
         self.spans: deque[Span] = deque(maxlen=MAX_SPANS)
         self.totals: dict[str, int] = {}
         self.counts: dict[str, int] = {}
+        self.innermost: Loop | None = None
         self._phase: str | None = None
         self._since = 0
 
@@ -71,6 +72,30 @@ class Track:
     def _record(self, phase: str, start: int, stop: int) -> None:
         self.spans.append(Span(phase, start, stop))
         self.totals[phase] = self.totals.get(phase, 0) + stop - start
+
+
+class Loop:
+    """One loop of the calling thread, waiting for its first batch; loops nest.
+
+    What comes after it is outside again, or the loop around it.
+    """
+
+    def __init__(self, track: Track) -> None:
+        self.track = track
+        self._before = track.switch(FETCH)
+        self._around = track.innermost
+        self._thread = threading.get_ident()
+        track.innermost = self
+
+    def end(self) -> None:
+        """The loop's thread is past its last batch."""
+        self.track.switch(self._before)
+        self.track.innermost = self._around
+
+    def abandon(self) -> None:
+        """The loop was left early, which a dropped iterator tells: it ends, unless its thread is in another one."""
+        if self.track.innermost is self and threading.get_ident() == self._thread:
+            self.end()
 
 
 class Timeline:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import numbers
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -19,6 +20,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 _IN_PROGRESS = object()
+_PLAIN = (str, bytes, numbers.Number, type(None))  # leaves that hold no samples
 
 
 def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
@@ -51,29 +53,53 @@ def batch_size(tree: Any, dim: int = 0) -> int | None:
     return None
 
 
+def can_cut(tree: Any, dim: int = 0) -> bool:
+    """Whether it is certain how a batch falls apart into samples.
+
+    It is not for one that does not tell its size; whose tensors tell different sizes; that holds a packed sequence, a
+    sparse tensor or an object of a class that is unknown here; or a list of as many containers, or tensors alike, as
+    there are samples, each of which may be one sample, or a part of all.
+    """
+    size = batch_size(tree, dim)
+
+    def is_certain(leaf: Any) -> bool:
+        if not _is_array(leaf):
+            return isinstance(leaf, _PLAIN)
+        is_dense = not isinstance(leaf, torch.Tensor) or leaf.layout is torch.strided
+        return is_dense and (not -leaf.ndim <= dim < leaf.ndim or leaf.shape[dim] == size)
+
+    doubtful: list[Any] = []
+
+    def look(node: Any) -> None:
+        if type(node) in (list, tuple) and len(node) == size and dim == 0:
+            are_alike = all(map(_is_array, node)) and len({(each.dtype, each.ndim) for each in node}) == 1
+            if are_alike or any(map(_is_container, node)):
+                doubtful.append(node)
+
+    _map(lambda leaf: leaf, tree, {}, look)
+    return size is not None and not doubtful and all(map(is_certain, leaves(tree)))
+
+
 def take(tree: Any, start: int, stop: int, dim: int = 0) -> Any:
     """Samples `start` to `stop` of a batch: every tensor, array and (along dim 0) plain list of its size is sliced.
 
-    What has another size (a scale, a name, a constant) belongs to the whole batch and is kept whole.
+    What has no dimension `dim` (a scale, a name) belongs to the whole batch and is kept whole.
 
     Raises:
-        ValueError: the batch does not tell its size, or holds a packed sequence, whose samples are interleaved.
+        ValueError: `can_cut` says no.
     """
-    if any(isinstance(leaf, PackedSequence) for leaf in leaves(tree)):
-        raise ValueError("a batch that holds a packed sequence cannot be cut; pack the sequences after cutting")
+    if not can_cut(tree, dim):
+        raise ValueError(f"a batch of type {type(tree).__name__} cannot be cut: it does not tell what one sample is")
     size = batch_size(tree, dim)
-    if size is None:
-        raise ValueError(f"a batch of type {type(tree).__name__} without a tensor of dimension {dim} cannot be cut")
 
     def cut(node: Any) -> Any:
-        if _is_array(node) and -node.ndim <= dim < node.ndim and node.shape[dim] == size:
+        if _is_array(node) and -node.ndim <= dim < node.ndim:
             return node[(slice(None),) * (dim % node.ndim) + (slice(start, stop),)]
         return node
 
     def cut_lists(node: Any) -> Any:
-        if dim == 0 and type(node) in (list, tuple) and len(node) == size and not any(map(_is_inner, node)):
-            return node[start:stop]
-        return None
+        is_plain = type(node) in (list, tuple) and not any(map(_is_inner, node))
+        return node[start:stop] if is_plain and dim == 0 and len(node) == size else None
 
     return _map(cut, tree, {}, cut_lists)
 

@@ -33,6 +33,7 @@ class Window:
         self._batches = 0
         self._samples = 0
         self._total: int | None = 0
+        self._taken: Share | None = None
 
     def add(self, samples: int, total: int | None) -> None:
         """A batch with `samples` of the round's `total` samples was delivered; None where nobody knows the total."""
@@ -41,10 +42,18 @@ class Window:
         self._total = None if total is None or self._total is None else self._total + total
 
     def take(self) -> Share | None:
-        """This rank's share, and begin anew; None where it is unknown, or no batch came."""
-        batches, samples, total = self._batches, self._samples, self._total
-        self._batches, self._samples, self._total = 0, 0, 0
-        return Share(samples / total, batches) if total else None
+        """This rank's share, and begin anew; None where it is unknown, or no batch came.
+
+        Two optimizers that step on the same batch get the same share.
+        """
+        if self._batches:
+            self._taken = Share(self._samples / self._total, self._batches) if self._total else None
+            self._batches, self._samples, self._total = 0, 0, 0
+        return self._taken
+
+    def end_pass(self) -> None:
+        """The loader is exhausted: what steps are taken from now on are not on its last batch."""
+        self._taken = None
 
 
 _of_thread = threading.local()

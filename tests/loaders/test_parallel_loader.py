@@ -175,13 +175,21 @@ def test_what_holds_no_tensor_passes_through_untouched():
 
 
 def test_a_tail_of_mixed_structure_is_split_where_it_has_samples():
-    tail = Sample(torch.arange(4), "whole", {"array": numpy.arange(4), "names": list("abcd"), "scale": torch.ones(2)})
+    tail = Sample(
+        torch.arange(4), "whole", {"array": numpy.arange(4), "names": list("abcd"), "scale": torch.tensor(2.0)}
+    )
     first, second = (each[0] for each in batches_of([tail], 2))
     assert (first.image.tolist(), second.image.tolist()) == ([0, 1], [2, 3])
     assert (first.extra["array"].tolist(), second.extra["array"].tolist()) == ([0, 1], [2, 3])
     assert (first.extra["names"], second.extra["names"]) == (["a", "b"], ["c", "d"])
     assert first.label == second.label == "whole"
     assert torch.equal(first.extra["scale"], second.extra["scale"])
+
+
+def test_a_tail_that_cannot_be_cut_with_certainty_is_taken_whole_by_one_and_only_repeated_by_the_others():
+    boxes = (torch.arange(2), [{"boxes": torch.zeros(2, 4)}, {"boxes": torch.ones(2, 4)}])
+    assert [[samples for _, samples in lane] for lane in rounds_of([boxes], 3)] == [[2], [0], [0]]
+    assert all(lane[0][0] is boxes for lane in rounds_of([boxes], 3))
 
 
 @pytest.mark.parametrize(

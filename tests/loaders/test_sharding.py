@@ -32,8 +32,9 @@ from torch.utils.data import (
 )
 
 from unisono import BusyError, DeviceLoader, ParallelLoader
-from unisono.loaders import sharding
-from unisono.loaders.sharding import IndexedLoader, Piece, Shard, cut, deal, is_indexed, rounds
+from unisono.loaders import indexed
+from unisono.loaders.indexed import IndexedLoader, is_indexed
+from unisono.loaders.sharding import Piece, Shard, Size, cut, deal, measure, rounds
 from unisono.world import World, thread_worlds
 
 COUNTS = st.integers(1, 9)
@@ -100,6 +101,10 @@ def global_batches(each_ranks: list[list[Piece]]) -> list[list[int]]:
 # The arithmetic.
 
 
+def size_of(batch: Any) -> Size:
+    return Size(len(batch))
+
+
 @st.composite
 def short_rounds(draw: Any) -> tuple[list[int], int]:
     """The sizes of a round's batches, at most as many as there are ranks, and the number of ranks."""
@@ -111,14 +116,19 @@ def short_rounds(draw: Any) -> tuple[list[int], int]:
 def test_a_round_is_dealt_contiguously_and_each_sample_once(case):
     sizes, count = case
     whole = [(batch, sample) for batch, size in enumerate(sizes) for sample in range(size)]
-    dealt = [(part.batch, sample) for part in deal(sizes, count) if part.samples for sample in range(*part[1:3])]
+    dealt = [
+        (part.batch, sample)
+        for part in deal([*map(Size, sizes)], count)
+        if part.samples
+        for sample in range(*part[1:3])
+    ]
     assert dealt == whole
 
 
 @given(short_rounds())
 def test_every_rank_gets_a_part_and_knows_the_whole(case):
     sizes, count = case
-    parts = deal(sizes, count)
+    parts = deal([*map(Size, sizes)], count)
     assert len(parts) == count
     for part in parts:
         assert 0 <= part.start < part.stop <= sizes[part.batch]
@@ -129,7 +139,7 @@ def test_every_rank_gets_a_part_and_knows_the_whole(case):
 @given(short_rounds())
 def test_the_ranks_that_share_a_batch_share_it_evenly_and_earlier_ones_have_more(case):
     sizes, count = case
-    for batch, shared in itertools.groupby(deal(sizes, count), key=lambda part: part.batch):
+    for batch, shared in itertools.groupby(deal([*map(Size, sizes)], count), key=lambda part: part.batch):
         taken = [part.samples for part in shared]
         plain = [sizes[batch] // len(taken) + (place < sizes[batch] % len(taken)) for place in range(len(taken))]
         assert taken == plain
@@ -138,7 +148,7 @@ def test_the_ranks_that_share_a_batch_share_it_evenly_and_earlier_ones_have_more
 @given(short_rounds())
 def test_a_rank_without_a_sample_repeats_one_that_counts_nothing(case):
     sizes, count = case
-    fillers = [part for part in deal(sizes, count) if not part.samples]
+    fillers = [part for part in deal([*map(Size, sizes)], count) if not part.samples]
     assert all((part.start, part.stop) == (0, 1) for part in fillers)
     if len(sizes) == 1:
         assert len(fillers) == max(0, count - sizes[0])  # no more than must be
@@ -147,55 +157,55 @@ def test_a_rank_without_a_sample_repeats_one_that_counts_nothing(case):
 @given(short_rounds())
 def test_the_batches_of_a_round_have_as_many_ranks_each_to_within_one(case):
     sizes, count = case
-    sharers = Counter(part.batch for part in deal(sizes, count))
+    sharers = Counter(part.batch for part in deal([*map(Size, sizes)], count))
     assert sorted(sharers) == list(range(len(sizes)))
     assert max(sharers.values()) - min(sharers.values()) <= 1
 
 
 def test_a_full_round_gives_batch_i_to_rank_i():
-    assert deal([4, 2, 3], 3) == [(0, 0, 4, 4, 9), (1, 0, 2, 2, 9), (2, 0, 3, 3, 9)]
+    assert deal([Size(4), Size(2), Size(3)], 3) == [(0, 0, 4, 4, 9), (1, 0, 2, 2, 9), (2, 0, 3, 3, 9)]
 
 
 @given(st.lists(st.integers(1, 5), max_size=20), COUNTS)
 def test_rounds_take_the_batches_in_order_and_lose_none(sizes, count):
     batches = [list(range(size)) for size in sizes]
-    dealt = list(rounds(batches, count, len))
+    dealt = list(rounds(batches, count, size_of))
     assert [batch for each in dealt for batch in each.batches] == batches
     assert all(len(each.batches) == count for each in dealt[:-1])
-    assert all(each.parts == deal([len(batch) for batch in each.batches], count) for each in dealt)
+    assert all(each.parts == deal(each.sizes, count) for each in dealt)
 
 
 @given(st.lists(st.integers(1, 3), max_size=20), COUNTS)
 def test_fixed_rounds_end_before_the_first_that_differs(sizes, count):
     whole = [sizes[start : start + count] for start in range(0, len(sizes), count)]
     kept = list(itertools.takewhile(lambda group: group == [sizes[0]] * count, whole))
-    dealt = rounds([[None] * size for size in sizes], count, len, fixed_batch_size=True)
+    dealt = rounds([[None] * size for size in sizes], count, size_of, fixed_batch_size=True)
     assert [[len(batch) for batch in each.batches] for each in dealt] == kept
 
 
 @given(st.lists(st.integers(1, 3), max_size=20), COUNTS)
 def test_rounds_that_drop_their_tail_keep_every_full_round(sizes, count):
-    dealt = rounds([[None] * size for size in sizes], count, len, drop_tail=True)
+    dealt = rounds([[None] * size for size in sizes], count, size_of, drop_tail=True)
     assert [len(each.batches) for each in dealt] == [count] * (len(sizes) // count)
 
 
 def test_rounds_read_no_further_than_the_round_they_give():
     read = []
     source = (read.append(number) or [number] for number in range(100))
-    dealt = rounds(source, 3, len)
+    dealt = rounds(source, 3, size_of)
     next(dealt)
     assert read == [0, 1, 2]
 
 
 def test_what_a_fixed_size_leaves_out_is_logged(caplog):
     with caplog.at_level(logging.WARNING, "unisono"):
-        list(rounds([[1, 2], [3, 4], [5]], 2, len, fixed_batch_size=True))
+        list(rounds([[1, 2], [3, 4], [5]], 2, size_of, fixed_batch_size=True))
     assert "ends the epoch before round 1" in caplog.text
     assert "[1] samples" in caplog.text
 
 
 def test_a_batch_that_does_not_tell_its_size_is_one_sample_that_all_who_share_it_get_whole():
-    (dealt,) = rounds(["text"], 3, lambda batch: None)
+    (dealt,) = rounds(["text"], 3, lambda batch: measure(batch, 0))
     pieces = [cut(dealt, rank, 0) for rank in range(3)]
     assert pieces == [("text", 1, 1), ("text", 0, 1), ("text", 0, 1)]
 
@@ -250,7 +260,7 @@ def test_cutting_at_the_indices_and_cutting_loaded_batches_give_each_rank_the_sa
     loader = DataLoader(Numbers(samples), batch_size=batch, shuffle=shuffle)
     cut_at_indices = shards(loader, count)
     loaded = (piece.batch for piece in IndexedLoader(loader, Shard(0, 1), None).pieces())
-    dealt = list(rounds(loaded, count, len))
+    dealt = list(rounds(loaded, count, size_of))
     for rank, pieces in enumerate(cut_at_indices):
         cut_when_loaded = [cut(each, rank, 0) for each in dealt]
         assert [(p.batch.tolist(), *p[1:]) for p in pieces] == [(p.batch.tolist(), *p[1:]) for p in cut_when_loaded]
@@ -439,7 +449,7 @@ def test_persistent_workers_serve_epoch_after_epoch_and_after_an_early_end():
 
 
 def test_persistent_workers_that_serve_another_pass_are_busy(monkeypatch):
-    monkeypatch.setattr(sharding, "_BUSY_S", 0.01)
+    monkeypatch.setattr(indexed, "_BUSY_S", 0.01)
     indexed = IndexedLoader(DataLoader(Numbers(4), num_workers=1, persistent_workers=True), Shard(0, 1), None)
     running = indexed.pieces()
     with pytest.raises(BusyError, match="persistent workers serve another loop"):

@@ -13,7 +13,7 @@ from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, THREADS_4, Mode
 
 import unisono
 from unisono import CollectiveMismatchError, current_world
-from unisono.loaders.sharding import deal
+from unisono.loaders.sharding import Size, deal
 from unisono.parallel import gradients
 from unisono.parallel.gradients import reduce_gradients
 from unisono.window import Share
@@ -185,7 +185,7 @@ def test_loaders_of_different_kinds_are_told_on_every_rank(mode):
     dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
 )
 def test_shares_that_a_small_type_rounds_are_no_mismatch(sizes, dtype):
-    dealt = [deal(each, 4) for each in sizes]
+    dealt = [deal([*map(Size, each)], 4) for each in sizes]
     batches = len(sizes)
     total = sum(parts[0].total for parts in dealt)
     shares = [Share(sum(parts[rank].samples for parts in dealt) / total, batches) for rank in range(4)]

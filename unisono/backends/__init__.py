@@ -6,6 +6,7 @@ To add one: write `foo.py` beside this file, end it with `backend_class = FooBac
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 
@@ -86,6 +87,25 @@ def resolve_device(device: str | int | torch.device) -> tuple[Backend, torch.dev
         raise ValueError(f"device {str(wanted)!r} does not exist; there are {', '.join(available_devices())}")
     backend = pick_backend(wanted.type)
     return backend, backend.device(wanted.index or 0)
+
+
+def resolve_devices(devices: Sequence[str | int | torch.device]) -> list[tuple[Backend, torch.device]]:
+    """The families and normalised devices of a list.
+
+    Raises:
+        TypeError: it is no list of devices.
+        ValueError: it is empty, repeats a device, or names one that does not exist.
+    """
+    if isinstance(devices, str | bytes) or not isinstance(devices, Sequence):
+        raise TypeError(f"devices={devices!r} is a {type(devices).__name__}; pass a list of devices")
+    if not devices:
+        raise ValueError("devices=[] is empty; pass at least one device")
+    resolved = [resolve_device(device) for device in devices]
+    names = [str(device) for _, device in resolved]
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise ValueError(f"devices={names} repeats {', '.join(repeated)}; name each device once")
+    return resolved
 
 
 def check_index(index: int, count: int, name: str) -> None:

@@ -20,10 +20,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from unisono.backends import pick_backend, resolve_device
+from unisono.backends import pick_backend, resolve_device, resolve_devices
 from unisono.backends.cores import fair_num_threads, kept_num_threads
 from unisono.errors import BusyError
-from unisono.loaders.parallel_loader import DeviceIterator, ParallelLoader, resolve_devices
+from unisono.loaders.device_iterator import DeviceIterator
+from unisono.loaders.parallel_loader import ParallelLoader
 from unisono.outcome import add_note_once, first_cause
 from unisono.parallel.replicas import ReplicaThreads
 from unisono.timeline import Timeline

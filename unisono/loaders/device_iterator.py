@@ -1,0 +1,79 @@
+"""DeviceIterator: the loop's end of a loader. It waits for batches, and keeps the loop's time and its window."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from typing import Any
+
+import torch
+
+from unisono.loaders.channel import EndOfChannel
+from unisono.loaders.stages import Lane
+from unisono.timeline import COMPUTE, FETCH, Loop
+from unisono.window import window_of
+
+
+class DeviceIterator:
+    """The batches of one device, once. What `ParallelLoader.per_device_loader` returns.
+
+    Attributes:
+        valid_samples: how many samples of the last delivered batch count: all of them, or 0 for a batch that only
+            repeats a sample so that this rank keeps step with the others.
+    """
+
+    def __init__(self, parent: Sized, lane: Lane) -> None:
+        self._parent = parent  # its threads end with the last iterator
+        self._lane = lane
+        self._loop: Loop | None = None
+        self.valid_samples = 0
+        lane.iterators.add(id(self))
+
+    def __iter__(self) -> DeviceIterator:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._parent)
+
+    def __next__(self) -> Any:
+        lane = self._lane
+        track = lane.world.timeline.loop()
+        loop = self._loop  # another thread may close this iterator, and take the attribute away
+        if loop is None or loop.track is not track:
+            loop = self._loop = Loop(track)
+        else:
+            track.switch(FETCH)
+        try:
+            lane.backend.mark_step(lane.device)
+            delivery = lane.receive()
+            lane.backend.wait_ready(delivery.token)
+        except BaseException as error:
+            loop.end()
+            self._loop = None
+            if isinstance(error, EndOfChannel):
+                if torch.is_grad_enabled():
+                    window_of(lane.world).end_pass()
+                raise StopIteration from None
+            if isinstance(error, StopIteration):  # a loop would take it for the end of the data
+                raise RuntimeError("a batch could not be moved to its device: it raised StopIteration") from error
+            raise
+        self.valid_samples = delivery.samples
+        if torch.is_grad_enabled():  # evaluation gathers no gradients, so its batches weigh none
+            window_of(lane.world).add(delivery.samples, delivery.total)
+        track.count("samples", delivery.samples)
+        track.count("batches")
+        track.switch(COMPUTE)
+        return delivery.batch
+
+    def close(self) -> None:
+        """Take no more: this device's batches fall away, the other devices go on. Idempotent."""
+        self._lane.cancel()
+        self._abandon_loop()
+
+    def __del__(self) -> None:
+        self._abandon_loop()
+        self._lane.leave(id(self))
+
+    def _abandon_loop(self) -> None:
+        if self._loop is not None:
+            self._loop.abandon()
+            self._loop = None
