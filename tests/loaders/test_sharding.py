@@ -32,7 +32,8 @@ from torch.utils.data import (
 )
 
 from unisono import BusyError, DeviceLoader, ParallelLoader
-from unisono.loaders import indexed
+from unisono.loaders import indexed as indexed_module
+from unisono.loaders import sharding
 from unisono.loaders.indexed import IndexedLoader, is_indexed
 from unisono.loaders.sharding import Piece, Shard, Size, cut, deal, measure, rounds
 from unisono.world import World, thread_worlds
@@ -449,7 +450,7 @@ def test_persistent_workers_serve_epoch_after_epoch_and_after_an_early_end():
 
 
 def test_persistent_workers_that_serve_another_pass_are_busy(monkeypatch):
-    monkeypatch.setattr(indexed, "_BUSY_S", 0.01)
+    monkeypatch.setattr(indexed_module, "_BUSY_S", 0.01)
     indexed = IndexedLoader(DataLoader(Numbers(4), num_workers=1, persistent_workers=True), Shard(0, 1), None)
     running = indexed.pieces()
     with pytest.raises(BusyError, match="persistent workers serve another loop"):
