@@ -1,0 +1,523 @@
+"""One replica per device, each in a thread of its own: what it keeps, what its failures do, and that it ends."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from interrupts import interrupt_main_thread
+from modes import PROCESSES_2
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import unisono
+from unisono import BrokenWorldError, BusyError, ClosedError, Context, DataParallel, current_world
+from unisono.backends.cores import usable_cores
+
+PATIENCE_S = 20.0
+TWO = ["cpu:0", "cpu:1"]
+
+
+def network() -> nn.Module:
+    return nn.Linear(3, 2)
+
+
+def replica_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("unisono-replica-")]
+
+
+# What it is made of.
+
+
+def test_a_modules_replicas_are_copies_with_equal_weights_and_itself_is_not_touched():
+    module = network()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    replicas = DataParallel(module, TWO)
+
+    def train(model, loader, device, context):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(context.device.index)
+
+    assert len({id(model) for model in [module, *replicas.models]}) == 3
+    for model in replicas.models:
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    replicas(train, [])
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert [model.weight[0, 0].item() for model in replicas.models] == [0.0, 1.0]
+
+
+def test_tied_weights_stay_tied_in_each_replica():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module[1].weight = module[0].weight
+    for model in DataParallel(module, TWO).models:
+        assert model[0].weight is model[1].weight
+        assert model[0].weight is not module[0].weight
+
+
+def test_a_factory_is_called_once():
+    made = []
+
+    def factory() -> nn.Module:
+        made.append(network())
+        return made[-1]
+
+    replicas = DataParallel(factory, ["cpu:0", "cpu:1", "cpu:2"])
+    assert len(made) == 1
+    assert all(torch.equal(model.weight, made[0].weight) for model in replicas.models)
+    assert isinstance(DataParallel(nn.Identity, TWO).models[0], nn.Identity)
+
+
+def test_it_names_its_devices():
+    assert DataParallel(network(), [torch.device("cpu:1"), 0, "cpu:2"]).devices == ["cpu:1", "cpu:0", "cpu:2"]
+
+
+def test_no_list_means_every_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CPU_NUM_DEVICES", "3")
+    assert DataParallel(network()).devices == ["cpu:0", "cpu:1", "cpu:2"]
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "arguments"),
+    [
+        (TypeError, "network=5 gives a int; pass a module", (5, TWO)),
+        (TypeError, "gives a str; pass a module, or what makes one", (lambda: "no module", TWO)),
+        (TypeError, "devices='cpu' is a str; pass a list of devices", (network(), "cpu")),
+        (TypeError, "devices='' is a str", (network(), "")),
+        (TypeError, "devices=0 is a int", (network(), 0)),
+        (ValueError, "devices=['cpu:0', 'cpu:0'] repeats cpu:0", (network(), ["cpu", "cpu:0"])),
+        (ValueError, "device 'foo' does not exist", (network(), ["foo"])),
+        (ValueError, "cuda", (network(), ["cuda:99"])),
+        (ValueError, "device 'meta' does not exist", (network().to("meta"), [])),
+    ],
+)
+def test_a_wrong_argument_is_refused_by_name_value_and_rule(error, words, arguments):
+    with pytest.raises(error, match=re.escape(words)):
+        DataParallel(*arguments)
+
+
+def test_what_is_no_function_is_refused():
+    with pytest.raises(TypeError, match="loop_fn=None is a NoneType; pass a function"):
+        DataParallel(network(), TWO)(None, [])
+
+
+# What a call does.
+
+
+def test_the_loop_gets_its_model_loader_device_and_context():
+    replicas = DataParallel(network(), TWO)
+
+    def loop(model, loader, device, context):
+        return model, device, context.device, list(loader)
+
+    for rank, (model, device, of_context, batches) in enumerate(replicas(loop, range(6))):
+        assert model is replicas.models[rank]
+        assert device == of_context == torch.device("cpu", rank)
+        assert batches == list(range(rank, 6, 2))
+
+
+def test_results_come_in_the_order_of_the_devices_whoever_ends_first():
+    last_has_ended = threading.Event()
+
+    def loop(model, loader, device, context):
+        if device.index == 2:
+            last_has_ended.set()
+        else:
+            last_has_ended.wait(PATIENCE_S)
+        return device.index
+
+    assert DataParallel(network(), ["cpu:1", "cpu:0", "cpu:2"])(loop, []) == [1, 0, 2]
+
+
+def test_batches_of_one_call_are_dealt_and_the_tail_is_split():
+    replicas = DataParallel(network(), TWO)
+    loader = DataLoader(TensorDataset(torch.arange(11)), batch_size=2)
+
+    def loop(model, loader, device, context):
+        return [batch[: loader.valid_samples].tolist() for (batch,) in loader]
+
+    first, second = replicas(loop, loader)
+    assert [first, second] == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10]]]
+    assert [len(each) for each in replicas(loop, loader, fixed_batch_size=True)] == [2, 2]
+
+
+def test_the_samples_may_lie_along_another_dimension():
+    def loop(model, loader, device, context):
+        return [list(batch.shape) for batch in loader]
+
+    assert DataParallel(network(), TWO)(loop, [torch.zeros(2, 5)], batchdim=1) == [[[2, 3]], [[2, 2]]]
+
+
+def test_every_call_continues_the_epochs_of_its_loader():
+    replicas = DataParallel(network(), TWO)
+    loader = DataLoader(TensorDataset(torch.arange(40)), batch_size=5, shuffle=True)
+
+    def loop(model, loader, device, context):
+        return [number for (batch,) in loader for number in batch.tolist()]
+
+    one, two = replicas(loop, loader), replicas(loop, loader)
+    assert one != two
+    assert sorted(sum(one, [])) == sorted(sum(two, [])) == list(range(40))  # noqa: RUF017
+
+
+def test_each_replica_is_a_rank():
+    def loop(*_):
+        world = current_world()
+        return unisono.rank(), unisono.local_rank(), unisono.world_size(), unisono.is_rank_zero(), str(world.device)
+
+    assert DataParallel(network(), TWO)(loop, []) == [(0, 0, 2, True, "cpu:0"), (1, 1, 2, False, "cpu:1")]
+    assert current_world().world_size == 1
+
+
+def test_a_context_lives_across_calls_and_functions():
+    replicas = DataParallel(network(), TWO)
+
+    def count(model, loader, device, context):
+        context.calls = context.getattr_or("calls", 0) + 1
+        return context
+
+    def read(model, loader, device, context):
+        return context.calls
+
+    first = replicas(count, [])
+    assert replicas(count, []) == first
+    assert replicas(read, []) == [2, 2]
+    assert [context.device for context in first] == [torch.device("cpu:0"), torch.device("cpu:1")]
+
+
+def test_getattr_or_keeps_what_it_makes_and_makes_none_again():
+    context, made = Context(torch.device("cpu")), []
+
+    def make() -> list[int]:
+        made.append(len(made))
+        return made
+
+    assert context.getattr_or("list", make) is context.getattr_or("list", make) is made
+    assert made == [0]
+    for value in (0, False, "", [], "text"):
+        assert context.getattr_or(f"kept {value!r}", value) == value
+        assert context.getattr_or(f"kept {value!r}", "another") == value
+    assert context.getattr_or("nothing", None) is None
+    assert context.getattr_or("nothing", lambda: None) is None
+    assert context.getattr_or("nothing", 7) == 7
+    assert context.getattr_or("device", "another") == torch.device("cpu")
+    context.mine = "set"
+    assert context.getattr_or("mine", "another") == "set"
+
+
+def test_the_threads_stay_from_call_to_call_and_a_call_adds_none():
+    replicas = DataParallel(network(), TWO)
+    runs = [replicas(lambda *_: threading.get_ident(), range(5)) for _ in range(5)]
+    assert runs == [runs[0]] * 5
+    assert threading.get_ident() not in runs[0]
+    assert len(replica_threads()) == 2
+
+
+def test_the_callers_number_of_threads_is_kept_and_the_replicas_share_the_cores():
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        shares = DataParallel(network(), TWO)(lambda *_: torch.get_num_threads(), [])
+        assert torch.get_num_threads() == 3
+        assert shares == [max(1, usable_cores() // 2)] * 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_training_over_two_calls_gives_every_replica_equal_bits():
+    replicas = DataParallel(network(), ["cpu:0", "cpu:1", "cpu:2"])
+    numbers = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randn(23, 3, generator=numbers), torch.randn(23, 2, generator=numbers))
+
+    def train(model, loader, device, context):
+        optimizer = context.getattr_or("optimizer", lambda: torch.optim.Adam(model.parameters()))
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            F.mse_loss(model(inputs), targets).backward()
+            unisono.optimizer_step(optimizer)
+
+    for _ in range(2):
+        replicas(train, DataLoader(data, batch_size=3))
+    for model in replicas.models[1:]:
+        assert torch.equal(model.weight, replicas.models[0].weight)
+
+
+# The native run.
+
+
+def test_an_empty_list_runs_the_module_itself_in_the_calling_thread():
+    module = network()
+    replicas = DataParallel(module, [])
+
+    def loop(model, loader, device, context):
+        context.calls = context.getattr_or("calls", 0) + 1
+        return model, threading.get_ident(), device, unisono.world_size(), context.calls, list(loader)
+
+    for call in (1, 2):
+        found = replicas(loop, range(3))
+        assert found == [(module, threading.get_ident(), torch.device("cpu:0"), 1, call, [0, 1, 2])]
+    assert replicas.models == [module]
+    assert replicas.devices == ["cpu:0"]
+    assert not replica_threads()
+
+
+def test_a_native_run_raises_as_it_is_and_works_again():
+    replicas = DataParallel(nn.Identity(), [])
+    with pytest.raises(ZeroDivisionError):
+        replicas(lambda *_: 1 / 0, [])
+    assert replicas(lambda *_: "again", []) == ["again"]
+
+
+def test_a_native_run_of_a_module_on_two_devices_is_refused():
+    module = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))
+    with pytest.raises(RuntimeError, match="its parameters lie on cpu, meta; move it first"):
+        DataParallel(module, [])
+
+
+# Failures.
+
+
+def test_a_failing_replica_raises_in_the_caller_with_its_place_and_the_object_works_again():
+    replicas = DataParallel(network(), TWO)
+
+    def loop(model, loader, device, context):
+        if device.index == 1:
+            raise KeyError("mine")
+        unisono.barrier()
+
+    with pytest.raises(KeyError, match="mine") as caught:
+        replicas(loop, [])
+    assert any(note.startswith("rank 1 of 2, cpu:1, pid ") for note in caught.value.__notes__)
+    assert "loop" in [entry.name for entry in caught.traceback]
+    assert replicas(lambda *_: unisono.all_reduce(torch.tensor(1)).item(), []) == [2, 2]
+
+
+def test_a_failing_replica_ends_the_loops_of_the_others_where_they_never_meet():
+    replicas = DataParallel(network(), TWO)
+    ended = []
+
+    def loop(model, loader, device, context):
+        if device.index == 0:
+            next(loader)
+            raise KeyError("mine")
+        with pytest.raises(ClosedError):
+            for _ in loader:
+                pass
+        ended.append(device.index)
+
+    with pytest.raises(KeyError, match="mine"):
+        replicas(loop, itertools.count())
+    assert ended == [1]
+
+
+def test_the_first_failure_is_raised_and_not_what_it_made_of_the_others():
+    replicas = DataParallel(network(), TWO)
+    has_failed = threading.Event()
+
+    def loop(model, loader, device, context):
+        if device.index == 1:
+            try:
+                raise OSError("the cause")
+            finally:
+                has_failed.set()
+        try:
+            unisono.barrier()
+        except BrokenWorldError as error:
+            raise RuntimeError("in my clean-up") from error
+
+    for _ in range(20):
+        with pytest.raises(OSError, match="the cause"):
+            replicas(loop, [])
+    assert has_failed.is_set()
+
+
+def test_an_error_of_the_dataset_is_raised_in_its_own_type():
+    class Broken(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return 20
+
+        def __getitem__(self, index: int) -> int:
+            if index == 13:
+                raise LookupError("sample 13")
+            return index
+
+    replicas = DataParallel(network(), TWO)
+    taken: list[Any] = []
+    with pytest.raises(LookupError, match="sample 13"):
+        replicas(lambda model, loader, *_: taken.extend(loader), DataLoader(Broken(), batch_size=2))
+    assert replicas(lambda model, loader, *_: len(list(loader)), range(4)) == [2, 2]
+
+
+def test_a_loader_that_cannot_be_iterated_raises_in_the_caller():
+    class Broken:
+        def __iter__(self) -> Iterator[int]:
+            raise OSError("the disk is gone")
+
+    replicas = DataParallel(network(), TWO)
+    with pytest.raises(OSError, match="the disk is gone"):
+        replicas(lambda *_: None, Broken())
+    with pytest.raises(TypeError, match="loader=5 is a int"):
+        replicas(lambda *_: None, 5)
+    assert replicas(lambda *_: 1, []) == [1, 1]
+
+
+def test_an_exit_in_a_replica_is_an_exit_of_the_caller():
+    replicas = DataParallel(network(), TWO)
+
+    def loop(model, loader, device, context):
+        if device.index == 1:
+            sys.exit(3)
+        unisono.barrier()
+
+    with pytest.raises(SystemExit) as caught:
+        replicas(loop, [])
+    assert caught.value.code == 3
+    assert replicas(lambda *_: 1, []) == [1, 1]
+
+
+@pytest.mark.parametrize("batches", [3, 100])
+def test_a_replica_that_returns_early_leaves_the_others_their_batches(batches):
+    def loop(model, loader, device, context):
+        return len([next(loader)] if device.index == 0 else list(loader))
+
+    assert DataParallel(network(), TWO)(loop, range(2 * batches)) == [1, batches]
+
+
+def test_a_replica_that_returns_early_breaks_the_collectives_of_the_others():
+    def loop(model, loader, device, context):
+        for _ in loader:
+            if device.index == 0:
+                return
+            unisono.barrier()
+
+    with pytest.raises(BrokenWorldError, match="rank 0 has left this world"):
+        DataParallel(network(), TWO)(loop, range(100))
+
+
+def test_a_call_while_one_runs_is_refused_and_the_running_one_goes_on():
+    replicas = DataParallel(network(), TWO)
+    is_running, may_end = threading.Event(), threading.Event()
+
+    def loop(*_):
+        is_running.set()
+        may_end.wait(PATIENCE_S)
+        return "done"
+
+    found: list[Any] = []
+    running = threading.Thread(target=lambda: found.extend(replicas(loop, [])))
+    running.start()
+    is_running.wait(PATIENCE_S)
+    with pytest.raises(BusyError, match="runs one at a time"):
+        replicas(loop, [])
+    may_end.set()
+    running.join(PATIENCE_S)
+    assert found == ["done", "done"]
+
+
+@pytest.mark.parametrize("devices", [TWO, ["cpu"], []], ids=str)
+def test_a_call_from_within_its_own_loop_is_refused(devices):
+    replicas = DataParallel(nn.Identity(), devices)
+
+    def loop(*_):
+        with pytest.raises(BusyError, match="runs one at a time"):
+            replicas(loop, [])
+        return "refused"
+
+    assert replicas(loop, []) == ["refused"] * max(1, len(devices))
+
+
+def test_another_one_within_a_replica_of_several_is_refused():
+    inner = DataParallel(network(), TWO)
+    with pytest.raises(RuntimeError, match=r"DataParallel in rank [01] of 2: its threads would meet one another only"):
+        DataParallel(network(), TWO)(lambda *_: inner(lambda *_: None, []), [])
+
+
+def test_a_worker_of_several_is_refused():
+    def body() -> str:
+        with pytest.raises(RuntimeError) as caught:
+            DataParallel(nn.Identity(), ["cpu:0", "cpu:1"])(lambda *_: None, [])
+        return str(caught.value)
+
+    assert [message[:28] for message in PROCESSES_2.run(body)] == [
+        f"DataParallel in rank {rank} of 2:" for rank in (0, 1)
+    ]
+
+
+# Ends.
+
+
+def interrupted(loop: Callable[..., Any], loader: Any) -> DataParallel:
+    replicas = DataParallel(network(), TWO)
+    with pytest.raises(KeyboardInterrupt):
+        replicas(loop, loader)
+    return replicas
+
+
+def test_an_interrupt_of_the_caller_ends_loops_over_the_loader():
+    has_begun = threading.Barrier(2, action=interrupt_main_thread)
+
+    def loop(model, loader, device, context):
+        next(loader)
+        has_begun.wait(PATIENCE_S)
+        for _ in loader:
+            pass
+
+    replicas = interrupted(loop, itertools.count())
+    assert replicas(lambda model, loader, *_: len(list(loader)), range(4)) == [2, 2]
+
+
+def test_an_interrupt_of_the_caller_ends_the_waiting_in_collectives():
+    one_waits_elsewhere = threading.Event()
+
+    def loop(model, loader, device, context):
+        if device.index == 0:
+            interrupt_main_thread()
+            try:
+                unisono.barrier()
+            finally:
+                one_waits_elsewhere.set()
+        one_waits_elsewhere.wait(PATIENCE_S)
+
+    replicas = interrupted(loop, [])
+    assert replicas(lambda *_: unisono.world_size(), []) == [2, 2]
+
+
+def test_dropping_it_ends_its_threads():
+    replicas = DataParallel(network(), TWO)
+    replicas(lambda *_: None, range(3))
+    threads = replica_threads()
+    assert len(threads) == 2
+    del replicas
+    gc.collect()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_one_that_is_never_called_starts_nothing():
+    replicas = DataParallel(network(), TWO)
+    assert not replica_threads()
+    assert replicas.devices == TWO
+
+
+def test_time_between_calls_belongs_to_no_loop():
+    replicas = DataParallel(network(), ["cpu"])
+
+    def leave(model, loader, device, context):
+        next(loader)
+        return current_world().timeline.loop()
+
+    (track,) = replicas(leave, range(5))
+    assert track._phase is None
+    with pytest.raises(ZeroDivisionError):
+        replicas(lambda model, loader, *_: next(loader) / 0, range(5))
+    assert track._phase is None

@@ -1,0 +1,149 @@
+"""The threads under a DataParallel: one outcome for each piece of work, whatever interrupts the waiting."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+from interrupts import interrupt_main_thread
+
+from unisono.outcome import Outcome
+from unisono.parallel import replicas
+from unisono.parallel.replicas import ReplicaThreads
+
+PATIENCE_S = 20.0
+
+
+def unexpected(error: BaseException) -> None:
+    raise AssertionError("nothing interrupted") from error
+
+
+def replica_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("unisono-replica-")]
+
+
+def test_each_thread_runs_its_own_and_the_outcomes_come_in_order():
+    threads = ReplicaThreads(3)
+    together = threading.Barrier(3)
+
+    def body(number: int) -> tuple[int, str]:
+        together.wait(PATIENCE_S)  # all at the same time
+        return number, threading.current_thread().name
+
+    outcomes = threads.run([lambda number=number: body(number) for number in range(3)], unexpected)
+    assert [outcome.unwrap() for outcome in outcomes] == [(number, f"unisono-replica-{number}") for number in range(3)]
+
+
+def test_an_error_of_one_is_its_outcome_and_the_others_are_waited_for():
+    threads = ReplicaThreads(2)
+    is_raising = threading.Event()
+
+    def fail() -> None:
+        is_raising.set()
+        raise SystemExit(3)
+
+    failed, passed = threads.run([fail, lambda: is_raising.wait(PATIENCE_S)], unexpected)
+    assert isinstance(failed.error, SystemExit)
+    assert passed.unwrap() is True
+
+
+def test_the_threads_start_at_the_first_use_and_stay():
+    threads = ReplicaThreads(2)
+    assert not replica_threads()
+    runs = [[outcome.unwrap() for outcome in threads.run([threading.get_ident] * 2, unexpected)] for _ in range(5)]
+    assert runs == [runs[0]] * 5
+    assert len(set(runs[0])) == len(replica_threads()) == 2
+
+
+def test_what_a_call_worked_on_is_not_kept():
+    class Thing: ...
+
+    threads = ReplicaThreads(1)
+    thing = Thing()
+    gone = weakref.ref(thing)
+    threads.run([lambda thing=thing: thing], unexpected)
+    del thing
+    threads.run([lambda: None], unexpected)  # the thread has let go of the work before when it takes the next
+    assert gone() is None
+
+
+def test_dropping_the_owner_ends_the_threads():
+    threads = ReplicaThreads(2)
+    threads.run([lambda: None] * 2, unexpected)
+    started = replica_threads()
+    del threads
+    gc.collect()
+    for thread in started:
+        thread.join(PATIENCE_S)
+    assert not any(thread.is_alive() for thread in started)
+
+
+def test_an_interrupt_is_passed_on_and_the_functions_are_still_waited_for():
+    threads, ended, is_told, seen = ReplicaThreads(2), [], threading.Event(), []
+
+    def body(number: int) -> None:
+        if number == 0:
+            interrupt_main_thread()
+        is_told.wait(PATIENCE_S)
+        ended.append(number)
+
+    def on_interrupt(error: BaseException) -> None:
+        seen.append(type(error))
+        is_told.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        threads.run([lambda: body(0), lambda: body(1)], on_interrupt)
+    assert sorted(ended) == [0, 1]
+    assert seen == [KeyboardInterrupt]
+    assert [outcome.unwrap() for outcome in threads.run([lambda: 1, lambda: 2], unexpected)] == [1, 2]
+
+
+def test_a_second_interrupt_waits_no_longer():
+    threads, gate, has_first = ReplicaThreads(1), threading.Event(), threading.Event()
+
+    def body() -> None:
+        interrupt_main_thread()
+        has_first.wait(PATIENCE_S)
+        interrupt_main_thread()
+        gate.wait(PATIENCE_S)
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            threads.run([body], lambda error: has_first.set())
+        assert not gate.is_set()
+    finally:
+        gate.set()
+
+
+def test_an_outcome_whose_news_an_interrupt_loses_is_there_all_the_same(monkeypatch):
+    """An interrupt may strike between taking the news from the queue and acting on it."""
+    threads = ReplicaThreads(2)
+    losing = [True]
+
+    class Lossy:
+        def __init__(self) -> None:
+            self._news = real()
+
+        def put(self, item: None) -> None:
+            self._news.put(item)
+
+        def get(self) -> None:
+            self._news.get()
+            if losing:
+                losing.clear()
+                raise KeyboardInterrupt
+
+    real = replicas.SimpleQueue
+    threads.run([lambda: None] * 2, unexpected)
+    monkeypatch.setattr(replicas, "SimpleQueue", Lossy)
+    raised: list[type] = []
+
+    def run() -> None:
+        raised.append(type(Outcome.capture(threads.run, [lambda: None] * 2, lambda error: None).error))
+
+    running = threading.Thread(target=run, daemon=True)
+    running.start()
+    running.join(PATIENCE_S)
+    assert raised == [KeyboardInterrupt]
