@@ -92,10 +92,12 @@ class Loop:
         self.track.switch(self._before)
         self.track.innermost = self._around
 
-    def abandon(self) -> None:
+    def abandon(self) -> bool:
         """The loop was left early, which a dropped iterator tells: it ends, unless its thread is in another one."""
-        if self.track.innermost is self and threading.get_ident() == self._thread:
+        is_running = self.track.innermost is self and threading.get_ident() == self._thread
+        if is_running:
             self.end()
+        return is_running
 
 
 class Timeline:

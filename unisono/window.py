@@ -52,7 +52,7 @@ class Window:
         return self._taken
 
     def end_pass(self) -> None:
-        """The loader is exhausted: what steps are taken from now on are not on its last batch."""
+        """The loop over the loader has ended: what steps are taken from now on are not on its last batch."""
         self._taken = None
 
 

@@ -114,6 +114,9 @@ def test_the_script_trains_and_leaves_a_picture(mode: str, tmp_path: Path) -> No
     [
         (["--devices", "3"], "does not divide the global batch of 64"),
         (["--devices", "-2"], "does not divide"),
+        (["--devices", "0"], "--devices 0 does not divide"),
+        (["--devices", "two"], "invalid int value"),
+        (["--mode", "rings"], "invalid choice"),
         (["--epochs", "0"], "trains nothing"),
         (["--mode", "solo", "--devices", "2"], "runs on one device"),
     ],

@@ -503,5 +503,22 @@ def test_several_optimizers_share_a_step_of_one_loader(pair):
                 optimizer_step(optimizer)
         return [weight.item() for weight in weights]
 
-    first, second = pair.loop(body, [torch.full((2,), 1.0).double(), torch.full((2,), 3.0).double()])
+    first, second = pair.loop(body, [torch.full((3,), 1.0).double(), torch.full((1,), 5.0).double()])
     assert first == second == [-2.0, -2.0]
+
+
+@pytest.mark.parametrize("is_left_early", [False, True])
+def test_a_step_after_a_loop_is_on_batches_from_elsewhere(pair, is_left_early):
+    def body(batches: Loader) -> float:
+        weight = nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        for _ in batches:
+            optimizer_step(optimizer)
+            if is_left_early:
+                break
+        del batches
+        weight.grad = torch.tensor([1.0 + unisono.rank()])
+        optimizer_step(optimizer)
+        return weight.item()
+
+    assert pair.run(lambda: body(DeviceLoader([torch.ones(3), torch.ones(1)]))) == [-1.5, -1.5]

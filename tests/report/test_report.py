@@ -111,6 +111,20 @@ def test_the_picture_can_be_opened_and_is_not_empty(tmp_path: Path) -> None:
     assert pixels.std() > 0.05
 
 
+@pytest.mark.usefixtures("_fonts")
+@pytest.mark.parametrize("name", ["picture", "picture.v2", "picture.jpg"])
+def test_the_picture_is_a_png_under_the_very_name_that_is_returned(tmp_path: Path, name: str) -> None:
+    path = save_picture(a_report(), [2.0, 1.0], str(tmp_path / name))
+    assert path == tmp_path / name
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("_fonts")
+@pytest.mark.parametrize("losses", [[], [0.0], [float("nan"), 1.0]], ids=str)
+def test_losses_that_no_curve_shows_still_give_a_picture(tmp_path: Path, losses: list[float]) -> None:
+    assert save_picture(a_report(), losses, tmp_path / "picture.png").stat().st_size > 1000
+
+
 def test_a_report_of_a_run_without_loops_divides_nothing_by_zero() -> None:
     with use_world(solo_world()):
         report = gather_report()

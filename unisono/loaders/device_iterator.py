@@ -37,7 +37,7 @@ class DeviceIterator:
     def __next__(self) -> Any:
         lane = self._lane
         track = lane.world.timeline.loop()
-        loop = self._loop  # another thread may close this iterator, and take the attribute away
+        loop = self._loop
         if loop is None or loop.track is not track:
             loop = self._loop = Loop(track)
         else:
@@ -50,8 +50,7 @@ class DeviceIterator:
             loop.end()
             self._loop = None
             if isinstance(error, EndOfChannel):
-                if torch.is_grad_enabled():
-                    window_of(lane.world).end_pass()
+                self._end_pass()
                 raise StopIteration from None
             if isinstance(error, StopIteration):  # a loop would take it for the end of the data
                 raise RuntimeError("a batch could not be moved to its device: it raised StopIteration") from error
@@ -74,6 +73,10 @@ class DeviceIterator:
         self._lane.leave(id(self))
 
     def _abandon_loop(self) -> None:
-        if self._loop is not None:
-            self._loop.abandon()
+        if self._loop is not None and self._loop.abandon():
             self._loop = None
+            self._end_pass()
+
+    def _end_pass(self) -> None:
+        if torch.is_grad_enabled():
+            window_of(self._lane.world).end_pass()

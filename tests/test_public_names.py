@@ -1,0 +1,76 @@
+"""The names of the package: what is promised is there, in one place, and costs nothing before it is used."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import unisono
+
+
+def type_checkers_imports() -> dict[str, str]:
+    """Each name that a type checker sees, and the module that it comes from."""
+    tree = ast.parse(Path(unisono.__file__).read_text())
+    blocks = [node.body for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    imports = [node for body in blocks for node in body]
+    assert imports
+    found = {}
+    for node in imports:
+        assert isinstance(node, ast.ImportFrom)
+        for alias in node.names:
+            assert alias.asname == alias.name, "a re-export is written as such"
+            found[alias.name] = node.module
+    return found
+
+
+def test_the_names_are_sorted_and_single():
+    assert unisono.__all__ == sorted(set(unisono.__all__))
+
+
+def test_a_type_checker_sees_the_same_names_from_the_same_modules():
+    assert type_checkers_imports() == unisono._HOME_OF
+    assert sorted(type_checkers_imports()) == unisono.__all__
+
+
+@pytest.mark.parametrize("name", unisono.__all__)
+def test_a_name_is_the_object_of_its_home(name):
+    value = getattr(unisono, name)
+    assert value is getattr(import_module(unisono._HOME_OF[name]), name)
+    assert value.__module__ == unisono._HOME_OF[name], "its home is the module that defines it"
+    assert value.__doc__
+
+
+def test_a_star_import_brings_exactly_these_names():
+    scope: dict[str, object] = {}
+    exec("from unisono import *", scope)
+    assert sorted(scope.keys() - {"__builtins__"}) == unisono.__all__
+
+
+def test_dir_shows_them_before_they_are_used():
+    script = "import unisono; assert set(unisono.__all__) <= set(dir(unisono))"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'unisono' has no attribute 'allreduce'"):
+        unisono.allreduce  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name 'allreduce'"):
+        exec("from unisono import allreduce")
+
+
+def test_importing_the_package_imports_no_torch_and_nothing_of_its_own():
+    script = """
+import sys
+import unisono
+heavy = {"torch", "numpy", "psutil", "cloudpickle", "rich", "matplotlib"} & set(sys.modules)
+own = [name for name in sys.modules if name.startswith("unisono.")]
+assert not heavy and not own, (heavy, own)
+unisono.BusyError
+assert "torch" not in sys.modules, "the errors are cheap too"
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
