@@ -255,7 +255,7 @@ def test_a_rank_that_ends_without_a_result_has_died(death, capfd, soon):
     def work(index):
         if index == 1:
             print("a line before the end")
-            print("another", flush=True)
+            print("another")
             die(index)
         current_world().comm.barrier()
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
 import tempfile
 import threading
 import time
@@ -24,7 +26,7 @@ RICH = """
 import os, signal, sys, threading, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from faults import Line, grandchild, stand_still
+from faults import Gate, Line, grandchild, stand_still
 from unisono.launch.spawn import spawn
 
 line = Line(Path("line").absolute())
@@ -115,24 +117,26 @@ print("the end of the script", flush=True)
 
 
 @pytest.mark.parametrize("daemon", [True, False], ids=["a daemon group", "an interrupt at the exit"])
-def test_nothing_survives_the_end_of_the_interpreter(tmp_path, hear, daemon):
+def test_nothing_survives_the_end_of_the_interpreter(tmp_path, hear, gate, let_pass, daemon):
     source = f"""
+def tell_the_end():
+    threading.main_thread().join()
+    line.say("exiting")
 context = spawn(work, nprocs=2, join=False, daemon={daemon})
 context.pids()
-threading.Event().wait(0) if {daemon} else threading._register_atexit(line.say, "exiting")
-gate = os.open("gate", os.O_RDONLY)
-os.read(gate, 1)
+threading.Thread(target=tell_the_end).start()
+Gate(Path("gate").absolute()).wait()
 """
-    os.mkfifo(tmp_path / "gate")
     with run(source, tmp_path) as script:
         assert [hear()[0], hear()[0]] == ["running", "running"]
-        with open(tmp_path / "gate", "w") as gate:
-            gate.write("!")
-        if not daemon:
-            assert hear() == ["exiting"]
-            script.kill(signal.SIGINT)
-        script.end()
-        assert script.survivors() == []
+        let_pass(1)
+        assert hear() == ["exiting"]
+        while not daemon and script.process.poll() is None:
+            script.kill(signal.SIGINT)  # Python misses one that comes just before it begins to wait
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                script.process.wait(2)
+        script.process.wait(60)
+        assert script.living() == []  # at once: the interpreter's end has waited for it
         assert script.leftovers() == []
 
 
@@ -150,12 +154,14 @@ class Actor:
 
     def __init__(self, ear, *acts):
         self.heard = []
+        self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._act, args=(ear, acts))
 
     def _act(self, ear, acts):
-        for words, act in acts:
-            for _ in range(words):
-                self.heard.append(ear.hear())
+        for lines, act in acts:
+            self.heard += [ear.hear() for _ in range(lines)]
+            act()
+        while not self._is_over.wait(10):  # Python misses a signal that comes just before it begins to wait
             act()
 
     def __enter__(self):
@@ -163,6 +169,7 @@ class Actor:
         return self
 
     def __exit__(self, *error):
+        self._is_over.set()
         self._thread.join()
 
 

@@ -92,7 +92,7 @@ def open_group(directory: Path) -> socket.socket:
                     return _nursery.open_group(directory)
             _nursery.close()
             _nursery = None
-    raise UnisonoError("the process that workers are forked from ended at its start; see its output above")
+    raise UnisonoError("the process that workers are forked from ends at its start; what it printed stands above")
 
 
 @atexit.register

@@ -198,7 +198,9 @@ class Supervisor:
         assert self._group is not None
         self._selector.unregister(self._group)
         if all(worker.pid is None for worker in self._workers):
-            raise UnisonoError("the process that workers are forked from ended at its start; see its output above")
+            raise UnisonoError(
+                "the process that workers are forked from ended before it forked one; what it printed stands above"
+            )
         for worker in self._workers:
             if not worker.has_ended:
                 if worker.pid is not None:

@@ -86,6 +86,7 @@ def run_worker(rank: int, job_file: str, result_fd: int) -> NoReturn:
         outcome = Outcome.capture(_call, job.call, rank)
     except BaseException as error:
         outcome = Outcome.failure(error)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # fn has come to its end, and that is told first
     if isinstance(outcome.error, SystemExit):
         outcome = Outcome.failure(exit_error(outcome.error, rank))
     is_failure = outcome.error is not None
