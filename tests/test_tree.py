@@ -185,13 +185,14 @@ def test_a_packed_sequence_a_class_and_a_text_are_leaves():
 
 
 @given(trees, st.integers(-2, 2))
-def test_the_size_is_that_of_the_first_tensor_with_the_dimension(tree, dim):
-    sizes = [leaf.shape[dim] for leaf in plain_leaves(tree) if isinstance(leaf, torch.Tensor) and -2 <= dim < 2]
-    assert batch_size(tree, dim) == (sizes[0] if sizes else None)
+def test_the_size_is_what_all_tensors_with_the_dimension_agree_on(tree, dim):
+    sizes = {leaf.shape[dim] for leaf in plain_leaves(tree) if isinstance(leaf, torch.Tensor) and -2 <= dim < 2}
+    assert batch_size(tree, dim) == (sizes.pop() if len(sizes) == 1 else None)
 
 
 def test_an_array_tells_the_size_too():
-    assert batch_size(["a", numpy.zeros((4, 2)), torch.zeros(3)]) == 4
+    assert batch_size(["a", numpy.zeros((4, 2)), torch.zeros(4)]) == 4
+    assert batch_size(["a", numpy.zeros((4, 2)), torch.zeros(3)]) is None
 
 
 def test_a_number_has_no_size():

@@ -16,7 +16,7 @@ import copy
 import pickle
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
@@ -144,15 +144,19 @@ def copy_error(error: BaseException) -> BaseException:
     return twin.with_traceback(error.__traceback__)
 
 
-def _is_secondary(error: BaseException) -> bool:
+def chain_of(error: BaseException) -> Iterator[BaseException]:
+    """An error, what caused it, and so on, as Python's traceback shows them; each once, though an error may be its own
+    cause."""
     link: BaseException | None = error
-    seen = set()  # Python lets an error be its own cause
+    seen = set()
     while link is not None and id(link) not in seen:
-        if isinstance(link, BrokenWorldError):
-            return True
+        yield link
         seen.add(id(link))
         link = link.__context__ if link.__cause__ is None and not link.__suppress_context__ else link.__cause__
-    return False
+
+
+def _is_secondary(error: BaseException) -> bool:
+    return any(isinstance(link, BrokenWorldError) for link in chain_of(error))
 
 
 def _text_of(error: BaseException) -> str:

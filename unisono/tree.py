@@ -40,17 +40,17 @@ def leaves(tree: Any) -> Iterator[Any]:
 
 
 def batch_size(tree: Any, dim: int = 0) -> int | None:
-    """The number of samples of a batch: the size of its first tensor or array that has a dimension `dim`.
+    """The number of samples of a batch: the size, along `dim`, of its tensors and arrays that have this dimension.
 
-    None where nothing tells: no tensor or array has that dimension, or a packed sequence orders the samples its own
-    way.
+    None where nothing tells: none has it, they disagree, or a packed sequence orders the samples its own way.
     """
+    sizes = set()
     for leaf in leaves(tree):
         if isinstance(leaf, PackedSequence):
             return None
-        if _is_array(leaf) and -leaf.ndim <= dim < leaf.ndim:
-            return int(leaf.shape[dim])
-    return None
+        if is_array(leaf) and -leaf.ndim <= dim < leaf.ndim:
+            sizes.add(int(leaf.shape[dim]))
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def can_cut(tree: Any, dim: int = 0) -> bool:
@@ -63,7 +63,7 @@ def can_cut(tree: Any, dim: int = 0) -> bool:
     size = batch_size(tree, dim)
 
     def is_certain(leaf: Any) -> bool:
-        if not _is_array(leaf):
+        if not is_array(leaf):
             return isinstance(leaf, _PLAIN)
         is_dense = not isinstance(leaf, torch.Tensor) or leaf.layout is torch.strided
         return is_dense and (not -leaf.ndim <= dim < leaf.ndim or leaf.shape[dim] == size)
@@ -72,7 +72,7 @@ def can_cut(tree: Any, dim: int = 0) -> bool:
 
     def look(node: Any) -> None:
         if type(node) in (list, tuple) and len(node) == size and dim == 0:
-            are_alike = all(map(_is_array, node)) and len({(each.dtype, each.ndim) for each in node}) == 1
+            are_alike = all(map(is_array, node)) and len({(each.dtype, each.ndim) for each in node}) == 1
             if are_alike or any(map(_is_container, node)):
                 doubtful.append(node)
 
@@ -93,7 +93,7 @@ def take(tree: Any, start: int, stop: int, dim: int = 0) -> Any:
     size = batch_size(tree, dim)
 
     def cut(node: Any) -> Any:
-        if _is_array(node) and -node.ndim <= dim < node.ndim:
+        if is_array(node) and -node.ndim <= dim < node.ndim:
             return node[(slice(None),) * (dim % node.ndim) + (slice(start, stop),)]
         return node
 
@@ -104,7 +104,8 @@ def take(tree: Any, start: int, stop: int, dim: int = 0) -> Any:
     return _map(cut, tree, {}, cut_lists)
 
 
-def _is_array(leaf: Any) -> bool:
+def is_array(leaf: Any) -> bool:
+    """Whether it is a tensor or a numpy array."""
     if isinstance(leaf, torch.Tensor):
         return True
     numpy = sys.modules.get("numpy")  # a batch holds an array only where numpy is imported
@@ -113,7 +114,7 @@ def _is_array(leaf: Any) -> bool:
 
 def _is_inner(node: Any) -> bool:
     """Whether a list element is a batch part of its own, so that the list is a structure and not one value a sample."""
-    return _is_array(node) or _is_container(node)
+    return is_array(node) or _is_container(node)
 
 
 def _is_container(node: Any) -> bool:

@@ -1,67 +1,134 @@
-"""Window: which samples the gradients stand for that a rank has gathered since its last optimizer step.
+"""Window: which samples the gradients stand for that a rank has gathered since an optimizer's last step.
 
 A loader that knows the whole round tells, with each batch, how many of the round's samples came to this rank. The
 optimizer step weighs this rank's gradient by that share, which makes the reduced gradient that of the mean loss over
-all samples of the global batch, however unevenly they were dealt. The number of batches goes along, to tell ranks that
-stand in different rounds.
+all samples of the global batch, however unevenly they were dealt. The number of batches and a mark of the round go
+along, to tell ranks that stand in different rounds.
 
 This is the one thing that passes between `loaders` and `parallel`, which do not know each other.
 
-*Threads:* a window belongs to the thread that runs the loop and to the world that it runs in.
+Each loop over a loader is a `Pass`. A step belongs to the innermost pass that is open, so a loop of evaluation between
+two steps, or around them, changes nothing; outside all loops it belongs to the pass that ended last, if that has
+batches left which no step has taken. A pass whose batches were all delivered with gradients off is evaluation.
+
+*Threads:* a rank's loop, or its loops, run in one thread at a time. Worlds of one may be shared by threads; there no
+share is ever used.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
+
 from unisono.world import World
+
+logger = logging.getLogger(__name__)
 
 
 class Share(NamedTuple):
-    """This rank's part of the samples of a step, 0 to 1, and the number of batches in which they came."""
+    """This rank's part of the samples of a step, 0 to 1, the number of batches in which they came, the last's mark."""
 
     part: float
     batches: int
+    mark: int = 0
+
+
+class _Counts(NamedTuple):
+    """Batches, this rank's samples and all ranks' samples since the pass began."""
+
+    batches: int = 0
+    samples: int = 0
+    total: int = 0
+
+
+class Pass:
+    """What one loop over a loader has delivered to this rank."""
+
+    def __init__(self) -> None:
+        self._now = self._before = _Counts()
+        self._is_known = True
+        self.is_evaluation = True
+        self._mark = 0
+        self._taken: WeakKeyDictionary[object, _Counts] = WeakKeyDictionary()
+        self._has_warned = False
+
+    def add(self, samples: int, total: int | None, mark: int = 0) -> None:
+        """A batch with `samples` of the round's `total` samples was delivered, just now in the loop's thread.
+
+        Args:
+            total: None where nobody knows it.
+            mark: the same on all ranks where they stand in the same round.
+        """
+        self._is_known = self._is_known and total is not None
+        self.is_evaluation = self.is_evaluation and not torch.is_grad_enabled()
+        now = self._now
+        self._before, self._now = now, _Counts(now.batches + 1, now.samples + samples, now.total + (total or 0))
+        self._mark = mark
+
+    def share_for(self, optimizer: object) -> Share | None:
+        """This rank's share of the batches since that optimizer's last step; None where it is unknown.
+
+        One that steps again on the same batch gets that batch's share again.
+        """
+        taken = self._taken.get(optimizer, _Counts())
+        self._taken[optimizer] = now = self._now
+        if taken.batches == now.batches:
+            taken = self._before
+        samples, total = now.samples - taken.samples, now.total - taken.total
+        if not self._is_known or not total:
+            return None
+        last_samples, last_total = now.samples - self._before.samples, now.total - self._before.total
+        if samples * last_total != last_samples * total and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%d batches came between two optimizer steps, not all dealt in the same proportion (a tail was split); "
+                "they are weighted by their sum, which is close, not exact; a loader with drop_last=True has no tail",
+                now.batches - taken.batches,
+            )
+        return Share(samples / total, now.batches - taken.batches, self._mark)
+
+    def has_left(self, optimizer: object) -> bool:
+        """Whether it delivered batches that the optimizer has not stepped on."""
+        return self._taken.get(optimizer, _Counts()).batches < self._now.batches
 
 
 class Window:
-    """Counts of samples: this rank's and all ranks'."""
+    """The passes of one rank."""
 
     def __init__(self) -> None:
-        self._batches = 0
-        self._samples = 0
-        self._total: int | None = 0
-        self._taken: Share | None = None
+        self._open: list[Pass] = []
+        self._latest: Pass | None = None
 
-    def add(self, samples: int, total: int | None) -> None:
-        """A batch with `samples` of the round's `total` samples was delivered; None where nobody knows the total."""
-        self._batches += 1
-        self._samples += samples
-        self._total = None if total is None or self._total is None else self._total + total
+    def begin(self) -> Pass:
+        """A loop begins, inside those that are open."""
+        begun = Pass()
+        self._open.append(begun)
+        return begun
 
-    def take(self) -> Share | None:
-        """This rank's share, and begin anew; None where it is unknown, or no batch came.
+    def end(self, ended: Pass) -> None:
+        """That loop has ended, or was left. Idempotent."""
+        if ended in self._open:
+            self._open.remove(ended)
+            self._latest = self._latest if ended.is_evaluation else ended
 
-        Two optimizers that step on the same batch get the same share.
-        """
-        if self._batches:
-            self._taken = Share(self._samples / self._total, self._batches) if self._total else None
-            self._batches, self._samples, self._total = 0, 0, 0
-        return self._taken
-
-    def end_pass(self) -> None:
-        """The loop over the loader has ended: what steps are taken from now on are not on its last batch."""
-        self._taken = None
+    def share_for(self, optimizer: object) -> Share | None:
+        """This rank's share for a step of that optimizer, now; None where no loader tells."""
+        if self._open:
+            return self._open[-1].share_for(optimizer)
+        if self._latest is not None and self._latest.has_left(optimizer):
+            return self._latest.share_for(optimizer)
+        return None
 
 
-_of_thread = threading.local()
+_lock = threading.Lock()
+_windows: WeakKeyDictionary[World, Window] = WeakKeyDictionary()
 
 
 def window_of(world: World) -> Window:
-    """The calling thread's window in that world."""
-    windows: WeakKeyDictionary[World, Window] | None = getattr(_of_thread, "windows", None)
-    if windows is None:
-        windows = _of_thread.windows = WeakKeyDictionary()
-    return windows.setdefault(world, Window())
+    """The window of that rank."""
+    with _lock:
+        return _windows.setdefault(world, Window())

@@ -130,13 +130,14 @@ def test_a_receiver_waits_for_an_item():
     assert result(receiving) == "news"
 
 
-def test_the_end_wakes_a_waiting_receiver():
-    channel, is_empty = Channel(1), Waiting()
-    (receiving,) = in_threads(lambda: channel.receive(is_empty))
+def test_the_end_wakes_every_waiting_receiver():
+    channel, is_empty = Channel(1), Waiting(threads=2)
+    receiving = in_threads(*[lambda: channel.receive(is_empty)] * 2)
     is_empty.seen()
     channel.close(Outcome())
-    with pytest.raises(EndOfChannel):
-        result(receiving)
+    for each in receiving:
+        with pytest.raises(EndOfChannel):
+            result(each)
 
 
 def test_cancelling_wakes_a_waiting_sender_and_every_waiting_receiver():

@@ -8,6 +8,7 @@ import logging
 import os
 import random
 import re
+import sys
 import threading
 import weakref
 from collections import Counter
@@ -208,7 +209,7 @@ def test_what_a_fixed_size_leaves_out_is_logged(caplog):
 def test_a_batch_that_does_not_tell_its_size_is_one_sample_that_all_who_share_it_get_whole():
     (dealt,) = rounds(["text"], 3, lambda batch: measure(batch, 0))
     pieces = [cut(dealt, rank, 0) for rank in range(3)]
-    assert pieces == [("text", 1, 1), ("text", 0, 1), ("text", 0, 1)]
+    assert [piece[:3] for piece in pieces] == [("text", 1, 1), ("text", 0, 1), ("text", 0, 1)]
 
 
 @pytest.mark.parametrize(("index", "count"), [(2, 2), (-1, 2), (0, 0)])
@@ -264,7 +265,7 @@ def test_cutting_at_the_indices_and_cutting_loaded_batches_give_each_rank_the_sa
     dealt = list(rounds(loaded, count, size_of))
     for rank, pieces in enumerate(cut_at_indices):
         cut_when_loaded = [cut(each, rank, 0) for each in dealt]
-        assert [(p.batch.tolist(), *p[1:]) for p in pieces] == [(p.batch.tolist(), *p[1:]) for p in cut_when_loaded]
+        assert [(p.batch.tolist(), *p[1:3]) for p in pieces] == [(p.batch.tolist(), *p[1:3]) for p in cut_when_loaded]
 
 
 def orders(loader: DataLoader, epochs: int, seed: int | None = None) -> list[list[int]]:
@@ -481,10 +482,15 @@ def test_passes_begun_by_several_threads_at_once_are_each_complete():
             found.append(list(itertools.chain(*values(list(indexed.pieces())))))
 
     threads = [threading.Thread(target=load) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # as many meetings as can be
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
     assert [sorted(order) for order in found] == [list(range(20))] * 40
     assert len({tuple(order) for order in found}) == 40
 

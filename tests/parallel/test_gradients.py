@@ -192,7 +192,7 @@ def test_shares_that_a_small_type_rounds_are_no_mismatch(sizes, dtype):
     summed = torch.zeros((), dtype=dtype)
     for share in shares:
         summed += torch.tensor(share.part, dtype=dtype)
-    gradients._check_shares([float(batches)] * 4, summed.item(), dtype)
+    gradients._check_shares([float(batches)] * 4, [0.0] * 4, summed.item(), dtype)
 
 
 def test_a_model_without_parameters_has_nothing_to_reduce():

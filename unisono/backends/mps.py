@@ -55,7 +55,6 @@ class MpsBackend:
     def memory(self, device: torch.device) -> int:
         return int(torch.mps.current_allocated_memory())
 
-
     def _narrowed(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float64:
             if not self._has_warned:

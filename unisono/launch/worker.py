@@ -5,13 +5,15 @@
 3. It calls `fn(rank, *args)`.
 4. It sends an `Outcome` through its pipe, whatever happened, and only then leaves the world, so that its own error
    reaches the caller before the peers' errors about the broken world do.
-5. It ends by `os._exit`. The interpreter's slow end, and destructors that abort, are spared.
+5. It ends by `os._exit`, after what `fn` has left to be done: its threads that are no daemons, its atexit functions.
+   The interpreter's slow end, and destructors that abort, are spared.
 
 Nothing escapes sideways: an exception is the outcome, a sudden death is seen by the zygote.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import os
@@ -19,6 +21,7 @@ import pickle
 import signal
 import struct
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -32,7 +35,7 @@ import torch.utils.data  # here, so that every fork has it
 from unisono.backends import get_backend
 from unisono.comm.processes import ProcessCommunicator
 from unisono.errors import UnisonoError, UnpicklableError, WorkerDiedError
-from unisono.outcome import Outcome
+from unisono.outcome import Outcome, chain_of
 from unisono.pickling import loads_call
 from unisono.world import World, set_process_world
 
@@ -84,6 +87,8 @@ def run_worker(rank: int, job_file: str, result_fd: int) -> NoReturn:
         # Until here an interrupt ended the process: nothing was lost, and the transport would not have heard of it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         outcome = Outcome.capture(_call, job.call, rank)
+        if outcome.error is None:
+            threading._shutdown()  # type: ignore[attr-defined] # joins threads that are no daemons, as any program's end
     except BaseException as error:
         outcome = Outcome.failure(error)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # fn has come to its end, and that is told first
@@ -103,6 +108,8 @@ def run_worker(rank: int, job_file: str, result_fd: int) -> NoReturn:
             world.comm.abort(outcome.error)
         elif world is not None:
             world.comm.leave()
+            signal.alarm(0)
+            atexit._run_exitfuncs()  # what fn has registered, and what waits to be flushed
     os._exit(int(is_failure))
 
 
@@ -118,11 +125,10 @@ def exit_error(error: SystemExit, rank: int) -> WorkerDiedError:
 
 def _tells_of_a_peer(error: BaseException | None) -> bool:
     """Whether an error came from torch's transport: what the user's own torch.distributed calls raise, or DDP."""
-    while error is not None:
-        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
-            return True
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return False
+    return error is not None and any(
+        isinstance(link, dist.DistError) or (isinstance(link, RuntimeError) and "/gloo/" in str(link))
+        for link in chain_of(error)
+    )
 
 
 def refuse_while_loading() -> None:
@@ -183,10 +189,12 @@ def _join_world(job: Job, rank: int) -> World:
         dist.init_process_group(
             backend.process_group_backend, store=store, rank=rank, world_size=job.nprocs, timeout=job.timeout
         )
+        comm = ProcessCommunicator(device, store, job.is_checked)
+        comm.barrier()  # or a rank whose fn is short would leave while a slow one still connects to it
     return World(
         device=device,
         backend=backend,
-        comm=ProcessCommunicator(device, store, job.is_checked),
+        comm=comm,
         rank=rank,
         world_size=job.nprocs,
         local_rank=rank,

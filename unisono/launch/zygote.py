@@ -47,8 +47,6 @@ from unisono.launch import wire
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
-_IDLE_S = 0.2
-_IDLE_PRELOAD = ("torch._dynamo",)  # the first optimizer of a process imports it, at more than a second
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -82,15 +80,8 @@ class Zygote:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, lambda *_: self._end())
         signal.pthread_sigmask(signal.SIG_SETMASK, ())  # whatever the caller's thread had blocked
-        to_preload = list(_IDLE_PRELOAD)
         while True:
-            is_idle = not self.groups and bool(to_preload)
-            events = self.selector.select(_IDLE_S if is_idle else None)
-            if is_idle and not events:
-                with contextlib.suppress(Exception):  # whoever needs it will see why
-                    importlib.import_module(to_preload.pop())
-                gc.freeze()
-            for fd in (key.fd for key, _ in events):
+            for fd in (key.fd for key, _ in self.selector.select()):
                 if fd == self.caller_fd or (fd == self.control.fileno() and not self._accept()):
                     self._end()
                 elif fd == self.children_r:
@@ -251,6 +242,8 @@ def main(control_fd: int, caller: int) -> NoReturn:
     if os.getppid() != caller:
         sys.exit("the process that started this zygote is gone")
     importlib.import_module("unisono.launch.worker")
+    with contextlib.suppress(Exception):  # the first optimizer of a process imports it, which takes more than a second
+        importlib.import_module("torch._dynamo")
     gc.collect()
     gc.freeze()  # objects that exist now are never written by a collection, so their pages stay shared with the workers
     Zygote(control, caller).serve()

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sized
 from typing import Any
 
-import torch
-
 from unisono.loaders.channel import EndOfChannel
 from unisono.loaders.stages import Lane
 from unisono.timeline import COMPUTE, FETCH, Loop
-from unisono.window import window_of
+from unisono.window import Pass, window_of
 
 
 class DeviceIterator:
@@ -24,7 +22,9 @@ class DeviceIterator:
     def __init__(self, parent: Sized, lane: Lane) -> None:
         self._parent = parent  # its threads end with the last iterator
         self._lane = lane
+        self._window = window_of(lane.world)
         self._loop: Loop | None = None
+        self._pass: Pass | None = None
         self.valid_samples = 0
         lane.iterators.add(id(self))
 
@@ -37,9 +37,8 @@ class DeviceIterator:
     def __next__(self) -> Any:
         lane = self._lane
         track = lane.world.timeline.loop()
-        loop = self._loop
-        if loop is None or loop.track is not track:
-            loop = self._loop = Loop(track)
+        if self._loop is None or self._pass is None or self._loop.track is not track:
+            self._loop, self._pass = Loop(track), self._window.begin()
         else:
             track.switch(FETCH)
         try:
@@ -47,17 +46,16 @@ class DeviceIterator:
             delivery = lane.receive()
             lane.backend.wait_ready(delivery.token)
         except BaseException as error:
-            loop.end()
-            self._loop = None
+            self._loop.end()
+            self._window.end(self._pass)
+            self._loop = self._pass = None
             if isinstance(error, EndOfChannel):
-                self._end_pass()
                 raise StopIteration from None
             if isinstance(error, StopIteration):  # a loop would take it for the end of the data
                 raise RuntimeError("a batch could not be moved to its device: it raised StopIteration") from error
             raise
         self.valid_samples = delivery.samples
-        if torch.is_grad_enabled():  # evaluation gathers no gradients, so its batches weigh none
-            window_of(lane.world).add(delivery.samples, delivery.total)
+        self._pass.add(delivery.samples, delivery.total, delivery.mark)
         track.count("samples", delivery.samples)
         track.count("batches")
         track.switch(COMPUTE)
@@ -73,10 +71,8 @@ class DeviceIterator:
         self._lane.leave(id(self))
 
     def _abandon_loop(self) -> None:
+        if self._pass is not None:
+            self._window.end(self._pass)
+            self._pass = None
         if self._loop is not None and self._loop.abandon():
             self._loop = None
-            self._end_pass()
-
-    def _end_pass(self) -> None:
-        if torch.is_grad_enabled():
-            window_of(self._lane.world).end_pass()

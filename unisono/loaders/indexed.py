@@ -18,7 +18,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from unisono.errors import BusyError
-from unisono.loaders.sharding import Piece, Shard, Size, rounds
+from unisono.loaders.sharding import Piece, Shard, Size, mark_of, rounds
+from unisono.outcome import chain_of
 
 _BUSY_S = 10.0
 
@@ -92,7 +93,7 @@ class IndexedLoader:
                 "this loader's persistent workers serve another loop, and they serve one at a time; end that loop "
                 "first, or pass persistent_workers=False"
             )
-        claims: deque[tuple[int, int]] = deque()
+        claims: deque[tuple[int, int, int]] = deque()
         try:
             with self._begins:
                 epoch = self.epoch
@@ -100,7 +101,7 @@ class IndexedLoader:
                 order = torch.Generator().manual_seed(epoch_seed(self._seed, epoch))
                 # Each rank's workers draw numbers of their own: no two samples of a round are augmented alike.
                 self._generator.manual_seed(epoch_seed(self._seed, epoch, self._shard.index))
-                self._batches.indices = self._indices(claims, order, fixed_batch_size)
+                self._batches.indices = self._indices(epoch, claims, order, fixed_batch_size)
                 batches = iter(self._loader)
         except BaseException:
             if self._persistent is not None:
@@ -109,7 +110,7 @@ class IndexedLoader:
         return _Pass(batches, claims, self._persistent)
 
     def _indices(
-        self, claims: deque[tuple[int, int]], generator: torch.Generator, fixed_batch_size: bool
+        self, epoch: int, claims: deque[tuple[int, int, int]], generator: torch.Generator, fixed_batch_size: bool
     ) -> Iterator[Any]:
         """What the DataLoader is to load in one pass, leaving the claim of each batch behind."""
         sampler, batch_sampler = self._sampler, self._batch_sampler
@@ -120,13 +121,14 @@ class IndexedLoader:
                 batch_sampler = BatchSampler(sampler, batch_sampler.batch_size, batch_sampler.drop_last)
         if batch_sampler is None:
             for index in sampler:
-                claims.append((1, 1))
+                claims.append((1, 1, 0))
                 yield index
             return
         drop_tail = bool(getattr(batch_sampler, "drop_last", False))
-        for dealt in rounds(batch_sampler, self._shard.count, _num_indices, fixed_batch_size, drop_tail):
+        dealt_rounds = rounds(batch_sampler, self._shard.count, _num_indices, fixed_batch_size, drop_tail)
+        for number, dealt in enumerate(dealt_rounds):
             part = dealt.parts[self._shard.index]
-            claims.append((part.samples, part.total))
+            claims.append((part.samples, part.total, mark_of(epoch, number, dealt.batches)))
             yield dealt.batches[part.batch][part.start : part.stop]
 
 
@@ -142,7 +144,9 @@ class _NextPass:
 class _Pass:
     """The pieces of one epoch: each loaded batch with the claim that its indices left."""
 
-    def __init__(self, batches: Iterator[Any], claims: deque[tuple[int, int]], lock: threading.Lock | None) -> None:
+    def __init__(
+        self, batches: Iterator[Any], claims: deque[tuple[int, int, int]], lock: threading.Lock | None
+    ) -> None:
         self._batches = batches
         self._claims = claims
         self._lock = lock
@@ -207,9 +211,13 @@ def twin_of(loader: DataLoader[Any], shard: Shard, seed: int | None) -> IndexedL
         return twins[key]
 
 
-def whole_batches(loader: DataLoader[Any], seed: int | None) -> Iterator[Any]:
-    """Every batch of the loader, uncut, in the order of its next epoch."""
-    return (piece.batch for piece in twin_of(loader, Shard(0, 1), seed).pieces())
+def whole_batches(loader: DataLoader[Any], seed: int | None) -> Iterator[tuple[Any, int | None]]:
+    """Every batch of the loader, uncut, in the order of its next epoch, with the number of its samples.
+
+    That is None for a loader with batch_size=None, whose dataset may make batches itself.
+    """
+    pieces = twin_of(loader, Shard(0, 1), seed).pieces()
+    return ((piece.batch, None if loader.batch_sampler is None else piece.samples) for piece in pieces)
 
 
 def with_plain_errors(source: Iterator[list[Piece]]) -> Iterator[list[Piece]]:
@@ -222,10 +230,8 @@ def with_plain_errors(source: Iterator[list[Piece]]) -> Iterator[list[Piece]]:
     try:
         yield from source
     except Exception as error:
-        each: BaseException | None = error
-        while each is not None:
+        for each in chain_of(error):
             traceback.clear_frames(each.__traceback__)
-            each = each.__context__
         if isinstance(error, EOFError | ConnectionError) and "DataLoader worker" not in str(error):
             raise RuntimeError(
                 "a DataLoader worker died before its batch was received; the usual reason is a lack of memory"

@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from unisono.backends import resolve_device, resolve_devices
 from unisono.errors import ClosedError
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.indexed import drops_tail, is_indexed, is_sharded, twin_of, whole_batches, with_plain_errors
-from unisono.loaders.sharding import Piece, Round, Shard, Size, cut, measure, rounds
+from unisono.loaders.sharding import Piece, Round, Shard, cut, glimpse, mark_of, measure, rounds
 from unisono.loaders.stages import Pipeline
 from unisono.world import World, current_world
 
@@ -36,17 +37,21 @@ class ParallelLoader:
     """One pass over `loader`, dealt to `devices`: batch i goes to `devices[i % len(devices)]`.
 
     Plain batches come out, of the loader's own structure. The last round, when it is short of batches, is split along
-    `batchdim` so that every device takes the same number of steps and no sample is lost.
+    `batchdim` so that every device takes the same number of steps and no sample is lost. A device for which no sample
+    is left gets a repeated one: the iterator's `valid_samples` says how many count.
 
     Args:
         loader: a DataLoader or any other iterable of batches. A DataLoader over a map-style dataset is read in an order
-            that depends on (seed, epoch) alone, the epoch being the number of passes begun before.
+            that depends on (seed, epoch) alone, the epoch being the number of passes begun before. A sampler of one's
+            own, and any other iterable, must give the same on every rank.
         devices: the devices of this process, as strings, indices or `torch.device`s, without repetition.
         batchdim: the dimension along which the samples of a batch lie.
         fixed_batch_size: deliver batches of the first one's size only, and end before the first round that has others.
         loader_prefetch_size: loaded batches that may wait, per device.
         device_prefetch_size: moved batches that may wait, per device.
         seed: of the order; None takes the seed of the DataLoader's generator, and 0 where it has none.
+        sharded: the loader gives each rank its own part already, as one with a DistributedSampler does, which is
+            noticed; it is not cut again. Also the way to the whole data on one rank.
         world: whose loader this is; None takes the current one.
         loops: the worlds in which the devices' loops run, where that is not `world`: DataParallel's replicas.
 
@@ -65,6 +70,7 @@ class ParallelLoader:
         device_prefetch_size: int = 4,
         *,
         seed: int | None = None,
+        sharded: bool = False,
         world: World | None = None,
         loops: Sequence[World] | None = None,
     ) -> None:
@@ -85,9 +91,11 @@ class ParallelLoader:
         self._batchdim = batchdim
         self._fixed_batch_size = bool(fixed_batch_size)
         self._seed = seed
+        self._is_cut = self._world.world_size > 1 and (sharded or is_sharded(loader))
+        self._drops_tail = drops_tail(loader) and not self._is_cut
         self._pipeline = Pipeline(loader_prefetch_size, device_prefetch_size)
         for place, (backend, device) in enumerate(resolved):
-            self._pipeline.add_lane(device, backend, loops[place] if loops else self._world)
+            self._pipeline.add_lane(device, backend, loops[place] if loops else self._world, loops is not None)
         self._lanes = {str(lane.device): lane for lane in self._pipeline.lanes}
         self._starting = threading.Lock()
         self._has_started, self._is_closed = False, False
@@ -118,9 +126,9 @@ class ParallelLoader:
         Raises:
             TypeError: the loader has no length.
         """
-        ranks = 1 if is_sharded(self._loader) else self._world.world_size
+        ranks = 1 if self._is_cut else self._world.world_size
         full, tail = divmod(len(self._loader), ranks * len(self._lanes))  # type: ignore[arg-type]
-        return full + (tail > 0 and not drops_tail(self._loader))
+        return full + (tail > 0 and not self._drops_tail)
 
     def close(self) -> None:
         """End the pass: wake every waiting thread, drop what is prefetched, wait for the threads. Idempotent.
@@ -139,29 +147,31 @@ class ParallelLoader:
         self.close()
 
     def _open(self) -> Iterator[list[Piece]]:
-        """The pieces of each round for this process's lanes."""
-        loader, dim, is_fixed = self._loader, self._batchdim, self._fixed_batch_size
+        """The pieces of each round for this process's lanes. They do not hold this loader, whose end ends the pass."""
+        loader, is_fixed = self._loader, self._fixed_batch_size
         rank, ranks, lanes = self._world.rank, self._world.world_size, len(self._lanes)
-
-        def size_of(batch: Any) -> Size:
-            return measure(batch, dim)
-
-        if ranks > 1 and is_sharded(loader):
-            return ([_unclaimed(each)] for each in rounds(iter(loader), 1, size_of, is_fixed))
-        if is_indexed(loader) and lanes == 1 and loader.batch_sampler is not None:
+        if is_indexed(loader) and not self._is_cut and lanes == 1 and loader.batch_sampler is not None:
             twin = twin_of(loader, Shard(rank, ranks), self._seed)
             return ([piece] for piece in twin.pieces(is_fixed))
-        batches: Iterator[Any] = iter(loader) if not is_indexed(loader) else whole_batches(loader, self._seed)
-        keep = range(lanes) if ranks == 1 else [rank]
-        dealt = rounds(batches, lanes * ranks, size_of, is_fixed, drops_tail(loader))
-        return ([cut(each, place, dim) for place in keep] for each in dealt)
+        dim = self._batchdim
+        loaded: Iterator[tuple[Any, int | None]]
+        if is_indexed(loader) and not self._is_cut:
+            loaded = whole_batches(loader, self._seed)
+        else:
+            loaded = zip(iter(loader), repeat(None))
+        count = lanes if self._is_cut else lanes * ranks
+        dealt = rounds(loaded, count, lambda each: measure(each[0], dim, each[1]), is_fixed, self._drops_tail)
+        if self._is_cut:  # nobody knows the whole round, so this rank's batch has no claim on it
+            return ([Piece(pairs[0][0], parts[0].samples, None)] for pairs, _, parts in dealt)
+        return _cut_all(dealt, [rank] if ranks > 1 else range(lanes), dim, is_marked=ranks > 1)
 
 
 class DeviceLoader:
     """A loader whose batches arrive on one device, looped over as often as one likes.
 
-    In a world of several processes each rank gets its share of every round. The arguments are those of
-    `ParallelLoader`; `device=None` takes the world's device.
+    In a world of several processes each rank gets its share of every round, so every rank must loop over it, as often
+    as the others. Each loop is one epoch of `loader`, whose order is the next one: make the DataLoader once, and not
+    anew for each epoch. The arguments are those of `ParallelLoader`; `device=None` takes the world's device.
 
     Attributes:
         valid_samples: as for `DeviceIterator`, of the iteration begun last.
@@ -177,6 +187,7 @@ class DeviceLoader:
         device_prefetch_size: int = 4,
         *,
         seed: int | None = None,
+        sharded: bool = False,
         world: World | None = None,
     ) -> None:
         self._world = world or current_world()
@@ -189,6 +200,7 @@ class DeviceLoader:
             device_prefetch_size,
         )
         self._seed = seed
+        self._sharded = sharded
         self._latest: weakref.ref[DeviceIterator] | None = None
         self._length = self._pass().__len__  # refuses wrong arguments here, before the first loop
 
@@ -208,7 +220,7 @@ class DeviceLoader:
         return self._length()
 
     def _pass(self) -> ParallelLoader:
-        return ParallelLoader(*self._arguments, seed=self._seed, world=self._world)
+        return ParallelLoader(*self._arguments, seed=self._seed, sharded=self._sharded, world=self._world)
 
 
 def check_size(size: int, name: str) -> None:
@@ -223,6 +235,11 @@ def check_size(size: int, name: str) -> None:
         raise ValueError(f"{name}={size} lets no batch wait; pass a number from 1 on")
 
 
-def _unclaimed(alone: Round[Any]) -> Piece:
-    """A batch of a loader that cuts itself: nobody knows the whole round, so it has no claim on it."""
-    return Piece(alone.batches[0], alone.parts[0].samples, None)
+def _cut_all(
+    dealt: Iterator[Round[tuple[Any, int | None]]], keep: Sequence[int], dim: int, is_marked: bool
+) -> Iterator[list[Piece]]:
+    """The pieces that this process keeps of each round, marked where other processes read the round too."""
+    for number, (pairs, sizes, parts) in enumerate(dealt):
+        batches = [batch for batch, _ in pairs]
+        mark = mark_of(number, sizes, [glimpse(batch) for batch in batches]) if is_marked else 0
+        yield [cut(Round(batches, sizes, parts), place, dim, mark) for place in keep]

@@ -19,12 +19,13 @@ number of ranks.
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from unisono.tree import batch_size, can_cut, take
+from unisono.tree import batch_size, can_cut, is_array, leaves, take
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +58,15 @@ class Part(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A batch for one rank, with its claim on the round; `total` is None where nobody knows it."""
+    """A batch for one rank, with its claim on the round; `total` is None where nobody knows it.
+
+    `mark` is the same on all ranks where they stand in the same round, and most probably not where they do not.
+    """
 
     batch: Any
     samples: int
     total: int | None
+    mark: int = 0
 
 
 class Size(NamedTuple):
@@ -136,16 +141,31 @@ def rounds(
         number += 1
 
 
-def measure(batch: Any, dim: int) -> Size:
-    """The size of a loaded batch; one that does not tell counts as one sample."""
+def measure(batch: Any, dim: int, known: int | None = None) -> Size:
+    """The size of a loaded batch, `known` where it is; one that does not tell counts as one sample."""
     size = batch_size(batch, dim)
+    if known is not None:
+        return Size(known, can_be_cut=size == known and can_cut(batch, dim))
     return Size(1, can_be_cut=False) if size is None else Size(size, can_cut(batch, dim))
 
 
-def cut(dealt: Round[Any], rank: int, dim: int) -> Piece:
+def cut(dealt: Round[Any], rank: int, dim: int, mark: int = 0) -> Piece:
     """One rank's piece of a round of loaded batches."""
     part = dealt.parts[rank]
     batch = dealt.batches[part.batch]
     if (part.start, part.stop) != (0, dealt.sizes[part.batch].samples):
         batch = take(batch, part.start, part.stop, dim)
-    return Piece(batch, part.samples, part.total)
+    return Piece(batch, part.samples, part.total, mark)
+
+
+def mark_of(*content: Any) -> int:
+    """A mark of a round, from what is the same on all ranks: 32 bits of a hash of its text."""
+    return zlib.crc32(repr(content).encode())
+
+
+def glimpse(batch: Any) -> list[Any]:
+    """A little of a loaded batch, by which to tell it from another one, at little cost: of each leaf, a few numbers."""
+    return [
+        leaf.reshape(-1)[:4].tolist() if is_array(leaf) else leaf if isinstance(leaf, str | int | float) else None
+        for leaf in islice(leaves(batch), 4)
+    ]

@@ -30,6 +30,8 @@ from unisono.protocols import Backend
 from unisono.timeline import MOVE, Track
 from unisono.world import World
 
+OTHER = 0  # no thread's identifier: a thread that is still to come
+
 _EXIT_S = 5.0
 
 _started: WeakSet[Pipeline] = WeakSet()
@@ -42,16 +44,19 @@ class Delivery(NamedTuple):
     token: Any
     samples: int
     total: int | None
+    mark: int
 
 
 class Lane:
     """The way of the batches to one device, for a loop that runs in `world`."""
 
-    def __init__(self, pipeline: Pipeline, device: torch.device, backend: Backend, world: World) -> None:
+    def __init__(
+        self, pipeline: Pipeline, device: torch.device, backend: Backend, world: World, has_own_thread: bool
+    ) -> None:
         self.device = device
         self.backend = backend
         self.world = world
-        self.owner: int | None = None  # the thread that last received here
+        self.owner: int | None = OTHER if has_own_thread else None  # the thread that last received here
         self.waiter: int | None = None  # the thread that waits here with nothing on its way
         self.iterators: set[int] = set()  # the ids of those that receive here
         self._pipeline = pipeline
@@ -96,9 +101,9 @@ class Pipeline:
         self.lanes: list[Lane] = []
         self.threads: list[threading.Thread] = []
 
-    def add_lane(self, device: torch.device, backend: Backend, world: World) -> None:
-        """One lane more, before the start."""
-        self.lanes.append(Lane(self, device, backend, world))
+    def add_lane(self, device: torch.device, backend: Backend, world: World, has_own_thread: bool) -> None:
+        """One lane more, before the start; `has_own_thread` when a thread of its own will empty it."""
+        self.lanes.append(Lane(self, device, backend, world, has_own_thread))
 
     def start(self, source: Iterator[list[Piece]]) -> None:
         """Start the threads; `source` yields one piece per lane and round."""
@@ -177,4 +182,4 @@ def _move(lane: Lane, piece: Piece, track: Track) -> Delivery:
     except BaseException as error:
         error.add_note(f"while a batch was moved to {lane.device}")
         raise
-    return Delivery(batch, token, piece.samples, piece.total)
+    return Delivery(batch, token, piece.samples, piece.total, piece.mark)

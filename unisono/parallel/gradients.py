@@ -8,9 +8,9 @@ so each rank scales its gradient by its share n_r / N and the sum over the ranks
 was dealt. Where no share is known, it is the plain mean over the ranks, n_r / N = 1 / size.
 
 Gradients travel in flat buckets, one reduction each. The first bucket carries a few numbers more: how many batches each
-rank took, the shares, whose sum must be 1, and which parameters have a gradient. So ranks that stand in different
-rounds are found out, and a parameter without a gradient on some ranks counts as zero there and is never paired with
-another one.
+rank took and of which round, the shares, whose sum must be 1, and which parameters have a gradient. So ranks that stand
+in different rounds are found out, and a parameter without a gradient on some ranks counts as zero there and is never
+paired with another one.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import torch
 from unisono.errors import CollectiveMismatchError
 from unisono.window import Share
 from unisono.world import World
+
+_MARKS = 251  # the largest prime that even bfloat16 holds exactly
 
 BUCKET_BYTES = 64 * 2**20  # large enough to be bound by bandwidth, small enough not to double a model's memory
 
@@ -36,24 +38,26 @@ def reduce_gradients(parameters: Sequence[torch.Tensor], world: World, share: Sh
     Raises:
         TypeError: a gradient is sparse.
         CollectiveMismatchError: the ranks stand in different rounds: they took different numbers of batches, or their
-            shares do not add up to 1.
+            shares do not add up to 1, or their rounds are not the same.
     """
     _refuse_sparse(parameters)
     if world.comm.size == 1 or not parameters:
         return
     size = world.comm.size
-    batches = [0.0] * size
-    batches[world.comm.rank] = float(share.batches) if share else 0.0
+    places = [0.0] * 2 * size  # of each rank its batches and its mark, which the sum over the ranks keeps apart
+    if share is not None:
+        places[world.comm.rank], places[size + world.comm.rank] = float(share.batches), float(share.mark % _MARKS)
     presence = [float(parameter.grad is not None) for parameter in parameters]
-    notes = [*batches, share.part if share else 0.0, *presence]
+    notes = [*places, share.part if share else 0.0, *presence]
     for number, bucket in enumerate(_buckets(parameters)):
         flat = _flatten(bucket, part_of(share, world), notes if number == 0 else [])
         world.comm.all_reduce(flat)
         if number == 0:
             flat, summed = flat[: -len(notes)], flat[-len(notes) :].real if flat.is_complex() else flat[-len(notes) :]
             counts = summed.tolist()
-            _check_shares(counts[:size], counts[size], flat.dtype)
-            present = {id(parameter) for parameter, count in zip(parameters, counts[size + 1 :], strict=True) if count}
+            _check_shares(counts[:size], counts[size : 2 * size], counts[2 * size], flat.dtype)
+            counts = counts[2 * size + 1 :]
+            present = {id(parameter) for parameter, count in zip(parameters, counts, strict=True) if count}
         _unflatten(flat, bucket, present)
 
 
@@ -107,11 +111,12 @@ def _unflatten(flat: torch.Tensor, bucket: list[torch.Tensor], present: set[int]
             parameter.grad = piece.clone()
 
 
-def _check_shares(batches: list[float], total: float, dtype: torch.dtype) -> None:
+def _check_shares(batches: list[float], marks: list[float], total: float, dtype: torch.dtype) -> None:
     """All ranks see the same numbers, so all raise or none does.
 
     Args:
         batches: how many each rank took; 0 where it does not know the global batch.
+        marks: of the round that each took last.
         total: the sum of the shares.
     """
     if not any(batches):
@@ -127,6 +132,13 @@ def _check_shares(batches: list[float], total: float, dtype: torch.dtype) -> Non
         raise CollectiveMismatchError(
             f"since the last optimizer step rank 0 took {batches[0]:.0f} batches and rank {odd} took "
             f"{batches[odd]:.0f}; every rank must take the same number of batches between two steps"
+        )
+    odd = next((rank for rank, mark in enumerate(marks) if mark != marks[0]), None)
+    if odd is not None:
+        raise CollectiveMismatchError(
+            f"rank 0 and rank {odd} took batches of different rounds: their loaders are in different epochs, or their "
+            "orders differ; every rank must loop over its loader as often as the others, and a sampler or an iterable "
+            "of your own must give the same order on every rank"
         )
     rounding = 4 * len(batches) * torch.finfo(dtype).eps
     if abs(total - 1) > rounding:

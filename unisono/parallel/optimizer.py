@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.optim import Optimizer
@@ -15,7 +15,8 @@ from unisono.timeline import REDUCE, STEP
 from unisono.window import Share, window_of
 from unisono.world import World, current_world
 
-_agreed: WeakKeyDictionary[Optimizer, World] = WeakKeyDictionary()
+_agreed: WeakKeyDictionary[World, WeakSet[Optimizer]] = WeakKeyDictionary()
+"""The optimizers whose parameters have been compared, by the rank that did."""
 
 
 def optimizer_step(
@@ -50,13 +51,14 @@ def optimizer_step(
         raise TypeError(f"optimizer={optimizer!r} is a {type(optimizer).__name__}; pass a torch.optim.Optimizer")
     world = world or current_world()
     arguments = dict(optimizer_args or {})
-    share = window_of(world).take()
+    share = window_of(world).share_for(optimizer)
     parameters = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
     track = world.timeline.loop()
     with track.span(REDUCE):
-        if world.comm.size > 1 and _agreed.get(optimizer) is not world:
+        agreed = _agreed.setdefault(world, WeakSet())
+        if world.comm.size > 1 and optimizer not in agreed:
             check_agreement(parameters, world)
-            _agreed[optimizer] = world
+            agreed.add(optimizer)
         if arguments.get("closure") is not None:
             arguments["closure"] = _reducing(arguments["closure"], parameters, world, share)
         else:

@@ -1,0 +1,78 @@
+"""Ranks whose loaders have drifted apart are told, on every rank, before a wrong gradient is applied."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from modes import PROCESSES_2
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
+
+from unisono import CollectiveMismatchError, DeviceLoader, is_rank_zero, optimizer_step, rank
+
+DATA = TensorDataset(torch.arange(40.0).unsqueeze(1))
+
+
+class OwnOrder(Sampler):
+    """Another order on each rank."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __iter__(self):
+        order = list(range(40))
+        random.Random(rank()).shuffle(order)
+        return iter(order)
+
+
+class OwnStream(IterableDataset):
+    def __iter__(self):
+        order = list(range(40))
+        random.Random(rank()).shuffle(order)
+        yield from (torch.tensor([float(number)]) for number in order)
+
+
+def steps(loader, batch_of=lambda batch: batch[0]) -> int:
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    done = 0
+    for batch in loader:
+        (weight * batch_of(batch)).sum().backward()
+        optimizer_step(optimizer)
+        done += 1
+    return done
+
+
+def peek_on_rank_zero() -> int:
+    loader = DeviceLoader(DataLoader(DATA, batch_size=5, shuffle=True))
+    if is_rank_zero():
+        next(iter(loader))
+    return steps(loader)
+
+
+def another_order_on_each_rank() -> int:
+    return steps(DeviceLoader(DataLoader(DATA, batch_size=5, sampler=OwnOrder())))
+
+
+def another_stream_on_each_rank() -> int:
+    return steps(DeviceLoader(DataLoader(OwnStream(), batch_size=5)), batch_of=lambda batch: batch)
+
+
+@pytest.mark.parametrize("body", [peek_on_rank_zero, another_order_on_each_rank, another_stream_on_each_rank])
+def test_ranks_in_different_rounds_are_told(body):
+    with pytest.raises(CollectiveMismatchError, match="took batches of different rounds"):
+        PROCESSES_2.run(body)
+
+
+def test_ranks_in_the_same_rounds_are_not():
+    assert PROCESSES_2.run(lambda: steps(DeviceLoader(DataLoader(DATA, batch_size=5, shuffle=True)))) == [4, 4]
+
+
+def test_a_loader_that_is_sharded_already_is_not_cut_again():
+    def body() -> list[float]:
+        loader = DeviceLoader(DataLoader(DATA, batch_size=5), sharded=True)
+        return [float(number) for (batch,) in loader for number in batch]
+
+    assert PROCESSES_2.run(body) == [list(range(40))] * 2
