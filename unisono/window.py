@@ -103,6 +103,11 @@ class Window:
         self._open: list[Pass] = []
         self._latest: Pass | None = None
 
+    @property
+    def is_unused(self) -> bool:
+        """Whether no loop over a loader has begun."""
+        return self._latest is None and not self._open
+
     def begin(self) -> Pass:
         """A loop begins, inside those that are open."""
         begun = Pass()

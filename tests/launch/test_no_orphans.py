@@ -78,6 +78,23 @@ def test_nothing_survives_a_signal_to_the_caller(tmp_path, hear, signum, to_grou
         assert script.leftovers() == []
 
 
+def test_no_worker_survives_when_the_caller_and_the_zygote_are_killed(tmp_path, hear):
+    source = """
+def stand(index):
+    line.say("running", os.getpid(), os.getppid())
+    dist.all_reduce(torch.ones(1)) if index == 0 else stand_still()
+spawn(stand, nprocs=2)
+"""
+    with run(source, tmp_path) as script:
+        told = [hear(), hear()]
+        workers, [zygote] = [int(words[1]) for words in told], {int(words[2]) for words in told}
+        script.kill(signal.SIGSTOP)  # it cannot come to the help of its workers
+        os.kill(zygote, signal.SIGKILL)
+        assert survivors(workers) == []
+        script.kill(signal.SIGKILL)
+        assert script.survivors() == []
+
+
 def test_nothing_survives_an_interrupt_while_the_workers_start(tmp_path, hear):
     with run("line.say('starting')\nspawn(work, nprocs=2)", tmp_path) as script:
         assert hear() == ["starting"]

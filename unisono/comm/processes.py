@@ -43,6 +43,7 @@ _TORCH_OPS = {
     "max": dist.ReduceOp.MAX,
 }
 _WIDER = {torch.int16: torch.int32}  # gloo has no 16 bit integers
+_ADVICE = "if none has failed, the ranks called different collectives, and spawn(..., checked=True) names the two calls"
 _FAILURE, _DEPARTED = "unisono/failure", "unisono/departed/{}"
 
 
@@ -179,7 +180,7 @@ class ProcessCommunicator:
             gone = [rank for rank in range(self.size) if self._store.check([_DEPARTED.format(rank)])]
             if gone:
                 return departure(gone), error
-        return f"a peer is gone or did not answer ({error})", error
+        return f"a peer is gone or did not answer ({error}); {_ADVICE}", error
 
     def _reduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         sent = _wire(tensor)

@@ -189,7 +189,10 @@ class Supervisor:
         if message["op"] == "forked":
             worker.pid = message["pid"]
         elif message["op"] == "exit":
-            self._end(worker, message["status"], describe_exit(message["status"]))
+            how = describe_exit(message["status"])
+            if message["status"] == -signal.SIGABRT:
+                how += " (collectives of different shapes do that; spawn(..., checked=True) names the two calls)"
+            self._end(worker, message["status"], how)
         else:
             self._end(worker, None, f"could not be forked ({message['text']})")
 

@@ -60,6 +60,7 @@ class Job:
         is_checked: whether collectives are compared before they run.
         num_threads: CPU threads of each worker.
         store: the path of the rendezvous file, known once there is a rendezvous.
+        rng_state: of the caller's torch generator, which each worker begins with, as an inline call does.
         environ, directory, path, argv: the caller's.
     """
 
@@ -70,6 +71,7 @@ class Job:
     is_checked: bool
     num_threads: int
     store: str = ""
+    rng_state: torch.Tensor = field(default_factory=torch.get_rng_state)
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     directory: str = field(default_factory=os.getcwd)
     path: list[str] = field(default_factory=lambda: list(sys.path))
@@ -182,6 +184,7 @@ def _join_world(job: Job, rank: int) -> World:
     device = backend.device(rank)
     backend.activate(device)
     torch.set_num_threads(job.num_threads)
+    torch.set_rng_state(job.rng_state)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # for what the worker starts; this process has read them
         os.environ.setdefault(name, str(job.num_threads))
     with _explained(rank):

@@ -220,11 +220,11 @@ def kill_session(pid: int, signum: int) -> None:
 
 
 def kill_tree(process: psutil.Process) -> None:
-    """SIGKILL a process and all that descend from it, whatever session they are in."""
+    """SIGKILL a process and all its descendants, whatever their session; it first, or it would see a dead child."""
     with contextlib.suppress(psutil.Error):
-        for descendant in [*process.children(recursive=True), process]:
+        for victim in [process, *process.children(recursive=True)]:
             with contextlib.suppress(psutil.Error):
-                descendant.kill()
+                victim.kill()
 
 
 def kill_children() -> None:

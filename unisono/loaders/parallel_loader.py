@@ -202,6 +202,7 @@ class DeviceLoader:
         self._seed = seed
         self._sharded = sharded
         self._latest: weakref.ref[DeviceIterator] | None = None
+        self._is_spent = False
         self._length = self._pass().__len__  # refuses wrong arguments here, before the first loop
 
     @property
@@ -210,6 +211,12 @@ class DeviceLoader:
         return latest.valid_samples if latest is not None else 0
 
     def __iter__(self) -> DeviceIterator:
+        if self._is_spent:
+            raise RuntimeError(
+                f"this DeviceLoader was looped over before, and its source, a {type(self._arguments[0]).__name__}, "
+                "gives its batches only once; pass an iterable that can begin anew, a list or a DataLoader"
+            )
+        self._is_spent = isinstance(self._arguments[0], Iterator)
         parallel = self._pass()
         iterator = parallel.per_device_loader(self._arguments[1][0])
         self._latest = weakref.ref(iterator)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -14,6 +15,8 @@ from unisono.parallel.gradients import part_of, reduce_gradients
 from unisono.timeline import REDUCE, STEP
 from unisono.window import Share, window_of
 from unisono.world import World, current_world
+
+logger = logging.getLogger(__name__)
 
 _agreed: WeakKeyDictionary[World, WeakSet[Optimizer]] = WeakKeyDictionary()
 """The optimizers whose parameters have been compared, by the rank that did."""
@@ -59,6 +62,12 @@ def optimizer_step(
         if world.comm.size > 1 and optimizer not in agreed:
             check_agreement(parameters, world)
             agreed.add(optimizer)
+            if world.rank == 0 and window_of(world).is_unused:
+                logger.warning(
+                    "optimizer_step in a world of %d ranks, whose batches come from no loader of this package: they "
+                    "count equally, and a plain DataLoader gives each rank all of the data; DeviceLoader cuts it",
+                    world.world_size,
+                )
         if arguments.get("closure") is not None:
             arguments["closure"] = _reducing(arguments["closure"], parameters, world, share)
         else:
