@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from functools import cache
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -35,6 +36,15 @@ class Share(NamedTuple):
     part: float
     batches: int
     mark: int = 0
+
+
+@cache
+def warn_of_unequal_shares() -> None:
+    """Log, once in a process, that one number cannot weigh several batches exactly."""
+    logger.warning(
+        "several batches came between two optimizer steps, not all dealt in the same proportion (a tail was split); they "
+        "are weighted by their sum, which is close, not exact; a loader with drop_last=True has no tail"
+    )
 
 
 class _Counts(NamedTuple):
@@ -54,7 +64,6 @@ class Pass:
         self.is_evaluation = True
         self._mark = 0
         self._taken: WeakKeyDictionary[object, _Counts] = WeakKeyDictionary()
-        self._has_warned = False
 
     def add(self, samples: int, total: int | None, mark: int = 0) -> None:
         """A batch with `samples` of the round's `total` samples was delivered, just now in the loop's thread.
@@ -82,13 +91,8 @@ class Pass:
         if not self._is_known or not total:
             return None
         last_samples, last_total = now.samples - self._before.samples, now.total - self._before.total
-        if samples * last_total != last_samples * total and not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "%d batches came between two optimizer steps, not all dealt in the same proportion (a tail was split); "
-                "they are weighted by their sum, which is close, not exact; a loader with drop_last=True has no tail",
-                now.batches - taken.batches,
-            )
+        if samples * last_total != last_samples * total:
+            warn_of_unequal_shares()
         return Share(samples / total, now.batches - taken.batches, self._mark)
 
     def has_left(self, optimizer: object) -> bool:
