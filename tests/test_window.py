@@ -95,7 +95,7 @@ def test_unequal_shares_between_two_steps_are_weighted_by_their_sum_and_told_onc
             loop.add(1, 5)
             assert share(window) == (5 / 13, 2)
     (record,) = caplog.records
-    assert "not all dealt in the same proportion" in record.message
+    assert "not all dealt in one proportion" in record.message
 
 
 def test_the_mark_is_that_of_the_last_batch(window):

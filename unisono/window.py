@@ -42,7 +42,7 @@ class Share(NamedTuple):
 def warn_of_unequal_shares() -> None:
     """Log, once in a process, that one number cannot weigh several batches exactly."""
     logger.warning(
-        "several batches came between two optimizer steps, not all dealt in the same proportion (a tail was split); they "
+        "several batches came between two optimizer steps, not all dealt in one proportion (a tail was split), and "
         "are weighted by their sum, which is close, not exact; a loader with drop_last=True has no tail"
     )
 
