@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -331,23 +331,35 @@ def test_one_thread_may_drain_one_device_after_another(count, sizes):
     assert found == [list(range(place, 200 * count, count)) for place in range(count)]
 
 
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what no one announces; the test's own time limit ends it."""
+    while not condition():
+        threading.Event().wait(0.001)
+
+
 @pytest.mark.parametrize("leave", [DeviceIterator.close, lambda iterator: None], ids=["by closing", "by dropping it"])
 def test_a_consumer_that_leaves_does_not_starve_the_others(leave):
     with ParallelLoader(range(400), devices(2), loader_prefetch_size=1, device_prefetch_size=1) as parallel:
-        has_taken = threading.Event()
+        may_leave = threading.Event()
+        staying = parallel.per_device_loader("cpu:1")
+        found = []
 
         def take_one() -> int:
             iterator = parallel.per_device_loader("cpu:0")
             first = next(iterator)
-            has_taken.set()
+            may_leave.wait(PATIENCE_S)
             leave(iterator)
             return first
 
-        staying = parallel.per_device_loader("cpu:1")
-        with ThreadPoolExecutor(2) as pool:
-            left, stayed = pool.submit(take_one), pool.submit(lambda: (has_taken.wait(), list(staying))[1])
+        with ThreadPoolExecutor(1) as leaver, ThreadPoolExecutor(1) as stayer:
+            left, stayed = leaver.submit(take_one), stayer.submit(lambda: found.extend(staying))
+            until(
+                lambda: parallel._pipeline.lanes[1].waiter is not None and len(parallel._pipeline.lanes[0].inbox) == 1
+            )
+            may_leave.set()
             assert left.result(PATIENCE_S) == 0
-            assert stayed.result(PATIENCE_S) == list(range(1, 400, 2))
+            stayed.result(PATIENCE_S)
+        assert found == list(range(1, 400, 2))
 
 
 def test_what_waits_for_a_dropped_iterator_is_there_for_the_next():
@@ -487,6 +499,20 @@ def test_the_workers_of_a_loader_that_failed_are_gone_without_the_garbage_collec
         gc.enable()
 
 
+def test_an_error_that_was_handled_holds_the_dataset_no_longer():
+    dataset = Failing(40)
+    gone = weakref.ref(dataset)
+    gc.disable()
+    try:
+        with raises_coded():
+            list(DeviceLoader(DataLoader(dataset, batch_size=2)))
+        del dataset
+        join_own_threads()
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
 def loader_workers() -> list[psutil.Process]:
     found = []
     for child in psutil.Process().children():
@@ -545,8 +571,7 @@ def test_a_closed_loader_wakes_who_waits_and_refuses_who_comes():
     iterators = [parallel.per_device_loader(device) for device in devices(2)]
     with ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(next, iterator) for iterator in iterators]
-        while any(lane.waiter is None for lane in parallel._pipeline.lanes):
-            threading.Event().wait(0.001)
+        until(lambda: all(lane.waiter is not None for lane in parallel._pipeline.lanes))
         source.let(2)  # the reader comes back from the source, and can end
         parallel.close()
         for each in waiting:

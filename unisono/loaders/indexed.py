@@ -103,6 +103,7 @@ class IndexedLoader:
                 self._generator.manual_seed(epoch_seed(self._seed, epoch, self._shard.index))
                 self._batches.indices = self._indices(epoch, claims, order, fixed_batch_size)
                 batches = iter(self._loader)
+                self._batches.indices = iter(())  # in a pass that is left early they would hold the dataset
         except BaseException:
             if self._persistent is not None:
                 self._persistent.release()
