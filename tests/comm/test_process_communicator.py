@@ -64,7 +64,11 @@ def test_the_reason_of_the_peer_that_failed_first_is_kept(store):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({}, "a peer is gone or did not answer (Connection reset)"),
+        (
+            {},
+            "a peer is gone or did not answer (Connection reset); if none has failed, the ranks called different "
+            "collectives, and spawn(..., checked=True) names the two calls",
+        ),
         ({"unisono/departed/0": b"1"}, "rank 0 has left this world"),
         (
             {

@@ -189,10 +189,7 @@ class Supervisor:
         if message["op"] == "forked":
             worker.pid = message["pid"]
         elif message["op"] == "exit":
-            how = describe_exit(message["status"])
-            if message["status"] == -signal.SIGABRT:
-                how += " (collectives of different shapes do that; spawn(..., checked=True) names the two calls)"
-            self._end(worker, message["status"], how)
+            self._end(worker, message["status"], describe_exit(message["status"]))
         else:
             self._end(worker, None, f"could not be forked ({message['text']})")
 
@@ -216,9 +213,10 @@ class Supervisor:
         worker.has_ended = True
         if worker.outcome is None:
             worker.was_stopped = len(self._signals) < 2
-            error = WorkerDiedError(
-                f"rank {worker.rank} (pid {worker.pid}) {how} before fn returned", worker.rank, status
-            )
+            text = f"rank {worker.rank} (pid {worker.pid}) {how} before fn returned"
+            if status == -signal.SIGABRT:
+                text += "; collectives of different shapes do that, and spawn(..., checked=True) names the two calls"
+            error = WorkerDiedError(text, worker.rank, status)
             device = f"{self._job.backend}:{worker.rank}"
             where = f"rank {worker.rank} of {self._job.nprocs}, {device}, pid {worker.pid}"
             worker.outcome = Outcome.failure(error, where)
