@@ -20,6 +20,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -36,7 +37,7 @@ from unisono import BusyError, DeviceLoader, ParallelLoader
 from unisono.loaders import indexed as indexed_module
 from unisono.loaders import sharding
 from unisono.loaders.indexed import IndexedLoader, is_indexed
-from unisono.loaders.sharding import Piece, Shard, Size, cut, deal, measure, rounds
+from unisono.loaders.sharding import Piece, Shard, Size, cut, deal, glimpse, measure, rounds
 from unisono.world import World, thread_worlds
 
 COUNTS = st.integers(1, 9)
@@ -521,3 +522,34 @@ def test_the_cut_twin_of_a_loader_goes_with_it():
     del loader
     gc.collect()
     assert gone.is_set()
+
+
+# What tells one loaded batch from another.
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        torch.eye(3).long().to_sparse(),
+        torch.empty(2, dtype=torch.int64, device="meta"),
+        torch.nested.nested_tensor([torch.ones(2).long(), torch.ones(3).long()], layout=torch.jagged),
+        pack_sequence([torch.ones(2, 1).long()]),
+        torch.rand(2, 3),
+        torch.zeros(2, 3, dtype=torch.uint8),
+        numpy.array([object()]),
+        numpy.zeros(3),
+        None,
+        object(),
+        1.5,
+    ],
+    ids=lambda batch: f"{type(batch).__name__}",
+)
+def test_what_tells_nothing_for_certain_is_not_looked_at(batch):
+    assert glimpse([batch, "name"]) == ["name"]
+
+
+def test_a_few_whole_numbers_and_texts_are_looked_at():
+    assert glimpse({"image": torch.rand(20, 3), "label": torch.arange(20), "name": "a"}) == [list(range(8)), "a"]
+    assert glimpse(numpy.arange(60).reshape(5, 12)) == [[list(range(8))]], "of the first sample"
+    assert glimpse([torch.tensor(7), numpy.array(["x", "y"]), torch.empty(0, 3).long()]) == [7, ["x", "y"], []]
+    assert glimpse([1, 2, 3, 4, 5, 6]) == [1, 2, 3, 4]

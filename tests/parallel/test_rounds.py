@@ -31,15 +31,15 @@ class OwnStream(IterableDataset):
     def __iter__(self):
         order = list(range(40))
         random.Random(rank()).shuffle(order)
-        yield from (torch.tensor([float(number)]) for number in order)
+        yield from ((torch.tensor([float(number)]), number) for number in order)
 
 
-def steps(loader, batch_of=lambda batch: batch[0]) -> int:
+def steps(loader) -> int:
     weight = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     done = 0
-    for batch in loader:
-        (weight * batch_of(batch)).sum().backward()
+    for inputs, *_ in loader:
+        (weight * inputs).sum().backward()
         optimizer_step(optimizer)
         done += 1
     return done
@@ -57,7 +57,7 @@ def another_order_on_each_rank() -> int:
 
 
 def another_stream_on_each_rank() -> int:
-    return steps(DeviceLoader(DataLoader(OwnStream(), batch_size=5)), batch_of=lambda batch: batch)
+    return steps(DeviceLoader(DataLoader(OwnStream(), batch_size=5)))
 
 
 @pytest.mark.parametrize("body", [peek_on_rank_zero, another_order_on_each_rank, another_stream_on_each_rank])
@@ -68,6 +68,17 @@ def test_ranks_in_different_rounds_are_told(body):
 
 def test_ranks_in_the_same_rounds_are_not():
     assert PROCESSES_2.run(lambda: steps(DeviceLoader(DataLoader(DATA, batch_size=5, shuffle=True)))) == [4, 4]
+
+
+class OwnAugmentation(OwnStream):
+    def __iter__(self):
+        noise = random.Random(rank())
+        for label in range(40):
+            yield torch.tensor([noise.random()]), torch.full((2,), noise.randrange(256), dtype=torch.uint8), label
+
+
+def test_ranks_that_augment_the_same_samples_in_their_own_ways_are_not():
+    assert PROCESSES_2.run(lambda: steps(DeviceLoader(DataLoader(OwnAugmentation(), batch_size=5)))) == [4, 4]
 
 
 def test_a_loader_that_is_sharded_already_is_not_cut_again():

@@ -37,8 +37,9 @@ class DeviceIterator:
     def __next__(self) -> Any:
         lane = self._lane
         track = lane.world.timeline.loop()
-        if self._loop is None or self._pass is None or self._loop.track is not track:
-            self._loop, self._pass = Loop(track), self._window.begin()
+        loop, running = self._loop, self._pass  # another thread may close this iterator, and end the pass
+        if loop is None or running is None or loop.track is not track:
+            self._loop, self._pass = loop, running = Loop(track), self._window.begin()
         else:
             track.switch(FETCH)
         try:
@@ -46,8 +47,8 @@ class DeviceIterator:
             delivery = lane.receive()
             lane.backend.wait_ready(delivery.token)
         except BaseException as error:
-            self._loop.end()
-            self._window.end(self._pass)
+            loop.end()
+            self._window.end(running)
             self._loop = self._pass = None
             if isinstance(error, EndOfChannel):
                 raise StopIteration from None
@@ -55,7 +56,7 @@ class DeviceIterator:
                 raise RuntimeError("a batch could not be moved to its device: it raised StopIteration") from error
             raise
         self.valid_samples = delivery.samples
-        self._pass.add(delivery.samples, delivery.total, delivery.mark)
+        running.add(delivery.samples, delivery.total, delivery.mark)
         track.count("samples", delivery.samples)
         track.count("batches")
         track.switch(COMPUTE)

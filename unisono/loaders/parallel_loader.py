@@ -216,7 +216,8 @@ class DeviceLoader:
                 f"this DeviceLoader was looped over before, and its source, a {type(self._arguments[0]).__name__}, "
                 "gives its batches only once; pass an iterable that can begin anew, a list or a DataLoader"
             )
-        self._is_spent = isinstance(self._arguments[0], Iterator)
+        source = self._arguments[0]
+        self._is_spent = isinstance(source, Iterator) and iter(source) is source
         parallel = self._pass()
         iterator = parallel.per_device_loader(self._arguments[1][0])
         self._latest = weakref.ref(iterator)

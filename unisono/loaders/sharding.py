@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import torch
+
 from unisono.tree import batch_size, can_cut, is_array, leaves, take
 
 logger = logging.getLogger(__name__)
@@ -164,8 +166,20 @@ def mark_of(*content: Any) -> int:
 
 
 def glimpse(batch: Any) -> list[Any]:
-    """A little of a loaded batch, by which to tell it from another one, at little cost: of each leaf, a few numbers."""
-    return [
-        leaf.reshape(-1)[:4].tolist() if is_array(leaf) else leaf if isinstance(leaf, str | int | float) else None
-        for leaf in islice(leaves(batch), 4)
-    ]
+    """A little of a loaded batch, by which to tell it from another one, at little cost: some whole numbers and texts.
+
+    Fractions and single bytes are not looked at. They may be images, which each rank may augment in its own way.
+    """
+    seen = (_corner(leaf) if is_array(leaf) else leaf for leaf in leaves(batch))
+    return list(islice((each for each in seen if isinstance(each, str | int | list)), 4))
+
+
+def _corner(array: Any) -> Any:
+    """A few whole numbers of a plain tensor or array, None where it has none."""
+    if isinstance(array, torch.Tensor):
+        is_whole = array.dtype in (torch.int16, torch.int32, torch.int64)
+        if not is_whole or array.layout is not torch.strided or array.is_nested or array.is_meta:
+            return None
+    elif array.dtype.kind not in "iU" or array.itemsize < 2:
+        return None
+    return array[(slice(0, 1),) * (array.ndim - 1) + (slice(0, 8),) * (array.ndim > 0)].tolist()
