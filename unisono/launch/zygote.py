@@ -38,6 +38,7 @@ import signal
 import socket
 import sys
 import traceback
+import weakref
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -244,6 +245,8 @@ def main(control_fd: int, caller: int) -> NoReturn:
     importlib.import_module("unisono.launch.worker")
     with contextlib.suppress(Exception):  # the first optimizer of a process imports it, which takes more than a second
         importlib.import_module("torch._dynamo")
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False  # or each worker would undo at its end what is imported here, for tens of milliseconds
     gc.collect()
     gc.freeze()  # objects that exist now are never written by a collection, so their pages stay shared with the workers
     Zygote(control, caller).serve()
