@@ -323,7 +323,7 @@ def test_what_fn_leaves_to_be_done_is_done(tmp_path):
         atexit.register((tmp_path / f"told-{index}").touch)
         return index
 
-    assert spawn(work, nprocs=2) == [0, 1]
+    assert spawn(work, nprocs=2, grace_s=0) == [0, 1]  # the grace is for who is asked to stop
     assert sorted(path.name for path in tmp_path.iterdir()) == ["saved-0", "saved-1", "told-0", "told-1"]
 
 

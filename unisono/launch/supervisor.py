@@ -30,6 +30,7 @@ from unisono.launch.rendezvous import rendezvous
 from unisono.launch.worker import HEADER, Job
 from unisono.outcome import Outcome, add_note_once, first_cause
 
+_END_S = 30.0  # how long the workers have, after the last outcome, for what their programs do at the end
 _SETTLE_S = 1.0  # how long a report of a broken world waits for the report of who broke it
 
 
@@ -171,7 +172,7 @@ class Supervisor:
             if worker.outcome.error is not None:
                 self._note_failure(worker.outcome.is_secondary)
             elif all(each.outcome is not None for each in self._workers):
-                self._set_deadline(self._grace_s)  # done; whoever does not end by itself now is helped
+                self._set_deadline(_END_S)  # done; whoever does not end by itself then is helped
 
     @staticmethod
     def _is_complete(worker: _Worker) -> bool:
