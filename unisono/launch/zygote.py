@@ -21,8 +21,7 @@ workers (its end means: kill this group). On a group's socket:
     zygote -> caller   {"op": "forked", "rank", "pid"}    {"op": "exit", "rank", "status"}
                        {"op": "error", "rank", "text"}: it could not be forked
 
-*Threads:* one; `serve` is a loop over a selector. It waits for nothing but what it has killed, and, while there is no
-group, for an import.
+*Threads:* one; `serve` is a loop over a selector. It waits for nothing but the end of what it has killed.
 """
 
 from __future__ import annotations
