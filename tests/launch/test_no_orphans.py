@@ -272,6 +272,20 @@ def test_what_a_signal_handler_raises_in_the_caller_stops_the_workers(line, ear,
     assert survivors([int(pid) for words in actor.heard for pid in words]) == []
 
 
+def test_what_a_worker_has_started_ends_with_it_though_its_peers_go_on(line, ear, gate, let_pass):
+    def work(index):
+        if index == 0:
+            line.say(subprocess.Popen(["sleep", "1000"]).pid)
+        else:
+            gate.wait()
+
+    context = spawn(work, nprocs=2, join=False)
+    assert survivors([int(pid) for pid in ear.hear()]) == []
+    assert context.join(0) is None
+    let_pass(1)
+    context.join()
+
+
 def test_an_interrupt_right_after_the_forks_is_not_lost():
     for _ in range(5):
         context = spawn(lambda index: stand_still(), nprocs=4, join=False, grace_s=60)

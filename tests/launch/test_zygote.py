@@ -14,7 +14,7 @@ import torch
 from faults import Script, grandchild, stand_still, survivors
 
 from unisono.errors import UnisonoError, WorkerDiedError
-from unisono.launch import nursery
+from unisono.launch import nursery, supervisor
 from unisono.launch.spawn import spawn
 from unisono.world import current_world
 
@@ -155,6 +155,48 @@ def test_a_fork_that_fails_stops_the_group_and_costs_no_descriptor(faulty):
 
 def stand_still_at(index):
     stand_still()
+
+
+def test_a_zygote_that_dies_while_a_group_is_opened_is_an_error(monkeypatch):
+    spawn(lambda index: index, nprocs=2)
+    zygote = psutil.Process(nursery.zygote_pid())
+
+    def open_and_kill(directory):
+        group = nursery.open_group(directory)
+        zygote.kill()
+        zygote.wait()
+        return group
+
+    with monkeypatch.context() as patch:
+        patch.setattr(supervisor, "open_group", open_and_kill)
+        with pytest.raises(UnisonoError, match="ended before it forked one"):
+            spawn(lambda index: index, nprocs=2)
+    assert spawn(lambda index: index, nprocs=2) == [0, 1]
+
+
+SLOW_TO_JOIN = """
+import os
+import torch.distributed as dist
+join = dist.init_process_group
+def join_and_stand(*args, rank, **kwargs):
+    join(*args, rank=rank, **kwargs)
+    if rank == 1:
+        os.read(os.open({gate!r}, os.O_RDONLY), 1)
+dist.init_process_group = join_and_stand
+"""
+
+
+def test_no_fn_begins_before_all_ranks_have_joined(tmp_path, monkeypatch, new_zygote, line, ear, gate, let_pass):
+    """Or one that is short would leave while a slow peer still connects to it, which then could not join."""
+    (tmp_path / "sitecustomize.py").write_text(SLOW_TO_JOIN.format(gate=str(gate.path)))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    context = spawn(line.say, nprocs=2, join=False)
+    context.pids()
+    with pytest.raises(AssertionError, match="nothing was said"):
+        ear.hear(0.5)
+    let_pass(1)
+    context.join()
+    assert ear.hear_all(2) == [["0"], ["1"]]
 
 
 def test_a_caller_without_descriptors_to_spare_gets_an_error_and_nothing_runs():
