@@ -25,7 +25,7 @@ from unisono.backends.cores import fair_num_threads, kept_num_threads
 from unisono.errors import BusyError
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.parallel_loader import ParallelLoader
-from unisono.outcome import add_note_once, first_cause
+from unisono.outcome import add_note_once
 from unisono.parallel.replicas import ReplicaThreads
 from unisono.timeline import Timeline
 from unisono.world import World, current_world, solo_world, thread_worlds, use_world
@@ -146,8 +146,9 @@ class DataParallel:
         num_threads = fair_num_threads(len(devices))
         with ParallelLoader(loader, devices, batchdim, fixed_batch_size, loops=worlds) as parallel, kept_num_threads():
             loaders = [parallel.per_device_loader(device) for device in devices]
+            failed: list[int] = []
             bodies = [
-                _body(loop_fn, world, model, loaders, context, num_threads)
+                _body(loop_fn, world, model, loaders, context, num_threads, failed)
                 for world, model, context in zip(worlds, self.models, self._contexts, strict=True)
             ]
 
@@ -156,9 +157,9 @@ class DataParallel:
                 parallel.close()
 
             outcomes = self._threads.run(bodies, interrupt)
-        failures = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome.error is not None}
-        if failures:
-            failures[first_cause(failures)].unwrap()
+        if failed:
+            cause = next((rank for rank in failed if not outcomes[rank].is_secondary), failed[0])
+            outcomes[cause].unwrap()
         return [outcome.unwrap() for outcome in outcomes]
 
 
@@ -169,10 +170,12 @@ def _body(
     loaders: Sequence[DeviceIterator],
     context: Context,
     num_threads: int,
+    failed: list[int],
 ) -> Callable[[], T]:
     """What one replica thread runs: the loop in its world, which it leaves, or breaks when it fails.
 
-    A failure closes the loaders of all, since the others may never come to a collective.
+    A failure closes the loaders of all, since the others may never come to a collective. Before that it notes its rank
+    in `failed`, so that whom it woke with an error stands behind it.
     """
     device_loader = loaders[world.rank]
 
@@ -185,6 +188,7 @@ def _body(
             world.comm.leave()
             return result
         except BaseException as error:
+            failed.append(world.rank)
             add_note_once(error, str(world))
             world.comm.abort(error)
             for each in loaders:
