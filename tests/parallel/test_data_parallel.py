@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -228,6 +229,8 @@ def test_the_callers_number_of_threads_is_kept_and_the_replicas_share_the_cores(
         torch.set_num_threads(3)
         shares = DataParallel(network(), TWO)(lambda *_: torch.get_num_threads(), [])
         assert torch.get_num_threads() == 3
+        with ThreadPoolExecutor(1) as new_thread:
+            assert new_thread.submit(torch.get_num_threads).result() == 3, "what a new thread begins with, too"
         assert shares == [max(1, usable_cores() // 2)] * 2
     finally:
         torch.set_num_threads(before)
@@ -476,7 +479,7 @@ def test_an_interrupt_of_the_caller_ends_loops_over_the_loader():
 
 
 def test_an_interrupt_of_the_caller_ends_the_waiting_in_collectives():
-    one_waits_elsewhere = threading.Event()
+    is_broken, seen = threading.Event(), []
 
     def loop(model, loader, device, context):
         if device.index == 0:
@@ -484,10 +487,11 @@ def test_an_interrupt_of_the_caller_ends_the_waiting_in_collectives():
             try:
                 unisono.barrier()
             finally:
-                one_waits_elsewhere.set()
-        one_waits_elsewhere.wait(PATIENCE_S)
+                is_broken.set()
+        seen.append(is_broken.wait(PATIENCE_S))
 
     replicas = interrupted(loop, [])
+    assert seen == [True]
     assert replicas(lambda *_: unisono.world_size(), []) == [2, 2]
 
 
