@@ -485,12 +485,23 @@ def test_a_loader_worker_that_is_killed_is_told_of(count):
                 list(iterator)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_the_workers_of_a_loader_that_failed_are_gone_without_the_garbage_collector(num_workers):
+class Stopping(Numbers):
+    """Sample 21 raises what a loop takes for its end."""
+
+    def __getitem__(self, index: int) -> int:
+        if index == 21:
+            raise StopIteration
+        return index
+
+
+@pytest.mark.parametrize(
+    "dataset", [Failing(40), Stopping(40), Stream(40, broken=21)], ids=lambda it: type(it).__name__
+)
+def test_the_workers_of_a_loader_that_failed_are_gone_without_the_garbage_collector(dataset):
     gc.disable()
     try:
-        with raises_coded():
-            list(DeviceLoader(DataLoader(Failing(40), batch_size=2, num_workers=num_workers)))
+        with contextlib.suppress(CodedError, RuntimeError):
+            list(DeviceLoader(DataLoader(dataset, batch_size=2, num_workers=2)))
         join_own_threads()
         psutil.wait_procs(workers := loader_workers(), timeout=PATIENCE_S)
         assert not any(worker.is_running() for worker in workers)
@@ -677,7 +688,7 @@ for number, batch in enumerate(iterator):
 """
 
 
-@pytest.mark.parametrize(("source", "times"), [("generator", 4), ("workers", 1)])
+@pytest.mark.parametrize(("source", "times"), [("generator", 3), ("workers", 1)])
 def test_a_script_that_ends_in_mid_epoch_ends_cleanly(source, times):
     runs = [
         subprocess.Popen([sys.executable, "-c", ENDS_IN_MID_EPOCH, source], stderr=subprocess.PIPE, text=True)

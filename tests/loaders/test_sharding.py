@@ -417,6 +417,25 @@ def test_the_users_loader_is_not_touched():
     assert [batch.tolist() for batch in loader] == plain
 
 
+def test_the_twin_keeps_the_options_of_the_users_loader():
+    loader = DataLoader(
+        Numbers(8),
+        batch_size=2,
+        num_workers=1,
+        collate_fn=list,
+        timeout=77,
+        worker_init_fn=print,
+        multiprocessing_context="fork",
+        prefetch_factor=3,
+        persistent_workers=True,
+    )
+    twin = IndexedLoader(loader, Shard(0, 1), None)._loader
+    for name in ("dataset", "num_workers", "collate_fn", "timeout", "worker_init_fn", "prefetch_factor", "pin_memory"):
+        assert getattr(twin, name) is getattr(loader, name), name
+    assert twin.persistent_workers
+    assert twin.multiprocessing_context == loader.multiprocessing_context
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_iterating_leaves_the_global_random_states_alone(num_workers):
     torch.manual_seed(1), random.seed(1), numpy.random.seed(1)

@@ -158,14 +158,14 @@ class _Pass:
     def __next__(self) -> Piece:
         try:
             batch = next(self._batches)
-        except StopIteration:
+        except StopIteration as stop:
             if not self._claims:
                 raise
             left = len(self._claims)
             self._claims.clear()
             raise RuntimeError(  # a StopIteration in user code looks like the end of the data
                 f"the loader ended {left} or more batches early: its dataset or collate_fn raised StopIteration"
-            ) from None
+            ) from stop
         return Piece(batch, *self._claims.popleft())
 
     def __del__(self) -> None:
