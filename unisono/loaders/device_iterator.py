@@ -51,13 +51,16 @@ class DeviceIterator:
             self._window.end(running)
             self._loop = self._pass = None
             if isinstance(error, EndOfChannel):
+                lane.progress.has_ended = True
                 raise StopIteration from None
             if isinstance(error, StopIteration):  # a loop would take it for the end of the data
                 raise RuntimeError("a batch could not be moved to its device: it raised StopIteration") from error
             raise
-        self.valid_samples = delivery.samples
-        running.add(delivery.samples, delivery.total, delivery.mark)
-        track.count("samples", delivery.samples)
+        claim = delivery.claim
+        self.valid_samples = claim.samples
+        lane.progress.advance(delivery.position)
+        running.add(claim.samples, claim.total, claim.mark)
+        track.count("samples", claim.samples)
         track.count("batches")
         track.switch(COMPUTE)
         return delivery.batch

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from unisono.errors import BusyError
-from unisono.loaders.sharding import Piece, Shard, Size, mark_of, rounds
+from unisono.loaders.sharding import Claim, Piece, Shard, Size, mark_of, rounds
 from unisono.outcome import chain_of
 
 _BUSY_S = 10.0
@@ -166,7 +166,7 @@ class _Pass:
             raise RuntimeError(  # a StopIteration in user code looks like the end of the data
                 f"the loader ended {left} or more batches early: its dataset or collate_fn raised StopIteration"
             ) from stop
-        return Piece(batch, *self._claims.popleft())
+        return Piece(batch, Claim(*self._claims.popleft()))
 
     def __del__(self) -> None:
         if self._lock is not None:
@@ -218,7 +218,7 @@ def whole_batches(loader: DataLoader[Any], seed: int | None) -> Iterator[tuple[A
     That is None for a loader with batch_size=None, whose dataset may make batches itself.
     """
     pieces = twin_of(loader, Shard(0, 1), seed).pieces()
-    return ((piece.batch, None if loader.batch_sampler is None else piece.samples) for piece in pieces)
+    return ((piece.batch, None if loader.batch_sampler is None else piece.claim.samples) for piece in pieces)
 
 
 def with_plain_errors(source: Iterator[list[Piece]]) -> Iterator[list[Piece]]:

@@ -26,7 +26,7 @@ from unisono.backends import resolve_device, resolve_devices
 from unisono.errors import ClosedError
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.indexed import drops_tail, is_indexed, is_sharded, twin_of, whole_batches, with_plain_errors
-from unisono.loaders.sharding import Piece, Round, Shard, cut, glimpse, mark_of, measure, rounds
+from unisono.loaders.sharding import Claim, Piece, Round, Shard, cut, glimpse, mark_of, measure, rounds
 from unisono.loaders.stages import Pipeline
 from unisono.world import World, current_world
 
@@ -162,7 +162,7 @@ class ParallelLoader:
         count = lanes if self._is_cut else lanes * ranks
         dealt = rounds(loaded, count, lambda each: measure(each[0], dim, each[1]), is_fixed, self._drops_tail)
         if self._is_cut:  # nobody knows the whole round, so this rank's batch has no claim on it
-            return ([Piece(pairs[0][0], parts[0].samples, None)] for pairs, _, parts in dealt)
+            return ([Piece(pairs[0][0], Claim(parts[0].samples, None))] for pairs, _, parts in dealt)
         return _cut_all(dealt, [rank] if ranks > 1 else range(lanes), dim, is_marked=ranks > 1)
 
 

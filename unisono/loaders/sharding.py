@@ -59,16 +59,25 @@ class Part(NamedTuple):
     total: int
 
 
-class Piece(NamedTuple):
-    """A batch for one rank, with its claim on the round; `total` is None where nobody knows it.
+class Claim(NamedTuple):
+    """What a batch counts in its round: `samples` of the `total` of all ranks, None where nobody knows that.
 
     `mark` is the same on all ranks where they stand in the same round, and most probably not where they do not.
+    `repeated` samples of the batch only repeat others, and come behind those that count.
     """
 
-    batch: Any
     samples: int
     total: int | None
     mark: int = 0
+    repeated: int = 0
+
+
+class Piece(NamedTuple):
+    """A batch for one rank with its claim, and the position of the source behind its round."""
+
+    batch: Any
+    claim: Claim
+    position: Any = None
 
 
 class Size(NamedTuple):
@@ -157,7 +166,7 @@ def cut(dealt: Round[Any], rank: int, dim: int, mark: int = 0) -> Piece:
     batch = dealt.batches[part.batch]
     if (part.start, part.stop) != (0, dealt.sizes[part.batch].samples):
         batch = take(batch, part.start, part.stop, dim)
-    return Piece(batch, part.samples, part.total, mark)
+    return Piece(batch, Claim(part.samples, part.total, mark, int(not part.samples)))
 
 
 def mark_of(*content: Any) -> int:

@@ -24,7 +24,8 @@ from weakref import WeakSet
 import torch
 
 from unisono.loaders.channel import Channel, EndOfChannel
-from unisono.loaders.sharding import Piece
+from unisono.loaders.resume import Progress
+from unisono.loaders.sharding import Claim, Piece
 from unisono.outcome import Outcome, copy_error
 from unisono.protocols import Backend
 from unisono.timeline import MOVE, Track
@@ -42,9 +43,8 @@ class Delivery(NamedTuple):
 
     batch: Any
     token: Any
-    samples: int
-    total: int | None
-    mark: int
+    claim: Claim
+    position: Any
 
 
 class Lane:
@@ -59,6 +59,7 @@ class Lane:
         self.owner: int | None = OTHER if has_own_thread else None  # the thread that last received here
         self.waiter: int | None = None  # the thread that waits here with nothing on its way
         self.iterators: set[int] = set()  # the ids of those that receive here
+        self.progress = Progress()
         self._pipeline = pipeline
         self.inbox: Channel[Piece] = Channel(pipeline.loader_prefetch_size, pipeline.lock, self._may_overflow)
         self.outbox: Channel[Delivery] = Channel(pipeline.device_prefetch_size, pipeline.lock)
@@ -182,4 +183,4 @@ def _move(lane: Lane, piece: Piece, track: Track) -> Delivery:
     except BaseException as error:
         error.add_note(f"while a batch was moved to {lane.device}")
         raise
-    return Delivery(batch, token, piece.samples, piece.total, piece.mark)
+    return Delivery(batch, token, piece.claim, piece.position)
