@@ -10,7 +10,11 @@ Who is to blame is told by the type::
     ├── BusyError                 two used it at once
     ├── WorkerDiedError           a worker ended without a Python exception: a signal, an exit
     ├── UnpicklableError          a function or a result cannot travel between processes
-    └── RemoteError               a worker raised an exception that cannot be rebuilt in this process
+    ├── RemoteError               a worker raised an exception that cannot be rebuilt in this process
+    └── StateError (ValueError)   a loader cannot go on from this state
+        ├── StateVersionError     it was written by another version
+        ├── StateLengthError      its dataset had another length
+        └── StateSeedError        its order had another seed
 
     RemoteTraceback (Exception)   never raised: the `__cause__` of an exception that crossed a process
 """
@@ -70,6 +74,22 @@ class UnpicklableError(UnisonoError):
 
 class RemoteError(UnisonoError):
     """Stands for a worker's exception whose class cannot be rebuilt here; the message begins with its type."""
+
+
+class StateError(UnisonoError, ValueError):
+    """A loader cannot go on from this state."""
+
+
+class StateVersionError(StateError):
+    """The state was written by another version of the loaders."""
+
+
+class StateLengthError(StateError):
+    """The state was taken over a dataset of another length."""
+
+
+class StateSeedError(StateError):
+    """The state was taken in an order with another seed."""
 
 
 class RemoteTraceback(Exception):  # noqa: N818 - a carrier of text, not an error of its own

@@ -88,18 +88,33 @@ def take(tree: Any, start: int, stop: int, dim: int = 0) -> Any:
     Raises:
         ValueError: `can_cut` says no.
     """
+    return _select(tree, slice(start, stop), dim)
+
+
+def pick(tree: Any, samples: list[int], dim: int = 0) -> Any:
+    """Those samples of a batch, in that order, each as often as it is named; copies. Otherwise as `take`.
+
+    Raises:
+        ValueError: `can_cut` says no.
+    """
+    return _select(tree, samples, dim)
+
+
+def _select(tree: Any, samples: slice | list[int], dim: int) -> Any:
     if not can_cut(tree, dim):
         raise ValueError(f"a batch of type {type(tree).__name__} cannot be cut: it does not tell what one sample is")
     size = batch_size(tree, dim)
 
     def cut(node: Any) -> Any:
         if is_array(node) and -node.ndim <= dim < node.ndim:
-            return node[(slice(None),) * (dim % node.ndim) + (slice(start, stop),)]
+            return node[(slice(None),) * (dim % node.ndim) + (samples,)]
         return node
 
     def cut_lists(node: Any) -> Any:
         is_plain = type(node) in (list, tuple) and not any(map(_is_inner, node))
-        return node[start:stop] if is_plain and dim == 0 and len(node) == size else None
+        if not is_plain or dim != 0 or len(node) != size:
+            return None
+        return node[samples] if isinstance(samples, slice) else type(node)(node[place] for place in samples)
 
     return _map(cut, tree, {}, cut_lists)
 

@@ -1,40 +1,51 @@
-"""What makes a DataLoader over a map-style dataset follow the rounds: it is cut at its indices.
+"""Pieces of a DataLoader over a map-style dataset: it is cut at its indices, so each rank loads its own samples only.
 
-Each rank loads its own samples only, in an order that depends on (seed, epoch) alone.
+The order depends on (seed, epoch) alone, and a pass may begin at any sample of it.
 """
 
 from __future__ import annotations
 
-import copy
-import random
 import threading
 import traceback
-import weakref
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from unisono.errors import BusyError
-from unisono.loaders.sharding import Claim, Piece, Shard, Size, mark_of, rounds
+from unisono.errors import BusyError, StateError
+from unisono.loaders.fetching import Fetcher, RemoteFetcher, Request, WorkerStart, unpacked, worker_loader
+from unisono.loaders.order import Batches
+from unisono.loaders.resume import State
+from unisono.loaders.sharding import Claim, Part, Piece, Round, Rule, Size, deal, mark_of, rounds, tail_message
+from unisono.loaders.sources import Begun, LeftOut
 from unisono.outcome import chain_of
+from unisono.randomness import seed_of
 
 _BUSY_S = 10.0
 
-_lock = threading.Lock()
-_twins: weakref.WeakKeyDictionary[Any, dict[tuple[Shard, int | None], IndexedLoader]] = weakref.WeakKeyDictionary()
-"""The cut twins of the users' loaders. They live as long as the loader, so its epochs go on from one pass to the next,
-whichever object makes the pass, and persistent loader workers stay."""
-
 
 def is_indexed(loader: Any) -> TypeGuard[DataLoader[Any]]:
-    """Whether the loader is a DataLoader whose samples are named by index, so that their order can be set."""
-    return (
-        isinstance(loader, DataLoader)
-        and type(loader).__iter__ is DataLoader.__iter__
-        and not isinstance(loader.dataset, IterableDataset)
+    """Whether the loader is a DataLoader whose samples are named by index, so that their order can be set.
+
+    One of torchdata's is, too: its own state would not outlive another number of ranks or loader workers.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    return type(loader).__iter__ is DataLoader.__iter__ or type(loader).__module__.startswith("torchdata.")
+
+
+def is_sharded(loader: Any) -> bool:
+    """Whether the loader's own sampler gives each rank a part already, so that it must not be cut again.
+
+    Such are torch's DistributedSampler, and any sampler that knows `num_replicas` and `rank` as that one does.
+    """
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    samplers = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    return any(
+        isinstance(each, DistributedSampler) or (hasattr(each, "num_replicas") and hasattr(each, "rank"))
+        for each in samplers
     )
 
 
@@ -43,198 +54,239 @@ def drops_tail(loader: Any) -> bool:
     return bool(getattr(getattr(loader, "batch_sampler", None), "drop_last", False))
 
 
-def is_sharded(loader: Any) -> bool:
-    """Whether the loader's own sampler gives each rank a part already, so that it must not be cut again."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    samplers = (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None))
-    return any(isinstance(sampler, DistributedSampler) for sampler in samplers)
-
-
-class IndexedLoader:
-    """A map-style DataLoader that yields one shard's pieces, epoch after epoch.
-
-    The order of an epoch depends on (seed, epoch) only: samplers that draw from a generator draw from one seeded so. A
-    sampler without one is taken as it is, and must itself give every rank the same order.
+class IndexedSource:
+    """A map-style DataLoader, epoch after epoch. The user's loader is not touched.
 
     *Threads:* passes may overlap, since one that was left early ends in its own time. Persistent loader workers serve
     one pass at a time, so there the next pass waits for that end.
 
     Args:
-        loader: the user's loader, which is not touched. One with batch_size=None has no batches to be cut, only an
-            order, so its shard is `Shard(0, 1)`.
-        shard: whose pieces these are.
+        loader: the user's loader.
         seed: of the order; None takes the seed of the loader's generator, and 0 where it has none.
     """
 
-    def __init__(self, loader: DataLoader[Any], shard: Shard, seed: int | None) -> None:
-        self._shard = shard
+    is_uneven = False
+
+    def __init__(self, loader: DataLoader[Any], seed: int | None) -> None:
         self._batch_sampler: Any = loader.batch_sampler
         self._sampler: Any = getattr(self._batch_sampler, "sampler", loader.sampler)
         generator = getattr(self._sampler, "generator", None) or loader.generator
-        self._seed = seed if seed is not None else generator.initial_seed() if generator is not None else 0
-        self._generator = torch.Generator()  # from which the DataLoader seeds its workers
-        self._batches = _NextPass()
-        self._loader = _rebuilt(loader, self._batches, self._generator)
-        self._begins = threading.Lock()
-        self._persistent = threading.Lock() if loader.persistent_workers else None
+        has_seed = isinstance(generator, torch.Generator)
+        self.seed = seed if seed is not None else generator.initial_seed() if has_seed else 0
+        self.length: int | None = len(loader.dataset)  # type: ignore[arg-type]
         self.epoch = 0
+        self._offset = 0
+        self._begins = threading.Lock()
+        self._fetcher = Fetcher(loader)
+        self._workers = _Workers(loader, self._fetcher) if loader.num_workers else None
 
-    def pieces(self, fixed_batch_size: bool = False) -> Iterator[Piece]:
-        """The pieces of the next epoch. The DataLoader's iterator is made here, in the calling thread.
-
-        Args:
-            fixed_batch_size: as for `rounds`.
+    def begin(self, rule: Rule, left_out: LeftOut) -> Begun:
+        """The next epoch's pieces. Its order is drawn, and its loader workers are started, in the calling thread.
 
         Raises:
+            ValueError: the rule forbids a tail, and there is one.
             BusyError: the loader's persistent workers serve another pass.
         """
+        with self._begins:
+            epoch, offset = self.epoch, self._offset
+            batches = Batches(self._sampler, self._batch_sampler, self.seed, epoch)
+            first = _local(offset, rule.shards)
+            check_tail(batches.samples, first, batches.nominal, rule)
+            jobs = _jobs(batches, rule, first, epoch, seed_of(self.seed, epoch, "samples"), left_out)
+            pieces: Iterator[list[Piece]]
+            if self._workers is None:
+                pieces = ([job.piece(self._fetcher.batch(job.request)) for job in each] for each in jobs)
+            else:
+                pieces = self._workers.serve(jobs, len(rule.kept), seed_of(self.seed, epoch, "workers"))
+            self.epoch, self._offset = epoch + 1, 0
+        return Begun(epoch, {"offset": offset}, pieces)
+
+    def seek(self, epoch: int, position: State, rule: Rule) -> None:
+        """Let the next pass begin there.
+
+        Raises:
+            StateError: the position is not one of this source.
+        """
+        offset, samples = position["offset"], self._num_samples()
+        _local(offset, rule.shards)
+        if samples is not None and offset > samples * rule.shards:
+            raise StateError(f"the state's offset is {offset}, but an epoch has {samples * rule.shards} samples")
+        self.epoch, self._offset = epoch, offset
+
+    def next_position(self) -> tuple[int, State]:
+        """The epoch and the position where the next pass begins."""
+        return self.epoch, {"offset": self._offset}
+
+    def num_rounds(self, rule: Rule) -> int:
+        """The number of rounds of a whole epoch. TypeError where the batch sampler has no length."""
+        samples, nominal = self._num_samples(), getattr(self._batch_sampler, "batch_size", 1)
+        if samples is None or rule.fixed_batch_size:
+            return rule.rounds_of(len(self._batch_sampler))
+        full, more = divmod(samples, nominal * rule.batches)
+        return full + (more > 0 and rule.tail != "drop")
+
+    def _num_samples(self) -> int | None:
+        """The number of samples of an epoch's batches, None where that is not known without drawing them."""
+        sampler, batch_sampler = self._sampler, self._batch_sampler
+        if batch_sampler is not None and type(batch_sampler) is not BatchSampler:
+            return None
+        try:
+            samples = len(sampler)
+        except TypeError:
+            return None
+        return samples - (samples % batch_sampler.batch_size if batch_sampler and batch_sampler.drop_last else 0)
+
+
+def check_tail(samples: int | None, start: int, nominal: int | None, rule: Rule) -> None:
+    """Refuse a tail that the rule forbids before anything is loaded, where the length of the order is known."""
+    if rule.tail == "error" and samples is not None and nominal is not None:
+        tail = (samples - start) % (nominal * rule.batches)
+        if tail:
+            raise ValueError(tail_message(samples - start, tail, rule, nominal))
+
+
+class _Job(NamedTuple):
+    """One piece to be loaded."""
+
+    request: Request
+    claim: Claim
+    position: State
+
+    def piece(self, batch: Any) -> Piece:
+        return Piece(batch, self.claim, self.position)
+
+
+def _jobs(batches: Batches, rule: Rule, start: int, epoch: int, seed: int, left_out: LeftOut) -> Iterator[list[_Job]]:
+    """What is to be loaded in a pass, round by round, for the places that the rule keeps."""
+
+    def leave_out(samples: list[int]) -> None:
+        left_out([samples[place] for place in rule.kept])
+
+    dealt_rounds = rounds(batches.start(start), rule, _num_indices, batches.nominal, start, leave_out)
+    for dealt in dealt_rounds:
+        position = {"offset": dealt.stop * rule.shards}
+        ends = [(batch[0], batch[-1]) for batch in dealt.batches if batch]
+        mark = mark_of(epoch, dealt.start, ends) if rule.shards == 1 and rule.count > len(rule.kept) else 0
+        jobs = []
+        for place in rule.kept:
+            part = dealt.parts[place]
+            total = part.total if rule.shards == 1 else None
+            claim = Claim(part.samples, total, mark, part.repeated)
+            jobs.append(_Job(_request(dealt, part, epoch, seed), claim, position))
+        yield jobs
+    if batches.left_out:
+        leave_out([part.samples for part in deal([Size(batches.left_out)], rule.count)])
+
+
+def _request(dealt: Round[list[Any]], part: Part, epoch: int, seed: int) -> Request:
+    batch = dealt.batches[part.batch]
+    start = dealt.start + sum(size.samples for size in dealt.sizes[: part.batch]) + part.start
+    own = part.stop - part.start
+    if part.padding:
+        indices = [batch[place] for place in part.order()]
+    else:
+        indices = batch if own == len(batch) else batch[part.start : part.stop]
+    return Request(indices, start, own, epoch, seed)
+
+
+class _Workers:
+    """The loader workers of a user's DataLoader, which serve one pass after another."""
+
+    def __init__(self, loader: DataLoader[Any], fetcher: Fetcher) -> None:
+        self._generator = torch.Generator()  # from which the DataLoader seeds its workers
+        self._requests = _NextPass()
+        start = WorkerStart(loader.dataset, loader.worker_init_fn)
+        self._loader = worker_loader(loader, RemoteFetcher(fetcher), start, self._generator, self._requests)
+        self._persistent = threading.Lock() if loader.persistent_workers else None
+
+    def serve(self, rounds_of_jobs: Iterator[list[_Job]], width: int, seed: int) -> Iterator[list[Piece]]:
+        """The pieces of one pass, `width` of them in each round."""
         if self._persistent is not None and not self._persistent.acquire(timeout=_BUSY_S):
             raise BusyError(
                 "this loader's persistent workers serve another loop, and they serve one at a time; end that loop "
                 "first, or pass persistent_workers=False"
             )
-        claims: deque[tuple[int, int, int]] = deque()
+        asked: deque[_Job] = deque()
+
+        def requests() -> Iterator[Request]:
+            for jobs in rounds_of_jobs:
+                for job in jobs:
+                    asked.append(job)
+                    yield job.request
+
         try:
-            with self._begins:
-                epoch = self.epoch
-                self.epoch += 1
-                order = torch.Generator().manual_seed(epoch_seed(self._seed, epoch))
-                # Each rank's workers draw numbers of their own: no two samples of a round are augmented alike.
-                self._generator.manual_seed(epoch_seed(self._seed, epoch, self._shard.index))
-                self._batches.indices = self._indices(epoch, claims, order, fixed_batch_size)
-                batches = iter(self._loader)
-                self._batches.indices = iter(())  # in a pass that is left early they would hold the dataset
+            self._generator.manual_seed(seed)
+            self._requests.requests = requests()
+            batches = iter(self._loader)
+            self._requests.requests = iter(())  # in a pass that is left early they would hold the dataset
         except BaseException:
             if self._persistent is not None:
                 self._persistent.release()
             raise
-        return _Pass(batches, claims, self._persistent)
-
-    def _indices(
-        self, epoch: int, claims: deque[tuple[int, int, int]], generator: torch.Generator, fixed_batch_size: bool
-    ) -> Iterator[Any]:
-        """What the DataLoader is to load in one pass, leaving the claim of each batch behind."""
-        sampler, batch_sampler = self._sampler, self._batch_sampler
-        if hasattr(sampler, "generator"):
-            sampler = copy.copy(sampler)
-            sampler.generator = generator
-            if type(batch_sampler) is BatchSampler:
-                batch_sampler = BatchSampler(sampler, batch_sampler.batch_size, batch_sampler.drop_last)
-        if batch_sampler is None:
-            for index in sampler:
-                claims.append((1, 1, 0))
-                yield index
-            return
-        drop_tail = bool(getattr(batch_sampler, "drop_last", False))
-        dealt_rounds = rounds(batch_sampler, self._shard.count, _num_indices, fixed_batch_size, drop_tail)
-        for number, dealt in enumerate(dealt_rounds):
-            part = dealt.parts[self._shard.index]
-            claims.append((part.samples, part.total, mark_of(epoch, number, dealt.batches)))
-            yield dealt.batches[part.batch][part.start : part.stop]
+        return _Served(batches, asked, width, self._persistent)
 
 
 class _NextPass:
-    """A sampler that hands the next iterator of the DataLoader the indices laid ready for it."""
+    """A sampler that hands the next iterator of the DataLoader the requests laid ready for it."""
 
-    indices: Iterator[Any] = iter(())
+    requests: Iterator[Request] = iter(())
 
-    def __iter__(self) -> Iterator[Any]:
-        return self.indices
+    def __iter__(self) -> Iterator[Request]:
+        return self.requests
 
 
-class _Pass:
-    """The pieces of one epoch: each loaded batch with the claim that its indices left."""
+class _Served:
+    """The rounds of one pass, as the loader workers send them."""
 
-    def __init__(
-        self, batches: Iterator[Any], claims: deque[tuple[int, int, int]], lock: threading.Lock | None
-    ) -> None:
+    def __init__(self, batches: Iterator[bytes], asked: deque[_Job], width: int, lock: threading.Lock | None) -> None:
         self._batches = batches
-        self._claims = claims
+        self._asked = asked
+        self._width = width
         self._lock = lock
 
-    def __iter__(self) -> _Pass:
+    def __iter__(self) -> _Served:
         return self
 
-    def __next__(self) -> Piece:
+    def __next__(self) -> list[Piece]:
         try:
-            batch = next(self._batches)
-        except StopIteration as stop:
-            if not self._claims:
-                raise
-            left = len(self._claims)
-            self._claims.clear()
-            raise RuntimeError(  # a StopIteration in user code looks like the end of the data
-                f"the loader ended {left} or more batches early: its dataset or collate_fn raised StopIteration"
-            ) from stop
-        return Piece(batch, Claim(*self._claims.popleft()))
+            return [self._next_piece() for _ in range(self._width)]
+        except Exception as error:
+            _free(error)
+            raise
+
+    def _next_piece(self) -> Piece:
+        try:
+            data = next(self._batches)
+        except (EOFError, ConnectionError) as error:
+            raise RuntimeError(
+                "a DataLoader worker died before its batch was received; the usual reason is a lack of memory"
+            ) from error
+        return self._asked.popleft().piece(unpacked(data))
 
     def __del__(self) -> None:
         if self._lock is not None:
             self._lock.release()
 
 
-def _num_indices(indices: list[int]) -> Size:
+def _num_indices(indices: list[Any]) -> Size:
     return Size(len(indices))
 
 
-def _rebuilt(loader: DataLoader[Any], indices: Any, generator: torch.Generator) -> DataLoader[Any]:
-    """The same DataLoader over other indices; batches come in order, as their claims do."""
-    sampling: dict[str, Any] = {"batch_sampler": indices}
-    if loader.batch_sampler is None:
-        sampling = {"sampler": indices, "batch_size": None}
-    return DataLoader(
-        loader.dataset,
-        **sampling,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=generator,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-    )
+def _local(offset: int, shards: int) -> int:
+    """An offset in this rank's own order, where that holds a part of all samples."""
+    if offset % shards:
+        raise StateError(
+            f"the state's offset {offset} is no multiple of world_size={shards}, and this loader's own sampler cuts "
+            "the data by ranks; resume with the world size that it was saved with, or leave the cutting to the loader"
+        )
+    return offset // shards
 
 
-def epoch_seed(seed: int, *place: int) -> int:
-    """A seed for one epoch, or for one rank in it. Hashed, so that neighbouring seeds and epochs share no order."""
-    return random.Random("/".join(map(str, (seed, *place)))).getrandbits(63)
+def _free(error: BaseException) -> None:
+    """Free what the frames of an error hold.
 
-
-def twin_of(loader: DataLoader[Any], shard: Shard, seed: int | None) -> IndexedLoader:
-    """The loader that cuts `loader` for that shard; the same one each time."""
-    with _lock:
-        twins = _twins.setdefault(loader, {})
-        key = (shard, seed)
-        if key not in twins:
-            twins[key] = IndexedLoader(loader, shard, seed)
-        return twins[key]
-
-
-def whole_batches(loader: DataLoader[Any], seed: int | None) -> Iterator[tuple[Any, int | None]]:
-    """Every batch of the loader, uncut, in the order of its next epoch, with the number of its samples.
-
-    That is None for a loader with batch_size=None, whose dataset may make batches itself.
+    In an error of a DataLoader with workers they are torch's own; they hold the workers, and the error in a circle with
+    itself, which the garbage collector would resolve by waiting 5 s for each worker.
     """
-    pieces = twin_of(loader, Shard(0, 1), seed).pieces()
-    return ((piece.batch, None if loader.batch_sampler is None else piece.claim.samples) for piece in pieces)
-
-
-def with_plain_errors(source: Iterator[list[Piece]]) -> Iterator[list[Piece]]:
-    """The pieces of a DataLoader with workers, whose errors are told better.
-
-    The frames of such an error are torch's own; they hold the workers, and the error in a circle with itself, which the
-    garbage collector would resolve by waiting 5 s for each worker. So they are freed at once. And a worker that is
-    killed takes the batches with it that it has loaded, of which torch says no more than that a socket was closed.
-    """
-    try:
-        yield from source
-    except Exception as error:
-        for each in chain_of(error):
-            traceback.clear_frames(each.__traceback__)
-        if isinstance(error, EOFError | ConnectionError) and "DataLoader worker" not in str(error):
-            raise RuntimeError(
-                "a DataLoader worker died before its batch was received; the usual reason is a lack of memory"
-            ) from error
-        raise
+    for each in chain_of(error):
+        traceback.clear_frames(each.__traceback__)

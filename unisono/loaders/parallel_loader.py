@@ -14,19 +14,22 @@ dropping the last reference stops the threads, and leaving a loop early leaks no
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import repeat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from unisono.backends import resolve_device, resolve_devices
-from unisono.errors import ClosedError
+from unisono.errors import BusyError, ClosedError
 from unisono.loaders.device_iterator import DeviceIterator
-from unisono.loaders.indexed import drops_tail, is_indexed, is_sharded, twin_of, whole_batches, with_plain_errors
-from unisono.loaders.sharding import Claim, Piece, Round, Shard, cut, glimpse, mark_of, measure, rounds
+from unisono.loaders.indexed import drops_tail, is_sharded
+from unisono.loaders.registry import source_of
+from unisono.loaders.resume import Progress, State
+from unisono.loaders.sharding import Rule, Split, Tail
+from unisono.loaders.sources import Begun, load_state, state_of
 from unisono.loaders.stages import Pipeline
 from unisono.world import World, current_world
 
@@ -36,19 +39,24 @@ _JOIN_S = 5.0
 class ParallelLoader:
     """One pass over `loader`, dealt to `devices`: batch i goes to `devices[i % len(devices)]`.
 
-    Plain batches come out, of the loader's own structure. The last round, when it is short of batches, is split along
-    `batchdim` so that every device takes the same number of steps and no sample is lost. A device for which no sample
-    is left gets a repeated one: the iterator's `valid_samples` says how many count.
+    Plain batches come out, of the loader's own structure. Every device takes the same number of steps, and no sample is
+    lost: `sharding.py` tells which samples go where.
 
     Args:
         loader: a DataLoader or any other iterable of batches. A DataLoader over a map-style dataset is read in an order
             that depends on (seed, epoch) alone, the epoch being the number of passes begun before. A sampler of one's
             own, and any other iterable, must give the same on every rank.
         devices: the devices of this process, as strings, indices or `torch.device`s, without repetition.
-        batchdim: the dimension along which the samples of a batch lie.
+        batchdim: the dimension along which the samples of a batch lie, where loaded batches are cut.
         fixed_batch_size: deliver batches of the first one's size only, and end before the first round that has others.
         loader_prefetch_size: loaded batches that may wait, per device.
         device_prefetch_size: moved batches that may wait, per device.
+        split: what a batch of `loader` is. "device": one device's; as many as there are ranks make a global batch.
+            "global": the global batch, of which each rank gets its part.
+        tail: what becomes of the last round where it is incomplete. "split": it is split along the samples; a device
+            for which none is left gets a repeated one that does not count. "drop": it is left out. "pad": each batch is
+            filled up with repeated samples, which come last and do not count. "error": it is a ValueError, before the
+            first batch where the length is known. None: "drop" for a DataLoader with drop_last=True, else "split".
         seed: of the order; None takes the seed of the DataLoader's generator, and 0 where it has none.
         sharded: the loader gives each rank its own part already, as one with a DistributedSampler does, which is
             noticed; it is not cut again. Also the way to the whole data on one rank.
@@ -57,7 +65,8 @@ class ParallelLoader:
 
     Raises:
         TypeError: `loader` is not iterable, or an argument has the wrong type.
-        ValueError: `devices` is empty, repeats a device or names one that does not exist, or a size is below 1.
+        ValueError: `devices` is empty, repeats a device or names one that does not exist, or another argument is out of
+            its range.
     """
 
     def __init__(
@@ -69,6 +78,8 @@ class ParallelLoader:
         loader_prefetch_size: int = 8,
         device_prefetch_size: int = 4,
         *,
+        split: Split = "device",
+        tail: Tail | None = None,
         seed: int | None = None,
         sharded: bool = False,
         world: World | None = None,
@@ -80,32 +91,40 @@ class ParallelLoader:
         check_size(device_prefetch_size, "device_prefetch_size")
         if isinstance(batchdim, bool) or not isinstance(batchdim, int):
             raise TypeError(f"batchdim={batchdim!r} is a {type(batchdim).__name__}; pass a dimension, 0 for the first")
-        resolved = resolve_devices(devices)
+        self._devices = resolve_devices(devices)
         self._world = world or current_world()
-        if len(resolved) > 1 and self._world.world_size > 1:
+        if len(self._devices) > 1 and self._world.world_size > 1:
             raise ValueError(
-                f"devices={[str(device) for _, device in resolved]} in a world of {self._world.world_size} ranks: each "
-                "rank has one device there; pass [current_world().device]"
+                f"devices={[str(device) for _, device in self._devices]} in a world of {self._world.world_size} ranks: "
+                "each rank has one device there; pass [current_world().device]"
             )
         self._loader = loader
-        self._batchdim = batchdim
-        self._fixed_batch_size = bool(fixed_batch_size)
-        self._seed = seed
-        self._is_cut = self._world.world_size > 1 and (sharded or is_sharded(loader))
-        self._drops_tail = drops_tail(loader) and not self._is_cut
-        self._pipeline = Pipeline(loader_prefetch_size, device_prefetch_size)
-        for place, (backend, device) in enumerate(resolved):
-            self._pipeline.add_lane(device, backend, loops[place] if loops else self._world, loops is not None)
+        self._prefetch = (loader_prefetch_size, device_prefetch_size)
+        self._loops = loops
+        self._rule = _rule(self._world, len(self._devices), loader, split, tail, bool(fixed_batch_size), sharded)
+        self._source = source_of(loader, self._world, batchdim, seed)
+        self._prepare()
+
+    def _progress(self) -> list[Progress]:
+        return [lane.progress for lane in self._pipeline.lanes]
+
+    def _prepare(self) -> None:
+        """Make what serves one pass."""
+        self._pipeline = Pipeline(*self._prefetch)
+        for place, (backend, device) in enumerate(self._devices):
+            world = self._loops[place] if self._loops else self._world
+            self._pipeline.add_lane(device, backend, world, self._loops is not None)
         self._lanes = {str(lane.device): lane for lane in self._pipeline.lanes}
         self._starting = threading.Lock()
-        self._has_started, self._is_closed = False, False
+        self._begun: Begun | None = None
+        self._is_closed = False
         self._finalizer = weakref.finalize(self, self._pipeline.stop)
 
     def per_device_loader(self, device: str | int | torch.device) -> DeviceIterator:
         """The iterator of one device; the first call starts the pass. Asked twice, both iterators share the batches.
 
         Raises:
-            ValueError: the device is not one of this loader's.
+            ValueError: the device is not one of this loader's, or there is a tail where tail="error".
             ClosedError: the loader is closed.
         """
         name = str(resolve_device(device)[1])
@@ -114,21 +133,62 @@ class ParallelLoader:
         if self._is_closed:
             raise ClosedError("this ParallelLoader is closed; it makes one pass, so make a new one for the next")
         with self._starting:
-            if not self._has_started:
-                source = self._open()
-                self._pipeline.start(with_plain_errors(source) if getattr(self._loader, "num_workers", 0) else source)
-                self._has_started = True
+            if self._begun is None:
+                begun = self._source.begin(self._rule, getattr(self._pipeline, "count_left_out", lambda samples: None))
+                self._pipeline.start(begun.pieces)
+                self._begun = begun._replace(pieces=iter(()))
         return DeviceIterator(self, self._lanes[name])
 
+    def again(self) -> ParallelLoader:
+        """A further pass over the same source."""
+        twin = copy.copy(self)
+        twin._prepare()
+        return twin
+
+    def state_dict(self) -> State:
+        """Where the loops stand: behind the last round of which every device has received its batch.
+
+        What was prefetched does not count. The state is the same on every rank, and can be loaded by a loader with
+        another number of ranks or devices, another batch size and other loader workers.
+        """
+        return state_of(self._source, self._begun, self._progress())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the pass, which has not begun, go on from a state.
+
+        Raises:
+            StateError: it is not the state of such a loader; its subclasses tell why.
+            BusyError: the pass has begun.
+        """
+        self._refuse_begun("load_state_dict")
+        load_state(self._source, self._rule, state)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of this pass, or the one with which it will begin."""
+        return self._begun.epoch if self._begun is not None else self._source.next_position()[0]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the pass, which has not begun, be that epoch. Epochs advance by themselves: this is for jumps.
+
+        Raises:
+            BusyError: the pass has begun.
+        """
+        self._refuse_begun("set_epoch")
+        check_size(epoch, "epoch", 0)
+        self._source.seek(epoch, {"offset": 0}, self._rule)
+
+    def _refuse_begun(self, what: str) -> None:
+        if self._begun is not None:
+            raise BusyError(f"{what} comes before a pass, and that of this ParallelLoader has begun; make a new one")
+
     def __len__(self) -> int:
-        """The number of batches for each device, which is the number of rounds of the loader's batches.
+        """The number of batches of a whole epoch for each device, which is the number of rounds.
 
         Raises:
             TypeError: the loader has no length.
         """
-        ranks = 1 if self._is_cut else self._world.world_size
-        full, tail = divmod(len(self._loader), ranks * len(self._lanes))  # type: ignore[arg-type]
-        return full + (tail > 0 and not self._drops_tail)
+        return self._source.num_rounds(self._rule)
 
     def close(self) -> None:
         """End the pass: wake every waiting thread, drop what is prefetched, wait for the threads. Idempotent.
@@ -145,25 +205,6 @@ class ParallelLoader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _open(self) -> Iterator[list[Piece]]:
-        """The pieces of each round for this process's lanes. They do not hold this loader, whose end ends the pass."""
-        loader, is_fixed = self._loader, self._fixed_batch_size
-        rank, ranks, lanes = self._world.rank, self._world.world_size, len(self._lanes)
-        if is_indexed(loader) and not self._is_cut and lanes == 1 and loader.batch_sampler is not None:
-            twin = twin_of(loader, Shard(rank, ranks), self._seed)
-            return ([piece] for piece in twin.pieces(is_fixed))
-        dim = self._batchdim
-        loaded: Iterator[tuple[Any, int | None]]
-        if is_indexed(loader) and not self._is_cut:
-            loaded = whole_batches(loader, self._seed)
-        else:
-            loaded = zip(iter(loader), repeat(None))
-        count = lanes if self._is_cut else lanes * ranks
-        dealt = rounds(loaded, count, lambda each: measure(each[0], dim, each[1]), is_fixed, self._drops_tail)
-        if self._is_cut:  # nobody knows the whole round, so this rank's batch has no claim on it
-            return ([Piece(pairs[0][0], Claim(parts[0].samples, None))] for pairs, _, parts in dealt)
-        return _cut_all(dealt, [rank] if ranks > 1 else range(lanes), dim, is_marked=ranks > 1)
 
 
 class DeviceLoader:
@@ -186,68 +227,101 @@ class DeviceLoader:
         loader_prefetch_size: int = 8,
         device_prefetch_size: int = 4,
         *,
+        split: Split = "device",
+        tail: Tail | None = None,
         seed: int | None = None,
         sharded: bool = False,
         world: World | None = None,
     ) -> None:
-        self._world = world or current_world()
-        self._arguments = (
+        world = world or current_world()
+        self._device = world.device if device is None else device
+        self._never_begun = ParallelLoader(
             loader,
-            [self._world.device if device is None else device],
+            [self._device],
             batchdim,
             fixed_batch_size,
             loader_prefetch_size,
             device_prefetch_size,
+            split=split,
+            tail=tail,
+            seed=seed,
+            sharded=sharded,
+            world=world,
         )
-        self._seed = seed
-        self._sharded = sharded
-        self._latest: weakref.ref[DeviceIterator] | None = None
+        self._latest: weakref.ref[DeviceIterator] | None = None  # weak: the threads of a pass end with its iterator
+        self._begun: Begun | None = None
+        self._progress: list[Progress] = []
         self._is_spent = False
-        self._length = self._pass().__len__  # refuses wrong arguments here, before the first loop
 
     @property
     def valid_samples(self) -> int:
         latest = self._latest() if self._latest is not None else None
         return latest.valid_samples if latest is not None else 0
 
+    @property
+    def epoch(self) -> int:
+        """The epoch of the iteration begun last; before the first, the one with which it will begin."""
+        return self._begun.epoch if self._begun is not None else self._never_begun.epoch
+
     def __iter__(self) -> DeviceIterator:
+        source = self._never_begun._loader
         if self._is_spent:
             raise RuntimeError(
-                f"this DeviceLoader was looped over before, and its source, a {type(self._arguments[0]).__name__}, "
-                "gives its batches only once; pass an iterable that can begin anew, a list or a DataLoader"
+                f"this DeviceLoader was looped over before, and its source, a {type(source).__name__}, gives its "
+                "batches only once; pass an iterable that can begin anew, a list or a DataLoader"
             )
-        source = self._arguments[0]
+        parallel = self._never_begun.again()
+        iterator = parallel.per_device_loader(self._device)
         self._is_spent = isinstance(source, Iterator) and iter(source) is source
-        parallel = self._pass()
-        iterator = parallel.per_device_loader(self._arguments[1][0])
         self._latest = weakref.ref(iterator)
+        self._begun, self._progress = parallel._begun, parallel._progress()
         return iterator
 
     def __len__(self) -> int:
-        """The number of batches; TypeError where the loader has no length."""
-        return self._length()
+        """The number of batches of a whole epoch; TypeError where the loader has no length."""
+        return len(self._never_begun)
 
-    def _pass(self) -> ParallelLoader:
-        return ParallelLoader(*self._arguments, seed=self._seed, sharded=self._sharded, world=self._world)
+    def state_dict(self) -> State:
+        """Where the loop stands: behind the last batch that it received, whatever was prefetched.
+
+        At the end of an epoch it is the beginning of the next one. Otherwise as for `ParallelLoader`.
+        """
+        return state_of(self._never_begun._source, self._begun, self._progress)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next loop go on from a state.
+
+        Raises:
+            StateError: it is not the state of such a loader; its subclasses tell why.
+        """
+        self._never_begun.load_state_dict(state)
+        self._begun = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next loop be that epoch. Epochs advance by themselves: this is for jumps."""
+        self._never_begun.set_epoch(epoch)
+        self._begun = None
 
 
-def check_size(size: int, name: str) -> None:
-    """Refuse what is no bound of a queue.
+def check_size(size: int, name: str, least: int = 1) -> None:
+    """Refuse what is no number of something.
 
     Raises:
-        TypeError, ValueError: it is no whole number, or below 1.
+        TypeError, ValueError: it is no whole number, or below `least`.
     """
     if isinstance(size, bool) or not isinstance(size, int):
         raise TypeError(f"{name}={size!r} is a {type(size).__name__}; pass a whole number")
-    if size < 1:
-        raise ValueError(f"{name}={size} lets no batch wait; pass a number from 1 on")
+    if size < least:
+        raise ValueError(f"{name}={size} is too small; pass a whole number from {least} on")
 
 
-def _cut_all(
-    dealt: Iterator[Round[tuple[Any, int | None]]], keep: Sequence[int], dim: int, is_marked: bool
-) -> Iterator[list[Piece]]:
-    """The pieces that this process keeps of each round, marked where other processes read the round too."""
-    for number, (pairs, sizes, parts) in enumerate(dealt):
-        batches = [batch for batch, _ in pairs]
-        mark = mark_of(number, sizes, [glimpse(batch) for batch in batches]) if is_marked else 0
-        yield [cut(Round(batches, sizes, parts), place, dim, mark) for place in keep]
+def _rule(
+    world: World, lanes: int, loader: Iterable[Any], split: Split, tail: Tail | None, is_fixed: bool, sharded: bool
+) -> Rule:
+    """How the rounds of a loader are dealt in that world."""
+    ranks = world.world_size
+    is_cut = ranks > 1 and (sharded or is_sharded(loader))
+    tail = tail or ("drop" if drops_tail(loader) and not is_cut else "split")
+    if is_cut:
+        return Rule(1, (0,), split, tail, is_fixed, shards=ranks)
+    return Rule(ranks * lanes, (world.rank,) if ranks > 1 else tuple(range(lanes)), split, tail, is_fixed)

@@ -1,8 +1,22 @@
-"""What a loader's state is: where its loop stands, and how that is checked when it is loaded."""
+"""What a loader's state is: where its loop stands, and how that is checked when it is loaded.
+
+A state is plain data, the same on every rank: `version`, `epoch`, `seed`, `length` (of the dataset, None where it has
+none), and the position in the epoch: `offset`, the number of samples that all ranks have taken together, and what else
+the source needs.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+from unisono.errors import StateError, StateLengthError, StateSeedError, StateVersionError
+
+VERSION = 1
+FACTS = ("version", "epoch", "seed", "length")
+"""What a state says beside the position."""
+
+State = dict[str, Any]
 
 
 class Progress:
@@ -23,3 +37,35 @@ class Progress:
         """One more batch was delivered."""
         self.rounds += 1
         self.position = position
+
+
+def check_state(state: Mapping[str, Any], length: int | None, seed: int) -> None:
+    """Refuse a state that this loader cannot go on from.
+
+    Raises:
+        StateError: it is none.
+        StateVersionError, StateLengthError, StateSeedError: it belongs to another loader; looked at in this order.
+    """
+    if not isinstance(state, Mapping) or "version" not in state:
+        raise StateError(f"state={state!r:.200} is not what a loader's state_dict() gives")
+    if state["version"] != VERSION:
+        raise StateVersionError(
+            f"the state has version {state['version']!r}, this loader reads version {VERSION}; load it with the "
+            "version of unisono that saved it, or begin the epoch anew with set_epoch"
+        )
+    missing = [name for name in (*FACTS, "offset") if name not in state]
+    if missing:
+        raise StateError(f"the state has no {', '.join(missing)}: it is not what a loader's state_dict() gives")
+    for name in ("epoch", "offset"):
+        if isinstance(state[name], bool) or not isinstance(state[name], int) or state[name] < 0:
+            raise StateError(f"the state's {name} is {state[name]!r}; it must be a whole number from 0 on")
+    if state["length"] != length:
+        raise StateLengthError(
+            f"the state was saved over {state['length']} samples, this loader's dataset has {length}: the order would "
+            "be another one; load it over the same dataset, or begin an epoch with set_epoch"
+        )
+    if state["seed"] != seed:
+        raise StateSeedError(
+            f"the state was saved with seed {state['seed']}, this loader has seed {seed}: the order would be another "
+            f"one; pass seed={state['seed']}"
+        )

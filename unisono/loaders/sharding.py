@@ -1,19 +1,21 @@
 """Which samples go to which rank: pure functions over rounds of batches.
 
-A *round* is one batch per rank, taken in order from one sequence of batches: batch i goes to rank i % count. That
-sequence is a function of (seed, epoch) alone, so the global batches do not depend on who loads them. Two ranks, a
-loader with batches of two, ten samples 0..9, not shuffled:
+A *round* is one batch per rank, all taken from one sequence of batches. That sequence is a function of (seed, epoch)
+alone, so the global batches do not depend on who loads them. Two ranks, ten samples 0..9, not shuffled:
 
-    round   rank 0   rank 1        global batch
-      0     0 1      2 3           0 1 2 3
-      1     4 5      6 7           4 5 6 7
-      2     8        9             8 9              <- the tail, one batch for two ranks, is split
+    split="device", batches of two                        split="global", batches of four
+    batch i goes to rank i % 2                            every batch is split over the ranks
 
-The tail, a round that is short of batches, is split so that every rank makes the same number of steps and every sample
-is delivered exactly once. A rank for which no sample is left gets a repeated one that counts as 0 samples. So does one
-that would get a part of a batch that cannot be cut with certainty: its neighbour takes it whole. A loader made with
-drop_last=True drops the tail instead, so that all batches have one size; it drops the same samples on any
-number of ranks.
+    round   rank 0   rank 1        global batch           rank 0   rank 1        global batch
+      0     0 1      2 3           0 1 2 3                0 1      2 3           0 1 2 3
+      1     4 5      6 7           4 5 6 7                4 5      6 7           4 5 6 7
+      2     8        9             8 9                    8        9             8 9          <- the tail
+
+The tail is the last round where it is incomplete: short of batches, or of samples in its last batch. It is split so
+that every rank makes the same number of steps and every sample is delivered exactly once. A rank for which no sample is
+left gets a repeated one that counts as 0 samples. So does one that would get a part of a batch that cannot be cut with
+certainty: its neighbour takes it whole. Other policies: "drop" leaves the tail out, so that all batches have one size;
+"pad" fills each rank's batch up with repeated samples; "error" refuses. Each gives the same on any rank.
 """
 
 from __future__ import annotations
@@ -23,33 +25,66 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 
-from unisono.tree import batch_size, can_cut, is_array, leaves, take
+from unisono.tree import batch_size, can_cut, is_array, leaves, pick, take
 
 logger = logging.getLogger(__name__)
 
 B = TypeVar("B")
 
+Split = Literal["device", "global"]
+Tail = Literal["split", "drop", "pad", "error"]
+
 
 @dataclass(frozen=True)
-class Shard:
-    """One of `count` equal claims on a sequence of batches."""
+class Rule:
+    """How the rounds of a sequence of batches are dealt.
 
-    index: int
-    count: int
+    Attributes:
+        count: among how many ranks, or lanes.
+        kept: which of them belong to this process.
+        split: "device" gives each rank batches of its own, "global" a part of every batch.
+        tail: what becomes of the incomplete last round.
+        fixed_batch_size: end before the first round that is incomplete or whose batches have another size than the
+            first batch of all.
+        shards: the sequence is one of so many that the ranks have, cut before; nobody knows the whole rounds.
+    """
+
+    count: int = 1
+    kept: tuple[int, ...] = (0,)
+    split: Split = "device"
+    tail: Tail = "split"
+    fixed_batch_size: bool = False
+    shards: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.index < self.count:
-            raise ValueError(f"Shard(index={self.index}, count={self.count}): the index must be in 0 .. count - 1")
+        if self.count < 1 or not all(0 <= place < self.count for place in self.kept):
+            raise ValueError(f"Rule(count={self.count}, kept={self.kept}): the places must be in 0 .. count - 1")
+        for name, value, choices in (("split", self.split, Split), ("tail", self.tail, Tail)):
+            if value not in get_args(choices):
+                raise ValueError(
+                    f"{name}={value!r} is unknown; choose one of {', '.join(map(repr, get_args(choices)))}"
+                )
+
+    @property
+    def batches(self) -> int:
+        """The number of batches in a complete round."""
+        return 1 if self.split == "global" else self.count
+
+    def rounds_of(self, batches: int) -> int:
+        """The number of rounds that so many batches make."""
+        full, more = divmod(batches, self.batches)
+        return full + (more > 0 and self.tail != "drop" and not self.fixed_batch_size)
 
 
 class Part(NamedTuple):
     """What one rank takes of a round: samples `start` to `stop` of the round's batch number `batch`.
 
-    `samples` of the round's `total` samples are this rank's; 0 when the part only repeats a sample to keep step.
+    `samples` of the round's `total` samples are this rank's; 0 when the part only repeats a sample to keep step. Behind
+    them come `padding` samples more, which repeat the part from its start.
     """
 
     batch: int
@@ -57,6 +92,17 @@ class Part(NamedTuple):
     stop: int
     samples: int
     total: int
+    padding: int = 0
+
+    @property
+    def repeated(self) -> int:
+        """How many of the delivered samples only repeat others."""
+        return self.stop - self.start + self.padding - self.samples
+
+    def order(self) -> list[int]:
+        """The samples of the batch that make up the part, its padding included."""
+        own = self.stop - self.start
+        return [self.start + place % own for place in range(own + self.padding)]
 
 
 class Claim(NamedTuple):
@@ -87,69 +133,113 @@ class Size(NamedTuple):
     can_be_cut: bool = True
 
 
-def deal(sizes: Sequence[Size], count: int) -> list[Part]:
+def deal(sizes: Sequence[Size], count: int, fill_to: int = 0) -> list[Part]:
     """Deal a round of `len(sizes)` batches, 1 to `count` of them, to `count` ranks.
 
     A full round gives each rank one batch whole. In a short one, neighbouring ranks share a batch as evenly as it
-    goes, the earlier ones taking the larger parts; no part is larger than its batch.
+    goes, the earlier ones taking the larger parts; no part is larger than its batch. Parts of batches that can be cut
+    are padded to `fill_to` samples.
     """
     total = sum(size.samples for size in sizes)
-    parts = []
-    for rank in range(count):
-        batch = rank * len(sizes) // count
-        first = -(-batch * count // len(sizes))  # the first rank that shares this batch, and the one after the last
-        after = -(-(batch + 1) * count // len(sizes))
-        place, samples = rank - first, sizes[batch].samples
-        if not sizes[batch].can_be_cut:
-            parts.append(Part(batch, 0, samples, 0 if place else samples, total))
-            continue
-        share, more = divmod(samples, after - first)
-        start = place * share + min(place, more)
-        stop = start + share + (place < more)
-        parts.append(Part(batch, start, stop, stop - start, total) if start < stop else Part(batch, 0, 1, 0, total))
-    return parts
+    if len(sizes) == count:
+        whole = enumerate(sizes)
+        parts = [Part(batch, 0, size.samples, size.samples, total) for batch, size in whole]
+    else:
+        parts = [_shared(sizes, rank, count, total) for rank in range(count)]
+    if not fill_to:
+        return parts
+    return [
+        part._replace(padding=max(fill_to - (part.stop - part.start), 0))
+        if sizes[part.batch].can_be_cut and part.start < part.stop
+        else part
+        for part in parts
+    ]
+
+
+def _shared(sizes: Sequence[Size], rank: int, count: int, total: int) -> Part:
+    batch = rank * len(sizes) // count
+    first = -(-batch * count // len(sizes))  # the first rank that shares this batch, and the one after the last
+    after = -(-(batch + 1) * count // len(sizes))
+    place, samples = rank - first, sizes[batch].samples
+    if not sizes[batch].can_be_cut:
+        return Part(batch, 0, samples, 0 if place else samples, total)
+    share, more = divmod(samples, after - first)
+    start = place * share + min(place, more)
+    stop = start + share + (place < more)
+    return Part(batch, start, stop, stop - start, total) if start < stop else Part(batch, 0, 1, 0, total)
 
 
 class Round(NamedTuple, Generic[B]):
-    """The batches of one round, their sizes, and who takes what of them."""
+    """The batches of one round, their sizes, and who takes what of them; `start` samples of the epoch are before it."""
 
     batches: list[B]
     sizes: list[Size]
     parts: list[Part]
+    start: int
+
+    @property
+    def stop(self) -> int:
+        """The number of the epoch's samples up to its end."""
+        return self.start + sum(size.samples for size in self.sizes)
 
 
 def rounds(
     batches: Iterable[B],
-    count: int,
+    rule: Rule,
     size_of: Callable[[B], Size],
-    fixed_batch_size: bool = False,
-    drop_tail: bool = False,
+    nominal: int | None = None,
+    start: int = 0,
+    left_out: Callable[[list[int]], None] = lambda samples: None,
 ) -> Iterator[Round[B]]:
-    """Group a sequence of batches into rounds of `count`.
+    """Group a sequence of batches into rounds.
 
     Args:
         size_of: measures a batch.
-        drop_tail: leave out the tail instead of splitting it.
-        fixed_batch_size: end before the first round that is short or holds a batch of another size than the first
-            batch of all; what is left out is logged.
+        nominal: the size of a complete batch; None where it is not known before.
+        start: the number of the epoch's samples before this sequence.
+        left_out: is told how many samples of a round that is not dealt would have been each rank's, where it is known.
+
+    Raises:
+        ValueError: there is a tail, and the rule is "error".
     """
     source = iter(batches)
-    reference: int | None = None
-    number = 0
-    while group := list(islice(source, count)):
-        if drop_tail and len(group) < count:
-            return
+    reference = nominal if start else None
+    largest = nominal or 0
+    while group := list(islice(source, rule.batches)):
         sizes = [size_of(batch) for batch in group]
-        reference = sizes[0].samples if number == 0 else reference
-        if fixed_batch_size and (len(group) < count or any(size.samples != reference for size in sizes)):
+        largest = largest if nominal else max(largest, *(size.samples for size in sizes))
+        is_tail = len(group) < rule.batches or (nominal is not None and sizes[-1].samples < nominal)
+        if reference is None:
+            reference = sizes[0].samples
+        has_other = len(group) < rule.batches or any(size.samples != reference for size in sizes)
+        if rule.fixed_batch_size and has_other:
             logger.warning(
-                "fixed_batch_size=True ends the epoch before round %d: its batches have %s samples where %d batches of "
-                "%d are wanted; these samples and what follows are left out",
-                number, [size.samples for size in sizes], count, reference,
+                "fixed_batch_size=True ends the epoch at sample %d: the batches of the next round have %s samples, "
+                "where %d of %d are wanted; these samples and what follows are left out",
+                start, [size.samples for size in sizes], rule.batches, reference,
             )  # fmt: skip
+            left_out([part.samples for part in deal(sizes, rule.count)])
             return
-        yield Round(group, sizes, deal(sizes, count))
-        number += 1
+        if is_tail and rule.tail == "error":
+            total = sum(size.samples for size in sizes)
+            raise ValueError(tail_message(start + total, total, rule, nominal))
+        if is_tail and rule.tail == "drop":
+            left_out([part.samples for part in deal(sizes, rule.count)])
+            return
+        full = -(-largest // rule.count) if rule.split == "global" else largest
+        dealt = Round(group, sizes, deal(sizes, rule.count, full if rule.tail == "pad" else 0), start)
+        yield dealt
+        start = dealt.stop
+
+
+def tail_message(length: int, tail: int, rule: Rule, batch: int | None) -> str:
+    """What is wrong with a tail of `tail` samples where none is wanted."""
+    each = "batches" if batch is None else f"batches of {batch}"
+    whole = f"{rule.batches} {each}" + (f", one for each of {rule.count} ranks" if rule.split == "device" else "")
+    return (
+        f"tail='error': {length} samples do not divide into rounds of {whole}: {tail} samples are left in the last; "
+        "pass a batch size that divides, or tail='split' (the default), 'drop' or 'pad'"
+    )
 
 
 def measure(batch: Any, dim: int, known: int | None = None) -> Size:
@@ -164,9 +254,11 @@ def cut(dealt: Round[Any], rank: int, dim: int, mark: int = 0) -> Piece:
     """One rank's piece of a round of loaded batches."""
     part = dealt.parts[rank]
     batch = dealt.batches[part.batch]
-    if (part.start, part.stop) != (0, dealt.sizes[part.batch].samples):
+    if part.padding:
+        batch = pick(batch, part.order(), dim)
+    elif (part.start, part.stop) != (0, dealt.sizes[part.batch].samples):
         batch = take(batch, part.start, part.stop, dim)
-    return Piece(batch, Claim(part.samples, part.total, mark, int(not part.samples)))
+    return Piece(batch, Claim(part.samples, part.total, mark, part.repeated))
 
 
 def mark_of(*content: Any) -> int:

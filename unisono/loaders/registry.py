@@ -1,0 +1,32 @@
+"""Which source reads a user's loader. Those of DataLoaders are kept as long as the loader is.
+
+So the epochs of a DataLoader go on from one pass to the next, whichever object makes the pass, and its persistent
+workers stay.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+from unisono.loaders.indexed import IndexedSource, is_indexed
+from unisono.loaders.sources import ItemSource, PlainSource, Source
+from unisono.world import World
+
+_lock = threading.Lock()
+_sources: weakref.WeakKeyDictionary[Any, dict[Hashable, Source]] = weakref.WeakKeyDictionary()
+
+
+def source_of(loader: Iterable[Any], world: World, dim: int, seed: int | None) -> Source:
+    """The source of that rank's passes over a loader, whose batches are cut along `dim`."""
+    if not is_indexed(loader):
+        return PlainSource(loader, dim, seed)
+    with _lock:
+        kept = _sources.setdefault(loader, {})
+        key = (world.rank, world.world_size, dim, seed)
+        if key not in kept:
+            indexed = IndexedSource(loader, seed)
+            kept[key] = ItemSource(indexed, dim) if loader.batch_sampler is None else indexed
+        return kept[key]

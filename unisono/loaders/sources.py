@@ -1,0 +1,206 @@
+"""Source: what a loader reads from, epoch after epoch; and the source of any iterable of batches.
+
+A source makes the rounds: one piece for each device of this process, with its claim and the position behind the round.
+It can begin a pass at any position that it gave out.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import islice, repeat
+from typing import Any, NamedTuple, Protocol
+
+from unisono.errors import StateError
+from unisono.loaders.resume import FACTS, VERSION, Progress, State, check_state
+from unisono.loaders.sharding import Piece, Round, Rule, cut, glimpse, mark_of, measure, rounds
+
+logger = logging.getLogger(__name__)
+
+LeftOut = Callable[[Sequence[int]], None]
+"""Told how many samples a pass leaves out, for each device of this process."""
+
+Loaded = tuple[Any, int | None]
+"""A batch and the number of its samples, None where it must tell that itself."""
+
+
+class Begun(NamedTuple):
+    """A pass: its epoch, the position where it begins, and its rounds."""
+
+    epoch: int
+    position: State
+    pieces: Iterator[list[Piece]]
+
+
+class Source(Protocol):
+    """Where a loader's pieces come from.
+
+    Attributes:
+        epoch: of the pass that begins next; each begun pass is one epoch.
+        seed: of everything random in it.
+        length: the number of samples of its dataset; None where it has none.
+        is_uneven: whether the ranks' passes may differ in length, each reading a part of its own.
+    """
+
+    epoch: int
+    seed: int
+    length: int | None
+    is_uneven: bool
+
+    def begin(self, rule: Rule, left_out: LeftOut) -> Begun:
+        """Begin the next pass; in the thread that is to loop over it."""
+
+    def seek(self, epoch: int, position: State, rule: Rule) -> None:
+        """Let the next pass begin at that position of that epoch. StateError where it is no position of this source."""
+
+    def next_position(self) -> tuple[int, State]:
+        """The epoch and the position where the next pass begins."""
+
+    def num_rounds(self, rule: Rule) -> int:
+        """The number of rounds of a whole epoch. TypeError where it is not known."""
+
+
+def state_of(source: Source, begun: Begun | None, progress: Sequence[Progress]) -> State:
+    """The state behind the last round that all loops of a pass have received; None has begun: that of the next pass."""
+    if begun is None:
+        epoch, position = source.next_position()
+    elif all(each.has_ended for each in progress):
+        epoch, position = begun.epoch + 1, {"offset": 0}
+    else:
+        behind = min(progress, key=lambda each: each.rounds)
+        epoch, position = begun.epoch, behind.position or begun.position
+    return {"version": VERSION, "epoch": epoch, "seed": source.seed, "length": source.length, **position}
+
+
+def load_state(source: Source, rule: Rule, state: Mapping[str, Any]) -> None:
+    """Let the next pass begin where a state says.
+
+    Raises:
+        StateError: it is not the state of such a source.
+    """
+    check_state(state, source.length, source.seed)
+    position = {name: value for name, value in state.items() if name not in FACTS}
+    source.seek(state["epoch"], position, rule)
+
+
+class PlainSource:
+    """Any iterable of batches. Every rank reads all of it and keeps its part, so it must be the same on every rank.
+
+    It resumes by its own `state_dict` where it has one (torchdata's StatefulDataLoader has), else by reading and
+    dropping what was delivered before.
+
+    Args:
+        loader: the iterable.
+        dim: the dimension along which the samples of a batch lie.
+        seed: only written into the state, and compared.
+    """
+
+    is_uneven = False
+
+    def __init__(self, loader: Iterable[Any], dim: int, seed: int | None = None) -> None:
+        self._loader: Any = loader
+        self._dim = dim
+        self._is_stateful = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+        self.seed = seed or 0
+        self.length: int | None = None
+        with suppress(TypeError, AttributeError):
+            self.length = len(loader.dataset)  # type: ignore[attr-defined]
+        self.epoch = 0
+        self._position: State = _START
+
+    def begin(self, rule: Rule, left_out: LeftOut) -> Begun:
+        """The next pass over the iterable, whose iterator is made in the calling thread."""
+        epoch, position = self.epoch, self._position
+        loaded = self._open(epoch, position)
+        self.epoch, self._position = epoch + 1, _START
+        return Begun(epoch, position, _pieces(loaded, rule, self._dim, left_out, position, self._snapshot))
+
+    def seek(self, epoch: int, position: State, rule: Rule) -> None:
+        """Let the next pass begin there.
+
+        Raises:
+            StateError: nothing tells how many batches come before it.
+        """
+        if "batches" not in position and position["offset"]:
+            raise StateError("the state does not tell the number of batches: it was saved by a loader of another kind")
+        self.epoch, self._position = epoch, {**_START, **position}
+
+    def next_position(self) -> tuple[int, State]:
+        """The epoch and the position where the next pass begins."""
+        return self.epoch, self._position
+
+    def num_rounds(self, rule: Rule) -> int:
+        """The number of rounds of a whole epoch. TypeError where the iterable has no length."""
+        return rule.rounds_of(len(self._loader))
+
+    def _open(self, epoch: int, position: State) -> Iterator[Loaded]:
+        if callable(getattr(self._loader, "set_epoch", None)):
+            self._loader.set_epoch(epoch)
+        done = position["batches"]
+        if self._is_stateful and "loader" in position:
+            self._loader.load_state_dict(copy.deepcopy(position["loader"]))
+            done = 0
+        elif done:
+            logger.info(
+                "the loop resumes behind %d batches of %s, which has no state_dict: they are read and dropped",
+                done, type(self._loader).__name__,
+            )  # fmt: skip
+        return islice(zip(iter(self._loader), repeat(None)), done, None)
+
+    def _snapshot(self) -> State:
+        return {"loader": copy.deepcopy(self._loader.state_dict())} if self._is_stateful else {}
+
+
+class ItemSource(PlainSource):
+    """A DataLoader with batch_size=None over a map-style dataset: each item may be a batch, which only it can tell.
+
+    Args:
+        items: gives the items in the order of (seed, epoch), each as a batch of one.
+    """
+
+    def __init__(self, items: Source, dim: int) -> None:
+        super().__init__((), dim, items.seed)
+        self._items = items
+        self.length = items.length
+
+    def _open(self, epoch: int, position: State) -> Iterator[Loaded]:
+        self._items.seek(epoch, {"offset": position["batches"]}, Rule())
+        pieces = self._items.begin(Rule(), lambda samples: None).pieces
+        return ((piece.batch, None) for (piece,) in pieces)
+
+    def num_rounds(self, rule: Rule) -> int:
+        """The number of rounds of a whole epoch."""
+        return rule.rounds_of(self._items.num_rounds(Rule()))
+
+
+_START: State = {"offset": 0, "batches": 0}
+
+
+def _pieces(
+    loaded: Iterator[Loaded],
+    rule: Rule,
+    dim: int,
+    left_out: LeftOut,
+    position: State,
+    snapshot: Callable[[], State],
+) -> Iterator[list[Piece]]:
+    """The pieces that this process keeps of each round of loaded batches."""
+
+    def leave_out(samples: list[int]) -> None:
+        left_out([samples[place] for place in rule.kept])
+
+    offset, done = position["offset"] // rule.shards, position["batches"]
+    is_marked = rule.count > len(rule.kept)  # other processes read the round too
+    dealt_rounds = rounds(loaded, rule, lambda each: measure(each[0], dim, each[1]), None, offset, leave_out)
+    for dealt in dealt_rounds:
+        batches = [batch for batch, _ in dealt.batches]
+        done += len(batches)
+        whole = Round(batches, dealt.sizes, dealt.parts, dealt.start)
+        mark = mark_of(dealt.start, dealt.sizes, [glimpse(batch) for batch in batches]) if is_marked else 0
+        behind = {"offset": dealt.stop * rule.shards, "batches": done, **snapshot()}
+        pieces = [cut(whole, place, dim, mark)._replace(position=behind) for place in rule.kept]
+        if rule.shards > 1:  # nobody knows the whole round, so this rank's batch has no claim on it
+            pieces = [piece._replace(claim=piece.claim._replace(total=None)) for piece in pieces]
+        yield pieces
