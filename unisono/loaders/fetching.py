@@ -178,10 +178,14 @@ def packed(make: Callable[[], Any], whose: Callable[[], str]) -> bytes:
         return b"!" + Outcome.failure(refusal).to_bytes()
 
 
-def unpacked(data: bytes) -> Any:
-    """What was packed in a loader worker, or raises what was raised there, in its own type."""
+def unpacked(data: bytes) -> Outcome[Any]:
+    """What was packed in a loader worker: the batch, or the error that was raised there, in its own type.
+
+    Raises:
+        EOFError, OSError: the worker is gone, and the memory that it shared.
+    """
     content = memoryview(data)[1:]
-    return pickle.loads(content) if data[:1] == b"=" else Outcome.from_bytes(bytes(content)).unwrap()
+    return Outcome(pickle.loads(content)) if data[:1] == b"=" else Outcome.from_bytes(bytes(content))
 
 
 def worker_loader(

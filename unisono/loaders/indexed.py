@@ -256,12 +256,12 @@ class _Served:
 
     def _next_piece(self) -> Piece:
         try:
-            data = next(self._batches)
-        except (EOFError, ConnectionError) as error:
+            outcome = unpacked(next(self._batches))
+        except (EOFError, OSError) as error:
             raise RuntimeError(
                 "a DataLoader worker died before its batch was received; the usual reason is a lack of memory"
             ) from error
-        return self._asked.popleft().piece(unpacked(data))
+        return self._asked.popleft().piece(outcome.unwrap())
 
     def __del__(self) -> None:
         if self._lock is not None:
