@@ -24,6 +24,10 @@ class Backend(Protocol):
     process_group_backend: str
     """The torch.distributed backend that reduces this family's tensors."""
 
+    moves_in_background: bool
+    """Whether moving a batch is work worth a thread of its own. Where not, `to_device` is called on the thread that
+    loads, needs no `activate`, and gives a batch that lies in main memory back as it is, with None as its token."""
+
     def is_available(self) -> bool:
         """Whether at least one device of the family can be used here."""
 
@@ -39,7 +43,8 @@ class Backend(Protocol):
     def to_device(self, batch: Any, device: torch.device) -> tuple[Any, Any]:
         """Start moving a batch: the batch on the device, and a token to wait for. The source is never modified.
 
-        Container types, order and sharing stay; what holds no tensor passes through. Called on a transfer thread.
+        Container types, order and sharing stay; what holds no tensor passes through. Called on a transfer thread, and
+        where there are several, by them at once.
         """
 
     def wait_ready(self, token: Any) -> None:

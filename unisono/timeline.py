@@ -5,6 +5,10 @@ The thread that runs the user's loop is, at each moment, in exactly one phase: w
 phase at their doors, so the phases tile the loop's time without gaps. A helper thread (a transfer, say) works beside
 the loop and has a track of its own.
 
+What a loop waited for is counted beside the phases, by cause (`Waits`): "wait_source_ns" and so on. The other counters
+are "samples", "batches", "steps"; "bytes" of the batches, "repeated" samples in them, which only repeat others; and
+"queued", the batches that waited in the loader at each receipt, added up. A "reader" counts "dropped" samples.
+
 *Threads:* a `Track` has one writer, the thread that asked for it, and takes no lock; others may read it at any time
 and see it up to the last completed span. The timeline's table of tracks is locked.
 
@@ -17,7 +21,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -25,6 +29,14 @@ from typing import NamedTuple
 MAX_SPANS = 16384
 
 FETCH, MOVE, COMPUTE, REDUCE, STEP = PHASES = ("fetch", "move", "compute", "reduce", "step")
+
+
+class Waits(NamedTuple):
+    """Nanoseconds that a loop waited: for its data's source, for a batch to be moved, for the loops of its peers."""
+
+    source: int
+    transfer: int
+    peers: int
 
 
 class Span(NamedTuple):
@@ -41,19 +53,20 @@ class Track:
     def __init__(self, name: str) -> None:
         self.name = name
         self.spans: deque[Span] = deque(maxlen=MAX_SPANS)
-        self.totals: dict[str, int] = {}
-        self.counts: dict[str, int] = {}
+        self.totals: defaultdict[str, int] = defaultdict(int)
+        self.counts: defaultdict[str, int] = defaultdict(int)
         self.innermost: Loop | None = None
         self._phase: str | None = None
-        self._since = 0
+        self.since = 0  # when the present phase began
 
     def switch(self, phase: str | None) -> str | None:
         """Leave the present phase, enter `phase` (None: outside any loop), and return the one that was left."""
         now = time.perf_counter_ns()
         left = self._phase
         if left is not None:
-            self._record(left, self._since, now)
-        self._phase, self._since = phase, now
+            self.spans.append(Span(left, self.since, now))
+            self.totals[left] += now - self.since
+        self._phase, self.since = phase, now
         return left
 
     @contextmanager
@@ -67,11 +80,14 @@ class Track:
 
     def count(self, name: str, amount: int = 1) -> None:
         """Add `amount` to a counter ("samples", "batches", "steps")."""
-        self.counts[name] = self.counts.get(name, 0) + amount
+        self.counts[name] += amount
 
-    def _record(self, phase: str, start: int, stop: int) -> None:
-        self.spans.append(Span(phase, start, stop))
-        self.totals[phase] = self.totals.get(phase, 0) + stop - start
+    def count_wait(self, waits: Waits) -> None:
+        """Add what the loop waited for."""
+        counts = self.counts
+        counts["wait_source_ns"] += waits.source
+        counts["wait_transfer_ns"] += waits.transfer
+        counts["wait_peers_ns"] += waits.peers
 
 
 class Loop:

@@ -13,7 +13,7 @@ import dataclasses
 import numbers
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -78,6 +78,36 @@ def can_cut(tree: Any, dim: int = 0) -> bool:
 
     _map(lambda leaf: leaf, tree, {}, look)
     return size is not None and not doubtful and all(map(is_certain, leaves(tree)))
+
+
+def flat_tensors(tree: Any) -> Collection[torch.Tensor] | None:
+    """The tensors of a batch that is one, or a plain list, tuple or dict of nothing else; None of any other.
+
+    Most batches are such, and are looked at on every step.
+    """
+    kind = type(tree)
+    if kind is torch.Tensor:
+        return (tree,)
+    children: Collection[Any]
+    if kind is tuple or kind is list:
+        children = tree
+    elif kind is dict:
+        children = tree.values()
+    else:
+        return None
+    for child in children:
+        if type(child) is not torch.Tensor:
+            return None
+    return children
+
+
+def nbytes(tree: Any) -> int:
+    """The bytes of a batch's tensors, arrays and texts, as large as they say that they are; a shared one once."""
+    flat = flat_tensors(tree)
+    if flat is None:
+        return sum(map(_leaf_nbytes, leaves(tree)))
+    once = {id(tensor): tensor for tensor in flat}.values()
+    return sum([each.nbytes if each.layout is torch.strided else _leaf_nbytes(each) for each in once])
 
 
 def take(tree: Any, start: int, stop: int, dim: int = 0) -> Any:
@@ -222,3 +252,17 @@ def _like_sequence(node: Any, images: list[Any]) -> Any:
         twin[:] = images
         return twin
     return type(node)(images)
+
+
+def _leaf_nbytes(leaf: Any) -> int:
+    if isinstance(leaf, str):
+        return len(leaf.encode(errors="surrogatepass"))
+    if isinstance(leaf, bytes | bytearray):
+        return len(leaf)
+    if isinstance(leaf, PackedSequence):
+        return sum(_leaf_nbytes(part) for part in leaf if part is not None)
+    if isinstance(leaf, torch.Tensor):
+        if leaf.layout is torch.sparse_coo:
+            return _leaf_nbytes(leaf._indices()) + _leaf_nbytes(leaf._values())
+        return leaf.numel() * leaf.element_size() if leaf.layout is torch.strided else leaf.values().nbytes
+    return int(leaf.nbytes) if is_array(leaf) else 0

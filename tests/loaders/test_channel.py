@@ -1,4 +1,4 @@
-"""The queue between two threads: order, bound, both ways of closing, and what a garbage collection may do inside."""
+"""The queue between two threads: order, room, both ways of closing, and what a garbage collection may do inside."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def drain(channel: Channel) -> list[Any]:
 
 
 def test_items_come_out_in_order_and_all_before_the_end():
-    channel = Channel(10)
+    channel = Channel()
     items = [1, None, "", [], 0, False, EndOfChannel, Outcome()]
     for item in items:
         assert channel.send(item)
@@ -77,7 +77,7 @@ def test_items_come_out_in_order_and_all_before_the_end():
 
 
 def test_the_end_is_told_again_and_again():
-    channel = Channel(1)
+    channel = Channel()
     channel.close(Outcome())
     for _ in range(3):
         with pytest.raises(EndOfChannel):
@@ -85,7 +85,7 @@ def test_the_end_is_told_again_and_again():
 
 
 def test_an_error_follows_what_was_sent_in_its_own_type_at_each_call_and_as_an_object_of_its_own():
-    channel = Channel(2)
+    channel = Channel()
     error = CodedError(7)
     error.add_note("in the kitchen")
     channel.send("first")
@@ -101,19 +101,24 @@ def test_an_error_follows_what_was_sent_in_its_own_type_at_each_call_and_as_an_o
 
 
 def test_the_first_word_of_closing_counts():
-    channel = Channel(1)
+    channel = Channel()
     channel.close(Outcome.failure(KeyError("first")))
     channel.close(Outcome())
     with pytest.raises(KeyError, match="first"):
         channel.receive()
 
 
+def room_for(channel: Channel, most: int, on_full: Callable[[], bool]) -> Callable[[], bool]:
+    """Whether fewer than `most` items wait; else what `on_full` says."""
+    return lambda: len(channel) < most or on_full()
+
+
 def test_a_sender_waits_for_room():
     is_full = Waiting()
-    channel = Channel(2, may_overflow=is_full)
+    channel = Channel()
     channel.send(1)
     channel.send(2)
-    (sending,) = in_threads(lambda: channel.send(3))
+    (sending,) = in_threads(lambda: channel.wait_for_room(room_for(channel, 2, is_full)) and channel.send(3))
     is_full.seen()
     assert len(channel) == 2
     assert not sending.done()
@@ -122,8 +127,26 @@ def test_a_sender_waits_for_room():
     assert [channel.receive(), channel.receive()] == [2, 3]
 
 
+def test_where_there_is_room_nobody_waits():
+    channel = Channel()
+    assert channel.wait_for_room(lambda: True)
+    assert not channel.has_waiting_sender
+
+
+def test_a_receipt_is_told_of_before_the_sender_asks_for_room_again():
+    told: list[int] = []
+    channel = Channel(on_receipt=told.append)
+    asked = Waiting()
+    channel.send(7)
+    (waiting,) = in_threads(lambda: channel.wait_for_room(lambda: bool(told) or asked()))
+    asked.seen()
+    channel.receive()
+    assert result(waiting) is True
+    assert told == [7]
+
+
 def test_a_receiver_waits_for_an_item():
-    channel, is_empty = Channel(1), Waiting()
+    channel, is_empty = Channel(), Waiting()
     (receiving,) = in_threads(lambda: channel.receive(is_empty))
     is_empty.seen()
     channel.send("news")
@@ -131,7 +154,7 @@ def test_a_receiver_waits_for_an_item():
 
 
 def test_the_end_wakes_every_waiting_receiver():
-    channel, is_empty = Channel(1), Waiting(threads=2)
+    channel, is_empty = Channel(), Waiting(threads=2)
     receiving = in_threads(*[lambda: channel.receive(is_empty)] * 2)
     is_empty.seen()
     channel.close(Outcome())
@@ -142,9 +165,9 @@ def test_the_end_wakes_every_waiting_receiver():
 
 def test_cancelling_wakes_a_waiting_sender_and_every_waiting_receiver():
     is_full, is_empty = Waiting(), Waiting(threads=3)
-    full, empty = Channel(1, may_overflow=is_full), Channel(1)
+    full, empty = Channel(), Channel()
     full.send(1)
-    (sending,) = in_threads(lambda: full.send(2))
+    (sending,) = in_threads(lambda: full.wait_for_room(is_full))
     receiving = in_threads(*[lambda: empty.receive(is_empty)] * 3)
     is_full.seen()
     is_empty.seen()
@@ -157,7 +180,7 @@ def test_cancelling_wakes_a_waiting_sender_and_every_waiting_receiver():
 
 
 def test_one_item_more_wakes_one_of_two_receivers_and_the_next_item_the_other():
-    channel, is_empty = Channel(1), Waiting(threads=2)
+    channel, is_empty = Channel(), Waiting(threads=2)
     receiving = in_threads(*[lambda: channel.receive(is_empty)] * 2)
     is_empty.seen()
     channel.send("a")
@@ -169,7 +192,7 @@ def test_one_item_more_wakes_one_of_two_receivers_and_the_next_item_the_other():
 def test_what_is_cancelled_takes_and_gives_nothing_and_holds_nothing():
     class Thing: ...
 
-    channel: Channel[Thing] = Channel(3)
+    channel: Channel[Thing] = Channel()
     thing, error = Thing(), CodedError(1)
     gone = weakref.ref(thing), weakref.ref(error)
     channel.send(thing)
@@ -177,6 +200,7 @@ def test_what_is_cancelled_takes_and_gives_nothing_and_holds_nothing():
     channel.cancel()
     del thing, error
     assert [each() for each in gone] == [None, None]
+    assert channel.wait_for_room(lambda: True) is False
     assert channel.send(Thing()) is False
     late = CodedError(2)
     channel.close(Outcome.failure(late))
@@ -189,47 +213,50 @@ def test_what_is_cancelled_takes_and_gives_nothing_and_holds_nothing():
             channel.receive()
 
 
-def test_a_full_channel_may_overflow_by_one_at_a_time():
-    answers, is_full = [True, True], Waiting()
-    channel = Channel(1, may_overflow=lambda: answers.pop() if answers else is_full())
-    for item in range(3):
-        channel.send(item)
-    assert len(channel) == 3
-    (sending,) = in_threads(lambda: channel.send(3))
-    is_full.seen()
-    assert [channel.receive() for _ in range(4)] == [0, 1, 2, 3]
-    assert result(sending)
-
-
 def test_a_waiting_sender_asks_again_when_it_is_woken():
     lock, is_full, may = threading.Lock(), Waiting(), []
-    channel = Channel(1, lock, lambda: is_full() or bool(may))
-    channel.send(0)
-    (sending,) = in_threads(lambda: channel.send(1))
+    channel = Channel(lock)
+    (waiting,) = in_threads(lambda: channel.wait_for_room(lambda: is_full() or bool(may)))
     is_full.seen()
     may.append(True)
     with lock:
+        assert channel.has_waiting_sender
         channel.wake_sender()
-    assert result(sending)
-    assert len(channel) == 2
+    assert result(waiting) is True
 
 
-def test_a_garbage_collection_inside_of_sending_may_cancel():
-    channel = Channel(1, may_overflow=lambda: channel.cancel())
-    channel.send(0)
-    (sending,) = in_threads(lambda: channel.send(1))
-    assert result(sending) is False
+def test_a_waiting_sender_is_woken_from_a_place_that_must_not_take_the_lock():
+    lock, is_full, may = threading.Lock(), Waiting(), []
+    channel = Channel(lock)
+    (waiting,) = in_threads(lambda: channel.wait_for_room(lambda: is_full() or bool(may)))
+    is_full.seen()
+    with lock:
+        may.append(True)
+        channel.wake_sender_unlocked()
+    assert result(waiting) is True
+
+
+def test_a_garbage_collection_inside_of_waiting_for_room_may_cancel():
+    channel = Channel()
+    (waiting,) = in_threads(lambda: channel.wait_for_room(lambda: bool(channel.cancel())))
+    assert result(waiting) is False
+
+
+def test_a_garbage_collection_inside_of_finding_room_may_cancel():
+    channel = Channel()
+    (waiting,) = in_threads(lambda: channel.wait_for_room(lambda: channel.cancel() is None))
+    assert result(waiting) is False
 
 
 def test_a_garbage_collection_inside_of_receiving_may_cancel():
-    channel = Channel(1)
+    channel = Channel()
     (receiving,) = in_threads(lambda: channel.receive(channel.cancel))
     with pytest.raises(ClosedError):
         result(receiving)
 
 
 def test_an_interrupt_while_waiting_leaves_the_channel_whole():
-    channel = Channel(1)
+    channel = Channel()
 
     def interrupt() -> None:
         raise KeyboardInterrupt
@@ -242,7 +269,7 @@ def test_an_interrupt_while_waiting_leaves_the_channel_whole():
 
 @given(st.lists(st.one_of(st.integers(), st.just("receive")), max_size=30))
 def test_it_is_a_queue(steps):
-    channel, plain = Channel(100), deque()
+    channel, plain = Channel(), deque()
     for step in steps:
         if step != "receive":
             channel.send(step)
@@ -256,11 +283,12 @@ def test_it_is_a_queue(steps):
 
 @pytest.mark.parametrize("capacity", [1, 3])
 def test_nothing_is_lost_between_two_threads_and_the_bound_holds(capacity):
-    channel, count, longest = Channel(capacity), 20_000, 0
+    channel, count, longest = Channel(), 20_000, 0
 
     def send() -> None:
         nonlocal longest
         for item in range(count):
+            channel.wait_for_room(lambda: len(channel) < capacity)
             channel.send(item)
             longest = max(longest, len(channel))
         channel.close(Outcome())

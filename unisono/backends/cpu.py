@@ -12,12 +12,13 @@ from typing import Any
 import psutil
 import torch
 
-from unisono.tree import tree_map
+from unisono.tree import flat_tensors, tree_map
 
 
 class CpuBackend:
     name = "cpu"
     process_group_backend = "gloo"
+    moves_in_background = False
 
     def is_available(self) -> bool:
         return True
@@ -37,6 +38,9 @@ class CpuBackend:
         pass
 
     def to_device(self, batch: Any, device: torch.device) -> tuple[Any, Any]:
+        flat = flat_tensors(batch)
+        if flat is not None and all(tensor.is_cpu for tensor in flat):
+            return batch, None
         return tree_map(_to_cpu, batch), None
 
     def wait_ready(self, token: Any) -> None:

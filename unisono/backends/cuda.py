@@ -28,6 +28,7 @@ class _Ready(NamedTuple):
 class CudaBackend:
     name = "cuda"
     process_group_backend = "nccl"
+    moves_in_background = True
 
     def __init__(self) -> None:
         self._streams: dict[int, torch.cuda.Stream] = {}

@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 class MpsBackend:
     name = "mps"
     process_group_backend = "gloo"
+    moves_in_background = True
 
     def __init__(self) -> None:
         self._has_warned = False

@@ -1,4 +1,7 @@
-"""Channel: a bounded queue with two ends, each of which can be closed, and which tell each other.
+"""Channel: a queue with two ends, each of which can be closed, and which tell each other.
+
+A channel has no bound of its own. Who sends asks for room first, by a condition over whatever the bound spans: one
+channel, or all that a lane consists of.
 
 *Threads:* one sender and one receiver at a time. Channels that are made with the same lock can be looked at together.
 
@@ -9,6 +12,8 @@ Invariants:
 4. `cancel` takes no lock. A loader that is garbage is cancelled by the thread that collects it, which may be one of
    its own that holds the lock. So who waits listens for a bell, which can be rung from anywhere and keeps its rings,
    and not for a condition.
+5. Nobody is woken who has not announced that he waits, so between two threads that keep up with each other an item
+   costs no system call.
 """
 
 from __future__ import annotations
@@ -16,7 +21,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
@@ -31,47 +35,47 @@ class EndOfChannel(Exception):  # noqa: N818 - an end, not an error
 
 
 class Channel(Generic[T]):
-    """A queue of at most `capacity` items.
+    """A queue from one thread to another.
 
     Args:
-        capacity: the bound, from 1 on.
         lock: shared with other channels that are looked at together.
-        may_overflow: asked under the lock when the channel is full; True lets one more item in.
+        on_receipt: called under the lock with each item that is received, before a sender is woken.
     """
 
-    def __init__(
-        self,
-        capacity: int,
-        lock: threading.Lock | None = None,
-        may_overflow: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._capacity = capacity
-        self._may_overflow = may_overflow
+    def __init__(self, lock: threading.Lock | None = None, on_receipt: Callable[[T], None] | None = None) -> None:
         self._items: deque[T] = deque()
         self._lock = lock or threading.Lock()
         self._room_bell = _Bell()
         self._item_bell = _Bell()
+        self._on_receipt = on_receipt
         self._end: Outcome[None] | None = None
         self._is_cancelled = False
 
     def __len__(self) -> int:
         return len(self._items)
 
-    def send(self, item: T) -> bool:
-        """Put an item in, waiting for room; False, and the item is dropped, when the receiver wants no more."""
-        while True:
+    def wait_for_room(self, has_room: Callable[[], bool]) -> bool:
+        """Return True when `has_room()` does, or False when the receiver wants no more.
+
+        It is asked under the lock: now, after each receipt, and when someone wakes the sender.
+        """
+        while not self._is_cancelled:
             with self._lock:
-                has_room = len(self._items) < self._capacity or self._may_overflow()
-                if has_room:
-                    self._items.append(item)
-                    self._item_bell.ring()
-                if self._is_cancelled:  # asked last: `cancel` may have dropped its items before this one came
-                    self._items.clear()
-                    return False
-                if has_room:
-                    return True
+                if has_room():
+                    return not self._is_cancelled
                 self._room_bell.expect()
             self._room_bell.wait()
+        return False
+
+    def send(self, item: T) -> bool:
+        """Put an item in, at once; False, and the item is dropped, when the receiver wants no more."""
+        with self._lock:
+            self._items.append(item)
+            self._item_bell.ring()
+        if self._is_cancelled:  # asked last: `cancel` may have dropped its items before this one came
+            self._items.clear()
+            return False
+        return True
 
     def close(self, end: Outcome[None]) -> None:
         """The sender's last word: the end, or the error that follows what was sent. The first word counts."""
@@ -91,8 +95,13 @@ class Channel(Generic[T]):
         """
         while True:
             with self._lock:
-                with suppress(IndexError):
+                try:
                     item = self._items.popleft()
+                except IndexError:
+                    pass
+                else:
+                    if self._on_receipt is not None:
+                        self._on_receipt(item)
                     self._room_bell.ring()
                     return item
                 if self._is_cancelled:
@@ -119,12 +128,17 @@ class Channel(Generic[T]):
         self._item_bell.ring_unlocked()
 
     def wake_sender(self) -> None:
-        """Let a sender that waits for room ask again whether it may overflow. Called under the lock."""
+        """Let a sender that waits for room ask again whether there is some. Called under the lock."""
         self._room_bell.ring()
 
     def wake_sender_unlocked(self) -> None:
         """The same, from any thread, at any moment."""
         self._room_bell.ring_unlocked()
+
+    @property
+    def has_waiting_sender(self) -> bool:
+        """Whether someone waits for room here, or is about to."""
+        return self._room_bell.is_awaited
 
 
 class _Bell:
@@ -133,6 +147,11 @@ class _Bell:
     def __init__(self) -> None:
         self._rings: SimpleQueue[None] = SimpleQueue()
         self._expected = 0
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether someone waits for it, or is about to."""
+        return self._expected > 0
 
     def expect(self) -> None:
         """Announce a `wait`, under the lock that guards what is waited for."""

@@ -42,12 +42,14 @@ class DeviceIterator:
             self._loop, self._pass = loop, running = Loop(track), self._window.begin()
         else:
             track.switch(FETCH)
+        began, queued = track.since, lane.sent - lane.received
         try:
             lane.backend.mark_step(lane.device)
             delivery = lane.receive()
             lane.backend.wait_ready(delivery.token)
         except BaseException as error:
             loop.end()
+            track.count_wait(lane.last_stamps().divide(began, track.since))
             self._window.end(running)
             self._loop = self._pass = None
             if isinstance(error, EndOfChannel):
@@ -60,9 +62,14 @@ class DeviceIterator:
         self.valid_samples = claim.samples
         lane.progress.advance(delivery.position)
         running.add(claim.samples, claim.total, claim.mark)
-        track.count("samples", claim.samples)
-        track.count("batches")
+        counts = track.counts
+        counts["samples"] += claim.samples
+        counts["batches"] += 1
+        counts["repeated"] += claim.repeated
+        counts["bytes"] += delivery.nbytes
+        counts["queued"] += queued
         track.switch(COMPUTE)
+        track.count_wait(delivery.stamps.divide(began, track.since))
         return delivery.batch
 
     def close(self) -> None:

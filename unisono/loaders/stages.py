@@ -1,23 +1,37 @@
 """The two stages behind a parallel loader, each a thread body: the reader deals rounds, a transfer moves batches.
 
-    source --reader--> inbox (one per lane) --transfer--> outbox (one per lane) --> the loop
+    source --reader--> lane: n conveyors, each inbox --transfer--> outbox --> the loop
 
-*Threads:* `unisono-reader` runs `read`, `unisono-transfer-K` runs `transfer` for lane K. They hold the pipeline and the
-source, never the loader object that the user holds, so dropping that object ends them.
+Round k of a lane travels on its conveyor k mod n, and its loop receives from conveyor k mod n: so several transfers
+may work side by side, and the order holds by construction. A lane to a device to which nothing has to be moved has no
+transfer: the reader puts its batches straight into the outbox.
+
+Who owns what: the pipeline owns the lanes and the threads. The bounds are a lane's, over all of its conveyors: so many
+loaded batches in its inboxes, so many moved ones from the start of their move until the loop takes them, and so many
+bytes in both together.
+
+*Threads:* `unisono-reader` runs `read`, `unisono-transfer-K` (`-K-J` for conveyor J, from 1 on) runs `transfer` for
+lane K. They hold the pipeline and the source, never the loader object that the user holds, so dropping that object
+ends them.
 
 Invariants:
 1. Every lane gets the same rounds, in order.
 2. An error of the source, or of a transfer, closes the lane behind what was dealt before it, in its own type.
-3. A lane whose loop has ended is cancelled: its batches fall away, and the other lanes go on.
-4. One thread may drain one lane after another, and a loop may be left. A full lane grows beyond its bound while
+3. A lane whose loop has ended is cancelled: its batches fall away, and the other lanes go on. So do those behind a
+   batch that could not be moved.
+4. One thread may drain one lane after another, and a loop may be left. A full lane grows beyond its bounds while
    another lane waits, if the only thread that empties the full one is that waiter, or no iterator is left for it.
+5. A batch that is larger than the bound on bytes passes when its lane is empty. With that, and since batches are moved
+   in the order of their rounds, the one that the loop waits for always has room.
 """
 
 from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
+from time import perf_counter_ns
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -28,7 +42,8 @@ from unisono.loaders.resume import Progress
 from unisono.loaders.sharding import Claim, Piece
 from unisono.outcome import Outcome, copy_error
 from unisono.protocols import Backend
-from unisono.timeline import MOVE, Track
+from unisono.timeline import MOVE, Waits
+from unisono.tree import nbytes
 from unisono.world import World
 
 OTHER = 0  # no thread's identifier: a thread that is still to come
@@ -38,17 +53,65 @@ _EXIT_S = 5.0
 _started: WeakSet[Pipeline] = WeakSet()
 
 
+class Stamps(NamedTuple):
+    """When the reader asked the source for a round, when it had it, and when the lane had room for its piece."""
+
+    asked_at: int = 0
+    loaded_at: int = 0
+    sent_at: int = 0
+
+    def divide(self, began: int, ended: int) -> Waits:
+        """What a loop waited for that began to wait for this round and ended when it could use it, in nanoseconds.
+
+        For its peers until the source was asked, and again while the reader waited for room in their lanes before this
+        one's turn came; for the source in between; for the transfer at last.
+        """
+        asked, loaded, sent = self
+        if sent <= began:  # so it is for all batches of a loop that is slower than its loader
+            return Waits(0, ended - began, 0)
+        asked, loaded, sent = max(asked, began), max(loaded, began), min(sent, ended)
+        asked, loaded = min(asked, sent), min(loaded, sent)
+        return Waits(source=loaded - asked, transfer=ended - sent, peers=asked - began + sent - loaded)
+
+
+class Loaded(NamedTuple):
+    """A piece in a lane: `number` is that of its round."""
+
+    piece: Piece
+    number: int
+    nbytes: int
+    stamps: Stamps
+
+
 class Delivery(NamedTuple):
-    """A batch on its device: `token` is what its backend waits for, the rest as in `Piece`."""
+    """A batch on its device: `token` is what its backend waits for, the rest as in `Piece` and `Loaded`."""
 
     batch: Any
     token: Any
     claim: Claim
     position: Any
+    nbytes: int
+    stamps: Stamps
+
+
+class Conveyor:
+    """Every n-th round of a lane, from round `first` on: what is loaded for it, and what is moved. The reader puts into
+    `entry`."""
+
+    def __init__(self, lane: Lane, first: int, lock: threading.Lock, is_direct: bool) -> None:
+        self.first = first
+        self.inbox: Channel[Loaded] = Channel(lock, lane.on_move)
+        self.outbox: Channel[Delivery] = Channel(lock, lane.on_receipt)
+        self.entry: Channel[Any] = self.outbox if is_direct else self.inbox
 
 
 class Lane:
-    """The way of the batches to one device, for a loop that runs in `world`."""
+    """The way of the batches to one device, for a loop that runs in `world`.
+
+    Attributes:
+        sent, received: batches that were put in, and that its loop took out.
+        progress: how far its loop has come.
+    """
 
     def __init__(
         self, pipeline: Pipeline, device: torch.device, backend: Backend, world: World, has_own_thread: bool
@@ -60,47 +123,194 @@ class Lane:
         self.waiter: int | None = None  # the thread that waits here with nothing on its way
         self.iterators: set[int] = set()  # the ids of those that receive here
         self.progress = Progress()
+        self.sent = self.received = 0
+        self._sent_bytes = self._received_bytes = 0
         self._pipeline = pipeline
-        self.inbox: Channel[Piece] = Channel(pipeline.loader_prefetch_size, pipeline.lock, self._may_overflow)
-        self.outbox: Channel[Delivery] = Channel(pipeline.device_prefetch_size, pipeline.lock)
+        self._is_direct = not backend.moves_in_background
+        self._failed_at: int | None = None  # the first round that could not be moved
+        count = 1 if self._is_direct else pipeline.transfer_threads
+        self._takes_turns = threading.Lock() if count > 1 else None
+        self.conveyors = [Conveyor(self, first, pipeline.lock, self._is_direct) for first in range(count)]
+        entries, outboxes = [each.entry for each in self.conveyors], [each.outbox for each in self.conveyors]
+        # A channel wakes its own sender. Where a bound spans several, a receipt from one makes room in the others.
+        self._woken_by_move = entries if count > 1 else []
+        self._woken_by_receipt = outboxes if count > 1 else []
+        if pipeline.prefetch_bytes is not None and not self._is_direct:
+            self._woken_by_receipt = self._woken_by_receipt + entries
+
+    # The reader's end.
+
+    def send(self, piece: Piece, asked_at: int, loaded_at: int) -> bool:
+        """Put the piece of the next round in, waiting for room; False when no more is wanted here."""
+        size = nbytes(piece.batch)
+        conveyor = self.conveyors[self.sent % len(self.conveyors)]
+        entry = conveyor.entry
+        if not self._has_room(size) and not entry.wait_for_room(partial(self._has_room, size)):
+            return False
+        if self._failed_at is not None:
+            return False
+        sent_at = perf_counter_ns() if asked_at else loaded_at
+        loaded = Loaded(piece, self.sent, size, Stamps(asked_at, loaded_at, sent_at))
+        if self._is_direct:
+            try:
+                item: Any = self.move(loaded)
+            except BaseException as error:
+                self.fail(loaded.number, conveyor, Outcome.failure(error))
+                return False
+        else:
+            item = loaded
+        self.sent += 1
+        self._sent_bytes += size
+        return entry.send(item)
+
+    def close(self, end: Outcome[None]) -> None:
+        """No more comes from the source."""
+        for conveyor in self.conveyors:
+            conveyor.entry.close(end if end.error is None else Outcome.failure(copy_error(end.error)))
+
+    def _has_room(self, size: int) -> bool:
+        waiting = self.sent - self.received
+        pipeline = self._pipeline
+        if self._is_direct:
+            is_full = waiting >= pipeline.most_waiting
+        else:
+            is_full = sum([len(each.inbox) for each in self.conveyors]) >= pipeline.loader_prefetch_size
+        if pipeline.prefetch_bytes is not None and waiting:
+            is_full = is_full or self._sent_bytes - self._received_bytes + size > pipeline.prefetch_bytes
+        return not is_full or self._failed_at is not None or self._may_overflow()
+
+    def _may_overflow(self) -> bool:
+        starved = [lane for lane in self._pipeline.lanes if lane is not self and lane.sent == lane.received]
+        waiters = [lane.waiter for lane in starved]
+        return any(waiter is not None and (self.owner in (None, waiter) or not self.iterators) for waiter in waiters)
+
+    # The transfers' end.
+
+    def move(self, loaded: Loaded) -> Delivery:
+        """Move a batch to the device, or start that."""
+        piece = loaded.piece
+        try:
+            batch, token = self.backend.to_device(piece.batch, self.device)
+        except BaseException as error:
+            error.add_note(f"while a batch was moved to {self.device}")
+            raise
+        return Delivery(batch, token, piece.claim, piece.position, loaded.nbytes, loaded.stamps)
+
+    def may_move(self, number: int) -> bool:
+        """Whether there is room for that round on the device, or it will never be wanted. Called under the lock."""
+        return number < self.received + self._pipeline.device_prefetch_size or self.has_failed_before(number)
+
+    def has_failed_before(self, number: int) -> bool:
+        """Whether an earlier round could not be moved."""
+        return self._failed_at is not None and self._failed_at < number
+
+    def fail(self, number: int, conveyor: Conveyor, end: Outcome[None]) -> None:
+        """That round cannot be moved: its error is the last word of its conveyor, and what follows falls away."""
+        with self._pipeline.lock:
+            if self._failed_at is None or number < self._failed_at:
+                self._failed_at = number
+            for each in self.conveyors:
+                each.inbox.wake_sender()
+                each.outbox.wake_sender()
+        conveyor.outbox.close(end)
+        conveyor.inbox.cancel()
+
+    def on_move(self, _: Loaded) -> None:
+        """A transfer took a piece out of its inbox, under the lock."""
+        for entry in self._woken_by_move:
+            entry.wake_sender()
+
+    # The loop's end.
 
     def receive(self) -> Delivery:
         """The next batch; as `Channel.receive`."""
         self.owner = threading.get_ident()
         try:
-            return self.outbox.receive(self._start_waiting)
+            if self._takes_turns is None:
+                return self.conveyors[0].outbox.receive(self._start_waiting)
+            with self._takes_turns:  # two iterators of one device must not wait for the same round
+                return self.conveyors[self.received % len(self.conveyors)].outbox.receive(self._start_waiting)
         finally:
             self.waiter = None
+
+    def on_receipt(self, delivery: Delivery) -> None:
+        """The loop took a batch out, under the lock."""
+        self.received += 1
+        self._received_bytes += delivery.nbytes
+        for channel in self._woken_by_receipt:
+            channel.wake_sender()
+
+    def last_stamps(self) -> Stamps:
+        """Those of a round that never came, when the source has ended."""
+        return Stamps(self._pipeline.asked_at, perf_counter_ns(), perf_counter_ns())
 
     def leave(self, iterator: int) -> None:
         """That iterator is gone; from any thread, at any moment."""
         self.iterators.discard(iterator)
-        self.inbox.wake_sender_unlocked()
+        for conveyor in self.conveyors:
+            conveyor.entry.wake_sender_unlocked()
 
     def cancel(self) -> None:
         """No one receives here any more."""
-        self.inbox.cancel()
-        self.outbox.cancel()
+        for conveyor in self.conveyors:
+            conveyor.inbox.cancel()
+            conveyor.outbox.cancel()
 
     def _start_waiting(self) -> None:
         self.waiter = threading.get_ident()
         for lane in self._pipeline.lanes:
-            lane.inbox.wake_sender()
+            if lane is not self:
+                lane.wake_reader()
 
-    def _may_overflow(self) -> bool:
-        waiters = [lane.waiter for lane in self._pipeline.lanes if lane is not self and not lane.inbox]
-        return any(waiter is not None and (self.owner in (None, waiter) or not self.iterators) for waiter in waiters)
+    def wake_reader(self) -> None:
+        """Let the reader, if it waits for room here, ask again whether it may overflow. Called under the lock."""
+        for conveyor in self.conveyors:
+            conveyor.entry.wake_sender()
+
+    @property
+    def holds_reader(self) -> bool:
+        """Whether the reader waits for room here, or is about to."""
+        return any(each.entry.has_waiting_sender for each in self.conveyors)
+
+    def threads(self, place: int) -> list[threading.Thread]:
+        """What moves its batches, not started; `place` is the lane's."""
+        if self._is_direct:
+            return []
+        bodies = []
+        for conveyor in self.conveyors:
+            more = f"-{conveyor.first}" if conveyor.first else ""
+            name = f"unisono-transfer-{place}{more}"
+            bodies.append(threading.Thread(target=transfer, args=(self, conveyor), name=name, daemon=True))
+        return bodies
 
 
 class Pipeline:
-    """The lanes and threads of one pass over a source."""
+    """The lanes and threads of one pass over a source.
 
-    def __init__(self, loader_prefetch_size: int, device_prefetch_size: int) -> None:
+    Args:
+        loader_prefetch_size: loaded batches that may wait, per lane.
+        device_prefetch_size: moved batches that may wait, per lane.
+        prefetch_bytes: what may wait, loaded and moved together, per lane; None for no such bound. The batch in the
+            reader's hands comes on top of it.
+        transfer_threads: how many move batches at a time, per lane.
+    """
+
+    def __init__(
+        self,
+        loader_prefetch_size: int,
+        device_prefetch_size: int,
+        prefetch_bytes: int | None = None,
+        transfer_threads: int = 1,
+    ) -> None:
         self.loader_prefetch_size = loader_prefetch_size
         self.device_prefetch_size = device_prefetch_size
+        self.most_waiting = loader_prefetch_size + device_prefetch_size + 1  # with the one in a transfer's hands
+        self.prefetch_bytes = prefetch_bytes
+        self.transfer_threads = transfer_threads
         self.lock = threading.Lock()
         self.lanes: list[Lane] = []
         self.threads: list[threading.Thread] = []
+        self.asked_at = 0  # when the reader asked the source last; 0 while no lane can have waited for another
 
     def add_lane(self, device: torch.device, backend: Backend, world: World, has_own_thread: bool) -> None:
         """One lane more, before the start; `has_own_thread` when a thread of its own will empty it."""
@@ -109,13 +319,19 @@ class Pipeline:
     def start(self, source: Iterator[list[Piece]]) -> None:
         """Start the threads; `source` yields one piece per lane and round."""
         bodies = [threading.Thread(target=read, args=(source, self), name="unisono-reader", daemon=True)]
-        for number, lane in enumerate(self.lanes):
-            name = f"unisono-transfer-{number}"
-            bodies.append(threading.Thread(target=transfer, args=(lane,), name=name, daemon=True))
+        for place, lane in enumerate(self.lanes):
+            bodies += lane.threads(place)
         self.threads = bodies
         _started.add(self)
         for thread in bodies:
             thread.start()
+
+    def count_left_out(self, samples: Sequence[int]) -> None:
+        """So many samples of each lane's share will not be delivered. The source calls it, in the reader's thread."""
+        for lane, dropped in zip(self.lanes, samples, strict=True):
+            if dropped:
+                with lane.world.timeline.helper("reader") as track:
+                    track.count("dropped", dropped)
 
     def stop(self) -> None:
         """Wake everybody and let the threads end; from any thread, waits for none."""
@@ -143,44 +359,53 @@ def read(source: Iterator[list[Piece]], pipeline: Pipeline) -> None:
     """Body of the reader: deal each round to the lanes, then close them with the end or with the source's error."""
     round_number = 0
     lanes = pipeline.lanes
+    pieces: list[Piece] | None
     try:
-        for pieces in source:
+        while (pieces := next(source, None)) is not None:
+            loaded_at = perf_counter_ns()
             has_taker = False
             for lane, piece in zip(lanes, pieces, strict=True):
-                has_taker |= lane.inbox.send(piece)
+                has_taker |= lane.send(piece, pipeline.asked_at, loaded_at)
             if not has_taker:
                 break
             round_number += 1
+            if len(lanes) > 1:
+                pipeline.asked_at = perf_counter_ns()
         end: Outcome[None] = Outcome()
     except BaseException as error:
         end = Outcome.failure(error)
         error.add_note(f"in the loader's reader, round {round_number}")
+    pieces = None
     for lane in lanes:
-        lane.inbox.close(end if end.error is None else Outcome.failure(copy_error(end.error)))
-    del source, end  # an error's traceback holds this frame, which must not hold the error and the loader's workers
+        lane.close(end)
+    del source, end, pieces  # an error's traceback holds this frame, which must not hold the error and the workers
 
 
-def transfer(lane: Lane) -> None:
+def transfer(lane: Lane, conveyor: Conveyor) -> None:
     """Body of a transfer: move each piece to the lane's device, then close the outbox as the inbox was closed."""
-    end: Outcome[None] = Outcome()
+    number, outbox = conveyor.first, conveyor.outbox
     try:
         with lane.world.timeline.helper("transfer") as track:
             lane.backend.activate(lane.device)
-            while lane.outbox.send(_move(lane, lane.inbox.receive(), track)):
-                pass
-    except EndOfChannel:
-        pass
-    except BaseException as error:  # ClosedError too: it is the source's own, or no one receives it
-        end = Outcome.failure(error)
-    lane.outbox.close(end)
-    del end  # as in `read`
-
-
-def _move(lane: Lane, piece: Piece, track: Track) -> Delivery:
-    try:
-        with track.span(MOVE):
-            batch, token = lane.backend.to_device(piece.batch, lane.device)
+            while (loaded := _take(conveyor)) is not None:
+                number = loaded.number
+                if not outbox.wait_for_room(partial(lane.may_move, number)) or lane.has_failed_before(number):
+                    break
+                with track.span(MOVE):
+                    delivery = lane.move(loaded)
+                del loaded  # while this thread waits for the next, the loop's batch is the loop's alone
+                outbox.send(delivery)
+                del delivery
     except BaseException as error:
-        error.add_note(f"while a batch was moved to {lane.device}")
-        raise
-    return Delivery(batch, token, piece.claim, piece.position)
+        lane.fail(number, conveyor, Outcome.failure(error))
+
+
+def _take(conveyor: Conveyor) -> Loaded | None:
+    """The next piece for a transfer; None behind the last, when the outbox is closed too."""
+    try:
+        return conveyor.inbox.receive()
+    except EndOfChannel:
+        conveyor.outbox.close(Outcome())
+    except BaseException as error:  # ClosedError too: it is the source's own, or no one receives it
+        conveyor.outbox.close(Outcome.failure(error))
+    return None
