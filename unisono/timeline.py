@@ -39,6 +39,14 @@ class Waits(NamedTuple):
     peers: int
 
 
+def wait_counter(cause: str) -> str:
+    """The counter of a cause, of `Waits`."""
+    return f"wait_{cause}_ns"
+
+
+_WAIT_COUNTERS = [wait_counter(cause) for cause in Waits._fields]
+
+
 class Span(NamedTuple):
     """One stretch of time in one phase; `start` and `stop` in nanoseconds."""
 
@@ -84,10 +92,8 @@ class Track:
 
     def count_wait(self, waits: Waits) -> None:
         """Add what the loop waited for."""
-        counts = self.counts
-        counts["wait_source_ns"] += waits.source
-        counts["wait_transfer_ns"] += waits.transfer
-        counts["wait_peers_ns"] += waits.peers
+        for counter, waited in zip(_WAIT_COUNTERS, waits, strict=True):
+            self.counts[counter] += waited
 
 
 class Loop:

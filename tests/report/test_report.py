@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +21,24 @@ from matplotlib import image
 from modes import PROCESSES_2, SOLO, THREADS_3, Mode
 from torch.utils.data import DataLoader
 
-from unisono import DeviceLoader, Report, barrier, current_world, gather_report, optimizer_step, print_report
+from unisono import (
+    ClosedError,
+    DeviceLoader,
+    ParallelLoader,
+    Report,
+    World,
+    barrier,
+    current_world,
+    gather_report,
+    optimizer_step,
+    print_report,
+)
+from unisono import timeline as timelines
+from unisono.loaders.stages import Lane
 from unisono.report.picture import save_picture
-from unisono.report.summary import LABELS, LOOP_PHASES, RankSummary, summarise
-from unisono.timeline import COMPUTE, FETCH, MOVE, PHASES, REDUCE, STEP
-from unisono.world import solo_world, use_world
+from unisono.report.summary import CAUSES, LABELS, LOOP_PHASES, PEERS, SOURCE, TRANSFER, RankSummary, summarise
+from unisono.timeline import COMPUTE, FETCH, MOVE, PHASES, REDUCE, STEP, Loop, Waits
+from unisono.world import solo_world, thread_worlds, use_world
 
 
 def train_and_report() -> tuple[Report | None, float]:
@@ -54,7 +74,11 @@ def test_rank_zero_gets_every_ranks_numbers_and_each_sample_counts_once(mode: Mo
         assert each.memory > 2**20
         assert 0 < each.loop_seconds <= wall * 1.5 + 1
         assert sum(each.share(phase) for phase in LOOP_PHASES) == pytest.approx(1)
-        assert {name for name, _ in each.spans} == {"loop", "transfer"}
+        assert {name for name, _ in each.spans} == {"loop"}
+        assert sum(each.waits.values()) == pytest.approx(each.seconds[FETCH])
+        assert each.nbytes == sum(samples * 4 for samples in (each.samples, each.repeated))
+        assert each.dropped == 0
+        assert 0 <= each.mean_queue <= 8 + 4 + 1
     assert report.samples_per_second == pytest.approx(66 / max(each.loop_seconds for each in report.ranks))
 
 
@@ -80,6 +104,166 @@ def test_a_long_run_keeps_the_latest_spans_only() -> None:
         assert track.totals.keys() <= {FETCH, COMPUTE}
 
 
+# What the run waited for.
+
+
+def a_rank(rank: int, waits: tuple[float, float, float], reducing: float = 0.0, computing: float = 1.0) -> RankSummary:
+    """One that waited so many seconds for its source, its transfers and its peers, besides."""
+    seconds = {FETCH: sum(waits), COMPUTE: computing, REDUCE: reducing, STEP: 0.0, MOVE: 0.0}
+    by_cause = dict(zip(CAUSES, waits, strict=True))
+    return RankSummary(rank, f"cpu:{rank}", 1, seconds, 400, 10, 10, 2**20, [], waits=by_cause)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "verdict"),
+    [
+        pytest.param(
+            [a_rank(0, (0.82, 0, 0), computing=1.18), a_rank(1, (0.82, 0, 0), computing=1.18)],
+            "input-bound: 41% of the step waits for the dataset; more loader workers would help",
+            id="input",
+        ),
+        pytest.param(
+            [a_rank(0, (0.1, 0.5, 0), computing=0.4)],
+            "transfer-bound: 50% of the step waits for batches to be moved; more transfer_threads, or samples of a "
+            "smaller type, would help",
+            id="transfer",
+        ),
+        pytest.param(
+            [a_rank(0, (0, 0, 0.36), reducing=0.1, computing=0.54), a_rank(1, (0, 0, 0), computing=1.0)],
+            "peer-bound: 23% of the loops' time waits for other ranks (rank 1 is the slowest)",
+            id="peers, in the loader and in reducing",
+        ),
+        pytest.param(
+            [a_rank(0, (0, 0, 0), reducing=0.1, computing=1.0), a_rank(1, (0, 0, 0), reducing=0.6, computing=0.5)],
+            "peer-bound: 32% of the loops' time waits for other ranks (rank 0 is the slowest)",
+            id="peers, in reducing",
+        ),
+        pytest.param(
+            [a_rank(0, (0.02, 0.01, 0), computing=0.97)],
+            "compute-bound: 3% of the step waits for data",
+            id="nothing, alone",
+        ),
+        pytest.param(
+            [a_rank(0, (0.02, 0.01, 0), reducing=0.02, computing=0.95), a_rank(1, (0.02, 0.01, 0.02), computing=0.95)],
+            "compute-bound: 3% of the step waits for data, 2% for other ranks",
+            id="nothing, in company",
+        ),
+    ],
+)
+def test_one_sentence_tells_what_a_run_waited_for(ranks: list[RankSummary], verdict: str) -> None:
+    assert Report(ranks).verdict == verdict
+
+
+def a_timeline(clock: Iterator[int], source: int, transfer: int, peers: int) -> World:
+    """A world whose one loop took two batches, and waited so long for each; then it computed for 10 ns."""
+    world = solo_world()
+    track = world.timeline.loop()
+    for _ in range(2):
+        loop = Loop(track)
+        for _ in range(source + transfer + peers - 1):
+            next(clock)
+        track.switch(COMPUTE)
+        track.count_wait(Waits(source, transfer, peers))
+        for name, amount in {"batches": 1, "samples": 4, "repeated": 1, "bytes": 80, "queued": 3}.items():
+            track.count(name, amount)
+        for _ in range(9):
+            next(clock)
+        loop.end()
+    with world.timeline.helper("reader") as reader:
+        reader.count("dropped", 13)
+    return world
+
+
+def test_the_numbers_of_a_rank_are_those_of_its_timeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr(timelines.time, "perf_counter_ns", lambda: next(clock))
+    each = summarise(a_timeline(clock, source=60, transfer=20, peers=10))
+    assert {phase: round(seconds * 1e9) for phase, seconds in each.seconds.items() if seconds} == {
+        FETCH: 180,
+        COMPUTE: 20,
+    }
+    assert {cause: round(seconds * 1e9) for cause, seconds in each.waits.items()} == {
+        SOURCE: 120,
+        TRANSFER: 40,
+        PEERS: 20,
+    }
+    assert (each.samples, each.repeated, each.dropped, each.batches) == (8, 2, 13, 2)
+    assert (each.nbytes, each.mean_queue) == (160, 3.0)
+    assert each.bytes_per_second == pytest.approx(160 / 200e-9)
+    report = Report([each])
+    assert (report.waited(SOURCE), report.waited(TRANSFER), report.waited(PEERS)) == pytest.approx((0.6, 0.2, 0.1))
+    assert report.verdict.startswith("input-bound: 60%")
+
+
+def until(condition: Callable[[], Any]) -> None:
+    """Wait for what no one announces; the test's own time limit ends it."""
+    while not condition():
+        threading.Event().wait(0.001)
+
+
+def spend(seconds: float) -> None:
+    """Be at work for so long."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+
+WORK_S = 0.02
+
+
+def test_a_run_whose_source_works_while_its_loop_waits_is_input_bound() -> None:
+    found: list[Lane] = []
+
+    def source() -> Iterator[torch.Tensor]:
+        for number in range(5):
+            until(lambda number=number: found and found[0].progress.rounds == number and found[0].waiter)
+            spend(WORK_S)
+            yield torch.zeros(4)
+
+    world = solo_world()
+    with ParallelLoader(source(), ["cpu"], world=world) as parallel:
+        found.extend(parallel._pipeline.lanes)
+        batches = list(parallel.per_device_loader("cpu"))
+    report = gather_report(world)
+    assert report is not None
+    (each,) = report.ranks
+    assert each.waits[SOURCE] >= len(batches) * WORK_S
+    assert each.waits[PEERS] == 0
+    assert sum(each.waits.values()) == pytest.approx(each.seconds[FETCH])
+    assert report.verdict.startswith("input-bound: ")
+
+
+def test_a_loop_that_waits_because_anothers_lane_is_full_is_peer_bound() -> None:
+    worlds = thread_worlds([torch.device("cpu", rank) for rank in range(2)])
+    sizes = {"loader_prefetch_size": 1, "device_prefetch_size": 1}
+    with ParallelLoader(range(60), ["cpu:0", "cpu:1"], world=solo_world(), loops=worlds, **sizes) as parallel:
+        slow, fast = parallel._pipeline.lanes
+        has_ended = threading.Event()
+
+        def hurry() -> None:
+            with contextlib.suppress(ClosedError):
+                list(parallel.per_device_loader("cpu:1"))
+            has_ended.set()
+
+        with ThreadPoolExecutor(1) as pool:
+            hurrying = pool.submit(hurry)
+            for _ in parallel.per_device_loader("cpu:0"):
+                until(lambda: has_ended.is_set() or (slow.holds_reader and fast.waiter) or slow.sent == 30)
+                spend(WORK_S)
+            hurrying.result(20)
+    ranks = [summarise(world) for world in worlds]
+    report = Report(ranks)
+    assert ranks[1].waits[PEERS] > 20 * WORK_S
+    assert ranks[1].waits[PEERS] > 0.8 * ranks[1].seconds[FETCH]
+    assert ranks[0].waits[PEERS] < 0.1 * ranks[1].waits[PEERS]
+    assert report.slowest == 0
+    assert report.verdict.startswith("peer-bound: ")
+    assert "(rank 0 is the slowest)" in report.verdict
+
+
+# Shown.
+
+
 def a_report() -> Report:
     seconds = {FETCH: 1.0, COMPUTE: 2.0, REDUCE: 0.5, STEP: 0.5, MOVE: 0.25}
     return Report([RankSummary(rank, f"cpu:{rank}", 1, seconds, 400, 10, 10, 2**20, []) for rank in range(2)])
@@ -93,7 +277,26 @@ def test_the_table_names_every_phase_and_the_rate(capsys: pytest.CaptureFixture[
         assert set(LABELS[phase].split()) <= set(words)
     assert "50.0%" in words
     assert "200 samples/s over 2 rank(s)" in output
+    assert "peer-bound: 12% of the loops' time" in output
+    assert "dropped" not in output
+    assert "repeated" not in output
     assert max(map(len, output.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("dropped", "repeated", "line"),
+    [
+        (13, 3, "13 samples were dropped with the tail, 3 repeated to pad"),
+        (1300, 0, "1,300 samples were dropped with the tail"),
+        (0, 3, "3 samples were repeated to pad"),
+    ],
+)
+def test_samples_that_were_dropped_or_repeated_are_told(
+    dropped: int, repeated: int, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = a_report().ranks
+    print_report(Report([replace(first, dropped=dropped, repeated=repeated), second]))
+    assert line in capsys.readouterr().out.splitlines()
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +334,8 @@ def test_a_report_of_a_run_without_loops_divides_nothing_by_zero() -> None:
     assert report is not None
     assert report.samples_per_second == 0
     assert report.ranks[0].share(COMPUTE) == 0
+    assert report.ranks[0].bytes_per_second == report.waited(SOURCE) == 0
+    assert report.verdict.startswith("nothing is known")
 
 
 @pytest.mark.parametrize(

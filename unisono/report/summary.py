@@ -1,17 +1,27 @@
-"""Where the time of a run went: every rank's timeline in a few numbers, gathered to rank zero."""
+"""Where the time of a run went: every rank's timeline in a few numbers, gathered to rank zero.
+
+What a loop waited for is told by cause: its data's source, the move to the device, its peers. A loop waits for peers in
+two places: for the reader that it shares with them, and where gradients are reduced.
+"""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
-from unisono.timeline import COMPUTE, FETCH, MOVE, REDUCE, STEP, Span
+from unisono.timeline import COMPUTE, FETCH, MOVE, REDUCE, STEP, Span, Waits, wait_counter
 from unisono.world import World, current_world
 
 LOOP_PHASES = (FETCH, COMPUTE, REDUCE, STEP)
 """The phases that tile a loop's time, in the order of a step; `MOVE` goes on beside them."""
 
 LABELS = {FETCH: "waiting for data", MOVE: "moving", COMPUTE: "computing", REDUCE: "reducing", STEP: "stepping"}
+
+CAUSES = SOURCE, TRANSFER, PEERS = Waits._fields
+"""What a loop waits for, as `RankSummary.waits` names it."""
+
+_BOUND = 0.1  # the part of the loops' time from which on a cause of waiting is what the run is bound by
 
 
 @dataclass(frozen=True)
@@ -22,6 +32,11 @@ class RankSummary:
         rank, device, pid: who.
         seconds: by phase; `LOOP_PHASES` add up to the time in loops, "move" is the transfer thread's.
         samples, batches, steps: how many it took; a repeated sample of a split tail counts as none.
+        repeated: samples that only repeated others, to keep step or to fill a batch.
+        dropped: samples of its share that no batch held, because the tail was left out.
+        waits: seconds by cause, of `CAUSES`; they add up to the phase "fetch".
+        nbytes: of the batches that it took, as they were loaded.
+        mean_queue: batches that waited in the loader, on average, when the loop asked for one.
         memory: bytes in use when it was summarised.
         spans: by track, "loop" and the helpers'; the latest `MAX_SPANS` of each, on the clock of its machine.
     """
@@ -35,6 +50,11 @@ class RankSummary:
     steps: int
     memory: int
     spans: list[tuple[str, list[Span]]]
+    repeated: int = 0
+    dropped: int = 0
+    waits: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
+    nbytes: int = 0
+    mean_queue: float = 0.0
 
     @property
     def loop_seconds(self) -> float:
@@ -44,6 +64,15 @@ class RankSummary:
     def share(self, phase: str) -> float:
         """The part of the loops' time that went to a phase, 0 to 1."""
         return self.seconds[phase] / self.loop_seconds if self.loop_seconds else 0.0
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Bytes of batches per second in loops."""
+        return self.nbytes / self.loop_seconds if self.loop_seconds else 0.0
+
+    def waited(self, cause: str) -> float:
+        """Seconds that its loops waited for a cause, of `CAUSES`; for its peers, those of reducing too."""
+        return self.waits[cause] + (self.seconds[REDUCE] if cause == PEERS else 0.0)
 
 
 @dataclass(frozen=True)
@@ -63,12 +92,52 @@ class Report:
         slowest = max(each.loop_seconds for each in self.ranks)
         return self.samples / slowest if slowest else 0.0
 
+    @property
+    def dropped(self) -> int:
+        """Samples that were left out with the tail, of all ranks."""
+        return sum(each.dropped for each in self.ranks)
+
+    @property
+    def repeated(self) -> int:
+        """Samples that only repeated others, of all ranks."""
+        return sum(each.repeated for each in self.ranks)
+
+    def waited(self, cause: str) -> float:
+        """The part of all loops' time that was waited for a cause, of `CAUSES`; 0 to 1."""
+        total = sum(each.loop_seconds for each in self.ranks)
+        return sum(each.waited(cause) for each in self.ranks) / total if total else 0.0
+
+    @property
+    def slowest(self) -> int:
+        """The rank that kept the others waiting: that spent most time in its loops and not waiting for its peers."""
+        return max(self.ranks, key=lambda each: each.loop_seconds - each.waited(PEERS)).rank
+
+    @property
+    def verdict(self) -> str:
+        """What the run waited for, in one sentence, with what would help."""
+        if not any(each.loop_seconds for each in self.ranks):
+            return "nothing is known of what the run waited for: there was no loop over a loader of this package"
+        source, transfer, peers = parts = [self.waited(cause) for cause in CAUSES]
+        if max(parts) < _BOUND:
+            others = f", {peers:.0%} for other ranks" if len(self.ranks) > 1 else ""
+            return f"compute-bound: {source + transfer:.0%} of the step waits for data{others}"
+        if source == max(parts):
+            return f"input-bound: {source:.0%} of the step waits for the dataset; more loader workers would help"
+        if transfer == max(parts):
+            return (
+                f"transfer-bound: {transfer:.0%} of the step waits for batches to be moved; more transfer_threads, or "
+                "samples of a smaller type, would help"
+            )
+        return f"peer-bound: {peers:.0%} of the loops' time waits for other ranks (rank {self.slowest} is the slowest)"
+
 
 def summarise(world: World | None = None) -> RankSummary:
     """This rank's summary up to now."""
     world = world or current_world()
     tracks = world.timeline.tracks()
-    counts = {name: sum(track.counts.get(name, 0) for track in tracks) for name in ("samples", "batches", "steps")}
+    counts: Counter[str] = Counter()
+    for track in tracks:
+        counts.update(track.counts.copy())
     return RankSummary(
         rank=world.rank,
         device=str(world.device),
@@ -76,7 +145,14 @@ def summarise(world: World | None = None) -> RankSummary:
         seconds={phase: sum(track.totals.get(phase, 0) for track in tracks) / 1e9 for phase in (*LOOP_PHASES, MOVE)},
         memory=world.backend.memory(world.device),
         spans=[(track.name, list(track.spans.copy())) for track in tracks],
-        **counts,
+        samples=counts["samples"],
+        batches=counts["batches"],
+        steps=counts["steps"],
+        repeated=counts["repeated"],
+        dropped=counts["dropped"],
+        waits={cause: counts[wait_counter(cause)] / 1e9 for cause in CAUSES},
+        nbytes=counts["bytes"],
+        mean_queue=counts["queued"] / counts["batches"] if counts["batches"] else 0.0,
     )
 
 

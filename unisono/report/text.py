@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from unisono.report.summary import LABELS, Report
+from collections.abc import Iterator
+
+from unisono.report.summary import CAUSES, LABELS, Report
 from unisono.timeline import PHASES
 
 
 def print_report(report: Report) -> None:
-    """Print where the time of each rank went, in % of its time in loops, and the samples per second.
+    """Print where the time of each rank went, in % of its time in loops, the rates, and what the run waited for.
 
     Raises:
         ImportError: rich is not installed; the message has the pip line.
@@ -36,3 +38,22 @@ def print_report(report: Report) -> None:
     console = Console()
     console.print(table)
     console.print(f"{report.samples_per_second:,.0f} samples/s over {len(report.ranks)} rank(s)")
+    for line in _lines(report):
+        console.print(line, highlight=False)
+
+
+def _lines(report: Report) -> Iterator[str]:
+    """What is said below the table."""
+    yield report.verdict
+    if report.ranks:
+        rate = sum(each.bytes_per_second for each in report.ranks) / 1e6
+        depth = sum(each.mean_queue for each in report.ranks) / len(report.ranks)
+        causes = ", ".join(f"{cause} {report.waited(cause):.1%}" for cause in CAUSES)
+        yield f"waited for: {causes}; {rate:,.1f} MB/s of batches, {depth:.1f} of them waiting per rank"
+    told = []
+    if report.dropped:
+        told.append(f"{report.dropped:,} samples were dropped with the tail")
+    if report.repeated:
+        told.append(f"{report.repeated:,} {'' if told else 'samples were '}repeated to pad")
+    if told:
+        yield ", ".join(told)
