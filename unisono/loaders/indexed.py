@@ -9,6 +9,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -73,7 +74,9 @@ class IndexedSource:
         generator = getattr(self._sampler, "generator", None) or loader.generator
         has_seed = isinstance(generator, torch.Generator)
         self.seed = seed if seed is not None else generator.initial_seed() if has_seed else 0
-        self.length: int | None = len(loader.dataset)  # type: ignore[arg-type]
+        self.length: int | None = None
+        with suppress(TypeError):  # with a sampler of one's own a dataset needs none
+            self.length = len(loader.dataset)  # type: ignore[arg-type]
         self.epoch = 0
         self._offset = 0
         self._begins = threading.Lock()
@@ -89,9 +92,9 @@ class IndexedSource:
         """
         with self._begins:
             epoch, offset = self.epoch, self._offset
-            batches = Batches(self._sampler, self._batch_sampler, self.seed, epoch)
             first = _local(offset, rule.shards)
-            check_tail(batches.samples, first, batches.nominal, rule)
+            batches = Batches(self._sampler, self._batch_sampler, self.seed, epoch, first)
+            check_tail(batches.samples, batches.nominal, rule)
             jobs = _jobs(batches, rule, first, epoch, seed_of(self.seed, epoch, "samples"), left_out)
             pieces: Iterator[list[Piece]]
             if self._workers is None:
@@ -107,7 +110,7 @@ class IndexedSource:
         Raises:
             StateError: the position is not one of this source.
         """
-        offset, samples = position["offset"], self._num_samples()
+        offset, samples = position["offset"], self._order_length()
         _local(offset, rule.shards)
         if samples is not None and offset > samples * rule.shards:
             raise StateError(f"the state's offset is {offset}, but an epoch has {samples * rule.shards} samples")
@@ -119,30 +122,32 @@ class IndexedSource:
 
     def num_rounds(self, rule: Rule) -> int:
         """The number of rounds of a whole epoch. TypeError where the batch sampler has no length."""
-        samples, nominal = self._num_samples(), getattr(self._batch_sampler, "batch_size", 1)
-        if samples is None or rule.fixed_batch_size:
+        samples = self._order_length()
+        if samples is None:
             return rule.rounds_of(len(self._batch_sampler))
-        full, more = divmod(samples, nominal * rule.batches)
+        batch_sampler = self._batch_sampler
+        size, drop_last = (1, False) if batch_sampler is None else (batch_sampler.batch_size, batch_sampler.drop_last)
+        samples -= samples % size if drop_last else 0
+        full, more = divmod(samples, size * rule.batches)
+        if rule.fixed_batch_size:  # an epoch of one short batch has one size, too
+            return full or int(more > 0 and rule.batches == 1 and rule.tail != "drop")
         return full + (more > 0 and rule.tail != "drop")
 
-    def _num_samples(self) -> int | None:
-        """The number of samples of an epoch's batches, None where that is not known without drawing them."""
-        sampler, batch_sampler = self._sampler, self._batch_sampler
-        if batch_sampler is not None and type(batch_sampler) is not BatchSampler:
+    def _order_length(self) -> int | None:
+        """The number of samples of an epoch's order, None where that is not known without drawing it."""
+        if self._batch_sampler is not None and type(self._batch_sampler) is not BatchSampler:
             return None
-        try:
-            samples = len(sampler)
-        except TypeError:
-            return None
-        return samples - (samples % batch_sampler.batch_size if batch_sampler and batch_sampler.drop_last else 0)
+        with suppress(TypeError):
+            return len(self._sampler)
+        return None
 
 
-def check_tail(samples: int | None, start: int, nominal: int | None, rule: Rule) -> None:
-    """Refuse a tail that the rule forbids before anything is loaded, where the length of the order is known."""
+def check_tail(samples: int | None, nominal: int | None, rule: Rule) -> None:
+    """Refuse a tail that the rule forbids before anything is loaded, where the number of samples left is known."""
     if rule.tail == "error" and samples is not None and nominal is not None:
-        tail = (samples - start) % (nominal * rule.batches)
+        tail = samples % (nominal * rule.batches)
         if tail:
-            raise ValueError(tail_message(samples - start, tail, rule, nominal))
+            raise ValueError(tail_message(samples, tail, rule, nominal))
 
 
 class _Job(NamedTuple):
@@ -162,7 +167,7 @@ def _jobs(batches: Batches, rule: Rule, start: int, epoch: int, seed: int, left_
     def leave_out(samples: list[int]) -> None:
         left_out([samples[place] for place in rule.kept])
 
-    dealt_rounds = rounds(batches.start(start), rule, _num_indices, batches.nominal, start, leave_out)
+    dealt_rounds = rounds(batches, rule, _num_indices, batches.nominal, start, leave_out)
     for dealt in dealt_rounds:
         position = {"offset": dealt.stop * rule.shards}
         ends = [(batch[0], batch[-1]) for batch in dealt.batches if batch]

@@ -22,51 +22,60 @@ _NO_GENERATOR = object()
 
 
 class Batches:
-    """The sequence of batches of indices of one epoch, drawn once.
+    """The batches of indices of one epoch behind its first `offset` samples, drawn once; iterated over once.
+
+    A batch of one's own that the offset cuts loses its first samples.
+
+    Args:
+        batch_sampler: None for a loader without batches: each index is one.
 
     Attributes:
         nominal: the size of a complete batch; None where it is not known before.
-        samples: the number of samples in all its batches; None where it is not known before.
-        left_out: how many samples of the order its drop_last leaves out.
+        samples: the number of samples in these batches; None where it is not known before.
+        left_out: how many samples of the order drop_last leaves out; known at the end where `samples` is not known.
     """
 
-    def __init__(self, sampler: Any, batch_sampler: Any, seed: int, epoch: int) -> None:
-        """`batch_sampler` is None for a loader without batches: each index is one."""
+    def __init__(self, sampler: Any, batch_sampler: Any, seed: int, epoch: int, offset: int = 0) -> None:
         draw = _Draw(seed_of(seed, epoch), epoch)
         self.nominal: int | None = None
         self.samples: int | None = None
         self.left_out = 0
-        self._order: Sequence[Any] | torch.Tensor | None = None
-        self._lists: Iterable[Sequence[Any]] = ()
+        self._batches: Iterator[list[Any]]
         if batch_sampler is not None and type(batch_sampler) is not BatchSampler:
-            self._lists = draw(batch_sampler)
+            self._batches = _behind(draw(batch_sampler), offset)
             return
-        size, drop_last = (batch_sampler.batch_size, batch_sampler.drop_last) if batch_sampler else (1, False)
+        size, drop_last = (1, False) if batch_sampler is None else (batch_sampler.batch_size, batch_sampler.drop_last)
         self.nominal = size
         order = draw.indices(sampler)
         if isinstance(order, Sequence | torch.Tensor):
-            self.left_out = len(order) % size if drop_last else 0
-            self.samples = len(order) - self.left_out
-            self._order = order
+            behind = max(len(order) - offset, 0)
+            self.left_out = behind % size if drop_last else 0
+            self.samples = behind - self.left_out
+            self._batches = _slices(order, range(offset, offset + self.samples), size)
         else:
-            self._lists = BatchSampler(order, size, drop_last)
+            self._batches = self._groups(islice(order, offset, None), size, drop_last)
 
-    def start(self, offset: int = 0) -> Iterator[list[Any]]:
-        """The batches behind the first `offset` samples. A batch that this cuts loses its first samples."""
-        if self._order is None:
-            yield from _behind(self._lists, offset)
-            return
-        assert self.samples is not None
-        assert self.nominal is not None
-        for start in range(offset, self.samples, self.nominal):
-            some = self._order[start : min(start + self.nominal, self.samples)]
-            yield some.tolist() if isinstance(some, torch.Tensor) else list(some)
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self._batches
+
+    def _groups(self, order: Iterator[Any], size: int, drop_last: bool) -> Iterator[list[Any]]:
+        while batch := list(islice(order, size)):
+            if drop_last and len(batch) < size:
+                self.left_out = len(batch)
+                return
+            yield batch
 
 
-def _behind(batches: Iterable[Sequence[Any]], offset: int) -> Iterator[list[Any]]:
-    for batch in batches:
+def _slices(order: Sequence[Any] | torch.Tensor, places: range, size: int) -> Iterator[list[Any]]:
+    for start in places[::size]:
+        some = order[start : min(start + size, places.stop)]
+        yield some.tolist() if isinstance(some, torch.Tensor) else list(some)
+
+
+def _behind(batches: Iterable[Iterable[Any]], offset: int) -> Iterator[list[Any]]:
+    for batch in map(list, batches):
         if offset < len(batch):
-            yield list(batch)[offset:]
+            yield batch[offset:]
         offset = max(offset - len(batch), 0)
 
 
