@@ -1,111 +1,47 @@
-"""Who gets which sample: the arithmetic against plain oracles, and the DataLoader that follows it."""
+"""Who gets which sample: the arithmetic against plain oracles."""
 
 from __future__ import annotations
 
-import gc
+import contextlib
 import itertools
 import logging
-import os
-import random
 import re
-import sys
-import threading
-import weakref
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import numpy
 import pytest
 import torch
+from epochs import Bucketed, Numbers, chunks, dealt, ranks_of, take
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
-from unisono import BusyError, DeviceLoader, ParallelLoader
-from unisono.loaders import indexed as indexed_module
+from unisono import DeviceLoader, ParallelLoader
 from unisono.loaders import sharding
-from unisono.loaders.indexed import IndexedLoader, is_indexed
-from unisono.loaders.sharding import Piece, Shard, Size, cut, deal, glimpse, measure, rounds
-from unisono.world import World, thread_worlds
+from unisono.loaders.indexed import IndexedSource
+from unisono.loaders.sharding import Part, Rule, Size, cut, deal, glimpse, measure, rounds
 
 COUNTS = st.integers(1, 9)
+EVERY = {
+    "samples": st.integers(0, 70),
+    "count": st.integers(1, 8),
+    "size": st.integers(1, 12),
+    "split": st.sampled_from(["device", "global"]),
+}
+"""An epoch, and how it is dealt: any of them."""
 
 
-class Numbers(Dataset):
-    """Sample i is the number i."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-class Stopping(Numbers):
-    """Sample 5 raises what a loop takes for its end."""
-
-    def __getitem__(self, index: int) -> int:
-        if index == 5:
-            raise StopIteration
-        return index
-
-
-class Pids(Numbers):
-    """Sample i is the process that loads it."""
-
-    def __getitem__(self, index: int) -> int:
-        return os.getpid()
-
-
-class Augmented(Numbers):
-    """Sample i is drawn, as an augmentation is."""
-
-    def __getitem__(self, index: int) -> float:
-        return torch.rand(()).item()
-
-
-def worlds(count: int) -> list[World]:
-    return thread_worlds([torch.device("cpu", rank) for rank in range(count)])
-
-
-def values(pieces: list[Piece]) -> list[list[int]]:
-    """The numbers that count of each piece."""
-    return [piece.batch[: piece.samples].tolist() for piece in pieces]
-
-
-def shards(
-    loader: DataLoader, count: int, fixed_batch_size: bool = False, seed: int | None = None
-) -> list[list[Piece]]:
-    """Each rank's pieces of one epoch."""
-    return [list(IndexedLoader(loader, Shard(rank, count), seed).pieces(fixed_batch_size)) for rank in range(count)]
-
-
-def global_batches(each_ranks: list[list[Piece]]) -> list[list[int]]:
-    """The samples of each round, in rank order."""
-    assert len({len(pieces) for pieces in each_ranks}) == 1, "every rank makes the same number of steps"
-    return [list(itertools.chain(*round_)) for round_ in zip(*map(values, each_ranks), strict=True)]
-
-
-# The arithmetic.
+def rule_of(count: int, **options: Any) -> Rule:
+    return Rule(count, tuple(range(count)), **options)
 
 
 def size_of(batch: Any) -> Size:
     return Size(len(batch))
+
+
+# A round.
 
 
 @st.composite
@@ -119,13 +55,13 @@ def short_rounds(draw: Any) -> tuple[list[int], int]:
 def test_a_round_is_dealt_contiguously_and_each_sample_once(case):
     sizes, count = case
     whole = [(batch, sample) for batch, size in enumerate(sizes) for sample in range(size)]
-    dealt = [
+    found = [
         (part.batch, sample)
         for part in deal([*map(Size, sizes)], count)
         if part.samples
-        for sample in range(*part[1:3])
+        for sample in range(part.start, part.stop)
     ]
-    assert dealt == whole
+    assert found == whole
 
 
 @given(short_rounds())
@@ -152,7 +88,7 @@ def test_the_ranks_that_share_a_batch_share_it_evenly_and_earlier_ones_have_more
 def test_a_rank_without_a_sample_repeats_one_that_counts_nothing(case):
     sizes, count = case
     fillers = [part for part in deal([*map(Size, sizes)], count) if not part.samples]
-    assert all((part.start, part.stop) == (0, 1) for part in fillers)
+    assert all((part.start, part.stop, part.repeated) == (0, 1, 1) for part in fillers)
     if len(sizes) == 1:
         assert len(fillers) == max(0, count - sizes[0])  # no more than must be
 
@@ -165,382 +101,385 @@ def test_the_batches_of_a_round_have_as_many_ranks_each_to_within_one(case):
     assert max(sharers.values()) - min(sharers.values()) <= 1
 
 
+@given(short_rounds(), st.integers(1, 12))
+def test_padding_fills_every_part_by_going_round_it(case, full):
+    sizes, count = case
+    parts = deal([*map(Size, sizes)], count, full)
+    plain = deal([*map(Size, sizes)], count)
+    for part, without in zip(parts, plain, strict=True):
+        own = list(range(without.start, without.stop))
+        filled = list(itertools.islice(itertools.cycle(own), max(full, len(own))))
+        assert part.order() == filled
+        assert (part.samples, part.total) == (without.samples, without.total)
+        assert part.repeated == len(filled) - part.samples
+
+
 def test_a_full_round_gives_batch_i_to_rank_i():
-    assert deal([Size(4), Size(2), Size(3)], 3) == [(0, 0, 4, 4, 9), (1, 0, 2, 2, 9), (2, 0, 3, 3, 9)]
+    assert deal([Size(4), Size(2), Size(3)], 3) == [Part(0, 0, 4, 4, 9), Part(1, 0, 2, 2, 9), Part(2, 0, 3, 3, 9)]
+
+
+# The rounds of a sequence.
 
 
 @given(st.lists(st.integers(1, 5), max_size=20), COUNTS)
 def test_rounds_take_the_batches_in_order_and_lose_none(sizes, count):
     batches = [list(range(size)) for size in sizes]
-    dealt = list(rounds(batches, count, size_of))
-    assert [batch for each in dealt for batch in each.batches] == batches
-    assert all(len(each.batches) == count for each in dealt[:-1])
-    assert all(each.parts == deal(each.sizes, count) for each in dealt)
+    found = list(rounds(batches, rule_of(count), size_of))
+    assert [batch for each in found for batch in each.batches] == batches
+    assert all(len(each.batches) == count for each in found[:-1])
+    assert all(each.parts == deal(each.sizes, count) for each in found)
+    bounds = list(itertools.accumulate((sum(map(len, each.batches)) for each in found), initial=0))
+    assert [(each.start, each.stop) for each in found] == list(itertools.pairwise(bounds))
+
+
+@given(st.lists(st.integers(1, 5), max_size=20), COUNTS)
+def test_the_rounds_of_global_batches_are_the_batches(sizes, count):
+    batches = [list(range(size)) for size in sizes]
+    found = list(rounds(batches, rule_of(count, split="global"), size_of))
+    assert [each.batches for each in found] == [[batch] for batch in batches]
+    assert all(each.parts == deal(each.sizes, count) for each in found)
 
 
 @given(st.lists(st.integers(1, 3), max_size=20), COUNTS)
 def test_fixed_rounds_end_before_the_first_that_differs(sizes, count):
     whole = [sizes[start : start + count] for start in range(0, len(sizes), count)]
     kept = list(itertools.takewhile(lambda group: group == [sizes[0]] * count, whole))
-    dealt = rounds([[None] * size for size in sizes], count, size_of, fixed_batch_size=True)
-    assert [[len(batch) for batch in each.batches] for each in dealt] == kept
+    found = rounds([[None] * size for size in sizes], rule_of(count, fixed_batch_size=True), size_of)
+    assert [[len(batch) for batch in each.batches] for each in found] == kept
 
 
 @given(st.lists(st.integers(1, 3), max_size=20), COUNTS)
 def test_rounds_that_drop_their_tail_keep_every_full_round(sizes, count):
-    dealt = rounds([[None] * size for size in sizes], count, size_of, drop_tail=True)
-    assert [len(each.batches) for each in dealt] == [count] * (len(sizes) // count)
+    told: list[list[int]] = []
+    batches = [[None] * size for size in sizes]
+    found = rounds(batches, rule_of(count, tail="drop"), size_of, left_out=told.append)
+    assert [len(each.batches) for each in found] == [count] * (len(sizes) // count)
+    assert sum(itertools.chain(*told)) == sum(sizes[len(sizes) - len(sizes) % count :])
+    assert all(len(samples) == count for samples in told)
+
+
+@given(st.lists(st.integers(1, 3), max_size=20), COUNTS)
+def test_rounds_that_allow_no_tail_deliver_the_full_ones_and_then_refuse(sizes, count):
+    tail = sum(sizes[len(sizes) - len(sizes) % count :])
+    words = (
+        f"{sum(sizes)} samples do not divide into rounds of {count} batches, .*: {tail} samples are left in the last"
+    )
+    found = []
+    with pytest.raises(ValueError, match=words) if tail else contextlib.nullcontext():
+        for each in rounds([[None] * size for size in sizes], rule_of(count, tail="error"), size_of):
+            found.append(each)  # noqa: PERF402 - what came before the error is kept
+    assert len(found) == len(sizes) // count
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=20), COUNTS)
+def test_padded_rounds_give_each_rank_as_many_samples_as_the_largest_batch_so_far(sizes, count):
+    largest = 0
+    for each in rounds([list(range(size)) for size in sizes], rule_of(count, tail="pad"), size_of):
+        largest = max(largest, *(size.samples for size in each.sizes))
+        assert {len(part.order()) for part in each.parts} == {largest}
+
+
+@given(batches=st.integers(0, 40), count=COUNTS, split=EVERY["split"], tail=st.sampled_from(["split", "drop", "pad"]))
+def test_a_rule_tells_the_number_of_rounds_before(batches, count, split, tail):
+    rule = rule_of(count, split=split, tail=tail)
+    assert rule.rounds_of(batches) == len(list(rounds([[0]] * batches, rule, size_of)))
+    fixed = rule_of(count, split=split, tail=tail, fixed_batch_size=True)
+    assert fixed.rounds_of(batches) == len(list(rounds([[0]] * batches, fixed, size_of)))
 
 
 def test_rounds_read_no_further_than_the_round_they_give():
     read = []
     source = (read.append(number) or [number] for number in range(100))
-    dealt = rounds(source, 3, size_of)
-    next(dealt)
+    found = rounds(source, rule_of(3), size_of)
+    next(found)
     assert read == [0, 1, 2]
 
 
 def test_what_a_fixed_size_leaves_out_is_logged(caplog):
+    told = []
     with caplog.at_level(logging.WARNING, "unisono"):
-        list(rounds([[1, 2], [3, 4], [5]], 2, size_of, fixed_batch_size=True))
-    assert "ends the epoch before round 1" in caplog.text
-    assert "[1] samples" in caplog.text
+        list(rounds([[1, 2], [3, 4], [5]], rule_of(2, fixed_batch_size=True), size_of, left_out=told.append))
+    assert (
+        "fixed_batch_size=True ends the epoch at sample 4: the batches of the next round have [1] samples"
+        in caplog.text
+    )
+    assert "where 2 of 2 are wanted" in caplog.text
+    assert told == [[1, 0]]
 
 
 def test_a_batch_that_does_not_tell_its_size_is_one_sample_that_all_who_share_it_get_whole():
-    (dealt,) = rounds(["text"], 3, lambda batch: measure(batch, 0))
-    pieces = [cut(dealt, rank, 0) for rank in range(3)]
-    assert [piece[:3] for piece in pieces] == [("text", 1, 1), ("text", 0, 1), ("text", 0, 1)]
+    for tail in ("split", "pad"):
+        (found,) = rounds(["text"], rule_of(3, tail=tail), lambda batch: measure(batch, 0))
+        pieces = [cut(found, rank, 0) for rank in range(3)]
+        assert [(piece.batch, piece.claim.samples, piece.claim.total) for piece in pieces] == [
+            ("text", 1, 1),
+            ("text", 0, 1),
+            ("text", 0, 1),
+        ]
 
 
-@pytest.mark.parametrize(("index", "count"), [(2, 2), (-1, 2), (0, 0)])
-def test_a_shard_out_of_range_is_refused(index, count):
-    with pytest.raises(ValueError, match=re.escape(f"Shard(index={index}, count={count})")):
-        Shard(index, count)
+def test_a_loaded_batch_is_padded_with_its_own_samples():
+    batches = [torch.arange(4), torch.arange(4, 8), torch.arange(8, 11)]
+    *_, last = rounds(batches, rule_of(2, tail="pad"), lambda batch: measure(batch, 0))
+    pieces = [cut(last, rank, 0) for rank in range(2)]
+    assert [piece.batch.tolist() for piece in pieces] == [[8, 9, 8, 9], [10, 10, 10, 10]]
+    assert [(piece.claim.samples, piece.claim.repeated) for piece in pieces] == [(2, 2), (1, 3)]
 
 
-def documented_table() -> list[list[list[int]]]:
-    """The rows of the table in the module's text: rank 0, rank 1 and the global batch of each round."""
+@pytest.mark.parametrize(("kept", "count"), [((2,), 2), ((-1,), 2), ((0,), 0)])
+def test_a_place_out_of_range_is_refused(kept, count):
+    with pytest.raises(ValueError, match=re.escape(f"Rule(count={count}, kept={kept}): the places must be in")):
+        Rule(count, kept)
+
+
+@pytest.mark.parametrize(("name", "value"), [("split", "devices"), ("tail", "cut"), ("tail", None), ("split", 2)])
+def test_an_unknown_split_or_tail_is_refused_with_the_choices(name, value):
+    choices = {"split": "'device', 'global'", "tail": "'split', 'drop', 'pad', 'error'"}[name]
+    words = f"{name}={value!r} is unknown; choose one of {choices}"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        Rule(**{name: value})
+    if value is not None:
+        with pytest.raises(ValueError, match=re.escape(words)):
+            DeviceLoader([], **{name: value})
+
+
+# The tables of the module's text.
+
+
+def documented_tables() -> list[list[list[list[int]]]]:
+    """Both tables: the rows of each, with the samples of rank 0, of rank 1 and of the global batch."""
     lines = sharding.__doc__.splitlines()
     start = next(number for number, line in enumerate(lines) if line.split()[:2] == ["round", "rank"])
-    rows = itertools.takewhile(bool, lines[start + 1 :])
-    cells = [re.split(r"\s{2,}", row.strip())[1:4] for row in rows]
-    return [[[int(number) for number in cell.split()] for cell in row] for row in cells]
+    rows = list(itertools.takewhile(bool, lines[start + 1 :]))
+    cells = [re.split(r"\s{2,}", row.strip()) for row in rows]
+    numbers = [[[int(number) for number in cell.split()] for cell in row[1:7]] for row in cells]
+    return [[row[:3] for row in numbers], [row[3:] for row in numbers]]
 
 
-def test_the_table_in_the_module_text_is_true():
-    each_ranks = shards(DataLoader(Numbers(10), batch_size=2), 2)
-    rows = zip(*map(values, each_ranks), global_batches(each_ranks), strict=True)
-    assert [list(row) for row in rows] == documented_table()
-    assert len(documented_table()) == 3
+@pytest.mark.parametrize(("table", "split", "size"), [(0, "device", 2), (1, "global", 4)])
+def test_the_tables_in_the_module_text_are_true(table, split, size):
+    found = dealt(DataLoader(Numbers(10), batch_size=size), 2, split=split)
+    rows = [
+        [*(each.counted for each in deliveries), whole]
+        for deliveries, whole in zip(found.rounds, found.global_batches, strict=True)
+    ]
+    assert rows == documented_tables()[table]
+    assert len(rows) == 3
 
 
-# The DataLoader that follows it.
+# Whole epochs.
+
+
+def order_of(samples: int, size: int, drop_last: bool) -> list[int]:
+    """The plain order of an epoch of the numbers, as far as it makes batches."""
+    return list(range(samples - samples % size if drop_last else samples))
+
+
+@given(**EVERY, tail=st.sampled_from(["split", "pad", "drop"]), drop_last=st.booleans())
+def test_an_epoch_is_cut_into_global_batches_and_what_is_left_out_is_told(samples, count, size, split, tail, drop_last):
+    loader = DataLoader(Numbers(samples), batch_size=size, drop_last=drop_last)
+    found = dealt(loader, count, split=split, tail=tail)
+    whole = size if split == "global" else size * count
+    expected = chunks(order_of(samples, size, drop_last), whole)
+    if tail == "drop":
+        expected = [chunk for chunk in expected if len(chunk) == whole]
+    assert found.global_batches == expected
+    assert sum(found.left_out) == samples - len(list(itertools.chain(*expected)))
+
+
+@given(**EVERY, shuffle=st.booleans(), tail=st.sampled_from(["split", "pad"]))
+def test_every_sample_counts_exactly_once(samples, count, size, split, shuffle, tail):
+    loader = DataLoader(Numbers(samples), batch_size=size, shuffle=shuffle and samples > 0)
+    found = dealt(loader, count, seed=1, split=split, tail=tail)
+    assert sorted(itertools.chain(*found.global_batches)) == list(range(samples))
+    for deliveries in found.rounds:
+        for each in deliveries:
+            assert each.batch, "every rank has something to compute"
+            assert set(each.batch[each.valid :]) <= set(itertools.chain(*(other.counted for other in deliveries)))
+
+
+@given(samples=st.integers(0, 70), whole=st.sampled_from([8, 16, 24]), shuffle=st.booleans(), drop_last=st.booleans())
+def test_the_global_batches_do_not_depend_on_the_number_of_ranks(samples, whole, shuffle, drop_last):
+    def load(count: int, split: str) -> list[list[int]]:
+        loader = DataLoader(
+            Numbers(samples),
+            batch_size=whole if split == "global" else whole // count,
+            shuffle=shuffle and samples > 0,
+            drop_last=drop_last,
+        )
+        return dealt(loader, count, seed=3, split=split, tail="drop" if drop_last else "split").global_batches
+
+    alone = load(1, "global")
+    assert all(load(count, split) == alone for count in (1, 2, 4, 8) for split in ("global", "device"))
+    assert len(list(itertools.chain(*alone))) == (samples - samples % whole if drop_last else samples)
+
+
+@given(**EVERY)
+def test_padded_batches_have_one_size(samples, count, size, split):
+    found = dealt(DataLoader(Numbers(samples), batch_size=size), count, split=split, tail="pad")
+    sizes = {len(each.batch) for deliveries in found.rounds for each in deliveries}
+    full = -(-size // count) if split == "global" else size
+    assert sizes <= {full}
+    for pieces in found.pieces:
+        assert all(piece.claim.repeated == full - piece.claim.samples for piece in pieces)
+
+
+@given(**EVERY, drop_last=st.booleans())
+def test_a_tail_that_is_an_error_is_one_before_anything_is_loaded(samples, count, size, split, drop_last):
+    dataset = Numbers(samples)
+    source = IndexedSource(DataLoader(dataset, batch_size=size, drop_last=drop_last), None)
+    rule = rule_of(count, split=split, tail="error")
+    left = len(order_of(samples, size, drop_last))
+    whole = size if split == "global" else size * count
+    if left % whole == 0:
+        assert len(list(source.begin(rule, lambda samples: None).pieces)) == left // whole
+        return
+    batches = 1 if split == "global" else count
+    with pytest.raises(
+        ValueError, match=f"tail='error': {left} samples do not divide into rounds of {batches} batches"
+    ):
+        source.begin(rule, lambda samples: None)
+    assert not dataset.asked
+    assert source.next_position() == (0, {"offset": 0}), "the epoch was not spent"
+
+
+def test_the_message_of_a_tail_names_values_rule_and_way_out():
+    loader = DeviceLoader(
+        DataLoader(Numbers(10), batch_size=3), tail="error", world=ranks_of([], 2)[0]._never_begun._world
+    )
+    words = (
+        "tail='error': 10 samples do not divide into rounds of 2 batches of 3, one for each of 2 ranks: 4 samples are "
+        "left in the last; pass a batch size that divides, or tail='split' (the default), 'drop' or 'pad'"
+    )
+    with pytest.raises(ValueError, match=re.escape(words)):
+        iter(loader)
+
+
+def test_a_tail_is_an_error_when_it_comes_where_no_length_is_known():
+    loader = DataLoader(Numbers(9), batch_sampler=Bucketed([[0, 1], [2], [3, 4, 5], [6, 7], [8]]))
+    first = ranks_of(loader, 2, tail="error")[0]
+    found = []
+    with pytest.raises(ValueError, match=r"9 samples do not divide into rounds of 2 batches, .*: 1 samples are left"):
+        for batch in first:
+            found.append(batch.tolist())  # noqa: PERF401 - what came before the error is kept
+    assert found == [[0, 1], [3, 4, 5]]
+
+
+@given(**EVERY, tail=st.sampled_from(["split", "pad", "drop"]), drop_last=st.booleans(), is_fixed=st.booleans())
+def test_the_length_is_the_number_of_rounds(samples, count, size, split, tail, drop_last, is_fixed):
+    loader = DataLoader(Numbers(samples), batch_size=size, drop_last=drop_last)
+    rule = {"split": split, "tail": tail, "fixed_batch_size": is_fixed}
+    found = dealt(loader, count, **rule)
+    assert {len(pieces) for pieces in found.pieces} == {IndexedSource(loader, None).num_rounds(rule_of(count, **rule))}
+    assert sum(found.left_out) == samples - sum(map(len, found.global_batches))
 
 
 @given(
-    samples=st.integers(0, 70),
-    batch=st.sampled_from([12, 24]),
-    count=st.sampled_from([2, 3, 4, 6]),
-    shuffle=st.booleans(),
-    drop_last=st.booleans(),
+    sizes=st.lists(st.integers(1, 4), max_size=12),
+    count=COUNTS,
+    split=EVERY["split"],
+    tail=st.sampled_from(["split", "pad", "drop"]),
 )
-def test_the_global_batches_do_not_depend_on_the_number_of_ranks(samples, batch, count, shuffle, drop_last):
-    def load(ranks: int) -> list[list[int]]:
-        loader = DataLoader(
-            Numbers(samples), batch_size=batch // ranks, shuffle=shuffle and samples > 0, drop_last=drop_last
-        )
-        return global_batches(shards(loader, ranks, seed=3))
-
-    alone = load(1)
-    assert load(count) == alone
-    found = list(itertools.chain(*alone))
-    assert len(found) == len(set(found)) == (samples - samples % batch if drop_last else samples)
-
-
-@given(samples=st.integers(1, 40), batch=st.integers(1, 5), count=st.integers(1, 4), shuffle=st.booleans())
-def test_cutting_at_the_indices_and_cutting_loaded_batches_give_each_rank_the_same(samples, batch, count, shuffle):
-    loader = DataLoader(Numbers(samples), batch_size=batch, shuffle=shuffle)
-    cut_at_indices = shards(loader, count)
-    loaded = (piece.batch for piece in IndexedLoader(loader, Shard(0, 1), None).pieces())
-    dealt = list(rounds(loaded, count, size_of))
-    for rank, pieces in enumerate(cut_at_indices):
-        cut_when_loaded = [cut(each, rank, 0) for each in dealt]
-        assert [(p.batch.tolist(), *p[1:3]) for p in pieces] == [(p.batch.tolist(), *p[1:3]) for p in cut_when_loaded]
+def test_batches_of_ones_own_are_dealt_in_their_order(sizes, count, split, tail):
+    batches = chunks_of(sizes)
+    loader = DataLoader(Numbers(sum(sizes)), batch_sampler=Bucketed(batches))
+    found = dealt(loader, count, split=split, tail=tail)
+    each = 1 if split == "global" else count
+    groups = [list(itertools.chain(*batches[start : start + each])) for start in range(0, len(batches), each)]
+    if tail == "drop" and len(batches) % each:
+        groups = groups[:-1]
+    assert found.global_batches == groups
+    assert len(groups) == IndexedSource(loader, None).num_rounds(rule_of(count, split=split, tail=tail))
+    assert sum(found.left_out) == sum(sizes) - sum(map(len, groups))
 
 
-def orders(loader: DataLoader, epochs: int, seed: int | None = None) -> list[list[int]]:
-    indexed = IndexedLoader(loader, Shard(0, 1), seed)
-    return [list(itertools.chain(*values(list(indexed.pieces())))) for _ in range(epochs)]
+def chunks_of(sizes: list[int]) -> list[list[int]]:
+    bounds = itertools.accumulate(sizes, initial=0)
+    return [list(range(start, stop)) for start, stop in itertools.pairwise(bounds)]
 
 
-def shuffled(generator: torch.Generator | None = None) -> DataLoader:
-    return DataLoader(Numbers(50), batch_size=4, shuffle=True, generator=generator)
+@given(samples=st.integers(1, 40), size=st.integers(1, 5), count=st.integers(1, 4), shuffle=st.booleans())
+def test_cutting_at_the_indices_and_cutting_loaded_batches_give_each_rank_the_same(samples, size, count, shuffle):
+    loader = DataLoader(Numbers(samples), batch_size=size, shuffle=shuffle)
+    loaded = [pieces.batch for pieces in dealt(loader, 1, seed=0).pieces[0]]
+    found = dealt(loader, count, seed=0)
+    for each, deliveries in zip(rounds(loaded, rule_of(count), size_of), found.rounds, strict=True):
+        for rank, delivery in enumerate(deliveries):
+            piece = cut(each, rank, 0)
+            assert (piece.batch.tolist(), piece.claim.samples) == delivery
 
 
-def test_the_order_is_a_function_of_seed_and_epoch():
-    torch.manual_seed(1)
-    first = orders(shuffled(), 3, seed=7)
-    torch.manual_seed(2)
-    assert orders(shuffled(), 3, seed=7) == first
-    assert len({tuple(order) for order in first + orders(shuffled(), 3, seed=8)}) == 6
-    assert all(sorted(order) == list(range(50)) for order in first)
+@given(samples=st.integers(0, 40), size=st.integers(1, 5), count=st.integers(2, 4), split=EVERY["split"])
+def test_the_claims_of_a_round_make_its_whole_and_bear_one_mark(samples, size, count, split):
+    found = dealt(DataLoader(Numbers(samples), batch_size=size), count, split=split)
+    marks = []
+    for pieces in zip(*found.pieces, strict=True):
+        assert sum(piece.claim.samples for piece in pieces) == pieces[0].claim.total
+        assert len({(piece.claim.total, piece.claim.mark, piece.position["offset"]) for piece in pieces}) == 1
+        marks.append(pieces[0].claim.mark)
+    assert len(set(marks)) == len(marks)
 
 
-def test_the_seed_is_that_of_the_loaders_generator_and_zero_without_one():
-    by_generator = shuffled(torch.Generator().manual_seed(5))
-    assert orders(by_generator, 2) == orders(shuffled(), 2, seed=5)
-    assert orders(shuffled(), 2) == orders(shuffled(), 2, seed=0)
-    own = DataLoader(Numbers(50), sampler=RandomSampler(range(50), generator=torch.Generator().manual_seed(5)))
-    assert orders(own, 2) == orders(by_generator, 2)
-
-
-def test_an_order_without_shuffling_stays():
-    assert orders(DataLoader(Numbers(9), batch_size=2), 2) == [list(range(9))] * 2
-
-
-def test_a_random_sampler_with_replacement_draws_as_many_as_it_is_told():
-    sampler = RandomSampler(range(10), replacement=True, num_samples=200)
-    one, two = orders(DataLoader(Numbers(10), sampler=sampler, batch_size=7), 2)
-    assert len(one) == len(two) == 200
-    assert set(one) == set(range(10))
-    assert one != two
-
-
-def test_a_subset_sampler_gives_its_subset_in_a_new_order_each_epoch():
-    subset = list(range(3, 60, 3))
-    one, two = orders(DataLoader(Numbers(99), sampler=SubsetRandomSampler(subset), batch_size=4), 2)
-    assert sorted(one) == sorted(two) == subset
-    assert one != two
-
-
-def test_a_weighted_sampler_keeps_its_weights():
-    weights = [0.0, 1.0, 3.0]
-    (drawn,) = orders(DataLoader(Numbers(3), sampler=WeightedRandomSampler(weights, 4000), batch_size=64), 1)
-    counts = Counter(drawn)
-    assert counts[0] == 0
-    assert len(drawn) == 4000
-    assert 2.5 < counts[2] / counts[1] < 3.5  # 3 to 1; five standard deviations are about 0.4
-
-
-class Bucketed:
-    """A batch sampler of one's own, with batches of several sizes."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-
-@pytest.mark.parametrize("kind", [list, tuple, torch.tensor], ids=["list", "tuple", "tensor"])
-def test_a_batch_sampler_of_ones_own_is_followed(kind):
-    groups = [[5, 1, 4], [0], [2, 3], [9, 8, 7, 6], [11, 10, 12]]
-    loader = DataLoader(Numbers(13), batch_sampler=Bucketed([kind(group) for group in groups]))
-    first, second = (values(pieces) for pieces in shards(loader, 2))
-    assert first == [[5, 1, 4], [2, 3], [11, 10]]
-    assert second == [[0], [9, 8, 7, 6], [12]]
+# Through the loaders.
 
 
 def test_drop_last_drops_the_tail_instead_of_splitting_it():
     loader = DataLoader(Numbers(14), batch_size=2, drop_last=True)
-    assert global_batches(shards(loader, 4)) == [list(range(8))]
     explicit = DataLoader(Numbers(14), batch_sampler=BatchSampler(SequentialSampler(range(14)), 2, drop_last=True))
-    assert global_batches(shards(explicit, 4)) == [list(range(8))]
+    for each in (loader, explicit):
+        assert [take(rank) for rank in ranks_of(each, 4)] == [[([2 * rank, 2 * rank + 1], 2)] for rank in range(4)]
     batches = ParallelLoader(loader, [f"cpu:{index}" for index in range(4)])
     assert [len(list(batches.per_device_loader(f"cpu:{index}"))) for index in range(4)] == [1] * 4 == [len(batches)] * 4
 
 
+def test_a_tail_is_split_all_the_same_where_that_is_asked_for():
+    loaders = ranks_of(DataLoader(Numbers(14), batch_size=2, drop_last=True), 4, tail="split")
+    assert [take(rank)[1:] for rank in loaders] == [[([8], 1)], [([9], 1)], [([10, 11], 2)], [([12, 13], 2)]]
+
+
+def test_the_devices_of_one_process_are_dealt_the_same_as_as_many_ranks():
+    for options in ({}, {"split": "global"}, {"tail": "pad"}, {"tail": "drop"}):
+        ranks = [take(rank) for rank in ranks_of(DataLoader(Numbers(23), batch_size=3), 3, **options)]
+        parallel = ParallelLoader(DataLoader(Numbers(23), batch_size=3), [f"cpu:{k}" for k in range(3)], **options)
+        for rank, deliveries in enumerate(ranks):
+            iterator = parallel.per_device_loader(f"cpu:{rank}")
+            assert [(batch.tolist(), iterator.valid_samples) for batch in iterator] == deliveries
+
+
 def test_a_fixed_batch_size_ends_on_every_rank_before_the_same_round():
-    loader = DataLoader(Numbers(23), batch_size=2)
-    assert global_batches(shards(loader, 3, fixed_batch_size=True)) == [
-        list(range(6)),
-        list(range(6, 12)),
-        list(range(12, 18)),
-    ]
+    found = dealt(DataLoader(Numbers(23), batch_size=2), 3, fixed_batch_size=True)
+    assert found.global_batches == [list(range(6)), list(range(6, 12)), list(range(12, 18))]
 
 
-def test_a_loader_that_a_distributed_sampler_cuts_is_not_cut_again():
-    for world in worlds(2):
-        sampler = DistributedSampler(Numbers(12), num_replicas=2, rank=world.rank, shuffle=False)
-        loader = DeviceLoader(DataLoader(Numbers(12), batch_size=3, sampler=sampler), world=world)
-        assert [batch.tolist() for batch in loader] == [
-            list(range(world.rank, 12, 2))[:3],
-            list(range(world.rank, 12, 2))[3:],
-        ]
-        assert len(loader) == 2
+@pytest.mark.parametrize("samples", [12, 13])
+def test_a_loader_that_a_distributed_sampler_cuts_is_not_cut_again(samples):
+    for rank, plain in enumerate(ranks_of([], 2)):
+        world = plain._never_begun._world
+        sampler = DistributedSampler(Numbers(samples), num_replicas=2, rank=rank, shuffle=False)
+        loader = DeviceLoader(DataLoader(Numbers(samples), batch_size=3, sampler=sampler), world=world)
+        own = [number % samples for number in range(rank, samples + samples % 2, 2)]
+        assert [each.batch for each in take(loader)] == chunks(own, 3)
+        assert len(loader) == len(chunks(own, 3))
 
 
 def test_a_loader_that_cuts_itself_ends_at_the_first_other_size_when_sizes_are_fixed():
-    world = worlds(2)[1]
+    world = ranks_of([], 2)[1]._never_begun._world
     sampler = DistributedSampler(Numbers(14), num_replicas=2, rank=1, shuffle=False)
     loader = DeviceLoader(DataLoader(Numbers(14), batch_size=3, sampler=sampler), fixed_batch_size=True, world=world)
     assert [len(batch) for batch in loader] == [3, 3]
 
 
-def test_a_loader_without_batches_keeps_seed_and_epoch_on_every_rank():
-    def load(world: World) -> list[list[int]]:
-        loader = DataLoader(Numbers(11), batch_size=None, shuffle=True)
-        torch.manual_seed(world.rank)
-        device_loader = DeviceLoader(loader, world=world, seed=4)
-        found = []
-        for _ in range(2):
-            iterator = iter(device_loader)
-            found.append([sample for sample in iterator if iterator.valid_samples])
-        return found
-
-    each_ranks = [load(world) for world in worlds(2)]
-    first, second = ([each[epoch] for each in each_ranks] for epoch in range(2))
-    for epoch in (first, second):
-        assert sorted(itertools.chain(*epoch)) == list(range(11))
-    assert first != second
+def test_a_loader_that_is_said_to_be_cut_gives_all_of_it():
+    loaders = ranks_of(DataLoader(Numbers(5), batch_size=2), 2, sharded=True)
+    assert [take(loader) for loader in loaders] == [[([0, 1], 2), ([2, 3], 2), ([4], 1)]] * 2
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("count", [6, 20], ids=["in the last batch", "in the midst"])
-def test_a_stop_iteration_in_a_dataset_is_an_error_and_no_end(num_workers, count):
-    loader = DataLoader(Stopping(count), batch_size=3, num_workers=num_workers)
-    with pytest.raises(RuntimeError, match="its dataset or collate_fn raised StopIteration"):
-        list(DeviceLoader(loader))
-
-
-def test_the_users_loader_is_not_touched():
-    loader = shuffled(torch.Generator().manual_seed(5))
-    before, state = dict(vars(loader)), loader.generator.get_state()
-    plain = [batch.tolist() for batch in shuffled(torch.Generator().manual_seed(5))]
-    orders(loader, 2)
-    assert vars(loader) == before
-    assert torch.equal(loader.generator.get_state(), state)
-    assert [batch.tolist() for batch in loader] == plain
-
-
-def test_the_twin_keeps_the_options_of_the_users_loader():
-    loader = DataLoader(
-        Numbers(8),
-        batch_size=2,
-        num_workers=1,
-        collate_fn=list,
-        timeout=77,
-        worker_init_fn=print,
-        multiprocessing_context="fork",
-        prefetch_factor=3,
-        persistent_workers=True,
-    )
-    twin = IndexedLoader(loader, Shard(0, 1), None)._loader
-    for name in ("dataset", "num_workers", "collate_fn", "timeout", "worker_init_fn", "prefetch_factor", "pin_memory"):
-        assert getattr(twin, name) is getattr(loader, name), name
-    assert twin.persistent_workers
-    assert twin.multiprocessing_context == loader.multiprocessing_context
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_iterating_leaves_the_global_random_states_alone(num_workers):
-    torch.manual_seed(1), random.seed(1), numpy.random.seed(1)
-    before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
-    orders(DataLoader(Numbers(50), batch_size=4, shuffle=True, num_workers=num_workers), 2)
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert random.getstate() == before[1]
-    assert all(numpy.array_equal(one, other) for one, other in zip(numpy.random.get_state(), before[2], strict=True))
-
-
-def test_no_two_ranks_workers_draw_the_same_numbers_and_a_second_run_draws_them_again():
-    loader = DataLoader(Augmented(8), batch_size=1, num_workers=1)
-    drawn = [[piece.batch.item() for piece in pieces] for pieces in shards(loader, 2)]
-    assert len({*drawn[0], *drawn[1]}) == 8
-    assert [[piece.batch.item() for piece in pieces] for pieces in shards(loader, 2)] == drawn
-
-
-def test_persistent_workers_serve_epoch_after_epoch_and_after_an_early_end():
-    indexed = IndexedLoader(DataLoader(Pids(12), num_workers=2, persistent_workers=True), Shard(0, 1), None)
-
-    def workers() -> set[int]:
-        return {piece.batch.item() for piece in indexed.pieces()}
-
-    first = workers()
-    assert len(first) == 2
-    assert os.getpid() not in first
-    assert workers() == first
-    early = indexed.pieces()
-    next(early)
-    del early
-    assert len(list(indexed.pieces())) == 12
-    assert workers() == first
-
-
-def test_persistent_workers_that_serve_another_pass_are_busy(monkeypatch):
-    monkeypatch.setattr(indexed_module, "_BUSY_S", 0.01)
-    indexed = IndexedLoader(DataLoader(Numbers(4), num_workers=1, persistent_workers=True), Shard(0, 1), None)
-    running = indexed.pieces()
-    with pytest.raises(BusyError, match="persistent workers serve another loop"):
-        indexed.pieces()
-    assert len(list(running)) == 4
-
-
-def test_a_pass_that_cannot_begin_does_not_keep_the_workers():
-    class Broken(Bucketed):
-        def __iter__(self) -> Iterator[Any]:
-            raise OSError("no batches today")
-
-    loader = DataLoader(Numbers(4), num_workers=1, persistent_workers=True, batch_sampler=Broken([]))
-    indexed = IndexedLoader(loader, Shard(0, 1), None)
-    for _ in range(2):
-        with pytest.raises(OSError, match="no batches today"):
-            indexed.pieces()
-
-
-def test_passes_begun_by_several_threads_at_once_are_each_complete():
-    indexed = IndexedLoader(DataLoader(Numbers(20), batch_size=3, shuffle=True), Shard(0, 1), None)
-    together = threading.Barrier(4)
-    found: list[list[int]] = []
-
-    def load() -> None:
-        for _ in range(10):
-            together.wait()
-            found.append(list(itertools.chain(*values(list(indexed.pieces())))))
-
-    threads = [threading.Thread(target=load) for _ in range(4)]
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)  # as many meetings as can be
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert [sorted(order) for order in found] == [list(range(20))] * 40
-    assert len({tuple(order) for order in found}) == 40
-
-
-class Subclass(DataLoader):
-    def __iter__(self) -> Iterator[Any]:
-        return super().__iter__()
-
-
-class Stream(IterableDataset):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(5))
-
-
-def test_only_what_names_its_samples_by_index_is_cut_there():
-    assert is_indexed(DataLoader(Numbers(3)))
-    assert is_indexed(DataLoader(Numbers(3), batch_size=None))
-    assert not is_indexed(Subclass(Numbers(3)))
-    assert not is_indexed(DataLoader(Stream()))
-    assert not is_indexed([1, 2, 3])
-
-
-def test_the_cut_twin_of_a_loader_goes_with_it():
-    loader = DataLoader(Numbers(4))
-    list(DeviceLoader(loader))
-    gone = threading.Event()
-    weakref.finalize(loader, gone.set)
-    del loader
-    gc.collect()
-    assert gone.is_set()
+@pytest.mark.parametrize("samples", [0, 1, 3])
+@pytest.mark.parametrize("split", ["device", "global"])
+def test_more_ranks_than_samples_are_all_kept_in_step(samples, split):
+    found = [take(rank) for rank in ranks_of(DataLoader(Numbers(samples), batch_size=10), 8, split=split)]
+    assert {len(deliveries) for deliveries in found} == {1 if samples else 0}
+    assert sum(each.valid for deliveries in found for each in deliveries) == samples
 
 
 # What tells one loaded batch from another.

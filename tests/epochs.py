@@ -1,0 +1,117 @@
+"""Datasets of numbers, and what the ranks of one process are given of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from unisono import DeviceLoader
+from unisono.loaders.indexed import IndexedSource
+from unisono.loaders.sharding import Piece, Rule
+from unisono.world import World, thread_worlds
+
+
+class Numbers(Dataset):
+    """Sample i is the number i; it counts what is asked for."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.asked = 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> int:
+        self.asked += 1
+        return int(index)
+
+
+class Bucketed:
+    """A batch sampler of one's own, with batches of several sizes."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+class Delivery(NamedTuple):
+    """A batch and how many of its samples count."""
+
+    batch: list[int]
+    valid: int
+
+    @property
+    def counted(self) -> list[int]:
+        return self.batch[: self.valid]
+
+
+class Dealt(NamedTuple):
+    """One epoch, as all ranks were given it."""
+
+    pieces: list[list[Piece]]
+    left_out: list[int]  # by rank
+
+    @property
+    def rounds(self) -> list[list[Delivery]]:
+        """Each round's deliveries, by rank."""
+        assert len({len(each) for each in self.pieces}) == 1, "every rank makes the same number of steps"
+        return [
+            [Delivery(piece.batch.tolist(), piece.claim.samples) for piece in pieces]
+            for pieces in zip(*self.pieces, strict=True)
+        ]
+
+    @property
+    def global_batches(self) -> list[list[int]]:
+        return [list(itertools.chain(*(each.counted for each in dealt))) for dealt in self.rounds]
+
+
+def worlds(count: int) -> list[World]:
+    return thread_worlds([torch.device("cpu", rank) for rank in range(count)])
+
+
+def dealt(loader: DataLoader, count: int, seed: int | None = None, **rule: Any) -> Dealt:
+    """One epoch of a map-style loader as `count` ranks take it, one rank after another and without any thread."""
+    left_out = [0] * count
+    pieces = []
+    for rank in range(count):
+
+        def tell(samples: Sequence[int], rank: int = rank) -> None:
+            left_out[rank] += sum(samples)
+
+        begun = IndexedSource(loader, seed).begin(Rule(count, (rank,), **rule), tell)
+        pieces.append([piece for (piece,) in begun.pieces])
+    return Dealt(pieces, left_out)
+
+
+def ranks_of(loader: Any, count: int, **options: Any) -> list[DeviceLoader]:
+    """Each rank's loader over the same one."""
+    return [DeviceLoader(loader, world=world, **options) for world in worlds(count)]
+
+
+def take(loader: DeviceLoader, most: int | None = None) -> list[Delivery]:
+    """What a loop gets that is left after `most` batches, or goes to its end."""
+    found = []
+    iterator = iter(loader)
+    for batch in itertools.islice(iterator, most):
+        values = batch.tolist() if isinstance(batch, torch.Tensor) else list(batch)
+        found.append(Delivery(values, iterator.valid_samples))
+    return found
+
+
+def counted(each_ranks: Sequence[Sequence[Delivery]]) -> list[int]:
+    """The samples that count, round by round and in each by rank."""
+    in_order = zip(*each_ranks, strict=True)
+    return [sample for deliveries in in_order for each in deliveries for sample in each.counted]
+
+
+def chunks(order: Sequence[int], size: int) -> list[list[int]]:
+    return [list(order[start : start + size]) for start in range(0, len(order), size)]
