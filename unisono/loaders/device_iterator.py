@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Callable, Sized
 from typing import Any
 
 from unisono.loaders.channel import EndOfChannel
-from unisono.loaders.stages import Lane
+from unisono.loaders.stages import Delivery, Lane
 from unisono.timeline import COMPUTE, FETCH, Loop
 from unisono.window import Pass, window_of
 
@@ -19,9 +19,10 @@ class DeviceIterator:
             repeats a sample so that this rank keeps step with the others.
     """
 
-    def __init__(self, parent: Sized, lane: Lane) -> None:
+    def __init__(self, parent: Sized, lane: Lane, receive: Callable[[], Delivery]) -> None:
         self._parent = parent  # its threads end with the last iterator
         self._lane = lane
+        self._receive = receive
         self._window = window_of(lane.world)
         self._loop: Loop | None = None
         self._pass: Pass | None = None
@@ -45,7 +46,7 @@ class DeviceIterator:
         began, queued = track.since, lane.sent - lane.received
         try:
             lane.backend.mark_step(lane.device)
-            delivery = lane.receive()
+            delivery = self._receive()
             lane.backend.wait_ready(delivery.token)
         except BaseException as error:
             loop.end()

@@ -13,18 +13,22 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
+import torch
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from unisono.errors import UnpicklableError
-from unisono.outcome import Outcome
+from unisono.errors import BusyError, UnpicklableError
+from unisono.outcome import Outcome, chain_of
 from unisono.randomness import mixed, seed_all
 
 _SHOWN = 8
+_BUSY_S = 10.0
 
 
 class Request(NamedTuple):
@@ -121,8 +125,12 @@ class RemoteFetcher:
     def __init__(self, fetcher: Fetcher) -> None:
         self._fetcher = fetcher
 
-    def __getitem__(self, request: Request) -> bytes:
-        return packed(lambda: self._fetcher.batch(request, is_seeded=True), lambda: _few(request.indices))
+    def __getitem__(self, request: Request) -> Packed:
+        try:
+            batch = self._fetcher.batch(request, is_seeded=True)
+        except Exception as error:
+            return Packed(error=error)
+        return Packed(batch, f"the samples with indices {_few(request.indices)}")
 
     def __len__(self) -> int:  # asked by samplers that are never used
         return 0
@@ -143,75 +151,156 @@ class WorkerStart:
     def __call__(self, worker: int) -> None:
         info = get_worker_info()
         assert info is not None
-        set_worker_info(info.id, info.num_workers, info.seed, self._dataset)
+        torch_info = torch_worker.WorkerInfo(
+            id=info.id, num_workers=info.num_workers, seed=info.seed, dataset=self._dataset
+        )
+        use_worker_info(torch_info)
         if self._init is not None:
             self._init(info.id)
 
 
-def set_worker_info(worker: int, num_workers: int, seed: int, dataset: Any) -> None:
-    """What `torch.utils.data.get_worker_info()` gives in this loader worker from now on."""
-    torch_worker._worker_info = torch_worker.WorkerInfo(id=worker, num_workers=num_workers, seed=seed, dataset=dataset)
+def use_worker_info(info: Any) -> None:
+    """Let `torch.utils.data.get_worker_info()` give that in this loader worker from now on."""
+    torch_worker._worker_info = info
 
 
-def packed(make: Callable[[], Any], whose: Callable[[], str]) -> bytes:
-    """What `make` returns or raises, as bytes; tensors go through shared memory. `whose` names the samples.
+class Packed:
+    """A batch of `whose`, or what was raised instead, pickled already; it arrives in the parent as an `Outcome`.
 
-    Raises:
-        SystemExit, KeyboardInterrupt: what ends a loader worker.
+    Tensors go through shared memory that ends with the loader worker, so it is unpacked as soon as it is received, also
+    when other batches come before it.
     """
-    try:
-        value = make()
-    except Exception as error:
-        return b"!" + Outcome.failure(error).to_bytes()
-    try:
-        stream = io.BytesIO(b"=")
-        stream.seek(1)
-        ForkingPickler(stream, pickle.HIGHEST_PROTOCOL).dump(value)
-        return stream.getvalue()
-    except Exception as reason:
-        refusal = UnpicklableError(
-            f"a batch, a {type(value).__name__} of the samples with indices {whose()}, cannot be sent from a loader "
-            f"worker ({type(reason).__name__}: {reason}); return tensors, arrays, numbers or other picklable data, or "
-            "pass num_workers=0"
-        )
-        refusal.__cause__ = reason
-        return b"!" + Outcome.failure(refusal).to_bytes()
+
+    def __init__(self, value: Any = None, whose: str = "", error: Exception | None = None) -> None:
+        self._data = b"" if error is not None else b"="
+        try:
+            if error is None:
+                stream = io.BytesIO()
+                ForkingPickler(stream, pickle.HIGHEST_PROTOCOL).dump(value)
+                self._data += stream.getbuffer()
+        except Exception as reason:
+            error = UnpicklableError(
+                f"a batch of {whose} cannot be sent from a loader worker ({type(reason).__name__}: {reason}); return "
+                "tensors, arrays, numbers or other picklable data, or pass num_workers=0"
+            )
+            error.__cause__ = reason
+        if error is not None:
+            self._data = b"!" + Outcome.failure(error).to_bytes()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpacked, (self._data,)
 
 
-def unpacked(data: bytes) -> Outcome[Any]:
-    """What was packed in a loader worker: the batch, or the error that was raised there, in its own type.
-
-    Raises:
-        EOFError, OSError: the worker is gone, and the memory that it shared.
-    """
+def _unpacked(data: bytes) -> Outcome[Any]:
     content = memoryview(data)[1:]
     return Outcome(pickle.loads(content)) if data[:1] == b"=" else Outcome.from_bytes(bytes(content))
 
 
-def worker_loader(
-    loader: DataLoader[Any],
-    dataset: Any,
-    start: WorkerStart,
-    generator: Any,
-    sampler: Iterable[Any] | None = None,
-) -> DataLoader[Any]:
-    """A DataLoader with the user's workers over a dataset that gives packed batches; in order, whatever the user's is.
+class WorkerPool:
+    """The workers of a user's DataLoader over a dataset that gives packed values; in order, whatever the user's is.
 
     Nothing is pinned here: it is done where a batch is moved to a device that gains by it.
+
+    *Threads:* passes may overlap, since one that was left early ends in its own time. Persistent workers serve one pass
+    at a time, so there the next pass waits for that end.
+
+    Args:
+        loader: the user's, for its options.
+        dataset: what the workers read.
+        start: the worker_init_fn, which calls the user's.
+        has_requests: whether each pass comes with requests, for a dataset that is indexed by them.
     """
-    return DataLoader(
-        dataset,
-        batch_size=None,
-        sampler=sampler,
-        num_workers=loader.num_workers,
-        collate_fn=_as_it_is,
-        timeout=loader.timeout,
-        worker_init_fn=start,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=generator,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-    )
+
+    def __init__(
+        self, loader: DataLoader[Any], dataset: Any, start: Callable[[int], None], has_requests: bool = False
+    ) -> None:
+        self._generator = torch.Generator()  # from which the DataLoader seeds its workers
+        self._requests = _NextPass()
+        self._persistent = threading.Lock() if loader.persistent_workers else None
+        self._loader: DataLoader[Outcome[Any]] = DataLoader(
+            dataset,
+            batch_size=None,
+            sampler=self._requests if has_requests else None,
+            num_workers=loader.num_workers,
+            collate_fn=_as_it_is,
+            timeout=loader.timeout,
+            worker_init_fn=start,
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=self._generator,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+        )
+
+    def serve(self, seed: int, requests: Iterator[Any] | None = None) -> Served:
+        """What the workers make in one pass, unpacked. They are started here, in the calling thread.
+
+        Raises:
+            BusyError: the persistent workers serve another pass.
+        """
+        if self._persistent is not None and not self._persistent.acquire(timeout=_BUSY_S):
+            raise BusyError(
+                "this loader's persistent workers serve another loop, and they serve one at a time; end that loop "
+                "first, or pass persistent_workers=False"
+            )
+        try:
+            self._generator.manual_seed(seed)
+            self._requests.requests = requests or iter(())
+            values = iter(self._loader)
+            self._requests.requests = iter(())  # in a pass that is left early they would hold the dataset
+        except BaseException:
+            if self._persistent is not None:
+                self._persistent.release()
+            raise
+        return Served(values, self._persistent)
+
+
+class _NextPass:
+    """A sampler that hands the next iterator of the DataLoader the requests laid ready for it."""
+
+    requests: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.requests
+
+
+class Served:
+    """The values of one pass, as the loader workers send them; when it goes, persistent workers are free."""
+
+    def __init__(self, values: Iterator[Outcome[Any]], lock: threading.Lock | None) -> None:
+        self._values = values
+        self._lock = lock
+
+    def __iter__(self) -> Served:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return self._receive().unwrap()
+        except Exception as error:
+            _free(error)
+            raise
+
+    def _receive(self) -> Outcome[Any]:
+        try:
+            return next(self._values)
+        except (EOFError, OSError) as error:
+            raise RuntimeError(
+                "a DataLoader worker died before its batch was received; the usual reason is a lack of memory"
+            ) from error
+
+    def __del__(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
+
+def _free(error: BaseException) -> None:
+    """Free what the frames of an error hold.
+
+    In an error of a DataLoader with workers they are torch's own; they hold the workers, and the error in a circle with
+    itself, which the garbage collector would resolve by waiting 5 s for each worker.
+    """
+    for each in chain_of(error):
+        traceback.clear_frames(each.__traceback__)
 
 
 def _as_it_is(data: Any) -> Any:

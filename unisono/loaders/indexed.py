@@ -6,7 +6,6 @@ The order depends on (seed, epoch) alone, and a pass may begin at any sample of 
 from __future__ import annotations
 
 import threading
-import traceback
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,16 +14,13 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from unisono.errors import BusyError, StateError
-from unisono.loaders.fetching import Fetcher, RemoteFetcher, Request, WorkerStart, unpacked, worker_loader
+from unisono.errors import StateError
+from unisono.loaders.fetching import Fetcher, RemoteFetcher, Request, WorkerPool, WorkerStart
 from unisono.loaders.order import Batches
 from unisono.loaders.resume import State
 from unisono.loaders.sharding import Claim, Part, Piece, Round, Rule, Size, deal, mark_of, rounds, tail_message
 from unisono.loaders.sources import Begun, LeftOut
-from unisono.outcome import chain_of
 from unisono.randomness import seed_of
-
-_BUSY_S = 10.0
 
 
 def is_indexed(loader: Any) -> TypeGuard[DataLoader[Any]]:
@@ -58,9 +54,6 @@ def drops_tail(loader: Any) -> bool:
 class IndexedSource:
     """A map-style DataLoader, epoch after epoch. The user's loader is not touched.
 
-    *Threads:* passes may overlap, since one that was left early ends in its own time. Persistent loader workers serve
-    one pass at a time, so there the next pass waits for that end.
-
     Args:
         loader: the user's loader.
         seed: of the order; None takes the seed of the loader's generator, and 0 where it has none.
@@ -81,7 +74,10 @@ class IndexedSource:
         self._offset = 0
         self._begins = threading.Lock()
         self._fetcher = Fetcher(loader)
-        self._workers = _Workers(loader, self._fetcher) if loader.num_workers else None
+        self._pool: WorkerPool | None = None
+        if loader.num_workers:
+            start = WorkerStart(loader.dataset, loader.worker_init_fn)
+            self._pool = WorkerPool(loader, RemoteFetcher(self._fetcher), start, has_requests=True)
 
     def begin(self, rule: Rule, left_out: LeftOut) -> Begun:
         """The next epoch's pieces. Its order is drawn, and its loader workers are started, in the calling thread.
@@ -97,10 +93,10 @@ class IndexedSource:
             check_tail(batches.samples, batches.nominal, rule)
             jobs = _jobs(batches, rule, first, epoch, seed_of(self.seed, epoch, "samples"), left_out)
             pieces: Iterator[list[Piece]]
-            if self._workers is None:
+            if self._pool is None:
                 pieces = ([job.piece(self._fetcher.batch(job.request)) for job in each] for each in jobs)
             else:
-                pieces = self._workers.serve(jobs, len(rule.kept), seed_of(self.seed, epoch, "workers"))
+                pieces = _served(self._pool, jobs, len(rule.kept), seed_of(self.seed, epoch, "workers"))
             self.epoch, self._offset = epoch + 1, 0
         return Begun(epoch, {"offset": offset}, pieces)
 
@@ -194,83 +190,25 @@ def _request(dealt: Round[list[Any]], part: Part, epoch: int, seed: int) -> Requ
     return Request(indices, start, own, epoch, seed)
 
 
-class _Workers:
-    """The loader workers of a user's DataLoader, which serve one pass after another."""
+def _served(pool: WorkerPool, rounds_of_jobs: Iterator[list[_Job]], width: int, seed: int) -> Iterator[list[Piece]]:
+    """The pieces of one pass, `width` of them in each round, as the loader workers make them."""
+    asked: deque[_Job] = deque()
 
-    def __init__(self, loader: DataLoader[Any], fetcher: Fetcher) -> None:
-        self._generator = torch.Generator()  # from which the DataLoader seeds its workers
-        self._requests = _NextPass()
-        start = WorkerStart(loader.dataset, loader.worker_init_fn)
-        self._loader = worker_loader(loader, RemoteFetcher(fetcher), start, self._generator, self._requests)
-        self._persistent = threading.Lock() if loader.persistent_workers else None
+    def requests() -> Iterator[Request]:
+        for jobs in rounds_of_jobs:
+            for job in jobs:
+                asked.append(job)
+                yield job.request
 
-    def serve(self, rounds_of_jobs: Iterator[list[_Job]], width: int, seed: int) -> Iterator[list[Piece]]:
-        """The pieces of one pass, `width` of them in each round."""
-        if self._persistent is not None and not self._persistent.acquire(timeout=_BUSY_S):
-            raise BusyError(
-                "this loader's persistent workers serve another loop, and they serve one at a time; end that loop "
-                "first, or pass persistent_workers=False"
-            )
-        asked: deque[_Job] = deque()
+    def pieces(batches: Iterator[Any]) -> Iterator[list[Piece]]:
+        group = []
+        for batch in batches:
+            group.append(asked.popleft().piece(batch))
+            if len(group) == width:
+                yield group
+                group = []
 
-        def requests() -> Iterator[Request]:
-            for jobs in rounds_of_jobs:
-                for job in jobs:
-                    asked.append(job)
-                    yield job.request
-
-        try:
-            self._generator.manual_seed(seed)
-            self._requests.requests = requests()
-            batches = iter(self._loader)
-            self._requests.requests = iter(())  # in a pass that is left early they would hold the dataset
-        except BaseException:
-            if self._persistent is not None:
-                self._persistent.release()
-            raise
-        return _Served(batches, asked, width, self._persistent)
-
-
-class _NextPass:
-    """A sampler that hands the next iterator of the DataLoader the requests laid ready for it."""
-
-    requests: Iterator[Request] = iter(())
-
-    def __iter__(self) -> Iterator[Request]:
-        return self.requests
-
-
-class _Served:
-    """The rounds of one pass, as the loader workers send them."""
-
-    def __init__(self, batches: Iterator[bytes], asked: deque[_Job], width: int, lock: threading.Lock | None) -> None:
-        self._batches = batches
-        self._asked = asked
-        self._width = width
-        self._lock = lock
-
-    def __iter__(self) -> _Served:
-        return self
-
-    def __next__(self) -> list[Piece]:
-        try:
-            return [self._next_piece() for _ in range(self._width)]
-        except Exception as error:
-            _free(error)
-            raise
-
-    def _next_piece(self) -> Piece:
-        try:
-            outcome = unpacked(next(self._batches))
-        except (EOFError, OSError) as error:
-            raise RuntimeError(
-                "a DataLoader worker died before its batch was received; the usual reason is a lack of memory"
-            ) from error
-        return self._asked.popleft().piece(outcome.unwrap())
-
-    def __del__(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
+    return pieces(pool.serve(seed, requests()))
 
 
 def _num_indices(indices: list[Any]) -> Size:
@@ -285,13 +223,3 @@ def _local(offset: int, shards: int) -> int:
             "the data by ranks; resume with the world size that it was saved with, or leave the cutting to the loader"
         )
     return offset // shards
-
-
-def _free(error: BaseException) -> None:
-    """Free what the frames of an error hold.
-
-    In an error of a DataLoader with workers they are torch's own; they hold the workers, and the error in a circle with
-    itself, which the garbage collector would resolve by waiting 5 s for each worker.
-    """
-    for each in chain_of(error):
-        traceback.clear_frames(each.__traceback__)

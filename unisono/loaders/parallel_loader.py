@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,11 +26,12 @@ from unisono.backends import resolve_device, resolve_devices
 from unisono.errors import BusyError, ClosedError
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.indexed import drops_tail, is_sharded
+from unisono.loaders.lockstep import Lockstep
 from unisono.loaders.registry import source_of
 from unisono.loaders.resume import Progress, State
 from unisono.loaders.sharding import Rule, Split, Tail
 from unisono.loaders.sources import Begun, load_state, state_of
-from unisono.loaders.stages import Pipeline
+from unisono.loaders.stages import Delivery, Lane, Pipeline
 from unisono.world import World, current_world
 
 _JOIN_S = 5.0
@@ -51,6 +52,9 @@ class ParallelLoader:
         fixed_batch_size: deliver batches of the first one's size only, and end before the first round that has others.
         loader_prefetch_size: loaded batches that may wait, per device.
         device_prefetch_size: moved batches that may wait, per device.
+        prefetch_bytes: bytes of batches that may wait, loaded and moved together, per device; a larger batch passes
+            alone. What DataLoader workers hold by their `prefetch_factor` is not counted.
+        transfer_threads: how many threads move batches, per device. The order is kept.
         split: what a batch of `loader` is. "device": one device's; as many as there are ranks make a global batch.
             "global": the global batch, of which each rank gets its part.
         tail: what becomes of the last round where it is incomplete. "split": it is split along the samples; a device
@@ -78,6 +82,8 @@ class ParallelLoader:
         loader_prefetch_size: int = 8,
         device_prefetch_size: int = 4,
         *,
+        prefetch_bytes: int | None = None,
+        transfer_threads: int = 1,
         split: Split = "device",
         tail: Tail | None = None,
         seed: int | None = None,
@@ -89,6 +95,9 @@ class ParallelLoader:
             raise TypeError(f"loader={loader!r} is a {type(loader).__name__}; pass a DataLoader or an iterable")
         check_size(loader_prefetch_size, "loader_prefetch_size")
         check_size(device_prefetch_size, "device_prefetch_size")
+        check_size(transfer_threads, "transfer_threads")
+        if prefetch_bytes is not None:
+            check_size(prefetch_bytes, "prefetch_bytes")
         if isinstance(batchdim, bool) or not isinstance(batchdim, int):
             raise TypeError(f"batchdim={batchdim!r} is a {type(batchdim).__name__}; pass a dimension, 0 for the first")
         self._devices = resolve_devices(devices)
@@ -99,7 +108,8 @@ class ParallelLoader:
                 "each rank has one device there; pass [current_world().device]"
             )
         self._loader = loader
-        self._prefetch = (loader_prefetch_size, device_prefetch_size)
+        self._batchdim = batchdim
+        self._prefetch = (loader_prefetch_size, device_prefetch_size, prefetch_bytes, transfer_threads)
         self._loops = loops
         self._rule = _rule(self._world, len(self._devices), loader, split, tail, bool(fixed_batch_size), sharded)
         self._source = source_of(loader, self._world, batchdim, seed)
@@ -117,6 +127,7 @@ class ParallelLoader:
         self._lanes = {str(lane.device): lane for lane in self._pipeline.lanes}
         self._starting = threading.Lock()
         self._begun: Begun | None = None
+        self._receivers: dict[str, Callable[[], Delivery]] = {}
         self._is_closed = False
         self._finalizer = weakref.finalize(self, self._pipeline.stop)
 
@@ -134,10 +145,19 @@ class ParallelLoader:
             raise ClosedError("this ParallelLoader is closed; it makes one pass, so make a new one for the next")
         with self._starting:
             if self._begun is None:
-                begun = self._source.begin(self._rule, getattr(self._pipeline, "count_left_out", lambda samples: None))
+                begun = self._source.begin(self._rule, self._pipeline.count_left_out)
                 self._pipeline.start(begun.pieces)
                 self._begun = begun._replace(pieces=iter(()))
-        return DeviceIterator(self, self._lanes[name])
+                self._receivers = {name: self._receiver(lane, begun.position) for name, lane in self._lanes.items()}
+        return DeviceIterator(self, self._lanes[name], self._receivers[name])
+
+    def _receiver(self, lane: Lane, start: State) -> Callable[[], Delivery]:
+        """What gives the batches of a lane to its loop."""
+        if not self._source.is_uneven:
+            return lane.receive
+        _, device_prefetch_size, prefetch_bytes, _ = self._prefetch
+        ahead = device_prefetch_size if prefetch_bytes is None else 1
+        return Lockstep(lane, self._rule.tail, self._batchdim, ahead, start).receive
 
     def again(self) -> ParallelLoader:
         """A further pass over the same source."""
@@ -227,6 +247,8 @@ class DeviceLoader:
         loader_prefetch_size: int = 8,
         device_prefetch_size: int = 4,
         *,
+        prefetch_bytes: int | None = None,
+        transfer_threads: int = 1,
         split: Split = "device",
         tail: Tail | None = None,
         seed: int | None = None,
@@ -242,6 +264,8 @@ class DeviceLoader:
             fixed_batch_size,
             loader_prefetch_size,
             device_prefetch_size,
+            prefetch_bytes=prefetch_bytes,
+            transfer_threads=transfer_threads,
             split=split,
             tail=tail,
             seed=seed,
@@ -320,8 +344,9 @@ def _rule(
 ) -> Rule:
     """How the rounds of a loader are dealt in that world."""
     ranks = world.world_size
-    is_cut = ranks > 1 and (sharded or is_sharded(loader))
+    is_cut = sharded or is_sharded(loader)
     tail = tail or ("drop" if drops_tail(loader) and not is_cut else "split")
-    if is_cut:
-        return Rule(1, (0,), split, tail, is_fixed, shards=ranks)
-    return Rule(ranks * lanes, (world.rank,) if ranks > 1 else tuple(range(lanes)), split, tail, is_fixed)
+    if is_cut and ranks > 1:
+        return Rule(1, (0,), split, tail, is_fixed, is_cut=True, shards=ranks)
+    kept = (world.rank,) if ranks > 1 else tuple(range(lanes))
+    return Rule(ranks * lanes, kept, split, tail, is_fixed, is_cut)

@@ -11,8 +11,11 @@ import weakref
 from collections.abc import Hashable, Iterable
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from unisono.loaders.indexed import IndexedSource, is_indexed
 from unisono.loaders.sources import ItemSource, PlainSource, Source
+from unisono.loaders.streams import StreamSource, is_stream
 from unisono.world import World
 
 _lock = threading.Lock()
@@ -21,12 +24,18 @@ _sources: weakref.WeakKeyDictionary[Any, dict[Hashable, Source]] = weakref.WeakK
 
 def source_of(loader: Iterable[Any], world: World, dim: int, seed: int | None) -> Source:
     """The source of that rank's passes over a loader, whose batches are cut along `dim`."""
-    if not is_indexed(loader):
+    if not is_indexed(loader) and not is_stream(loader):
         return PlainSource(loader, dim, seed)
     with _lock:
         kept = _sources.setdefault(loader, {})
         key = (world.rank, world.world_size, dim, seed)
         if key not in kept:
-            indexed = IndexedSource(loader, seed)
-            kept[key] = ItemSource(indexed, dim) if loader.batch_sampler is None else indexed
+            kept[key] = _made(loader, world, dim, seed)
         return kept[key]
+
+
+def _made(loader: DataLoader[Any], world: World, dim: int, seed: int | None) -> Source:
+    if not is_indexed(loader):
+        return StreamSource(loader, world.rank, world.world_size, dim, seed)
+    indexed = IndexedSource(loader, seed)
+    return ItemSource(indexed, dim) if loader.batch_sampler is None else indexed

@@ -50,7 +50,8 @@ class Rule:
         tail: what becomes of the incomplete last round.
         fixed_batch_size: end before the first round that is incomplete or whose batches have another size than the
             first batch of all.
-        shards: the sequence is one of so many that the ranks have, cut before; nobody knows the whole rounds.
+        is_cut: the sequence is one of several that the ranks have, cut before.
+        shards: of how many; where that is more than one, nobody knows the whole rounds.
     """
 
     count: int = 1
@@ -58,6 +59,7 @@ class Rule:
     split: Split = "device"
     tail: Tail = "split"
     fixed_batch_size: bool = False
+    is_cut: bool = False
     shards: int = 1
 
     def __post_init__(self) -> None:

@@ -115,7 +115,13 @@ class PlainSource:
         epoch, position = self.epoch, self._position
         loaded = self._open(epoch, position)
         self.epoch, self._position = epoch + 1, _START
-        return Begun(epoch, position, _pieces(loaded, rule, self._dim, left_out, position, self._snapshot))
+        before = position["batches"]
+
+        def behind(offset: int, batches: int) -> State:
+            return {"offset": offset, "batches": before + batches, **self._snapshot()}
+
+        pieces = rounds_of_loaded(loaded, rule, self._dim, left_out, position["offset"], behind)
+        return Begun(epoch, position, pieces)
 
     def seek(self, epoch: int, position: State, rule: Rule) -> None:
         """Let the next pass begin there.
@@ -178,29 +184,35 @@ class ItemSource(PlainSource):
 _START: State = {"offset": 0, "batches": 0}
 
 
-def _pieces(
+def rounds_of_loaded(
     loaded: Iterator[Loaded],
     rule: Rule,
     dim: int,
     left_out: LeftOut,
-    position: State,
-    snapshot: Callable[[], State],
+    offset: int,
+    behind: Callable[[int, int], State],
 ) -> Iterator[list[Piece]]:
-    """The pieces that this process keeps of each round of loaded batches."""
+    """The pieces that this process keeps of each round of loaded batches.
+
+    Args:
+        dim: the dimension along which batches are cut.
+        offset: the epoch's samples before them.
+        behind: the position behind that many of the epoch's samples and of these batches, when it has read those.
+    """
 
     def leave_out(samples: list[int]) -> None:
         left_out([samples[place] for place in rule.kept])
 
-    offset, done = position["offset"] // rule.shards, position["batches"]
+    done = 0
     is_marked = rule.count > len(rule.kept)  # other processes read the round too
-    dealt_rounds = rounds(loaded, rule, lambda each: measure(each[0], dim, each[1]), None, offset, leave_out)
-    for dealt in dealt_rounds:
+    start = offset // rule.shards
+    for dealt in rounds(loaded, rule, lambda each: measure(each[0], dim, each[1]), None, start, leave_out):
         batches = [batch for batch, _ in dealt.batches]
         done += len(batches)
+        position = behind(dealt.stop * rule.shards, done)
         whole = Round(batches, dealt.sizes, dealt.parts, dealt.start)
         mark = mark_of(dealt.start, dealt.sizes, [glimpse(batch) for batch in batches]) if is_marked else 0
-        behind = {"offset": dealt.stop * rule.shards, "batches": done, **snapshot()}
-        pieces = [cut(whole, place, dim, mark)._replace(position=behind) for place in rule.kept]
+        pieces = [cut(whole, place, dim, mark)._replace(position=position) for place in rule.kept]
         if rule.shards > 1:  # nobody knows the whole round, so this rank's batch has no claim on it
             pieces = [piece._replace(claim=piece.claim._replace(total=None)) for piece in pieces]
         yield pieces

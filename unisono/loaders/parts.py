@@ -1,0 +1,311 @@
+"""One part of a stream: which of its samples a loader worker, or the reader in process, makes batches of.
+
+*Threads:* in a loader worker the main one, which may seed the process's generators; in process the reader's, which must
+not.
+
+Invariants:
+1. Every sample of every part is given once, in the part's own order.
+2. What was taken is told by counts for each part, so a stream that is cut by stride can go on with other numbers of
+   ranks and workers; one that is cut otherwise needs the same numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from unisono.errors import StateError
+from unisono.loaders.fetching import Packed, use_worker_info
+from unisono.loaders.sharding import glimpse, mark_of
+from unisono.randomness import mixed, seed_all, seed_of
+
+Cutter = Literal["caller", "dataset", "worker", "stride"]
+"""Who cuts a stream into parts; `streams.py` tells who does when."""
+
+
+class Layer(NamedTuple):
+    """What `ranks` ranks with `workers` loader workers each took of a stream: so many samples of each part.
+
+    Where the numbers change, a second layer deals what the first has left, and so on.
+    """
+
+    ranks: int
+    workers: int
+    taken: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one pass over a stream is cut, and where it begins; what every part's reader is told.
+
+    Attributes:
+        rank, ranks: whose parts these are.
+        workers: the number of loader workers of a rank, at least 1. Part w of rank r is `r * workers + w`.
+        by: "caller" or "dataset" if each rank has its own stream, else "stride", unless the dataset asks for itself.
+        seed, epoch: of the pass.
+        layers: what was delivered before; the last one is of these ranks and workers.
+        layers_by: who had cut it then.
+        states: the dataset's own states behind that, by part, where it has some.
+        shift: the worker that serves first.
+    """
+
+    rank: int
+    ranks: int
+    workers: int
+    by: Cutter
+    seed: int
+    epoch: int
+    layers: tuple[Layer, ...]
+    layers_by: Cutter = "stride"
+    states: dict[int, Any] = field(default_factory=dict)
+    shift: int = 0
+
+    def part(self, worker: int) -> int:
+        """The part that a worker reads."""
+        return self.rank * self.workers + (worker + self.shift) % self.workers
+
+    def anew(self, epoch: int) -> Cut:
+        """The same for an epoch from its beginning."""
+        return Cut(
+            self.rank, self.ranks, self.workers, self.by, self.seed, epoch, (untouched(self.ranks, self.workers),)
+        )
+
+
+class Made(NamedTuple):
+    """A batch of one part.
+
+    Attributes:
+        batch: None where `samples` were left out, by drop_last.
+        samples: their number; None where only the batch can tell.
+        part, by: which part, and who has cut it.
+        state: the dataset's own behind it.
+        mark: of the first sample of the stream; 0 where that was not read.
+    """
+
+    batch: Any
+    samples: int | None
+    part: int
+    by: Cutter
+    state: Any = None
+    mark: int = 0
+    is_left_out: bool = False
+
+
+class PartReader(IterableDataset[Packed]):
+    """The dataset that a loader worker sees: the packed batches of its part. In process, `made` gives them unpacked.
+
+    Args:
+        size: samples in a batch; None if each item of the dataset is one.
+        cell: the epoch, in memory that persistent workers share.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[Any], Any],
+        size: int | None,
+        drop_last: bool,
+        cut: Cut,
+        cell: torch.Tensor,
+    ) -> None:
+        self.dataset = dataset
+        self._collate = collate
+        self._size = size
+        self._drop_last = drop_last
+        self._cut = cut
+        self._cell = cell
+
+    def __iter__(self) -> Iterator[Packed]:
+        info: Any = get_worker_info()
+        epoch = int(self._cell[0])
+        cut = self._cut if epoch == self._cut.epoch else self._cut.anew(epoch)
+        try:
+            for made in self.made(cut, info.worker, info):
+                yield Packed(made, f"samples of a stream, read for part {made.part},")
+        except Exception as error:
+            yield Packed(error=error)
+
+    def made(self, cut: Cut, worker: int = 0, asked: AskedInfo | None = None) -> Iterator[Made]:
+        """The batches of the part that a worker reads; `asked` tells whether the dataset asks for its number."""
+        part = cut.part(worker)
+        samples = _Part(self.dataset, cut, part, asked)
+        while chunk := list(islice(samples, self._size or 1)):
+            by, state, mark = samples.by, samples.state(), samples.mark
+            if self._size is None:
+                yield Made(self._collate(chunk[0]), None, part, by, state, mark)
+            elif self._drop_last and len(chunk) < self._size:
+                yield Made(None, len(chunk), part, by, state, mark, is_left_out=True)
+            else:
+                yield Made(self._collated(chunk, samples), len(chunk), part, by, state, mark)
+
+    def _collated(self, chunk: list[Any], samples: _Part) -> Any:
+        try:
+            return self._collate(chunk)
+        except Exception as error:
+            error.add_note(f"while {len(chunk)} samples up to number {samples.index - 1} of the stream were collated")
+            raise
+
+
+class AskedInfo:
+    """What `get_worker_info()` gives in a worker over a stream. It notes whether the number of workers was asked for.
+
+    Attributes:
+        id, num_workers, seed, dataset: as in torch; where the stream is common to all ranks, their workers are counted
+            as one row.
+        worker: which one of this rank.
+        was_asked: whether `num_workers` was read.
+    """
+
+    def __init__(self, worker: int, number: int, num_workers: int, seed: int, dataset: Any) -> None:
+        self.worker = worker
+        self.id = number
+        self.seed = seed
+        self.dataset = dataset
+        self.was_asked = False
+        self._num_workers = num_workers
+
+    @property
+    def num_workers(self) -> int:
+        self.was_asked = True
+        return self._num_workers
+
+
+class StreamStart:
+    """The worker_init_fn over a stream: says to the dataset which part is its own, then calls the user's."""
+
+    def __init__(self, reader: PartReader, cut: Cut, init: Callable[[int], None] | None) -> None:
+        self._reader = reader
+        self._cut = cut
+        self._init = init
+
+    def __call__(self, worker: int) -> None:
+        info, cut = get_worker_info(), self._cut
+        assert info is not None
+        own = (worker + cut.shift) % cut.workers
+        number, row = (cut.part(worker), cut.ranks * cut.workers) if cut.by == "stride" else (own, cut.workers)
+        use_worker_info(AskedInfo(worker, number, row, info.seed, self._reader.dataset))
+        seed_all(mixed(seed_of(cut.seed, "workers"), cut.part(worker)))
+        if self._init is not None:
+            self._init(number)
+
+
+class _Part:
+    """The samples of one part of a stream, from where they were left.
+
+    Attributes:
+        by: who cuts the stream; known when it has given its first sample.
+        mark: of that sample; 0 where it is not the first of the stream.
+        index: the number of samples that the stream has given.
+    """
+
+    def __init__(self, dataset: Any, cut: Cut, part: int, asked: AskedInfo | None) -> None:
+        self._dataset = dataset
+        self._cut = cut
+        self._part = part
+        self._asked = asked
+        self.by: Cutter = cut.by
+        self.mark = 0
+        self.index = 0
+        self._has_begun = False
+        self._counts = [0] * len(cut.layers)  # the samples that have come to each layer
+        self._seed = seed_of(cut.seed, cut.epoch)
+        self._own_seed = seed_of(cut.seed, cut.epoch, part)
+        if asked is not None:
+            seed_all(self._seed)
+        if callable(getattr(dataset, "set_epoch", None)):
+            dataset.set_epoch(cut.epoch)
+        self._restored = cut.states.get(part)
+        if self._restored is not None:
+            dataset.load_state_dict(copy.deepcopy(self._restored["dataset"]))
+            self.index, self._counts = self._restored["index"], list(self._restored["counts"])
+        self._source = iter(dataset)
+
+    def __iter__(self) -> _Part:
+        return self
+
+    def __next__(self) -> Any:
+        while True:
+            number = self.index
+            if self._asked is not None:
+                is_common = not self._has_begun or self.by == "stride"
+                seed_all(mixed(self._seed if is_common else self._own_seed, number))
+            try:
+                sample = next(self._source)
+            except StopIteration:
+                raise
+            except Exception as error:
+                error.add_note(f"in sample number {number} of the stream that part {self._part} reads")
+                raise
+            self.index += 1
+            self._see_who_cuts(sample)
+            if self._is_own(number):
+                return sample
+
+    def state(self) -> Any:
+        """The dataset's own state behind the last sample, where it has one."""
+        if not is_stateful(self._dataset):
+            return None
+        owner = self._source if callable(getattr(self._source, "state_dict", None)) else self._dataset
+        return {"dataset": copy.deepcopy(owner.state_dict()), "index": self.index, "counts": list(self._counts)}
+
+    def _see_who_cuts(self, sample: Any) -> None:
+        was_asked = self._asked is not None and self._asked.was_asked and self._cut.by != "caller"
+        by: Cutter = "worker" if was_asked else self._cut.by
+        if not self._has_begun:
+            self._has_begun = True
+            self.by, self.mark = by, 0 if self._restored else mark_of(glimpse(sample)) or 1
+            check_layers(self._cut, by)
+        elif by != self.by:
+            raise RuntimeError(
+                f"the {type(self._dataset).__name__} asks get_worker_info() for the number of workers only after it "
+                "has given samples, so nobody can say who cuts it; let it ask before the first, or pass sharded=True"
+            )
+
+    def _is_own(self, number: int) -> bool:
+        """Whether that sample of the stream belongs to this part, and was not taken before."""
+        cut = self._cut
+        if self.by in ("worker", "caller"):
+            return self._restored is not None or number >= cut.layers[0].taken[self._part]
+        for place, layer in enumerate(cut.layers):
+            first, row = (
+                (0, layer.ranks * layer.workers) if self.by == "stride" else (cut.rank * layer.workers, layer.workers)
+            )
+            number, self._counts[place] = self._counts[place], self._counts[place] + 1
+            if number // row < layer.taken[first + number % row]:
+                return False
+        return number % row == self._part - first
+
+
+def check_layers(cut: Cut, by: Cutter) -> None:
+    """Refuse to go on with a stream that is cut in another way than before, where samples would be lost.
+
+    Raises:
+        StateError: samples were taken, and the numbers of ranks and workers have changed, or who cuts.
+    """
+    before = next((layer for layer in cut.layers if any(layer.taken)), None)
+    if before is None:
+        return
+    numbers = {(layer.ranks, layer.workers if by != "dataset" else cut.workers) for layer in cut.layers}
+    if by == cut.layers_by and (by == "stride" or numbers == {(cut.ranks, cut.workers)}):
+        return
+    raise StateError(
+        f"the state was saved by {before.ranks} rank(s) with {before.workers} loader worker(s) each over a stream that "
+        f"was cut by the {cut.layers_by}; here are {cut.ranks} with {cut.workers}, and it is cut by the {by}: only "
+        "what is cut by stride goes on with other numbers; resume with the same ones"
+    )
+
+
+def untouched(ranks: int, workers: int) -> Layer:
+    """The layer of an epoch of which nothing was taken."""
+    return Layer(ranks, workers, (0,) * (ranks * workers))
+
+
+def is_stateful(owner: Any) -> bool:
+    """Whether it follows torch's `Stateful` protocol."""
+    return all(callable(getattr(owner, name, None)) for name in ("state_dict", "load_state_dict"))
