@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from unisono.errors import NoWorldError as NoWorldError
     from unisono.errors import RemoteError as RemoteError
     from unisono.errors import RemoteTraceback as RemoteTraceback
+    from unisono.errors import StateError as StateError
+    from unisono.errors import StateLengthError as StateLengthError
+    from unisono.errors import StateSeedError as StateSeedError
+    from unisono.errors import StateVersionError as StateVersionError
     from unisono.errors import UnisonoError as UnisonoError
     from unisono.errors import UnpicklableError as UnpicklableError
     from unisono.errors import WorkerDiedError as WorkerDiedError
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
     from unisono.parallel.agreement import broadcast_parameters as broadcast_parameters
     from unisono.parallel.collectives import all_gather as all_gather
     from unisono.parallel.collectives import all_gather_object as all_gather_object
+    from unisono.parallel.collectives import all_gather_samples as all_gather_samples
     from unisono.parallel.collectives import all_reduce as all_reduce
     from unisono.parallel.collectives import barrier as barrier
     from unisono.parallel.collectives import broadcast as broadcast
@@ -60,6 +65,10 @@ _HOMES = {
         "NoWorldError",
         "RemoteError",
         "RemoteTraceback",
+        "StateError",
+        "StateLengthError",
+        "StateSeedError",
+        "StateVersionError",
         "UnisonoError",
         "UnpicklableError",
         "WorkerDiedError",
@@ -72,6 +81,7 @@ _HOMES = {
     "unisono.parallel.collectives": [
         "all_gather",
         "all_gather_object",
+        "all_gather_samples",
         "all_reduce",
         "barrier",
         "broadcast",

@@ -72,6 +72,27 @@ def test_broadcast_gives_every_rank_the_roots(mode):
     assert mode.run(send) == [([float(root)] * 2, 5)] * mode.ranks
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_all_gather_samples_keeps_those_that_count_of_ranks_that_have_different_numbers(mode, dim):
+    def whole(rank):
+        return torch.arange(8).reshape(4, 2).narrow(0, 0, 4 - rank) + 100 * rank
+
+    def gather():
+        mine = whole(unisono.rank())
+        batch = {"x": mine if dim == 0 else mine.T, "names": ["kept"]}
+        found = unisono.all_gather_samples(batch, max(2 - unisono.rank(), 0), dim)
+        assert found["names"] == ["kept"]
+        return found["x"].tolist()
+
+    counting = torch.cat([whole(rank)[: max(2 - rank, 0)] for rank in range(mode.ranks)])
+    assert mode.run(gather) == [(counting if dim == 0 else counting.T).tolist()] * mode.ranks
+
+
+def test_all_gather_samples_refuses_more_samples_than_there_are():
+    with pytest.raises(ValueError, match="valid_samples=4, but a tensor has 3 samples along dim 0"):
+        unisono.all_gather_samples((torch.zeros(5), torch.zeros(3)), 4)
+
+
 def test_all_gather_object_takes_what_can_be_pickled_and_gives_copies(mode):
     def gather():
         mine = {"rank": unisono.rank(), "list": [1]}

@@ -8,6 +8,7 @@ import torch
 
 from unisono.protocols import ReduceOp
 from unisono.timeline import REDUCE
+from unisono.tree import leaves, tree_map
 from unisono.world import World, current_world
 
 
@@ -64,6 +65,41 @@ def all_gather(tensor: torch.Tensor, dim: int = 0, world: World | None = None) -
     with world.timeline.loop().span(REDUCE):
         parts = world.comm.all_gather(tensor)
     return torch.stack(parts) if parts[0].ndim == 0 else torch.cat(parts, dim)
+
+
+def all_gather_samples(batch: Any, valid_samples: int, dim: int = 0, world: World | None = None) -> Any:
+    """Every rank's samples that count, in rank order: what a metric is computed of, each sample in it exactly once.
+
+    Args:
+        batch: a tensor, or any nesting of tensors, whose samples lie along `dim`: predictions and labels, say. The
+            ranks may have different numbers of samples.
+        valid_samples: how many of them count, from the front; as the loader tells with each batch.
+
+    Returns:
+        The same nesting; each tensor has all ranks' samples along `dim`.
+
+    Raises:
+        ValueError: a tensor has fewer samples than that.
+        BrokenWorldError, CollectiveMismatchError: as for `all_reduce`.
+    """
+    world = world or current_world()
+    sizes = [int(each.ndim and each.shape[dim]) for each in leaves(batch) if isinstance(each, torch.Tensor)]
+    if valid_samples > min(sizes, default=valid_samples):
+        raise ValueError(f"valid_samples={valid_samples}, but a tensor has {min(sizes)} samples along dim {dim}")
+    with world.timeline.loop().span(REDUCE):
+        counts = world.comm.all_gather(torch.tensor([valid_samples], device=world.device))
+        numbers = [int(count) for count in counts]
+
+        def gather(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            own = leaf.narrow(dim, 0, valid_samples)
+            missing = list(own.shape)
+            missing[dim] = max(numbers) - valid_samples
+            parts = world.comm.all_gather(torch.cat([own, own.new_zeros(missing)], dim))
+            return torch.cat([part.narrow(dim, 0, count) for part, count in zip(parts, numbers, strict=True)], dim)
+
+        return tree_map(gather, batch)
 
 
 def broadcast(tensor: torch.Tensor, root: int = 0, world: World | None = None) -> torch.Tensor:
