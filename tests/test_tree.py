@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
-from unisono.tree import batch_size, can_cut, leaves, take, tree_map
+from unisono.tree import batch_size, can_cut, flat_tensors, leaves, nbytes, take, tree_map
 
 
 def plus_one(leaf: Any) -> Any:
@@ -303,3 +303,69 @@ def test_a_mapping_with_attributes_keeps_them_when_it_is_cut():
     row = Row(ids=torch.arange(4))
     assert take(row, 0, 1)["ids"].tolist() == [0]
     assert row["ids"].tolist() == [0, 1, 2, 3]
+
+
+# Bytes.
+
+SHARED = torch.zeros(4)
+
+
+@pytest.mark.parametrize(
+    ("batch", "size"),
+    [
+        (None, 0),
+        ([], 0),
+        ({}, 0),
+        (7, 0),
+        (object(), 0),
+        (b"12345", 5),
+        (bytearray(6), 6),
+        ("ab\u00e9\ud800", 2 + 2 + 3),
+        (numpy.zeros((2, 3)), 48),
+        (torch.zeros(2, 3), 24),
+        (torch.zeros(2, 3, dtype=torch.float16), 12),
+        (torch.zeros(10)[:3], 12),
+        (torch.zeros(()), 4),
+        (torch.zeros(0, 5), 0),
+        (torch.nn.Parameter(torch.zeros(3)), 12),
+        ([torch.zeros(2), torch.zeros(3)], 20),
+        ((torch.zeros(2), torch.zeros(3, dtype=torch.int64)), 32),
+        ({"x": torch.zeros(2), "y": torch.zeros(3)}, 20),
+        ([SHARED, SHARED], 16),
+        ({"x": SHARED, "again": [SHARED]}, 16),
+        ({"x": [torch.zeros(2), {"y": numpy.zeros(1)}], "name": "abc"}, 8 + 8 + 3),
+        (Sample(torch.zeros(2), "label", {"more": torch.zeros(1)}), 8 + 5 + 4),
+        (pack_sequence([torch.zeros(3), torch.zeros(2)]), 20 + 3 * 8),
+        ([torch.eye(3).to_sparse()], 3 * 4 + 6 * 8),
+        (torch.eye(3).to_sparse(), 3 * 4 + 6 * 8),
+        (torch.eye(3).to_sparse_csr(), 3 * 4),
+        (torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged), 20),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_the_bytes_of_a_batch_are_those_of_its_leaves_and_a_shared_one_counts_once(batch, size):
+    assert nbytes(batch) == size
+
+
+@pytest.mark.parametrize(
+    ("batch", "is_flat"),
+    [
+        (ones(), True),
+        ([ones(), ones()], True),
+        ((ones(),), True),
+        ({"x": ones()}, True),
+        ([], True),
+        ([ones(), 1], False),
+        ([ones(), [ones()]], False),
+        (Point(ones(), ones()), False),
+        (OrderedDict(x=ones()), False),
+        (torch.nn.Parameter(ones()), False),
+        (None, False),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_a_flat_batch_is_a_tensor_or_a_plain_container_of_tensors(batch, is_flat):
+    found = flat_tensors(batch)
+    assert (found is not None) == is_flat
+    if found is not None:
+        assert [id(each) for each in found] == [id(each) for each in leaves(batch)]

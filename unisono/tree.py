@@ -8,6 +8,7 @@ nor mappings of one's own nor shared leaves.)
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import numbers
@@ -261,8 +262,10 @@ def _leaf_nbytes(leaf: Any) -> int:
         return len(leaf)
     if isinstance(leaf, PackedSequence):
         return sum(_leaf_nbytes(part) for part in leaf if part is not None)
-    if isinstance(leaf, torch.Tensor):
-        if leaf.layout is torch.sparse_coo:
-            return _leaf_nbytes(leaf._indices()) + _leaf_nbytes(leaf._values())
-        return leaf.numel() * leaf.element_size() if leaf.layout is torch.strided else leaf.values().nbytes
-    return int(leaf.nbytes) if is_array(leaf) else 0
+    if not isinstance(leaf, torch.Tensor):
+        return int(leaf.nbytes) if is_array(leaf) else 0
+    if leaf.layout is torch.sparse_coo:
+        return _leaf_nbytes(leaf._indices()) + _leaf_nbytes(leaf._values())
+    with contextlib.suppress(Exception):  # of the rarer layouts, not each tells; a measure must not end a run
+        return leaf.nbytes if leaf.layout is torch.strided else leaf.values().nbytes
+    return 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy
@@ -202,6 +204,30 @@ def test_a_packed_sequence_stays_one(backend, device):
     assert moved.data.device.type == device.type
     assert torch.equal(moved.data.cpu(), packed.data)
     assert torch.equal(moved.batch_sizes, packed.batch_sizes)
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_where_nothing_moves_in_the_background_a_batch_of_main_memory_is_handed_back_as_it_is(backend, device, kind):
+    assert isinstance(backend.moves_in_background, bool)
+    if backend.moves_in_background:
+        pytest.skip(f"{backend.name} moves its batches on threads of their own")
+    batch = CONTAINERS[kind][0]()
+    moved, token = backend.to_device(batch, device)
+    assert moved is batch
+    assert token is None
+
+
+def test_batches_are_moved_by_several_threads_at_once(backend, device):
+    together = threading.Barrier(4, timeout=20)
+
+    def move_all(number: int) -> bool:
+        backend.activate(device)
+        together.wait()
+        sources = [torch.full((1000,), float(number * 100 + place)) for place in range(50)]
+        return all(torch.equal(move(backend, [source], device)[0].cpu(), source) for source in sources)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(move_all, range(4)))
 
 
 def test_a_large_batch_arrives_whole_while_the_source_is_reused(backend, device):

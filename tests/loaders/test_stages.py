@@ -1,0 +1,490 @@
+"""The stages behind a loader: order through several transfers, bounds of a lane, ends and errors at their place."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unisono.backends.cpu import CpuBackend
+from unisono.errors import ClosedError
+from unisono.loaders.device_iterator import DeviceIterator
+from unisono.loaders.sharding import Claim, Piece
+from unisono.loaders.stages import Pipeline, Stamps
+from unisono.timeline import FETCH, Waits
+from unisono.world import World, solo_world
+
+PATIENCE_S = 20.0
+
+
+class CodedError(Exception):
+    """Has another `__init__` than it keeps arguments."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"code {code}")
+        self.code = code
+
+
+class Moving(CpuBackend):
+    """A family whose batches are moved by threads: to move batch k takes until `let(k)`, where it is held."""
+
+    moves_in_background = True
+
+    def __init__(self, held: Iterable[Any] = (), broken: Iterable[Any] = ()) -> None:
+        self.begun: list[Any] = []
+        self.done: list[Any] = []
+        self.threads: set[str] = set()
+        self._gates = {batch: threading.Event() for batch in held}
+        self._broken = set(broken)
+        self._changed = threading.Condition()
+
+    def to_device(self, batch: Any, device: torch.device) -> tuple[Any, Any]:
+        self._note(self.begun, batch)
+        self.threads.add(threading.current_thread().name)
+        if batch in self._gates:
+            assert self._gates[batch].wait(PATIENCE_S)
+        if batch in self._broken:
+            raise CodedError(batch)
+        self._note(self.done, batch)
+        return batch, None
+
+    def let(self, *batches: Any) -> None:
+        for batch in batches:
+            self._gates[batch].set()
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(condition, PATIENCE_S)
+
+    def _note(self, found: list[Any], batch: Any) -> None:
+        with self._changed:
+            found.append(batch)
+            self._changed.notify_all()
+
+
+class Flow:
+    """A pipeline over lanes of one backend, and the loops' ends."""
+
+    def __init__(
+        self,
+        backend: CpuBackend,
+        lanes: int = 1,
+        loaded: int = 8,
+        moved: int = 4,
+        limit: int | None = None,
+        transfers: int = 1,
+        has_own_thread: bool = False,
+    ) -> None:
+        self.pipeline = Pipeline(loaded, moved, limit, transfers)
+        self.worlds: list[World] = [solo_world() for _ in range(lanes)]
+        for place, world in enumerate(self.worlds):
+            self.pipeline.add_lane(torch.device("cpu", place), backend, world, has_own_thread)
+        self.given = 0  # rounds that the source has given
+        self._given = threading.Condition()
+
+    @property
+    def lane(self) -> Any:
+        return self.pipeline.lanes[0]
+
+    def start(self, batches: Iterable[Any]) -> list[DeviceIterator]:
+        self.pipeline.start(self._rounds(iter(batches), len(self.worlds)))
+        return [self.iterator(lane) for lane in self.pipeline.lanes]
+
+    def iterator(self, lane: Any) -> DeviceIterator:
+        return DeviceIterator([], lane)
+
+    def wait_given(self, count: int) -> None:
+        with self._given:
+            assert self._given.wait_for(lambda: self.given >= count, PATIENCE_S)
+
+    def wait_full(self) -> None:
+        """Until the reader waits for room in the first lane."""
+        while not self.lane.holds_reader:
+            threading.Event().wait(0.001)
+
+    def _rounds(self, batches: Iterator[Any], count: int) -> Iterator[list[Piece]]:
+        for number in itertools.count():
+            pieces = [Piece(batch, Claim(1, count), number) for batch in itertools.islice(batches, count)]
+            if not pieces:
+                return
+            with self._given:
+                self.given += 1
+                self._given.notify_all()
+            yield pieces
+
+
+@contextmanager
+def flow(backend: CpuBackend, **options: Any) -> Iterator[Flow]:
+    made = Flow(backend, **options)
+    try:
+        yield made
+    finally:
+        made.pipeline.stop()
+        assert made.pipeline.join(PATIENCE_S)
+
+
+def failing(count: int) -> Iterator[int]:
+    yield from range(count)
+    raise CodedError(count)
+
+
+# Order.
+
+
+@pytest.mark.parametrize("transfers", [1, 2, 3, 5])
+@pytest.mark.parametrize("loaded", [1, 4])
+@pytest.mark.parametrize("moved", [1, 2, 7])
+@pytest.mark.parametrize("count", [0, 1, 50])
+def test_batches_arrive_in_order_through_any_number_of_transfers_and_places(transfers, loaded, moved, count):
+    with flow(Moving(), loaded=loaded, moved=moved, transfers=transfers) as made:
+        (iterator,) = made.start(range(count))
+        assert list(iterator) == list(range(count))
+        assert list(iterator) == []
+
+
+def test_a_batch_that_is_moved_sooner_than_the_one_before_it_waits_for_its_turn():
+    backend = Moving(held=[0])
+    with flow(backend, transfers=2) as made:
+        (iterator,) = made.start(range(6))
+        backend.wait_until(lambda: {1, 3} <= set(backend.done))
+        assert 0 not in backend.done
+        backend.let(0)
+        assert list(iterator) == list(range(6))
+
+
+def test_as_many_batches_are_moved_at_a_time_as_there_are_transfers():
+    backend = Moving(held=[0, 1, 2])
+    with flow(backend, transfers=3) as made:
+        (iterator,) = made.start(range(3))
+        backend.wait_until(lambda: set(backend.begun) == {0, 1, 2})
+        backend.let(2, 1, 0)
+        assert list(iterator) == [0, 1, 2]
+    assert backend.threads == {"unisono-transfer-0", "unisono-transfer-0-1", "unisono-transfer-0-2"}
+
+
+def test_two_iterators_of_one_device_share_its_batches_through_several_transfers():
+    with flow(Moving(), transfers=3) as made:
+        (first,) = made.start(range(200))
+        second = made.iterator(made.lane)
+        with ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(list, [first, second]))
+    assert sorted(itertools.chain(*found)) == list(range(200))
+    assert all(each == sorted(each) for each in found)
+
+
+def test_the_position_behind_the_last_delivered_batch_is_known_whatever_was_prefetched():
+    with flow(Moving(), transfers=2) as made:
+        (iterator,) = made.start(range(9))
+        progress = made.lane.progress
+        assert (progress.rounds, progress.position) == (0, None)
+        for number in range(9):
+            next(iterator)
+            assert (progress.rounds, progress.position, progress.has_ended) == (number + 1, number, False)
+        assert list(iterator) == []
+        assert progress.has_ended
+
+
+# Bounds.
+
+
+@pytest.mark.parametrize(("loaded", "moved", "transfers"), [(1, 1, 1), (3, 2, 1), (2, 4, 3), (1, 1, 2), (8, 2, 4)])
+def test_the_bounds_are_a_lanes_however_many_transfers_it_has(loaded, moved, transfers):
+    backend = Moving()
+    with flow(backend, loaded=loaded, moved=moved, transfers=transfers) as made:
+        (iterator,) = made.start(itertools.count())
+        ahead = (
+            moved + transfers + loaded + 1
+        )  # a transfer may hold one that waits for its place, and so may the reader
+        for taken in range(30):
+            made.wait_given(taken + ahead)
+            made.wait_full()
+            assert made.given == taken + ahead
+            assert sorted(backend.done) == list(range(taken + moved))
+            assert next(iterator) == taken
+
+
+@pytest.mark.parametrize("backend", [Moving, CpuBackend])
+@pytest.mark.parametrize("transfers", [1, 3])
+def test_no_more_bytes_wait_than_allowed_loaded_and_moved_together(backend, transfers):
+    with flow(backend(), limit=50, transfers=transfers) as made:
+        (iterator,) = made.start(b"0123456789" for _ in itertools.count())
+        for taken in range(30):
+            made.wait_given(taken + 5 + 1)  # one more is in the reader's hands
+            made.wait_full()
+            assert made.given == taken + 5 + 1
+            next(iterator)
+
+
+@pytest.mark.parametrize("backend", [Moving, CpuBackend])
+def test_a_batch_that_is_larger_than_the_bound_passes_alone(backend):
+    sizes = [10, 500, 10, 10, 700, 700, 10]
+    with flow(backend(), limit=25) as made:
+        (iterator,) = made.start(bytes(size) for size in sizes)
+        ahead = {0: 2, 1: 3, 2: 5, 3: 5, 4: 6, 5: 7}  # given when so many were taken: what fits, and one in hand
+        for taken, given in ahead.items():
+            made.wait_given(given)
+            if given < 7:
+                made.wait_full()
+                assert made.given == given
+            assert len(next(iterator)) == sizes[taken]
+        assert [len(batch) for batch in iterator] == sizes[6:]
+
+
+@pytest.mark.parametrize("backend", [Moving, CpuBackend])
+@pytest.mark.parametrize("lanes", [2, 3])
+@pytest.mark.parametrize("transfers", [1, 2])
+@pytest.mark.parametrize("limit", [1, 25, None])
+def test_one_thread_may_drain_one_lane_after_another_whatever_the_bounds(backend, lanes, transfers, limit):
+    with flow(backend(), lanes=lanes, loaded=1, moved=1, limit=limit, transfers=transfers) as made:
+        iterators = made.start(bytes([number]) * 10 for number in range(60))
+        for place, iterator in enumerate(iterators):
+            assert [batch[0] for batch in iterator] == list(range(place, 60, lanes))
+
+
+# Ends and errors.
+
+
+@pytest.mark.parametrize("transfers", [1, 2, 4])
+@pytest.mark.parametrize("count", range(6))
+def test_an_error_of_the_source_comes_behind_the_rounds_before_it_at_each_call(transfers, count):
+    with flow(Moving(), transfers=transfers) as made:
+        (iterator,) = made.start(failing(count))
+        assert [next(iterator) for _ in range(count)] == list(range(count))
+        for _ in range(2 * transfers):
+            with pytest.raises(CodedError, match=f"code {count}") as caught:
+                next(iterator)
+            assert caught.value.__notes__ == [f"in the loader's reader, round {count}"]
+
+
+@pytest.mark.parametrize("transfers", [1, 2, 4])
+@pytest.mark.parametrize("broken", range(6))
+def test_an_error_of_a_transfer_comes_behind_the_rounds_before_it_at_each_call(transfers, broken):
+    with flow(Moving(broken=[broken]), transfers=transfers) as made:
+        (iterator,) = made.start(range(40))
+        assert [next(iterator) for _ in range(broken)] == list(range(broken))
+        for _ in range(2 * transfers):
+            with pytest.raises(CodedError, match=f"code {broken}") as caught:
+                next(iterator)
+            assert caught.value.__notes__ == ["while a batch was moved to cpu:0"]
+
+
+def test_of_two_errors_the_one_of_the_earlier_round_is_told_whichever_happened_first():
+    backend = Moving(held=[2], broken=[2, 3])
+    with flow(backend, transfers=2) as made:
+        (iterator,) = made.start(range(40))
+        backend.wait_until(lambda: 3 in backend.begun)
+        backend.let(2)
+        assert [next(iterator), next(iterator)] == [0, 1]
+        for _ in range(3):
+            with pytest.raises(CodedError, match="code 2"):
+                next(iterator)
+
+
+def test_rounds_before_a_failed_one_are_delivered_though_they_were_moved_after_it():
+    backend = Moving(held=[0, 2], broken=[1])
+    with flow(backend, transfers=2) as made:
+        (iterator,) = made.start(range(40))
+        backend.wait_until(lambda: 1 in backend.begun)
+        backend.let(0, 2)
+        assert next(iterator) == 0
+        with pytest.raises(CodedError, match="code 1"):
+            next(iterator)
+
+
+@pytest.mark.parametrize("backend", [Moving, CpuBackend])
+@pytest.mark.parametrize("transfers", [1, 2])
+def test_a_lane_whose_batch_could_not_be_moved_does_not_hold_up_the_others(backend, transfers, monkeypatch):
+    def to_device(self: Any, batch: int, device: torch.device) -> tuple[Any, Any]:
+        if batch == 0:
+            raise CodedError(batch)
+        return batch, None
+
+    monkeypatch.setattr(backend, "to_device", to_device)
+    sizes = {"loaded": 1, "moved": 1, "has_own_thread": True}
+    with flow(backend(), lanes=2, transfers=transfers, **sizes) as made:
+        failed, other = made.start(range(200))
+        assert list(other) == list(range(1, 200, 2))
+        with pytest.raises(CodedError):
+            next(failed)
+
+
+@pytest.mark.parametrize("fault", ["activate", "wait_ready"])
+def test_an_error_on_either_side_of_a_move_reaches_the_loop(fault):
+    class Faulty(Moving):
+        pass
+
+    def fail(*_: Any) -> None:
+        raise CodedError(1)
+
+    setattr(Faulty, fault, fail)
+    with flow(Faulty(), transfers=2) as made:
+        (iterator,) = made.start(range(10))
+        with pytest.raises(CodedError):
+            next(iterator)
+
+
+@pytest.mark.parametrize("transfers", [1, 4])
+def test_closing_wakes_every_transfer_and_the_reader(transfers):
+    backend = Moving()
+    with flow(backend, loaded=1, moved=1, transfers=transfers) as made:
+        (iterator,) = made.start(itertools.count())
+        made.wait_full()
+        made.pipeline.stop()
+        assert made.pipeline.join(PATIENCE_S)
+        with pytest.raises(ClosedError):
+            next(iterator)
+
+
+def test_a_loop_that_waits_on_any_conveyor_is_woken_by_closing():
+    with flow(Moving(held=[1]), transfers=2) as made:
+        (iterator,) = made.start(range(2))
+        assert next(iterator) == 0
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(next, iterator)
+            while made.lane.waiter is None:
+                threading.Event().wait(0.001)
+            made.pipeline.stop()
+            with pytest.raises(ClosedError):
+                waiting.result(PATIENCE_S)
+        made.lane.backend.let(1)
+
+
+def test_an_end_before_the_first_round_starts_and_ends_every_transfer():
+    with flow(Moving(), lanes=2, transfers=3) as made:
+        assert [list(each) for each in made.start([])] == [[], []]
+        assert made.pipeline.join(PATIENCE_S)
+
+
+def test_a_batch_that_was_delivered_is_the_loops_alone():
+    class Thing: ...
+
+    class Background(CpuBackend):
+        moves_in_background = True
+
+    for backend in (Background(), CpuBackend()):
+        with flow(backend, transfers=2) as made:
+            gc.disable()
+            try:
+                (iterator,) = made.start(Thing() for _ in range(3))
+                batch = next(iterator)
+                gone = weakref.ref(batch)
+                made.wait_given(3)
+                assert made.pipeline.join(PATIENCE_S)
+                del batch
+                assert gone() is None
+            finally:
+                gc.enable()
+
+
+# Where nothing is moved.
+
+
+def test_where_nothing_has_to_be_moved_there_is_no_transfer_and_the_reader_hands_over():
+    threads = set()
+
+    class Here(CpuBackend):
+        def to_device(self, batch: Any, device: torch.device) -> tuple[Any, Any]:
+            threads.add(threading.current_thread().name)
+            return super().to_device(batch, device)
+
+    with flow(Here(), lanes=2, transfers=3) as made:
+        iterators = made.start(range(20))
+        assert [thread.name for thread in made.pipeline.threads] == ["unisono-reader"]
+        assert [list(each) for each in iterators] == [list(range(0, 20, 2)), list(range(1, 20, 2))]
+    assert threads == {"unisono-reader"}
+
+
+# What is counted.
+
+
+def slow_twin(stamps: Stamps, began: int, ended: int) -> Waits:
+    """What each nanosecond was waited for."""
+    causes = []
+    for now in range(began, ended):
+        if now < stamps.asked_at or stamps.loaded_at <= now < stamps.sent_at:
+            causes.append("peers")
+        else:
+            causes.append("source" if now < stamps.loaded_at else "transfer")
+    return Waits(*(causes.count(cause) for cause in Waits._fields))
+
+
+@given(st.lists(st.integers(0, 30), min_size=3, max_size=3), st.integers(0, 30), st.integers(0, 30))
+def test_a_wait_is_divided_by_cause_without_a_rest(stamps, began, length):
+    found = Stamps(*sorted(stamps)).divide(began, began + length)
+    assert found == slow_twin(Stamps(*sorted(stamps)), began, began + length)
+    assert sum(found) == length
+
+
+@pytest.mark.parametrize("backend", [Moving, CpuBackend])
+@pytest.mark.parametrize("source", [lambda: iter(range(50)), lambda: failing(50)], ids=["an end", "an error"])
+def test_what_was_waited_for_adds_up_to_the_time_of_fetching(backend, source):
+    with flow(backend(), lanes=2, transfers=2) as made:
+        for iterator in made.start(source()):
+            with pytest.raises((CodedError, StopIteration)):
+                while True:
+                    next(iterator)
+        track = made.worlds[0].timeline.loop()
+        waits = [track.counts[f"wait_{cause}_ns"] for cause in Waits._fields]
+        assert sum(waits) == track.totals[FETCH]
+
+
+def test_time_until_a_batch_could_be_used_is_the_transfers():
+    backend = Moving(held=[0])
+    with flow(backend) as made:
+        (iterator,) = made.start([0])
+        backend.wait_until(lambda: backend.begun == [0])
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(lambda: (next(iterator), made.worlds[0].timeline.loop().counts)[1])
+            while made.lane.waiter is None:
+                threading.Event().wait(0.001)
+            threading.Event().wait(0.02)
+            backend.let(0)
+            counts = waiting.result(PATIENCE_S)
+    assert counts["wait_transfer_ns"] >= 20e6
+    assert counts["wait_source_ns"] == counts["wait_peers_ns"] == 0
+
+
+@pytest.mark.parametrize("backend", [Moving, CpuBackend])
+def test_bytes_repeated_samples_and_the_depth_of_the_queue_are_counted(backend):
+    with flow(backend(), loaded=2, moved=2) as made:
+        made.pipeline.start(iter([[Piece(b"12345", Claim(2, 4, 0, 1), None)]] * 4))
+        while made.lane.sent < 4:
+            threading.Event().wait(0.001)
+        assert len(list(made.iterator(made.lane))) == 4
+        counts = made.worlds[0].timeline.loop().counts
+    assert {name: counts[name] for name in ("samples", "batches", "repeated", "bytes", "queued")} == {
+        "samples": 8,
+        "batches": 4,
+        "repeated": 4,
+        "bytes": 20,
+        "queued": 4 + 3 + 2 + 1,
+    }
+
+
+def test_samples_that_are_left_out_are_counted_for_each_lanes_rank():
+    with flow(CpuBackend(), lanes=2) as made:
+
+        def source() -> Iterator[list[Piece]]:
+            yield [Piece(number, Claim(1, 2)) for number in range(2)]
+            made.pipeline.count_left_out([3, 0])
+            made.pipeline.count_left_out([1, 2])
+
+        made.pipeline.start(source())
+        for lane in made.pipeline.lanes:
+            list(made.iterator(lane))
+        dropped = [_dropped(world) for world in made.worlds]
+    assert dropped == [[("reader", 4)], [("reader", 2)]]
+
+
+def _dropped(world: World) -> Sequence[tuple[str, int]]:
+    return [(track.name, track.counts["dropped"]) for track in world.timeline.tracks() if track.counts["dropped"]]
