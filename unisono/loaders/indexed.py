@@ -89,7 +89,7 @@ class IndexedSource:
         with self._begins:
             epoch, offset = self.epoch, self._offset
             first = _local(offset, rule.shards)
-            batches = Batches(self._sampler, self._batch_sampler, self.seed, epoch, first)
+            batches = Batches(self._sampler, self._batch_sampler, self.seed, epoch, first, self.length or 0)
             check_tail(batches.samples, batches.nominal, rule)
             jobs = _jobs(batches, rule, first, epoch, seed_of(self.seed, epoch, "samples"), left_out)
             pieces: Iterator[list[Piece]]

@@ -2,8 +2,9 @@
 
 The samplers of torch, and samplers and batch samplers of one's own, keep their meaning. One that draws from a generator
 draws from one that is seeded for the epoch; one that draws from the process's generators finds them seeded so, while
-its order is drawn; one with `set_epoch` is told the epoch. Nothing is loaded here, so a late beginning costs no more
-than drawing the order.
+its order is drawn; one with `set_epoch` is told the epoch. Of one that goes on beyond its length, or beyond the
+dataset's where it tells none, the rest is drawn when it is needed, and that from the process's generators as they are.
+Nothing is loaded here, so a late beginning costs no more than drawing the order.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class Batches:
 
     Args:
         batch_sampler: None for a loader without batches: each index is one.
+        most: how much is drawn at once of a sampler that does not tell its length.
 
     Attributes:
         nominal: the size of a complete batch; None where it is not known before.
@@ -35,8 +37,10 @@ class Batches:
         left_out: how many samples of the order drop_last leaves out; known at the end where `samples` is not known.
     """
 
-    def __init__(self, sampler: Any, batch_sampler: Any, seed: int, epoch: int, offset: int = 0) -> None:
-        draw = _Draw(seed_of(seed, epoch), epoch)
+    def __init__(
+        self, sampler: Any, batch_sampler: Any, seed: int, epoch: int, offset: int = 0, most: int = 0
+    ) -> None:
+        draw = _Draw(seed_of(seed, epoch), epoch, most)
         self.nominal: int | None = None
         self.samples: int | None = None
         self.left_out = 0
@@ -82,9 +86,10 @@ def _behind(batches: Iterable[Iterable[Any]], offset: int) -> Iterator[list[Any]
 class _Draw:
     """Draws what samplers give in one epoch."""
 
-    def __init__(self, seed: int, epoch: int) -> None:
+    def __init__(self, seed: int, epoch: int, most: int) -> None:
         self._seed = seed
         self._epoch = epoch
+        self._most = most
 
     def indices(self, sampler: Any) -> Iterable[Any]:
         """The order of a sampler of single indices; as a sequence or a tensor where it has an end."""
@@ -99,14 +104,12 @@ class _Draw:
         return self(sampler)
 
     def __call__(self, sampler: Any) -> Iterable[Any]:
-        """What any sampler gives: a list where it tells its length, and no more than that comes."""
-        source: Iterator[Any]
+        """What any sampler gives: a list where no more than its length comes."""
         sampler = self._seeded(sampler)
         try:
             length = len(sampler)
         except TypeError:
-            source = iter(sampler)
-            return source
+            length = self._most
         with seeded(self._seed):
             source = iter(sampler)
             drawn = list(islice(source, length))
