@@ -39,6 +39,7 @@ class Request(NamedTuple):
         start: the position of the first one in the epoch's order.
         own: so many stand in a row there; those behind repeat them from the start.
         epoch, seed: the epoch, and its seed.
+        step: how far apart two neighbours are in the order of all ranks, where their samplers cut it.
     """
 
     indices: Sequence[Any]
@@ -46,6 +47,7 @@ class Request(NamedTuple):
     own: int
     epoch: int
     seed: int
+    step: int = 1
 
 
 class Fetcher:
@@ -103,7 +105,7 @@ class Fetcher:
     def _sample(self, request: Request, place: int, is_seeded: bool) -> Any:
         index = request.indices[place]
         if is_seeded:
-            seed_all(mixed(request.seed, request.start + place % request.own))
+            seed_all(mixed(request.seed, request.start + place % request.own * request.step))
         try:
             return self._dataset[index]
         except Exception as error:

@@ -96,7 +96,8 @@ class IndexedSource:
             if self._pool is None:
                 pieces = ([job.piece(self._fetcher.batch(job.request)) for job in each] for each in jobs)
             else:
-                pieces = _served(self._pool, jobs, len(rule.kept), seed_of(self.seed, epoch, "workers"))
+                own_seed = seed_of(self.seed, epoch, "workers", rule.kept[0] + rule.shard)
+                pieces = _served(self._pool, jobs, len(rule.kept), own_seed)
             self.epoch, self._offset = epoch + 1, 0
         return Begun(epoch, {"offset": offset}, pieces)
 
@@ -173,13 +174,13 @@ def _jobs(batches: Batches, rule: Rule, start: int, epoch: int, seed: int, left_
             part = dealt.parts[place]
             total = part.total if rule.shards == 1 else None
             claim = Claim(part.samples, total, mark, part.repeated)
-            jobs.append(_Job(_request(dealt, part, epoch, seed), claim, position))
+            jobs.append(_Job(_request(dealt, part, rule, epoch, seed), claim, position))
         yield jobs
     if batches.left_out:
         leave_out([part.samples for part in deal([Size(batches.left_out)], rule.count)])
 
 
-def _request(dealt: Round[list[Any]], part: Part, epoch: int, seed: int) -> Request:
+def _request(dealt: Round[list[Any]], part: Part, rule: Rule, epoch: int, seed: int) -> Request:
     batch = dealt.batches[part.batch]
     start = dealt.start + sum(size.samples for size in dealt.sizes[: part.batch]) + part.start
     own = part.stop - part.start
@@ -187,18 +188,22 @@ def _request(dealt: Round[list[Any]], part: Part, epoch: int, seed: int) -> Requ
         indices = [batch[place] for place in part.order()]
     else:
         indices = batch if own == len(batch) else batch[part.start : part.stop]
-    return Request(indices, start, own, epoch, seed)
+    return Request(indices, start * rule.shards + rule.shard, own, epoch, seed, rule.shards)
 
 
 def _served(pool: WorkerPool, rounds_of_jobs: Iterator[list[_Job]], width: int, seed: int) -> Iterator[list[Piece]]:
     """The pieces of one pass, `width` of them in each round, as the loader workers make them."""
     asked: deque[_Job] = deque()
+    failed: list[Exception] = []
 
     def requests() -> Iterator[Request]:
-        for jobs in rounds_of_jobs:
-            for job in jobs:
-                asked.append(job)
-                yield job.request
+        try:
+            for jobs in rounds_of_jobs:
+                for job in jobs:
+                    asked.append(job)
+                    yield job.request
+        except Exception as error:  # raised here it would take the place of a batch that was asked for before
+            failed.append(error)
 
     def pieces(batches: Iterator[Any]) -> Iterator[list[Piece]]:
         group = []
@@ -207,6 +212,8 @@ def _served(pool: WorkerPool, rounds_of_jobs: Iterator[list[_Job]], width: int, 
             if len(group) == width:
                 yield group
                 group = []
+        if failed:
+            raise failed.pop()
 
     return pieces(pool.serve(seed, requests()))
 

@@ -37,9 +37,7 @@ class Batches:
         left_out: how many samples of the order drop_last leaves out; known at the end where `samples` is not known.
     """
 
-    def __init__(
-        self, sampler: Any, batch_sampler: Any, seed: int, epoch: int, offset: int = 0, most: int = 0
-    ) -> None:
+    def __init__(self, sampler: Any, batch_sampler: Any, seed: int, epoch: int, offset: int = 0, most: int = 0) -> None:
         draw = _Draw(seed_of(seed, epoch), epoch, most)
         self.nominal: int | None = None
         self.samples: int | None = None

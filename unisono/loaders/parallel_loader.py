@@ -347,6 +347,6 @@ def _rule(
     is_cut = sharded or is_sharded(loader)
     tail = tail or ("drop" if drops_tail(loader) and not is_cut else "split")
     if is_cut and ranks > 1:
-        return Rule(1, (0,), split, tail, is_fixed, is_cut=True, shards=ranks)
+        return Rule(1, (0,), split, tail, is_fixed, is_cut=True, shards=ranks, shard=world.rank)
     kept = (world.rank,) if ranks > 1 else tuple(range(lanes))
     return Rule(ranks * lanes, kept, split, tail, is_fixed, is_cut)

@@ -56,9 +56,10 @@ def check_state(state: Mapping[str, Any], length: int | None, seed: int) -> None
     missing = [name for name in (*FACTS, "offset") if name not in state]
     if missing:
         raise StateError(f"the state has no {', '.join(missing)}: it is not what a loader's state_dict() gives")
-    for name in ("epoch", "offset"):
-        if isinstance(state[name], bool) or not isinstance(state[name], int) or state[name] < 0:
-            raise StateError(f"the state's {name} is {state[name]!r}; it must be a whole number from 0 on")
+    for name in ("epoch", "offset", "batches"):  # the last one only where the position is told by it
+        number = state.get(name, 0)
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise StateError(f"the state's {name} is {number!r}; it must be a whole number from 0 on")
     if state["length"] != length:
         raise StateLengthError(
             f"the state was saved over {state['length']} samples, this loader's dataset has {length}: the order would "

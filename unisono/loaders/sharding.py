@@ -52,6 +52,7 @@ class Rule:
             first batch of all.
         is_cut: the sequence is one of several that the ranks have, cut before.
         shards: of how many; where that is more than one, nobody knows the whole rounds.
+        shard: which of them; its sample i is taken for sample `i * shards + shard` of them all.
     """
 
     count: int = 1
@@ -61,6 +62,7 @@ class Rule:
     fixed_batch_size: bool = False
     is_cut: bool = False
     shards: int = 1
+    shard: int = 0
 
     def __post_init__(self) -> None:
         if self.count < 1 or not all(0 <= place < self.count for place in self.kept):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice, repeat
@@ -109,12 +110,14 @@ class PlainSource:
             self.length = len(loader.dataset)  # type: ignore[attr-defined]
         self.epoch = 0
         self._position: State = _START
+        self._begins = threading.Lock()
 
     def begin(self, rule: Rule, left_out: LeftOut) -> Begun:
         """The next pass over the iterable, whose iterator is made in the calling thread."""
-        epoch, position = self.epoch, self._position
-        loaded = self._open(epoch, position)
-        self.epoch, self._position = epoch + 1, _START
+        with self._begins:
+            epoch, position = self.epoch, self._position
+            loaded = self._open(epoch, position)
+            self.epoch, self._position = epoch + 1, _START
         before = position["batches"]
 
         def behind(offset: int, batches: int) -> State:
