@@ -1,12 +1,22 @@
 """The CUDA family. Batches are copied on a side stream of each device, so that copying overlaps computing.
 
+A batch is staged in page-locked memory, from which the copy engine reads by itself; a copy from other memory would be
+staged by the driver, and block. The blocks are reused, and not allocated anew for each batch, which would take longer
+than the copy: torch's caching host allocator gives a block away again when the copies that were issued from it have
+ended, which it knows by an event. So the staged tensor may be dropped as soon as its copy is issued.
+
+The memory of a moved batch belongs to the side stream. Whoever uses it on another stream tells so (`record_stream`), or
+the next copy could overwrite what a kernel still reads. An object of a class that is unknown here cannot be told for;
+it is moved on the device's default stream, without overlap, unless it has a method `record_stream(stream)` of its own.
+
+*Threads:* several may move batches at once; their copies follow one another on the device's side stream.
+
 Counting devices uses NVML through torch and does not initialise CUDA, so a parent process may ask and fork later.
 """
 
 from __future__ import annotations
 
 import threading
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +24,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from unisono.backends import check_index
 from unisono.backends.movement import send
-from unisono.tree import leaves, tree_map
+from unisono.tree import leaves, nbytes, tree_map
 
 
 class _Ready(NamedTuple):
@@ -50,7 +60,7 @@ class CudaBackend:
     def to_device(self, batch: Any, device: torch.device) -> tuple[Any, Any]:
         stream = self._side_stream(device)
         with torch.cuda.stream(stream):
-            moved = tree_map(lambda leaf: send(_pinned(leaf), device, non_blocking=True), batch)
+            moved = tree_map(lambda leaf: _moved(leaf, device), batch)
             done = torch.cuda.Event()
             done.record(stream)
         return moved, _Ready(done, moved, device)
@@ -58,9 +68,12 @@ class CudaBackend:
     def wait_ready(self, token: _Ready) -> None:
         stream = torch.cuda.current_stream(token.device)
         stream.wait_event(token.done)
-        for part in chain.from_iterable(map(_dense_parts, leaves(token.batch))):
-            if part.is_cuda:
-                part.record_stream(stream)  # or the side stream could reuse the memory while this one reads it
+        for leaf in leaves(token.batch):
+            for part in _dense_parts(leaf):
+                if part.is_cuda:
+                    part.record_stream(stream)
+            if _tells_streams(leaf):
+                leaf.record_stream(stream)
 
     def synchronize(self, device: torch.device) -> None:
         torch.cuda.synchronize(device)
@@ -84,20 +97,56 @@ class CudaBackend:
             return self._streams[device.index]
 
 
+def _moved(leaf: Any, device: torch.device) -> Any:
+    """A leaf on the device, or on its way there on the current stream."""
+    if isinstance(leaf, torch.Tensor | PackedSequence):
+        return send(_pinned(leaf), device, non_blocking=True)
+    if _tells_streams(leaf):
+        return send(_pinned(leaf), device)
+    with torch.cuda.stream(torch.cuda.default_stream(device)):
+        return send(leaf, device)
+
+
+def _tells_streams(leaf: Any) -> bool:
+    """Whether it is an object of the user's own that passes on which streams use its memory."""
+    return not isinstance(leaf, torch.Tensor | type) and callable(getattr(leaf, "record_stream", None))
+
+
 def _dense_parts(leaf: Any) -> list[torch.Tensor]:
     """The tensors whose memory a leaf holds: a stream is recorded on dense ones only."""
     if isinstance(leaf, PackedSequence):
-        return [leaf.data]
+        return [part for part in leaf if isinstance(part, torch.Tensor)]
     if not isinstance(leaf, torch.Tensor):
         return []
-    return [leaf._indices(), leaf._values()] if leaf.layout is torch.sparse_coo else [leaf]
+    if leaf.layout is torch.sparse_coo:
+        return [leaf._indices(), leaf._values()]
+    if leaf.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [leaf.crow_indices(), leaf.col_indices(), leaf.values()]
+    if leaf.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [leaf.ccol_indices(), leaf.row_indices(), leaf.values()]
+    if hasattr(leaf, "__tensor_flatten__"):  # a wrapper of others, as a jagged one is
+        return [part for name in leaf.__tensor_flatten__()[0] for part in _dense_parts(getattr(leaf, name))]
+    return [leaf]
 
 
 def _pinned(leaf: Any) -> Any:
-    """Page-locked host memory, from which a copy does not block the copying thread; torch reuses the blocks."""
-    if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.layout is torch.strided:
+    """The leaf in page-locked memory; an object of the user's own by its method `pin_memory()`, where it has one."""
+    if isinstance(leaf, torch.Tensor):
+        if leaf.device.type != "cpu" or leaf.layout is not torch.strided:
+            return leaf
+    elif isinstance(leaf, PackedSequence):
+        if leaf.data.device.type != "cpu":
+            return leaf
+    elif not callable(getattr(leaf, "pin_memory", None)):
+        return leaf
+    try:
         return leaf.pin_memory()
-    return leaf
+    except RuntimeError as error:
+        error.add_note(
+            f"while {nbytes(leaf):,} bytes were put into page-locked memory, which is scarcer than other memory; "
+            "prefetch_bytes bounds what waits there"
+        )
+        raise
 
 
 backend_class = CudaBackend

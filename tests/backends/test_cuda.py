@@ -1,0 +1,164 @@
+"""What only CUDA does: staging, the side stream, and that copies overlap computing."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import DeviceType
+from torch.nn.utils.rnn import pack_sequence
+from torch.profiler import ProfilerActivity, profile
+
+from unisono import DeviceLoader
+from unisono.backends import cuda, get_backend
+from unisono.backends.cuda import _dense_parts, _pinned
+
+HAS_CUDA = torch.cuda.is_available()
+
+needs_cuda = pytest.mark.skipif(not HAS_CUDA, reason="no CUDA device here")
+
+
+class Graph:
+    """A leaf of the user's own, with the methods that such classes have."""
+
+    def __init__(self, nodes: torch.Tensor) -> None:
+        self.nodes = nodes
+        self.told: list[str] = []
+
+    def pin_memory(self) -> Graph:
+        return self._with("pinned", self.nodes)
+
+    def to(self, device: torch.device) -> Graph:
+        return self._with("moved", self.nodes.to(device))
+
+    def record_stream(self, stream: Any) -> None:
+        self.told.append("recorded")
+        self.nodes.record_stream(stream)
+
+    def _with(self, word: str, nodes: torch.Tensor) -> Graph:
+        twin = Graph(nodes)
+        twin.told = [*self.told, word]
+        return twin
+
+
+# Anywhere.
+
+
+def test_an_object_with_a_method_of_its_own_is_pinned_by_it():
+    assert _pinned(Graph(torch.ones(2))).told == ["pinned"]
+
+
+@pytest.mark.parametrize("leaf", [None, "text", 3, object(), torch.eye(2).to_sparse(), torch.ones(2, device="meta")])
+def test_what_cannot_be_pinned_is_left_as_it_is(leaf):
+    assert _pinned(leaf) is leaf
+
+
+def test_an_error_of_pinning_says_how_much_was_asked_for_and_what_bounds_it():
+    class Locked(torch.Tensor):
+        def pin_memory(self) -> torch.Tensor:
+            raise RuntimeError("CUDA error: out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory") as caught:
+        _pinned(torch.zeros(1000).as_subclass(Locked))
+    (note,) = caught.value.__notes__
+    assert note.startswith("while 4,000 bytes were put into page-locked memory")
+    assert "prefetch_bytes" in note
+
+
+def test_a_stream_is_told_to_every_tensor_that_a_leaf_holds():
+    dense, square = torch.ones(2), torch.eye(3)
+    packed = pack_sequence([torch.ones(1), torch.ones(2)], enforce_sorted=False)
+    jagged = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
+    assert _dense_parts(dense) == [dense]
+    assert len(_dense_parts(packed)) == 4
+    assert [
+        len(_dense_parts(each)) for each in (square.to_sparse(), square.to_sparse_csr(), square.to_sparse_csc())
+    ] == [
+        2,
+        3,
+        3,
+    ]
+    assert any(part.data_ptr() == jagged.values().data_ptr() for part in _dense_parts(jagged))
+    assert _dense_parts(Graph(dense)) == _dense_parts("text") == []
+
+
+# On a device.
+
+
+@pytest.mark.cuda
+@needs_cuda
+def test_the_copy_of_the_next_batch_overlaps_the_kernels_of_this_step():
+    batches = [torch.full((16 << 20,), float(number)) for number in range(8)]  # 64 MiB each
+    weight = torch.rand(4096, 4096, device="cuda")
+    sums = []
+    for _ in DeviceLoader(batches[:2], "cuda"):
+        weight @ weight
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        for batch in DeviceLoader(batches, "cuda", device_prefetch_size=1):
+            for _ in range(40):  # longer than staging takes, or the next copy would begin when the step has ended
+                weight @ weight
+            sums.append(batch.sum())
+            torch.cuda.current_stream().synchronize()  # or all steps would be submitted before the first copy ends
+        torch.cuda.synchronize()
+    on_device = [each for each in trace.events() if each.device_type == DeviceType.CUDA]
+    copies = [each for each in on_device if "HtoD" in each.name and each.time_range.elapsed_us() > 100]
+    kernels = [each.time_range for each in on_device if "mem" not in each.name.lower()]
+    assert len(copies) == len(batches)
+    assert all("Pinned" in each.name for each in copies)
+    spans = [each.time_range for each in copies]
+    overlapping = [span for span in spans if any(span.start < each.end and each.start < span.end for each in kernels)]
+    assert len(overlapping) >= len(batches) - 2  # before the first step there is nothing to overlap
+    assert [total.item() for total in sums] == [number * float(16 << 20) for number in range(8)]
+
+
+@pytest.mark.cuda
+@needs_cuda
+def test_staging_memory_is_reused_from_batch_to_batch():
+    before = torch.cuda.host_memory_stats()["num_host_alloc"]
+    for _ in DeviceLoader([torch.zeros(1 << 20) for _ in range(200)], "cuda"):
+        torch.cuda.synchronize()
+    assert torch.cuda.host_memory_stats()["num_host_alloc"] - before <= 20
+
+
+@pytest.mark.cuda
+@needs_cuda
+def test_memory_that_a_kernel_still_reads_is_not_overwritten_by_the_next_copies():
+    weight = torch.rand(4096, 4096, device="cuda")
+    sums = []
+    for batch in DeviceLoader([torch.full((1 << 20,), float(number)) for number in range(100)], "cuda"):
+        for _ in range(4):
+            weight @ weight  # the sum comes long after its batch is dropped here
+        sums.append(batch.sum())
+        del batch
+    assert [total.item() for total in sums] == [number * float(1 << 20) for number in range(100)]
+
+
+@pytest.mark.cuda
+@needs_cuda
+def test_an_object_of_an_own_class_is_pinned_moved_and_told_of_the_stream():
+    (found,) = DeviceLoader([[Graph(torch.ones(4))]], "cuda")
+    assert found[0].told == ["pinned", "moved", "recorded"]
+    assert found[0].nodes.is_cuda
+
+
+@pytest.mark.cuda
+@needs_cuda
+def test_each_device_has_one_side_stream_whoever_moves_first():
+    backend, device = cuda.CudaBackend(), get_backend("cuda").device(0)
+    together = threading.Barrier(4, timeout=20)
+    found = []
+
+    def ask() -> None:
+        together.wait()
+        found.append(backend._side_stream(device))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({stream.cuda_stream for stream in found}) == 1
+    assert found[0] != torch.cuda.default_stream(device)
