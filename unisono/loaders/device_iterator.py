@@ -6,6 +6,8 @@ from collections.abc import Callable, Sized
 from typing import Any
 
 from unisono.loaders.channel import EndOfChannel
+from unisono.loaders.resume import State
+from unisono.loaders.sources import Bookmark
 from unisono.loaders.stages import Delivery, Lane
 from unisono.timeline import COMPUTE, FETCH, Loop
 from unisono.window import Pass, window_of
@@ -15,18 +17,20 @@ class DeviceIterator:
     """The batches of one device, once. What `ParallelLoader.per_device_loader` returns.
 
     Attributes:
-        valid_samples: how many samples of the last delivered batch count: all of them, or 0 for a batch that only
-            repeats a sample so that this rank keeps step with the others.
+        valid_samples: how many samples of the last delivered batch count, from the front: all of them, but for a
+            padded one; 0 for a batch that only repeats a sample so that this rank keeps step with the others.
     """
 
-    def __init__(self, parent: Sized, lane: Lane, receive: Callable[[], Delivery]) -> None:
+    def __init__(self, parent: Sized, lane: Lane, receive: Callable[[], Delivery], bookmark: Bookmark) -> None:
         self._parent = parent  # its threads end with the last iterator
         self._lane = lane
         self._receive = receive
+        self._bookmark = bookmark
         self._window = window_of(lane.world)
         self._loop: Loop | None = None
         self._pass: Pass | None = None
         self.valid_samples = 0
+        self._total: int | None = None
         lane.iterators.add(id(self))
 
     def __iter__(self) -> DeviceIterator:
@@ -60,7 +64,7 @@ class DeviceIterator:
                 raise RuntimeError("a batch could not be moved to its device: it raised StopIteration") from error
             raise
         claim = delivery.claim
-        self.valid_samples = claim.samples
+        self.valid_samples, self._total = claim.samples, claim.total
         lane.progress.advance(delivery.position)
         running.add(claim.samples, claim.total, claim.mark)
         counts = track.counts
@@ -72,6 +76,15 @@ class DeviceIterator:
         track.switch(COMPUTE)
         track.count_wait(delivery.stamps.divide(began, track.since))
         return delivery.batch
+
+    @property
+    def weight(self) -> float | None:
+        """The part of the global batch that the last delivered batch's valid samples are; None where it is unknown."""
+        return self.valid_samples / self._total if self._total else None
+
+    def state_dict(self) -> State:
+        """The loader's state behind the last batch that this loop received; as for `ParallelLoader`."""
+        return self._bookmark.state([self._lane.progress])
 
     def close(self) -> None:
         """Take no more: this device's batches fall away, the other devices go on. Idempotent."""

@@ -28,9 +28,9 @@ from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.indexed import drops_tail, is_sharded
 from unisono.loaders.lockstep import Lockstep
 from unisono.loaders.registry import source_of
-from unisono.loaders.resume import Progress, State
+from unisono.loaders.resume import State
 from unisono.loaders.sharding import Rule, Split, Tail
-from unisono.loaders.sources import Begun, load_state, state_of
+from unisono.loaders.sources import Bookmark
 from unisono.loaders.stages import Delivery, Lane, Pipeline
 from unisono.world import World, current_world
 
@@ -113,10 +113,8 @@ class ParallelLoader:
         self._loops = loops
         self._rule = _rule(self._world, len(self._devices), loader, split, tail, bool(fixed_batch_size), sharded)
         self._source = source_of(loader, self._world, batchdim, seed)
+        self._bookmark = Bookmark(self._source, self._rule)
         self._prepare()
-
-    def _progress(self) -> list[Progress]:
-        return [lane.progress for lane in self._pipeline.lanes]
 
     def _prepare(self) -> None:
         """Make what serves one pass."""
@@ -126,8 +124,7 @@ class ParallelLoader:
             self._pipeline.add_lane(device, backend, world, self._loops is not None)
         self._lanes = {str(lane.device): lane for lane in self._pipeline.lanes}
         self._starting = threading.Lock()
-        self._begun: Begun | None = None
-        self._receivers: dict[str, Callable[[], Delivery]] = {}
+        self._receivers: dict[str, Callable[[], Delivery]] = {}  # of a pass that has begun
         self._is_closed = False
         self._finalizer = weakref.finalize(self, self._pipeline.stop)
 
@@ -144,12 +141,12 @@ class ParallelLoader:
         if self._is_closed:
             raise ClosedError("this ParallelLoader is closed; it makes one pass, so make a new one for the next")
         with self._starting:
-            if self._begun is None:
+            if not self._receivers:
                 begun = self._source.begin(self._rule, self._pipeline.count_left_out)
+                self._bookmark.open(begun, [lane.progress for lane in self._pipeline.lanes])
                 self._pipeline.start(begun.pieces)
-                self._begun = begun._replace(pieces=iter(()))
                 self._receivers = {name: self._receiver(lane, begun.position) for name, lane in self._lanes.items()}
-        return DeviceIterator(self, self._lanes[name], self._receivers[name])
+        return DeviceIterator(self, self._lanes[name], self._receivers[name], self._bookmark)
 
     def _receiver(self, lane: Lane, start: State) -> Callable[[], Delivery]:
         """What gives the batches of a lane to its loop."""
@@ -159,19 +156,25 @@ class ParallelLoader:
         ahead = device_prefetch_size if prefetch_bytes is None else 1
         return Lockstep(lane, self._rule.tail, self._batchdim, ahead, start).receive
 
-    def again(self) -> ParallelLoader:
-        """A further pass over the same source."""
+    def again(self, loops: Sequence[World] | None = None) -> ParallelLoader:
+        """A further pass over the same source, whose state this loader's `state_dict` tells from its beginning on.
+
+        Args:
+            loops: as for the class.
+        """
         twin = copy.copy(self)
+        twin._loops = loops or self._loops
         twin._prepare()
         return twin
 
     def state_dict(self) -> State:
         """Where the loops stand: behind the last round of which every device has received its batch.
 
-        What was prefetched does not count. The state is the same on every rank, and can be loaded by a loader with
-        another number of ranks or devices, another batch size and other loader workers.
+        What was prefetched does not count. When all have reached the end, it is the beginning of the next epoch. The
+        state is the same on every rank, and can be loaded by a loader with another number of ranks or devices, another
+        batch size and other loader workers.
         """
-        return state_of(self._source, self._begun, self._progress())
+        return self._bookmark.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the pass, which has not begun, go on from a state.
@@ -181,12 +184,12 @@ class ParallelLoader:
             BusyError: the pass has begun.
         """
         self._refuse_begun("load_state_dict")
-        load_state(self._source, self._rule, state)
+        self._bookmark.load(state)
 
     @property
     def epoch(self) -> int:
-        """The epoch of this pass, or the one with which it will begin."""
-        return self._begun.epoch if self._begun is not None else self._source.next_position()[0]
+        """The epoch of the state: that of this pass until its end, then the next one."""
+        return int(self.state_dict()["epoch"])
 
     def set_epoch(self, epoch: int) -> None:
         """Let the pass, which has not begun, be that epoch. Epochs advance by themselves: this is for jumps.
@@ -196,10 +199,15 @@ class ParallelLoader:
         """
         self._refuse_begun("set_epoch")
         check_size(epoch, "epoch", 0)
-        self._source.seek(epoch, {"offset": 0}, self._rule)
+        self._bookmark.jump(epoch)
+
+    @property
+    def devices(self) -> list[str]:
+        """The devices, as strings."""
+        return [str(device) for _, device in self._devices]
 
     def _refuse_begun(self, what: str) -> None:
-        if self._begun is not None:
+        if self._receivers:
             raise BusyError(f"{what} comes before a pass, and that of this ParallelLoader has begun; make a new one")
 
     def __len__(self) -> int:
@@ -235,7 +243,7 @@ class DeviceLoader:
     anew for each epoch. The arguments are those of `ParallelLoader`; `device=None` takes the world's device.
 
     Attributes:
-        valid_samples: as for `DeviceIterator`, of the iteration begun last.
+        valid_samples, weight: as for `DeviceIterator`, of the loop begun last.
     """
 
     def __init__(
@@ -273,8 +281,6 @@ class DeviceLoader:
             world=world,
         )
         self._latest: weakref.ref[DeviceIterator] | None = None  # weak: the threads of a pass end with its iterator
-        self._begun: Begun | None = None
-        self._progress: list[Progress] = []
         self._is_spent = False
 
     @property
@@ -283,9 +289,14 @@ class DeviceLoader:
         return latest.valid_samples if latest is not None else 0
 
     @property
+    def weight(self) -> float | None:
+        latest = self._latest() if self._latest is not None else None
+        return latest.weight if latest is not None else None
+
+    @property
     def epoch(self) -> int:
-        """The epoch of the iteration begun last; before the first, the one with which it will begin."""
-        return self._begun.epoch if self._begun is not None else self._never_begun.epoch
+        """The epoch of the state: that of the loop begun last until its end, then the next one."""
+        return self._never_begun.epoch
 
     def __iter__(self) -> DeviceIterator:
         source = self._never_begun._loader
@@ -294,11 +305,9 @@ class DeviceLoader:
                 f"this DeviceLoader was looped over before, and its source, a {type(source).__name__}, gives its "
                 "batches only once; pass an iterable that can begin anew, a list or a DataLoader"
             )
-        parallel = self._never_begun.again()
-        iterator = parallel.per_device_loader(self._device)
+        iterator = self._never_begun.again().per_device_loader(self._device)
         self._is_spent = isinstance(source, Iterator) and iter(source) is source
         self._latest = weakref.ref(iterator)
-        self._begun, self._progress = parallel._begun, parallel._progress()
         return iterator
 
     def __len__(self) -> int:
@@ -310,7 +319,7 @@ class DeviceLoader:
 
         At the end of an epoch it is the beginning of the next one. Otherwise as for `ParallelLoader`.
         """
-        return state_of(self._never_begun._source, self._begun, self._progress)
+        return self._never_begun.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next loop go on from a state.
@@ -319,12 +328,10 @@ class DeviceLoader:
             StateError: it is not the state of such a loader; its subclasses tell why.
         """
         self._never_begun.load_state_dict(state)
-        self._begun = None
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next loop be that epoch. Epochs advance by themselves: this is for jumps."""
         self._never_begun.set_epoch(epoch)
-        self._begun = None
 
 
 def check_size(size: int, name: str, least: int = 1) -> None:

@@ -63,27 +63,46 @@ class Source(Protocol):
         """The number of rounds of a whole epoch. TypeError where it is not known."""
 
 
-def state_of(source: Source, begun: Begun | None, progress: Sequence[Progress]) -> State:
-    """The state behind the last round that all loops of a pass have received; None has begun: that of the next pass."""
-    if begun is None:
-        epoch, position = source.next_position()
-    elif all(each.has_ended for each in progress):
-        epoch, position = begun.epoch + 1, {"offset": 0}
-    else:
-        behind = min(progress, key=lambda each: each.rounds)
-        epoch, position = begun.epoch, behind.position or begun.position
-    return {"version": VERSION, "epoch": epoch, "seed": source.seed, "length": source.length, **position}
+class Bookmark:
+    """Where the pass that was begun last over a source stands, or the one that begins next."""
 
+    def __init__(self, source: Source, rule: Rule) -> None:
+        self._source = source
+        self._rule = rule
+        self._begun: Begun | None = None
+        self._progress: Sequence[Progress] = ()
 
-def load_state(source: Source, rule: Rule, state: Mapping[str, Any]) -> None:
-    """Let the next pass begin where a state says.
+    def open(self, begun: Begun, progress: Sequence[Progress]) -> None:
+        """A pass has begun, whose loops keep their progress there."""
+        self._begun, self._progress = begun._replace(pieces=iter(())), progress
 
-    Raises:
-        StateError: it is not the state of such a source.
-    """
-    check_state(state, source.length, source.seed)
-    position = {name: value for name, value in state.items() if name not in FACTS}
-    source.seek(state["epoch"], position, rule)
+    def state(self, progress: Sequence[Progress] = ()) -> State:
+        """The state behind the last round that all loops of the pass have received, or those given."""
+        source, begun, progress = self._source, self._begun, progress or self._progress
+        if begun is None:
+            epoch, position = source.next_position()
+        elif all(each.has_ended for each in progress):
+            epoch, position = begun.epoch + 1, {"offset": 0}
+        else:
+            behind = min(progress, key=lambda each: each.rounds)
+            epoch, position = begun.epoch, behind.position or begun.position
+        return {"version": VERSION, "epoch": epoch, "seed": source.seed, "length": source.length, **position}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Let the next pass begin where a state says.
+
+        Raises:
+            StateError: it is not the state of such a source.
+        """
+        check_state(state, self._source.length, self._source.seed)
+        position = {name: value for name, value in state.items() if name not in FACTS}
+        self._source.seek(state["epoch"], position, self._rule)
+        self._begun = None
+
+    def jump(self, epoch: int) -> None:
+        """Let the next pass be that epoch, from its beginning."""
+        self._source.seek(epoch, {"offset": 0}, self._rule)
+        self._begun = None
 
 
 class PlainSource:

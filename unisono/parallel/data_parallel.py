@@ -102,7 +102,7 @@ class DataParallel:
     def __call__(
         self,
         loop_fn: LoopFn[T],
-        loader: Iterable[Any],
+        loader: Iterable[Any] | ParallelLoader,
         fixed_batch_size: bool = False,
         batchdim: int = 0,
     ) -> list[T]:
@@ -110,7 +110,9 @@ class DataParallel:
 
         Args:
             loop_fn: the loop; its `device_loader` yields plain batches, each step's batches forming a global batch.
-            loader, fixed_batch_size, batchdim: as for `ParallelLoader`.
+            loader: as for `ParallelLoader`; or one of these over the same devices: its arguments hold, and its state goes
+                on from call to call.
+            fixed_batch_size, batchdim: as for `ParallelLoader`.
 
         Returns:
             What the calls returned, in device order.
@@ -132,19 +134,21 @@ class DataParallel:
         finally:
             self._busy.release()
 
-    def _run_native(self, loop_fn: LoopFn[T], loader: Iterable[Any], fixed_batch_size: bool, batchdim: int) -> T:
+    def _run_native(
+        self, loop_fn: LoopFn[T], loader: Iterable[Any] | ParallelLoader, fixed_batch_size: bool, batchdim: int
+    ) -> T:
         backend, device = self._resolved[0]
         world = solo_world(backend, device, self._timelines[0])
-        with use_world(world), ParallelLoader(loader, [device], batchdim, fixed_batch_size, world=world) as parallel:
+        with use_world(world), self._pass(loader, fixed_batch_size, batchdim, [world]) as parallel:
             return loop_fn(self.models[0], parallel.per_device_loader(device), device, self._contexts[0])
 
     def _run_replicas(
-        self, loop_fn: LoopFn[T], loader: Iterable[Any], fixed_batch_size: bool, batchdim: int
+        self, loop_fn: LoopFn[T], loader: Iterable[Any] | ParallelLoader, fixed_batch_size: bool, batchdim: int
     ) -> list[T]:
         devices = [device for _, device in self._resolved]
         worlds = thread_worlds(devices, self._timelines)
         num_threads = fair_num_threads(len(devices))
-        with ParallelLoader(loader, devices, batchdim, fixed_batch_size, loops=worlds) as parallel, kept_num_threads():
+        with self._pass(loader, fixed_batch_size, batchdim, worlds) as parallel, kept_num_threads():
             loaders = [parallel.per_device_loader(device) for device in devices]
             failed: list[int] = []
             bodies = [
@@ -161,6 +165,18 @@ class DataParallel:
             cause = next((rank for rank in failed if not outcomes[rank].is_secondary), failed[0])
             outcomes[cause].unwrap()
         return [outcome.unwrap() for outcome in outcomes]
+
+    def _pass(
+        self, loader: Iterable[Any] | ParallelLoader, fixed_batch_size: bool, batchdim: int, loops: list[World]
+    ) -> ParallelLoader:
+        """A new pass over the loader, for loops that run in those worlds."""
+        if not isinstance(loader, ParallelLoader):
+            return ParallelLoader(loader, self.devices, batchdim, fixed_batch_size, loops=loops)
+        if loader.devices != self.devices:
+            raise ValueError(f"the ParallelLoader is over {loader.devices}, this DataParallel over {self.devices}")
+        if fixed_batch_size or batchdim:
+            raise ValueError("fixed_batch_size and batchdim are arguments of the ParallelLoader that was given")
+        return loader.again(loops)
 
 
 def _body(
