@@ -44,7 +44,7 @@ def wait_counter(cause: str) -> str:
     return f"wait_{cause}_ns"
 
 
-_WAIT_COUNTERS = [wait_counter(cause) for cause in Waits._fields]
+_WAIT_SOURCE, _WAIT_TRANSFER, _WAIT_PEERS = map(wait_counter, Waits._fields)
 
 
 class Span(NamedTuple):
@@ -92,8 +92,10 @@ class Track:
 
     def count_wait(self, waits: Waits) -> None:
         """Add what the loop waited for."""
-        for counter, waited in zip(_WAIT_COUNTERS, waits, strict=True):
-            self.counts[counter] += waited
+        counts, (source, transfer, peers) = self.counts, waits
+        counts[_WAIT_SOURCE] += source
+        counts[_WAIT_TRANSFER] += transfer
+        counts[_WAIT_PEERS] += peers
 
 
 class Loop:

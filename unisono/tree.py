@@ -105,10 +105,12 @@ def flat_tensors(tree: Any) -> Collection[torch.Tensor] | None:
 def nbytes(tree: Any) -> int:
     """The bytes of a batch's tensors, arrays and texts, as large as they say that they are; a shared one once."""
     flat = flat_tensors(tree)
-    if flat is None:
+    if flat is None or len({*map(id, flat)}) < len(flat):
         return sum(map(_leaf_nbytes, leaves(tree)))
-    once = {id(tensor): tensor for tensor in flat}.values()
-    return sum([each.nbytes if each.layout is torch.strided else _leaf_nbytes(each) for each in once])
+    total = 0
+    for each in flat:
+        total += each.nbytes if each.layout is torch.strided else _leaf_nbytes(each)
+    return total
 
 
 def take(tree: Any, start: int, stop: int, dim: int = 0) -> Any:

@@ -101,7 +101,7 @@ class Flow:
         return [self.iterator(lane) for lane in self.pipeline.lanes]
 
     def iterator(self, lane: Any) -> DeviceIterator:
-        return DeviceIterator([], lane)
+        return DeviceIterator([], lane, lane.receive, None)
 
     def wait_given(self, count: int) -> None:
         with self._given:

@@ -39,9 +39,10 @@ class CpuBackend:
 
     def to_device(self, batch: Any, device: torch.device) -> tuple[Any, Any]:
         flat = flat_tensors(batch)
-        if flat is not None and all(tensor.is_cpu for tensor in flat):
-            return batch, None
-        return tree_map(_to_cpu, batch), None
+        is_here = flat is not None
+        for tensor in flat or ():
+            is_here = is_here and tensor.is_cpu
+        return (batch if is_here else tree_map(_to_cpu, batch)), None
 
     def wait_ready(self, token: Any) -> None:
         pass

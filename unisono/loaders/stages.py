@@ -150,15 +150,13 @@ class Lane:
         if self._failed_at is not None:
             return False
         sent_at = perf_counter_ns() if asked_at else loaded_at
-        loaded = Loaded(piece, self.sent, size, Stamps(asked_at, loaded_at, sent_at))
+        item: Any = Loaded(piece, self.sent, size, Stamps(asked_at, loaded_at, sent_at))
         if self._is_direct:
             try:
-                item: Any = self.move(loaded)
+                item = self.move(item)
             except BaseException as error:
-                self.fail(loaded.number, conveyor, Outcome.failure(error))
+                self.fail(self.sent, conveyor, Outcome.failure(error))
                 return False
-        else:
-            item = loaded
         self.sent += 1
         self._sent_bytes += size
         return entry.send(item)
