@@ -233,8 +233,13 @@ class WorkerPool:
             persistent_workers=loader.persistent_workers,
         )
 
-    def serve(self, seed: int, requests: Iterator[Any] | None = None) -> Served:
+    def serve(
+        self, seed: int, requests: Iterator[Any] | None = None, before: Callable[[], Any] = lambda: None
+    ) -> Served:
         """What the workers make in one pass, unpacked. They are started here, in the calling thread.
+
+        Args:
+            before: called when no other pass has the persistent workers, before they hear of this one.
 
         Raises:
             BusyError: the persistent workers serve another pass.
@@ -245,6 +250,7 @@ class WorkerPool:
                 "first, or pass persistent_workers=False"
             )
         try:
+            before()
             self._generator.manual_seed(seed)
             self._requests.requests = requests or iter(())
             values = iter(self._loader)
@@ -286,6 +292,8 @@ class Served:
         try:
             return next(self._values)
         except (EOFError, OSError) as error:
+            if str(error).startswith("Caught "):  # torch's words for what worker_init_fn has raised there
+                raise
             raise RuntimeError(
                 "a DataLoader worker died before its batch was received; the usual reason is a lack of memory"
             ) from error
