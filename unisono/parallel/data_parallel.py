@@ -110,8 +110,8 @@ class DataParallel:
 
         Args:
             loop_fn: the loop; its `device_loader` yields plain batches, each step's batches forming a global batch.
-            loader: as for `ParallelLoader`; or one of these over the same devices: its arguments hold, and its state goes
-                on from call to call.
+            loader: as for `ParallelLoader`, or one of these over the same devices: its arguments hold, and its state
+                goes on from call to call.
             fixed_batch_size, batchdim: as for `ParallelLoader`.
 
         Returns:
