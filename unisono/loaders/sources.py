@@ -193,6 +193,15 @@ class ItemSource(PlainSource):
         self._items = items
         self.length = items.length
 
+    def seek(self, epoch: int, position: State, rule: Rule) -> None:
+        """Let the next pass begin there.
+
+        Raises:
+            StateError: nothing tells how many items come before it, or there are not so many.
+        """
+        self._items.seek(epoch, {"offset": position.get("batches", 0)}, Rule())
+        super().seek(epoch, position, rule)
+
     def _open(self, epoch: int, position: State) -> Iterator[Loaded]:
         self._items.seek(epoch, {"offset": position["batches"]}, Rule())
         pieces = self._items.begin(Rule(), lambda samples: None).pieces

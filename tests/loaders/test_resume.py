@@ -1,0 +1,575 @@
+"""A loop goes on where it stood: at any sample, on any number of devices, with nothing lost or repeated."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import json
+import logging
+import re
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from epochs import Bucketed, Numbers, chunks, counted, ranks_of, take
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from modes import PROCESSES_2
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
+
+from unisono import BusyError, DataParallel, DeviceLoader, ParallelLoader
+from unisono.errors import StateError, StateLengthError, StateSeedError, StateVersionError
+from unisono.randomness import seed_of
+
+SAMPLES = 23
+
+
+def order(samples: int, seed: int, epoch: int) -> list[int]:
+    """The shuffled order of an epoch, as torch's own sampler draws it."""
+    if not samples:
+        return []
+    return list(RandomSampler(range(samples), generator=torch.Generator().manual_seed(seed_of(seed, epoch))))
+
+
+def shuffled(samples: int = SAMPLES, batch_size: int | None = 2, **options: Any) -> DataLoader:
+    return DataLoader(Numbers(samples), batch_size=batch_size, shuffle=samples > 0, **options)
+
+
+def common_state(loaders: list[DeviceLoader]) -> dict[str, Any]:
+    """The state of all ranks, which is one and the same, as it comes back from a file."""
+    states = [loader.state_dict() for loader in loaders]
+    assert all(state == states[0] for state in states)
+    return json.loads(json.dumps(states[0]))
+
+
+def resumed(loaders: list[DeviceLoader], state: dict[str, Any]) -> list[DeviceLoader]:
+    for loader in loaders:
+        loader.load_state_dict(state)
+    return loaders
+
+
+def until(condition: Callable[[], Any]) -> None:
+    """Wait for what no one announces; the test's own time limit ends it."""
+    while not condition():
+        threading.Event().wait(0.001)
+
+
+def devices(count: int) -> list[str]:
+    return [f"cpu:{index}" for index in range(count)]
+
+
+def take_rounds(parallel: ParallelLoader, count: int, most: int | None = None) -> list[int]:
+    """The samples that count of the first rounds of a pass."""
+    iterators = [parallel.per_device_loader(device) for device in devices(count)]
+    found: list[int] = []
+    for _ in range(most) if most is not None else itertools.count():
+        try:
+            for iterator in iterators:
+                batch = next(iterator)
+                found.extend(batch[: iterator.valid_samples].tolist())
+        except StopIteration:
+            for iterator in iterators[1:]:
+                assert next(iterator, None) is None
+            break
+    return found
+
+
+# Anywhere.
+
+WAYS = {
+    "count": st.integers(1, 4),
+    "size": st.integers(1, 5),
+    "split": st.sampled_from(["device", "global"]),
+    "tail": st.sampled_from(["split", "pad"]),
+}
+
+
+@settings(max_examples=50)
+@given(
+    samples=st.integers(0, 40),
+    epoch=st.integers(0, 3),
+    rounds=st.integers(0, 12),
+    before=st.fixed_dictionaries(WAYS),
+    after=st.fixed_dictionaries(WAYS),
+)
+def test_a_pass_goes_on_at_the_sample_where_it_was_left(samples, epoch, rounds, before, after):
+    def load(count: int, size: int, **options: Any) -> list[DeviceLoader]:
+        return ranks_of(shuffled(samples, size), count, seed=5, **options)
+
+    first = load(**before)
+    for loader in first:
+        loader.set_epoch(epoch)
+    delivered = counted([take(loader, rounds) for loader in first])
+    state = common_state(first)
+    if rounds > len(first[0]):  # it was told the end
+        assert delivered == order(samples, 5, epoch)
+        epoch, delivered = epoch + 1, []
+    assert (state["epoch"], state["offset"]) == (epoch, len(delivered))
+    second = resumed(load(**after), state)
+    assert [loader.epoch for loader in second] == [epoch] * after["count"]
+    assert delivered + counted([take(loader) for loader in second]) == order(samples, 5, epoch)
+    assert counted([take(loader) for loader in second]) == order(samples, 5, epoch + 1)
+    assert common_state(second) == {"version": 1, "epoch": epoch + 2, "seed": 5, "length": samples, "offset": 0}
+
+
+@given(
+    samples=st.integers(0, 40),
+    rounds=st.integers(0, 8),
+    size=st.integers(1, 5),
+    again=st.integers(1, 9),
+    count=st.integers(1, 3),
+)
+@settings(max_examples=40)
+def test_a_tail_that_is_dropped_is_less_than_a_round_after_a_resume_too(samples, rounds, size, again, count):
+    for options in ({"drop_last": True}, {}):
+        first = ranks_of(shuffled(samples, size, **options), 2, seed=5, tail="drop")
+        delivered = counted([take(loader, min(rounds, len(loader))) for loader in first])
+        second = resumed(ranks_of(shuffled(samples, again, **options), count, seed=5, tail="drop"), common_state(first))
+        found = delivered + counted([take(loader) for loader in second])
+        assert found == order(samples, 5, 0)[: len(found)]
+        assert samples - len(found) < again * count
+        assert (len(found) - len(delivered)) % (again * count) == 0
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_it_may_be_left_and_resumed_again_and_again(num_workers):
+    state = None
+    found: list[int] = []
+    for step in itertools.count():
+        loaders = ranks_of(shuffled(num_workers=num_workers), 1 + step % 3, seed=5)
+        if state is not None:
+            resumed(loaders, state)
+        if loaders[0].epoch == 1:
+            break
+        found += counted([take(loader, 1) if len(found) < SAMPLES else take(loader) for loader in loaders])
+        state = common_state(loaders)
+    assert found == order(SAMPLES, 5, 0)
+    assert step == 6 + 1  # 2, 4, 6, 2, 4 and the last 5 samples, and the end
+
+
+def test_every_offset_of_a_pass_is_one_to_resume_at():
+    whole = order(SAMPLES, 5, 0)
+    for rounds in range(13):
+        for count, options in ((1, {}), (2, {"split": "global"}), (3, {"tail": "pad"})):
+            (first,) = ranks_of(shuffled(batch_size=2), 1, seed=5)
+            delivered = counted([take(first, rounds)])
+            second = resumed(ranks_of(shuffled(batch_size=3), count, seed=5, **options), common_state([first]))
+            assert delivered + counted([take(loader) for loader in second]) == whole
+
+
+# What the state is.
+
+
+def test_the_state_is_what_was_delivered_whatever_was_prefetched():
+    loader = shuffled()
+    device_loader = DeviceLoader(loader)
+    iterator = iter(device_loader)
+    for rounds in range(1, 4):
+        next(iterator)
+        until(lambda: loader.dataset.asked == SAMPLES)
+        assert device_loader.state_dict()["offset"] == 2 * rounds
+
+
+def test_nothing_is_loaded_again():
+    loader = shuffled(1000)
+    device_loader = resumed([DeviceLoader(loader, seed=5)], {**STATE, "length": 1000, "offset": 990})[0]
+    assert counted([take(device_loader)]) == order(1000, 5, 0)[990:]
+    assert loader.dataset.asked == 10
+
+
+STATE = {"version": 1, "epoch": 0, "seed": 5, "length": SAMPLES, "offset": 6}
+
+
+def test_a_state_is_plain_data():
+    for loader in (shuffled(), shuffled(batch_size=None), list(torch.arange(9).split(2))):
+        device_loader = DeviceLoader(loader)
+        iterator = iter(device_loader)
+        next(iterator)
+        state = device_loader.state_dict()
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        assert torch.load(file, weights_only=True) == json.loads(json.dumps(state)) == state
+
+
+def test_before_the_first_batch_the_state_is_the_beginning_of_the_pass():
+    loader = DeviceLoader(shuffled(), seed=5)
+    beginning = {**STATE, "offset": 0}
+    assert loader.state_dict() == beginning
+    iterator = iter(loader)
+    assert loader.state_dict() == beginning
+    del iterator
+    assert loader.state_dict() == beginning
+    assert counted([take(resumed([DeviceLoader(shuffled(), seed=5)], beginning)[0])]) == order(SAMPLES, 5, 0)
+
+
+def test_before_the_first_batch_of_a_resumed_pass_the_state_is_the_one_that_was_loaded():
+    loader = resumed([DeviceLoader(shuffled(), seed=5)], STATE)[0]
+    assert loader.state_dict() == STATE
+    iterator = iter(loader)
+    assert loader.state_dict() == STATE
+    del iterator
+
+
+def test_behind_the_last_batch_but_not_told_so_the_rest_of_the_epoch_is_empty():
+    loader = DeviceLoader(shuffled(), seed=5)
+    take(loader, len(loader))
+    state = common_state([loader])
+    assert (state["epoch"], state["offset"]) == (0, SAMPLES)
+    (again,) = resumed(ranks_of(shuffled(), 1, seed=5), state)
+    assert take(again) == []
+    assert counted([take(again)]) == order(SAMPLES, 5, 1)
+
+
+def test_behind_the_end_the_state_is_the_beginning_of_the_next_epoch():
+    loader = DeviceLoader(shuffled(), seed=5)
+    take(loader)
+    state = common_state([loader])
+    assert (state["epoch"], state["offset"]) == (1, 0)
+    (again,) = resumed(ranks_of(shuffled(), 1, seed=5), state)
+    assert counted([take(again)]) == order(SAMPLES, 5, 1) == counted([take(loader)])
+
+
+def test_a_state_loaded_in_mid_pass_is_for_the_next_loop():
+    loader = DeviceLoader(shuffled(), seed=5)
+    iterator = iter(loader)
+    first = next(iterator).tolist()
+    loader.load_state_dict({**STATE, "epoch": 7})
+    assert loader.epoch == 7
+    assert loader.state_dict() == {**STATE, "epoch": 7}
+    assert first + [each for batch in iterator for each in batch.tolist()] == order(SAMPLES, 5, 0)
+    assert counted([take(loader)]) == order(SAMPLES, 5, 7)[6:]
+    assert counted([take(loader)]) == order(SAMPLES, 5, 8)
+
+
+def test_a_later_change_of_the_state_changes_no_loader():
+    loader = DeviceLoader(shuffled(), seed=5)
+    state = loader.state_dict()
+    loader.load_state_dict(state)
+    state["offset"] = 17
+    loader.state_dict()["epoch"] = 17
+    assert counted([take(loader)]) == order(SAMPLES, 5, 0)
+
+
+def test_after_an_error_the_state_is_behind_what_was_delivered():
+    class Failing(Numbers):
+        def __getitem__(self, index: int) -> int:
+            if index == 9:
+                raise OSError("unreadable")
+            return index
+
+    loader = DeviceLoader(DataLoader(Failing(20), batch_size=2))
+    with pytest.raises(OSError, match="unreadable"):
+        take(loader)
+    assert loader.state_dict()["offset"] == 8
+    loader.load_state_dict(loader.state_dict())
+    with pytest.raises(OSError, match="unreadable"):
+        take(loader)
+    assert loader.state_dict() == {"version": 1, "epoch": 0, "seed": 0, "length": 20, "offset": 8}
+
+
+def test_epochs_advance_by_themselves_and_jump_when_told():
+    loader = DeviceLoader(shuffled(), seed=5)
+    assert loader.epoch == 0
+    for epoch in (0, 1):
+        assert counted([take(loader, 3)]) == order(SAMPLES, 5, epoch)[:6]
+        assert loader.epoch == epoch
+    loader.set_epoch(40)
+    assert loader.epoch == 40
+    assert counted([take(loader)]) == order(SAMPLES, 5, 40)
+    assert loader.epoch == 41, "it has ended"
+    assert counted([take(loader, 1)]) == order(SAMPLES, 5, 41)[:2]
+    for wrong, error in ((-1, ValueError), (True, TypeError), (1.5, TypeError), ("1", TypeError)):
+        with pytest.raises(error, match="epoch="):
+            loader.set_epoch(wrong)
+    assert loader.epoch == 41
+
+
+# Several devices of one process.
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (2, 2), (2, 3), (3, 1)])
+def test_a_parallel_loader_goes_on_with_another_number_of_devices(before, after):
+    with ParallelLoader(shuffled(), devices(before), seed=5) as first:
+        delivered = take_rounds(first, before, 2)
+        state = json.loads(json.dumps(first.state_dict()))
+    with ParallelLoader(shuffled(), devices(after), seed=5) as second:
+        second.load_state_dict(state)
+        assert delivered + take_rounds(second, after) == order(SAMPLES, 5, 0)
+        assert second.state_dict() == {**STATE, "epoch": 1, "offset": 0}
+    with second.again() as third:
+        assert take_rounds(third, after) == order(SAMPLES, 5, 1)
+
+
+def test_a_parallel_loader_stands_behind_the_last_round_of_which_every_device_has_its_batch():
+    with ParallelLoader(shuffled(), devices(2), seed=5) as parallel:
+        one, other = (parallel.per_device_loader(device) for device in devices(2))
+        offsets = [parallel.state_dict()["offset"]]
+        for iterator in (one, one, one, other, other, one):
+            next(iterator)
+            offsets.append(parallel.state_dict()["offset"])
+        assert offsets == [0, 0, 0, 0, 4, 8, 8]
+        assert len(list(one)) == 2
+        assert (parallel.state_dict()["epoch"], parallel.state_dict()["offset"]) == (0, 8)
+        assert len(list(other)) == 4
+        assert (parallel.state_dict()["epoch"], parallel.state_dict()["offset"]) == (1, 0)
+
+
+def test_a_parallel_loader_that_has_begun_loads_no_state():
+    with ParallelLoader(shuffled(), devices(1), seed=5) as parallel:
+        assert parallel.epoch == 0
+        iterator = parallel.per_device_loader("cpu:0")
+        with pytest.raises(BusyError, match="load_state_dict comes before a pass"):
+            parallel.load_state_dict(STATE)
+        with pytest.raises(BusyError, match="set_epoch comes before a pass"):
+            parallel.set_epoch(3)
+        assert [each for batch in iterator for each in batch.tolist()] == order(SAMPLES, 5, 0)
+
+
+def test_replicas_go_on_from_a_state():
+    def loop(model: Any, loader: Any, *_: Any) -> list[list[int]]:
+        return [batch[: loader.valid_samples].tolist() for batch in loader]
+
+    def run(parallel: ParallelLoader) -> list[int]:
+        each_replicas = DataParallel(nn.Identity(), devices(2))(loop, parallel)
+        return [each for round_ in zip(*each_replicas, strict=True) for samples in round_ for each in samples]
+
+    with ParallelLoader(shuffled(), devices(2), seed=5) as parallel:
+        parallel.load_state_dict(STATE)
+        assert run(parallel) == order(SAMPLES, 5, 0)[6:]
+        assert parallel.state_dict() == {**STATE, "epoch": 1, "offset": 0}
+        assert run(parallel) == order(SAMPLES, 5, 1)
+
+
+def test_worker_processes_go_on_where_others_stood():
+    def load() -> Any:
+        loader = DeviceLoader(shuffled(), seed=5)
+        loader.load_state_dict(STATE)
+        found = take(loader, 2)
+        return found, loader.state_dict()
+
+    (first, state), (second, same) = PROCESSES_2.run(load)
+    assert state == same == {**STATE, "offset": 14}
+    found = order(SAMPLES, 5, 0)[:6] + counted([first, second])
+    (alone,) = resumed(ranks_of(shuffled(batch_size=7), 1, seed=5), state)
+    assert found + counted([take(alone)]) == order(SAMPLES, 5, 0)
+
+
+# Loaders of other kinds.
+
+
+def distributed(count: int, samples: int = 24, batch_size: int = 2) -> list[DeviceLoader]:
+    """Each rank's loader with torch's DistributedSampler, which cuts the data by ranks."""
+    loaders = []
+    for world in [loader._never_begun._world for loader in ranks_of([], count)]:
+        sampler = DistributedSampler(range(samples), num_replicas=count, rank=world.rank, seed=3)
+        data_loader = DataLoader(Numbers(samples), batch_size=batch_size, sampler=sampler)
+        loaders.append(DeviceLoader(data_loader, world=world))
+    return loaders
+
+
+def interleaved(each_ranks: list[list[Any]]) -> list[int]:
+    """In the order of all ranks, where rank r has every so manyth sample from r on."""
+    own = [[sample for each in deliveries for sample in each.counted] for deliveries in each_ranks]
+    return [sample for row in zip(*own, strict=True) for sample in row]
+
+
+def test_a_loader_that_cuts_itself_goes_on_with_a_number_of_ranks_that_divides():
+    whole = interleaved([take(loader) for loader in distributed(2)])
+    assert sorted(whole) == list(range(24))
+    for count in (1, 2, 4, 8):
+        first = distributed(2)
+        delivered = interleaved([take(loader, 2) for loader in first])
+        state = common_state(first)
+        assert (state["offset"], len(delivered)) == (8, 8)
+        second = resumed(distributed(count, batch_size=3), state)
+        assert delivered + interleaved([take(loader) for loader in second]) == whole
+
+
+def test_a_loader_that_cuts_itself_refuses_a_number_of_ranks_that_does_not_divide():
+    first = distributed(2)
+    for loader in first:
+        take(loader, 2)
+    for loader in distributed(3):
+        with pytest.raises(StateError, match=r"offset 8 is no multiple of world_size=3, .* own sampler cuts"):
+            loader.load_state_dict(common_state(first))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batches_of_ones_own_go_on(num_workers):
+    groups = [[5, 1, 4], [0], [2, 3], [9, 8, 7, 6], [11, 10, 12]]
+    whole = list(itertools.chain(*groups))
+
+    def load(count: int) -> list[DeviceLoader]:
+        return ranks_of(DataLoader(Numbers(13), batch_sampler=Bucketed(groups), num_workers=num_workers), count)
+
+    for before, after in ((2, 3),) if num_workers else ((1, 2), (2, 1), (2, 3)):
+        for rounds in (1, 2) if num_workers else range(4):
+            first = load(before)
+            delivered = counted([take(loader, rounds) for loader in first])
+            second = resumed(load(after), common_state(first))
+            assert delivered + counted([take(loader) for loader in second]) == whole
+
+
+@pytest.mark.parametrize("split", ["device", "global"])
+def test_any_iterable_goes_on_by_reading_what_was_delivered_before(caplog, split):
+    batches = list(torch.arange(20).split(3))
+    for before, after in ((1, 2), (2, 1), (2, 3)):
+        for rounds in range(3):
+            first = ranks_of(batches, before, split=split)
+            delivered = counted([take(loader, rounds) for loader in first])
+            state = common_state(first)
+            caplog.clear()
+            with caplog.at_level(logging.INFO, "unisono"):
+                second = resumed(ranks_of(batches, after, split=split), state)
+                assert delivered + counted([take(loader) for loader in second]) == list(range(20))
+            done = rounds * (before if split == "device" else 1)
+            words = f"resumes behind {done} batches of list, which has no state_dict: they are read and dropped"
+            assert (words in caplog.text) == (done > 0)
+            assert counted([take(loader) for loader in second]) == list(range(20))
+
+
+class Remembering:
+    """Batches of two, in an order by epoch, with a state of its own."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+        self.at = 0
+        self.starts: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.starts.append(self.at)
+        numbers = [(self.epoch + 1) * 100 + number for number in range(SAMPLES)]
+        for start in range(self.at, SAMPLES, 2):
+            self.at = min(start + 2, SAMPLES)
+            yield torch.tensor(numbers[start : start + 2])
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "nested": {"tensor": torch.tensor(self.at)}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert int(state["nested"]["tensor"]) == state["at"]
+        self.at = state.pop("at")  # what it does to its copy is its own affair
+
+
+@pytest.mark.parametrize("rounds", [0, 1, 3, 5])
+def test_a_loader_with_a_state_of_its_own_goes_on_by_it(rounds):
+    whole = [[(epoch + 1) * 100 + number for number in range(SAMPLES)] for epoch in range(2)]
+    (first,) = ranks_of(Remembering(), 1)
+    iterator = iter(first)
+    delivered = [each for batch in itertools.islice(iterator, rounds) for each in batch.tolist()]
+    until(lambda: first._never_begun._loader.starts and first._never_begun._loader.at > 2 * rounds)  # it is ahead
+    state = first.state_dict()
+    del iterator
+    kept = copy.deepcopy(state)
+    loader = Remembering()
+    (second,) = resumed([DeviceLoader(loader)], state)
+    assert delivered + counted([take(second)]) == whole[0]
+    assert loader.starts == [2 * rounds], "nothing was read again"
+    assert counted([take(second)]) == whole[1]
+    assert str(state) == str(kept)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_loader_without_batches_goes_on(count):
+    first = ranks_of(shuffled(batch_size=None), count, seed=5)
+    delivered = [take_items(loader, 4) for loader in first]
+    state = common_state(first)
+    loader = shuffled(batch_size=None)
+    second = resumed(ranks_of(loader, 2, seed=5), state)
+    rest = [take_items(each) for each in second]
+    assert [*interleave(delivered), *interleave(rest)] == order(SAMPLES, 5, 0)
+    assert loader.dataset.asked == 2 * (SAMPLES - 4 * count)
+    assert [*interleave([take_items(each) for each in second])] == order(SAMPLES, 5, 1)
+
+
+def take_items(loader: DeviceLoader, most: int | None = None) -> list[int]:
+    iterator = iter(loader)
+    return [item for item in itertools.islice(iterator, most) if iterator.valid_samples]
+
+
+def interleave(each_ranks: list[list[int]]) -> Iterator[int]:
+    missing = object()
+    rows = itertools.zip_longest(*each_ranks, fillvalue=missing)
+    return (item for row in rows for item in row if item is not missing)
+
+
+def test_persistent_workers_go_on():
+    loader = DeviceLoader(shuffled(num_workers=2, persistent_workers=True), seed=5)
+    before = counted([take(loader, 3)])
+    loader.load_state_dict(loader.state_dict())
+    assert before + counted([take(loader)]) == order(SAMPLES, 5, 0)
+    assert counted([take(loader)]) == order(SAMPLES, 5, 1)
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "change"),
+    [
+        (StateVersionError, "the state has version 2, this loader reads version 1", {"version": 2}),
+        (StateVersionError, "the state has version None", {"version": None}),
+        (StateVersionError, "the state has version 2", {"version": 2, "length": 4, "seed": 6}),
+        (StateLengthError, f"saved over 24 samples, this loader's dataset has {SAMPLES}", {"length": 24}),
+        (StateLengthError, f"saved over None samples, this loader's dataset has {SAMPLES}", {"length": None}),
+        (StateLengthError, "saved over 24 samples", {"length": 24, "seed": 6}),
+        (StateSeedError, "saved with seed 6, this loader has seed 5: .* pass seed=6", {"seed": 6}),
+        (StateError, "the state's epoch is -1; it must be a whole number from 0 on", {"epoch": -1}),
+        (StateError, "the state's epoch is True", {"epoch": True}),
+        (StateError, "the state's epoch is '1'", {"epoch": "1"}),
+        (StateError, "the state's offset is -2", {"offset": -2}),
+        (StateError, "the state's offset is 2.0", {"offset": 2.0}),
+        (StateError, "the state's offset is None", {"offset": None}),
+        (StateError, f"the state's offset is 24, but an epoch has {SAMPLES} samples", {"offset": 24}),
+    ],
+)
+def test_a_state_of_another_loader_is_refused_with_both_values(error, words, change):
+    loader = DeviceLoader(shuffled(), seed=5)
+    with pytest.raises(error, match=words) as caught:
+        loader.load_state_dict({**STATE, **change})
+    assert type(caught.value) is error
+    assert isinstance(caught.value, ValueError)
+    assert counted([take(loader)]) == order(SAMPLES, 5, 0), "it is as before"
+
+
+@pytest.mark.parametrize("name", ["epoch", "seed", "length", "offset"])
+def test_a_state_that_lacks_something_is_refused_by_its_name(name):
+    state = {key: value for key, value in STATE.items() if key != name}
+    with pytest.raises(StateError, match=f"the state has no {name}"):
+        DeviceLoader(shuffled(), seed=5).load_state_dict(state)
+
+
+@pytest.mark.parametrize("state", [{}, None, 5, [STATE], {"epoch": 1}], ids=repr)
+def test_what_is_no_state_is_refused(state):
+    with pytest.raises(StateError, match=re.escape(f"state={state!r:.200} is not what a loader's state_dict() gives")):
+        DeviceLoader(shuffled(), seed=5).load_state_dict(state)
+
+
+@pytest.mark.parametrize("batches", [-1, 1.0, "2", True, None])
+def test_a_number_of_batches_that_is_none_is_refused(batches):
+    loader = DeviceLoader(list(torch.arange(9).split(2)))
+    with pytest.raises(StateError, match=re.escape(f"the state's batches is {batches!r}")):
+        loader.load_state_dict({"version": 1, "epoch": 0, "seed": 0, "length": None, "offset": 2, "batches": batches})
+    assert chunks(counted([take(loader)]), 9) == [list(range(9))]
+
+
+def test_a_state_that_does_not_tell_the_batches_is_refused_where_they_must_be_read():
+    loader = DeviceLoader(list(torch.arange(9).split(2)))
+    with pytest.raises(StateError, match="does not tell the number of batches: it was saved by a loader of another"):
+        loader.load_state_dict({"version": 1, "epoch": 0, "seed": 0, "length": None, "offset": 2})
+
+
+def test_an_offset_beyond_the_items_is_refused_at_once():
+    loader = DeviceLoader(shuffled(batch_size=None), seed=5)
+    with pytest.raises(StateError, match=f"the state's offset is 24, but an epoch has {SAMPLES} samples"):
+        loader.load_state_dict({**STATE, "offset": 24, "batches": 24})
+    assert take_items(loader) == order(SAMPLES, 5, 0)
