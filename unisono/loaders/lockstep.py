@@ -5,29 +5,34 @@ take before they must meet again, and how many samples each round has. A rank wh
 does not count for as long as another one has batches. Nobody waits for a batch that it does not need at once: the more
 the loader is ahead of the loop, the less often the ranks meet.
 
-*Threads:* the loop's. All ranks must loop over the loader, as often as the others.
+*Threads:* the loop's. All ranks must loop over the loader, as often as the others, and leave it at the same batch.
 
 Invariants:
 1. All ranks meet at the same rounds, since each knows what all have offered.
 2. An error of one rank's source ends the loop on all ranks, behind the rounds that were complete.
+3. Behind its end, whatever that is, a loop meets nobody: it ends in the same way again.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from time import perf_counter_ns
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from unisono.errors import BrokenWorldError
+from unisono.errors import BrokenWorldError, CollectiveMismatchError
 from unisono.loaders.channel import EndOfChannel
 from unisono.loaders.resume import State
-from unisono.loaders.sharding import Claim, Tail
+from unisono.loaders.sharding import Claim, Rule, mark_of
 from unisono.loaders.stages import Delivery, Lane, Stamps
 from unisono.loaders.streams import other_stream
+from unisono.outcome import copy_error
 from unisono.timeline import Waits
-from unisono.tree import batch_size, can_cut, pick, take, tree_map
+from unisono.tree import batch_size, can_cut, pick, tree_map
+
+logger = logging.getLogger(__name__)
 
 
 class _Ready(NamedTuple):
@@ -42,16 +47,20 @@ class _Offer(NamedTuple):
     """What a rank has for the rounds to come.
 
     Attributes:
+        start: the samples of the epoch before them.
         batches: what is ready; none where its part has ended, or its source has failed.
         has_sample: whether it can repeat one.
         failure: what its source raised.
-        by, mark: who cuts its stream, and the mark of that; 0 where it is its own.
+        by, workers: who cuts its stream, for how many loader workers of a rank.
+        mark: of its stream; 0 where it is not known.
     """
 
+    start: int
     batches: list[_Ready]
     has_sample: bool
     failure: str | None
     by: str
+    workers: int
     mark: int
 
 
@@ -62,31 +71,34 @@ class _Met(NamedTuple):
     ready_at: int
 
     def divide(self, began: int, ended: int) -> Waits:
-        source, transfer, peers = self.stamps.divide(began, max(self.ready_at, began))
-        return Waits(source, transfer, peers + ended - max(self.ready_at, began))
+        ready_at = max(self.ready_at, began)
+        source, transfer, peers = self.stamps.divide(began, ready_at)
+        return Waits(source, transfer, peers + ended - ready_at)
 
 
 class Lockstep:
     """The batches of one rank's lane, in step with the other ranks'.
 
     Args:
-        tail: what becomes of the rounds for which some rank has no batch; as in `Rule`.
+        rule: its `tail` and `fixed_batch_size` say what becomes of the rounds for which some rank has no batch.
         dim: the dimension along which the samples of a batch lie.
         ahead: so many batches may wait here, beside those in the lane.
         start: the position where the pass begins.
     """
 
-    def __init__(self, lane: Lane, tail: Tail, dim: int, ahead: int, start: State) -> None:
+    def __init__(self, lane: Lane, rule: Rule, dim: int, ahead: int, start: State) -> None:
         self._lane = lane
-        self._tail = tail
+        self._world = lane.world
+        self._rule = rule
         self._dim = dim
         self._ahead = ahead
         self._position = start
         self._own: deque[Delivery] = deque()
         self._rounds: deque[list[_Ready | None]] = deque()
-        self._latest: Delivery | None = None
+        self._spare: Delivery | None = None  # a sample to be repeated: a copy, since the loop may write to its batches
         self._full = 0  # the size of the largest batch so far
-        self._is_over = False
+        self._wanted = 0  # the size of the first batch of all
+        self._end: Exception | None = None
 
     def receive(self) -> Delivery:
         """The next batch, or a repeated sample; as `Lane.receive`.
@@ -94,76 +106,86 @@ class Lockstep:
         Raises:
             EndOfChannel: no rank has more.
             BrokenWorldError: another rank's source failed.
+            CollectiveMismatchError: another rank stands elsewhere in the stream.
+            RuntimeError: the ranks read different streams, or cut theirs in different ways.
             ValueError: a rank has no more, others have, and the rule forbids it.
         """
-        if self._is_over:
-            raise EndOfChannel
-        stamps: Any = Stamps()
-        if not self._rounds:
-            stamps = self._meet()
-        offered = self._rounds.popleft()
-        total = sum(each.samples for each in offered if each is not None)
-        if offered[self._lane.world.rank] is None:
-            own = self._filler()
-        else:
-            own = self._latest = self._own.popleft()
+        if self._end is not None:
+            raise copy_error(self._end)
+        try:
+            stamps: Any = Stamps() if self._rounds else self._meet()
+            return self._take(self._rounds.popleft(), stamps)
+        except Exception as error:
+            self._end = copy_error(error)  # type: ignore[assignment]
+            raise
+
+    def _take(self, offered: list[_Ready | None], stamps: Any) -> Delivery:
+        """The own batch of a round, or what stands for it."""
+        sizes = [each.samples for each in offered if each is not None]
+        self._wanted = self._wanted or sizes[0]
+        if self._rule.fixed_batch_size and (None in offered or set(sizes) != {self._wanted}):
+            logger.warning("fixed_batch_size=True ends the epoch: the next round has batches of %s samples", sizes)
+            self._leave_rest()
+        if offered[self._world.rank] is not None:
+            own = self._own.popleft()
             self._full = max(self._full, own.claim.samples)
-        batch, repeated = self._padded(own.batch, own.claim.samples)
-        self._advance(offered, total)
-        claim = Claim(own.claim.samples, total, 0, repeated)
+        else:
+            assert self._spare is not None
+            own = self._spare
+        self._advance(offered, own, sum(sizes))
+        batch, repeated = self._padded(own)
+        claim = Claim(own.claim.samples, sum(sizes), mark_of(self._position["offset"]), repeated)
         return own._replace(batch=batch, claim=claim, position=self._position, stamps=stamps)
 
     def _meet(self) -> _Met:
         """Tell the others what is ready here, and find the rounds that all can take."""
-        world = self._lane.world
         error = self._fill()
-        ready_at = perf_counter_ns()
-        stamps = self._own[0].stamps if self._own else Stamps()
-        offers: list[_Offer] = world.comm.all_gather_object(self._offer(error))
-        if error is not None:
-            raise error
-        failed = next((rank for rank, offer in enumerate(offers) if offer.failure), None)
-        if failed is not None:
-            raise BrokenWorldError(f"the loader of rank {failed} failed with {offers[failed].failure}")
-        going = [offer for offer in offers if offer.batches]
+        try:
+            ready_at = perf_counter_ns()
+            stamps = self._own[0].stamps if self._own else Stamps()
+            offers: list[_Offer] = self._world.comm.all_gather_object(self._offer(error))
+            if error is not None:
+                raise error
+        finally:
+            del error  # or its traceback would hold it, and all that this frame does
+        going = _check(offers)
         if not going:
-            self._is_over = True
             raise EndOfChannel
-        if going[0].by == "stride" and len({offer.mark for offer in offers if offer.mark}) > 1:
-            raise RuntimeError(other_stream("ranks"))
-        self._position = {**self._position, "by": going[0].by, "mark": going[0].mark}
-        if len(going) < len(offers) and self._tail in ("drop", "error"):
+        if len(going) < len(offers):
             self._end_uneven(offers)
         for place in range(min(len(offer.batches) for offer in going)):
             self._rounds.append([offer.batches[place] if offer.batches else None for offer in offers])
-        if not all(offer.batches or offer.has_sample for offer in offers):
-            self._share_sample(offers)
+        self._position = {**self._position, "by": going[0].by, "mark": going[0].mark}
+        if not all(offer.has_sample for offer in offers):
+            self._share_sample(next(rank for rank, offer in enumerate(offers) if offer.batches))
         return _Met(stamps, ready_at)
 
-    def _fill(self) -> BaseException | None:
+    def _fill(self) -> Exception | None:
         """Take what is ready, at least one batch; the error, where the source has none but that."""
         try:
             while not self._own or (len(self._own) < self._ahead and self._lane.sent > self._lane.received):
                 self._own.append(self._lane.receive())
+                if self._spare is None:
+                    self._spare = self._sample_of(self._own[0])
         except EndOfChannel:
             return None
         except Exception as error:
             return None if self._own else error
         return None
 
-    def _offer(self, error: BaseException | None) -> _Offer:
-        rank = self._lane.world.rank
+    def _offer(self, error: Exception | None) -> _Offer:
+        rank = self._world.rank
         batches = []
         for each in self._own:
             _, workers, taken = each.position["layers"][-1]
             own = taken[rank * workers : (rank + 1) * workers]
             batches.append(_Ready(each.claim.samples, own, each.position["last"][rank]))
-        has_sample = bool(self._own) or self._latest is not None
         failure = f"{type(error).__name__}: {error}" if error is not None else None
         known = self._own[0].position if self._own else self._position
-        return _Offer(batches, has_sample, failure, known["by"], known["mark"] or 0)
+        start, workers = self._position["offset"], self._position["layers"][-1][1]
+        return _Offer(start, batches, self._spare is not None, failure, known["by"], workers, known["mark"] or 0)
 
-    def _advance(self, offered: list[_Ready | None], total: int) -> None:
+    def _advance(self, offered: list[_Ready | None], own: Delivery, total: int) -> None:
         """Move the position, which is that of all ranks' parts, behind a round."""
         before = self._position
         ranks, workers, taken = before["layers"][-1]
@@ -174,47 +196,82 @@ class Lockstep:
                 last[rank] = ready.last
         layers = [*before["layers"][:-1], [ranks, workers, taken]]
         self._position = {**before, "offset": before["offset"] + total, "layers": layers, "last": last}
-        if self._latest is not None and "states" in self._latest.position:
-            self._position["states"] = self._latest.position["states"]
+        if own is not self._spare and "states" in own.position:
+            self._position["states"] = own.position["states"]
 
-    def _filler(self) -> Delivery:
-        """A repeated sample on this rank's device, or the whole of a batch that cannot be cut."""
-        latest = self._latest
-        assert latest is not None
-        batch = take(latest.batch, 0, 1, self._dim) if can_cut(latest.batch, self._dim) else latest.batch
-        return latest._replace(batch=batch, claim=Claim(0, None), nbytes=0)
-
-    def _padded(self, batch: Any, samples: int) -> tuple[Any, int]:
+    def _padded(self, own: Delivery) -> tuple[Any, int]:
         """The batch, padded where that is the rule, and how many of its samples are only repeated."""
+        batch, samples = own.batch, own.claim.samples
         size = batch_size(batch, self._dim) or 1
-        if self._tail != "pad" or size >= self._full or not can_cut(batch, self._dim):
+        if self._rule.tail != "pad" or size >= self._full or not can_cut(batch, self._dim):
             return batch, 0 if samples else size
+        self._lane.backend.wait_ready(own.token)
         return pick(batch, [place % size for place in range(self._full)], self._dim), self._full - samples
 
-    def _share_sample(self, offers: list[_Offer]) -> None:
+    def _sample_of(self, own: Delivery) -> Delivery:
+        """One sample of a batch, to be repeated, or the whole of one that cannot be cut."""
+        batch = own.batch
+        if can_cut(batch, self._dim):
+            self._lane.backend.wait_ready(own.token)
+            batch = pick(batch, [0], self._dim)
+        return own._replace(batch=batch, claim=Claim(0, None), nbytes=0)
+
+    def _share_sample(self, root: int) -> None:
         """Send one sample to the ranks that have never had any."""
-        world = self._lane.world
-        root = next(rank for rank, offer in enumerate(offers) if offer.batches)
-        sample = None
+        world, sample = self._world, None
         if world.rank == root:
-            batch = self._own[0].batch
-            sample = take(batch, 0, 1, self._dim) if can_cut(batch, self._dim) else batch
-            sample = tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, sample)
-        sample = world.comm.broadcast_object(sample, root)
-        if self._latest is None and not self._own:
-            batch, token = world.backend.to_device(sample, self._lane.device)
-            self._latest = Delivery(batch, token, Claim(0, None), {}, 0, Stamps())
-            self._full = max(self._full, offers[root].batches[0].samples)
+            assert self._spare is not None
+            self._lane.backend.wait_ready(self._spare.token)
+            to_cpu = lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
+            sample = tree_map(to_cpu, self._spare.batch), self._own[0].claim.samples
+        batch, size = world.comm.broadcast_object(sample, root)
+        if self._spare is None:
+            batch, token = world.backend.to_device(batch, self._lane.device)
+            self._spare = Delivery(batch, token, Claim(0, None), {}, 0, Stamps())
+            self._full = size
 
     def _end_uneven(self, offers: list[_Offer]) -> None:
-        ended = [rank for rank, offer in enumerate(offers) if not offer.batches]
-        self._is_over = True
-        self._lane.cancel()
-        if self._tail == "error":
+        """Some ranks have no more: end here, where that is the rule."""
+        if self._rule.tail == "error":
+            ended = ", ".join(str(rank) for rank, offer in enumerate(offers) if not offer.batches)
+            self._lane.cancel()
             raise ValueError(
-                f"tail='error': the parts of rank(s) {', '.join(map(str, ended))} have ended, others have batches; "
-                "pass tail='split' (the default), which repeats a sample there that does not count, or 'drop'"
+                f"tail='error': the parts of rank(s) {ended} have ended, others have batches; pass tail='split' (the "
+                "default), which repeats a sample there that does not count, or 'drop'"
             )
-        self._lane.world.timeline.loop().count("dropped", sum(each.claim.samples for each in self._own))
+        if self._rule.tail == "drop":
+            self._leave_rest()
+
+    def _leave_rest(self) -> NoReturn:
+        """End the loop. What of the rest has come here counts as dropped; nobody reads on to count more."""
+        self._world.timeline.loop().count("dropped", sum(each.claim.samples for each in self._own))
         self._own.clear()
+        self._lane.cancel()
         raise EndOfChannel
+
+
+def _check(offers: list[_Offer]) -> list[_Offer]:
+    """The offers that have batches. All ranks see the same offers, so all raise or none does.
+
+    Raises:
+        As `Lockstep.receive`.
+    """
+    for rank, offer in enumerate(offers):
+        if offer.failure is not None:
+            raise BrokenWorldError(f"the loader of rank {rank} failed with {offer.failure}")
+        if offer.start != offers[0].start:
+            raise CollectiveMismatchError(
+                f"rank 0 asks for what comes behind {offers[0].start} samples of the stream, rank {rank} behind "
+                f"{offer.start}; every rank must loop over the loader as often as the others, and leave it at the same "
+                "batch"
+            )
+    going = [offer for offer in offers if offer.batches]
+    if len({(offer.by, offer.workers) for offer in going}) > 1:
+        cuts = ", ".join(f"{offer.by} for {offer.workers} worker(s)" for offer in going)
+        raise RuntimeError(
+            f"the ranks' streams are cut in different ways ({cuts}), so samples would be lost and repeated; let shard, "
+            "split and num_workers be the same on all ranks"
+        )
+    if going and going[0].by == "stride" and len({offer.mark for offer in going if offer.mark}) > 1:
+        raise RuntimeError(other_stream("ranks"))
+    return going

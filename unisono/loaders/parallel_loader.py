@@ -154,7 +154,7 @@ class ParallelLoader:
             return lane.receive
         _, device_prefetch_size, prefetch_bytes, _ = self._prefetch
         ahead = device_prefetch_size if prefetch_bytes is None else 1
-        return Lockstep(lane, self._rule.tail, self._batchdim, ahead, start).receive
+        return Lockstep(lane, self._rule, self._batchdim, ahead, start).receive
 
     def again(self, loops: Sequence[World] | None = None) -> ParallelLoader:
         """A further pass over the same source, whose state this loader's `state_dict` tells from its beginning on.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
@@ -70,11 +70,14 @@ class Cut:
         """The part that a worker reads."""
         return self.rank * self.workers + (worker + self.shift) % self.workers
 
-    def anew(self, epoch: int) -> Cut:
-        """The same for an epoch from its beginning."""
-        return Cut(
-            self.rank, self.ranks, self.workers, self.by, self.seed, epoch, (untouched(self.ranks, self.workers),)
-        )
+    def is_begun(self, part: int) -> bool:
+        """Whether samples were delivered before that this part's reader comes by."""
+        return any(map(any, (layer.taken for layer in self.layers[:-1]))) or self.layers[-1].taken[part] > 0
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether anything was delivered before."""
+        return any(any(layer.taken) for layer in self.layers)
 
 
 class Made(NamedTuple):
@@ -102,31 +105,26 @@ class PartReader(IterableDataset[Packed]):
 
     Args:
         size: samples in a batch; None if each item of the dataset is one.
+        cut: of the pass for which the workers are started.
+
+    Attributes:
         cell: the epoch, in memory that persistent workers share.
     """
 
     def __init__(
-        self,
-        dataset: Any,
-        collate: Callable[[Any], Any],
-        size: int | None,
-        drop_last: bool,
-        cut: Cut,
-        cell: torch.Tensor,
+        self, dataset: Any, collate: Callable[[Any], Any], size: int | None, drop_last: bool, cut: Cut
     ) -> None:
         self.dataset = dataset
+        self.size = size
+        self.cut = cut
+        self.cell = torch.tensor([cut.epoch]).share_memory_()
         self._collate = collate
-        self._size = size
         self._drop_last = drop_last
-        self._cut = cut
-        self._cell = cell
 
     def __iter__(self) -> Iterator[Packed]:
         info: Any = get_worker_info()
-        epoch = int(self._cell[0])
-        cut = self._cut if epoch == self._cut.epoch else self._cut.anew(epoch)
         try:
-            for made in self.made(cut, info.worker, info):
+            for made in self.made(replace(self.cut, epoch=int(self.cell)), info.worker, info):
                 yield Packed(made, f"samples of a stream, read for part {made.part},")
         except Exception as error:
             yield Packed(error=error)
@@ -135,20 +133,20 @@ class PartReader(IterableDataset[Packed]):
         """The batches of the part that a worker reads; `asked` tells whether the dataset asks for its number."""
         part = cut.part(worker)
         samples = _Part(self.dataset, cut, part, asked)
-        while chunk := list(islice(samples, self._size or 1)):
-            by, state, mark = samples.by, samples.state(), samples.mark
-            if self._size is None:
-                yield Made(self._collate(chunk[0]), None, part, by, state, mark)
-            elif self._drop_last and len(chunk) < self._size:
-                yield Made(None, len(chunk), part, by, state, mark, is_left_out=True)
+        while chunk := list(islice(samples, self.size or 1)):
+            made = Made(None, len(chunk), part, samples.by, samples.state(), samples.mark)
+            if self.size is None:
+                yield made._replace(batch=self._collated(chunk[0], samples), samples=None)
+            elif self._drop_last and len(chunk) < self.size:
+                yield made._replace(is_left_out=True)
             else:
-                yield Made(self._collated(chunk, samples), len(chunk), part, by, state, mark)
+                yield made._replace(batch=self._collated(chunk, samples))
 
-    def _collated(self, chunk: list[Any], samples: _Part) -> Any:
+    def _collated(self, data: Any, samples: _Part) -> Any:
         try:
-            return self._collate(chunk)
+            return self._collate(data)
         except Exception as error:
-            error.add_note(f"while {len(chunk)} samples up to number {samples.index - 1} of the stream were collated")
+            error.add_note(f"while samples up to number {samples.index - 1} of the stream were collated")
             raise
 
 
@@ -179,18 +177,17 @@ class AskedInfo:
 class StreamStart:
     """The worker_init_fn over a stream: says to the dataset which part is its own, then calls the user's."""
 
-    def __init__(self, reader: PartReader, cut: Cut, init: Callable[[int], None] | None) -> None:
+    def __init__(self, reader: PartReader, init: Callable[[int], None] | None) -> None:
         self._reader = reader
-        self._cut = cut
         self._init = init
 
     def __call__(self, worker: int) -> None:
-        info, cut = get_worker_info(), self._cut
+        info, cut = get_worker_info(), self._reader.cut
         assert info is not None
-        own = (worker + cut.shift) % cut.workers
-        number, row = (cut.part(worker), cut.ranks * cut.workers) if cut.by == "stride" else (own, cut.workers)
+        part = cut.part(worker)
+        number, row = (part, cut.ranks * cut.workers) if cut.by == "stride" else (part % cut.workers, cut.workers)
         use_worker_info(AskedInfo(worker, number, row, info.seed, self._reader.dataset))
-        seed_all(mixed(seed_of(cut.seed, "workers"), cut.part(worker)))
+        seed_all(mixed(seed_of(cut.seed, "workers"), part))
         if self._init is not None:
             self._init(number)
 
@@ -216,15 +213,12 @@ class _Part:
         self._counts = [0] * len(cut.layers)  # the samples that have come to each layer
         self._seed = seed_of(cut.seed, cut.epoch)
         self._own_seed = seed_of(cut.seed, cut.epoch, part)
+        self._is_restored = part in cut.states
         if asked is not None:
             seed_all(self._seed)
         if callable(getattr(dataset, "set_epoch", None)):
             dataset.set_epoch(cut.epoch)
-        self._restored = cut.states.get(part)
-        if self._restored is not None:
-            dataset.load_state_dict(copy.deepcopy(self._restored["dataset"]))
-            self.index, self._counts = self._restored["index"], list(self._restored["counts"])
-        self._source = iter(dataset)
+        self._source = self._opened(cut.states.get(part))
 
     def __iter__(self) -> _Part:
         return self
@@ -232,15 +226,12 @@ class _Part:
     def __next__(self) -> Any:
         while True:
             number = self.index
-            if self._asked is not None:
-                is_common = not self._has_begun or self.by == "stride"
-                seed_all(mixed(self._seed if is_common else self._own_seed, number))
+            self._seed_for(number)
             try:
                 sample = next(self._source)
-            except StopIteration:
-                raise
             except Exception as error:
-                error.add_note(f"in sample number {number} of the stream that part {self._part} reads")
+                if not isinstance(error, StopIteration):
+                    error.add_note(f"in sample number {number} of the stream that part {self._part} reads")
                 raise
             self.index += 1
             self._see_who_cuts(sample)
@@ -248,18 +239,41 @@ class _Part:
                 return sample
 
     def state(self) -> Any:
-        """The dataset's own state behind the last sample, where it has one."""
-        if not is_stateful(self._dataset):
-            return None
-        owner = self._source if callable(getattr(self._source, "state_dict", None)) else self._dataset
-        return {"dataset": copy.deepcopy(owner.state_dict()), "index": self.index, "counts": list(self._counts)}
+        """The state behind the last sample that the stream's iterator has, or else the dataset; None where none has."""
+        owners: dict[str, Any] = {"iterator": self._source, "dataset": self._dataset}
+        for name, owner in owners.items():
+            if is_stateful(owner):
+                state = copy.deepcopy(owner.state_dict())
+                if "BufferShuffledExamplesIterable" in str(state):  # HuggingFace's; what is in the buffer is lost
+                    return None
+                return {name: state, "index": self.index, "counts": list(self._counts)}
+        return None
+
+    def _opened(self, state: Any) -> Iterator[Any]:
+        """The dataset's iterator, in that state, as `state` gave it."""
+        if state is None:
+            return iter(self._dataset)
+        self.index, self._counts = state["index"], list(state["counts"])
+        if "dataset" in state:
+            self._dataset.load_state_dict(copy.deepcopy(state["dataset"]))
+        source: Any = iter(self._dataset)
+        if "iterator" in state:
+            source.load_state_dict(copy.deepcopy(state["iterator"]))
+        return source  # type: ignore[no-any-return]
+
+    def _seed_for(self, number: int) -> None:
+        """Seed the worker's generators for a sample. What happens before the first is alike in all parts."""
+        if self._asked is None:
+            return
+        is_common = not self._has_begun or self.by == "stride"
+        seed_all(mixed(self._seed if is_common else self._own_seed, number if self._has_begun else 0))
 
     def _see_who_cuts(self, sample: Any) -> None:
         was_asked = self._asked is not None and self._asked.was_asked and self._cut.by != "caller"
         by: Cutter = "worker" if was_asked else self._cut.by
         if not self._has_begun:
             self._has_begun = True
-            self.by, self.mark = by, 0 if self._restored else mark_of(glimpse(sample)) or 1
+            self.by, self.mark = by, 0 if self._is_restored else mark_of(glimpse(sample)) or 1
             check_layers(self._cut, by)
         elif by != self.by:
             raise RuntimeError(
@@ -271,7 +285,7 @@ class _Part:
         """Whether that sample of the stream belongs to this part, and was not taken before."""
         cut = self._cut
         if self.by in ("worker", "caller"):
-            return self._restored is not None or number >= cut.layers[0].taken[self._part]
+            return self._is_restored or number >= cut.layers[-1].taken[self._part]
         for place, layer in enumerate(cut.layers):
             first, row = (
                 (0, layer.ranks * layer.workers) if self.by == "stride" else (cut.rank * layer.workers, layer.workers)

@@ -2,7 +2,8 @@
 
 Who cuts it, the first that can:
 1. the caller: with `sharded=True` it is taken as it comes, on every rank and in every worker;
-2. the dataset's own `shard` or `split` method, into one part for each rank;
+2. the dataset's own `shard` or `split` method, into one part for each rank; for a streamed dataset of HuggingFace's
+   `datasets`, its `split_dataset_by_node`;
 3. the dataset itself, if it asks `torch.utils.data.get_worker_info()` for the number of workers before it gives its
    first sample: the answer counts the workers of all ranks as one row;
 4. the stride: part p of P takes the samples p, P + p, 2P + p, ... of the stream that all of them read.
@@ -17,9 +18,12 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from importlib import import_module
 from typing import Any, TypeGuard
 
 import torch
@@ -39,26 +43,28 @@ logger = logging.getLogger(__name__)
 class StreamSource:
     """A DataLoader over an iterable dataset, epoch after epoch. The user's loader is not touched.
 
+    *Threads:* several may begin a pass.
+
     Args:
-        loader: the user's loader.
+        loader: the user's loader. It is not kept alive: whoever begins a pass holds it.
         rank, ranks: whose source this is.
         dim: the dimension along which the samples of a batch lie.
         seed: of what is random in loader workers; None takes the seed of the loader's generator, 0 without one.
     """
 
     def __init__(self, loader: DataLoader[Any], rank: int, ranks: int, dim: int, seed: int | None) -> None:
-        self._loader = loader
+        self._loader = weakref.ref(loader)
         self._rank, self._ranks, self._dim = rank, ranks, dim
         self._workers = max(loader.num_workers, 1)
         self.is_uneven = ranks > 1
         self.seed = seed if seed is not None else loader.generator.initial_seed() if loader.generator else 0
         self.length: int | None = None
-        with suppress(TypeError):
+        with suppress(TypeError, NotImplementedError):
             self.length = len(loader.dataset)  # type: ignore[arg-type]
         self.epoch = 0
         self._position: State = {"offset": 0}
-        self._cell = torch.zeros(1, dtype=torch.int64).share_memory_()
-        self._pool: WorkerPool | None = None
+        self._begins = threading.Lock()
+        self._persistent: tuple[Any, WorkerPool, torch.Tensor] | None = None
 
     def begin(self, rule: Rule, left_out: LeftOut) -> Begun:
         """The next pass. The loader workers are started in the calling thread.
@@ -66,22 +72,22 @@ class StreamSource:
         Raises:
             ValueError: the global batch is smaller than the number of ranks.
             StateError: the state belongs to another number of ranks or workers, and the stream cannot be cut anew.
+            BusyError: the loader's persistent workers serve another pass.
         """
-        epoch, position = self.epoch, self._position
-        dataset, by = self._cut_by_rank(rule, position.get("by"))
-        cut = self._cut(by, epoch, position)
-        size = self._loader.batch_size
-        if size is not None and rule.split == "global" and self.is_uneven:
-            size = _own_size(size, self._rank, self._ranks)
-        reader = PartReader(dataset, self._loader.collate_fn, size, self._loader.drop_last, cut, self._cell)
+        with self._begins:
+            epoch, position, loader = self.epoch, self._position, self._held()
+            dataset, by = self._cut_by_rank(loader.dataset, rule, position.get("by"))
+            cut = self._cut(by, epoch, position)
+            size = loader.batch_size
+            if size is not None and rule.split == "global" and self.is_uneven and not rule.is_cut:
+                size = _own_size(size, self._rank, self._ranks)
+            made = self._made(loader, PartReader(dataset, loader.collate_fn, size, loader.drop_last, cut))
+            self.epoch, self._position = epoch + 1, {"offset": 0}
         places = len(rule.kept)
-        is_same = cut.layers[-1][:2] == tuple(position.get("layers", [[]])[-1][:2])
-        lasts = position["last"] if is_same else [self._workers - 1] * self._ranks
-        made = _Taken(self._made(reader, cut), cut, lasts, lambda samples: left_out(_spread(samples, places)))
-        own = Rule(fixed_batch_size=rule.fixed_batch_size) if self.is_uneven else rule
-        pieces = rounds_of_loaded(made, own, self._dim, left_out, position["offset"], made.position)
-        self.epoch, self._position = epoch + 1, {"offset": 0}
-        return Begun(epoch, {**position, **made.position(position["offset"], 0)}, pieces)
+        taken = _Taken(made, cut, position, lambda samples: left_out(_spread(samples, places)))
+        own = Rule() if self.is_uneven else rule  # the ranks' rounds are made in lockstep
+        pieces = rounds_of_loaded(taken, own, self._dim, left_out, position["offset"], taken.position)
+        return Begun(epoch, taken.position(position["offset"], 0), pieces)
 
     def seek(self, epoch: int, position: State, rule: Rule) -> None:
         """Let the next pass begin there.
@@ -89,9 +95,9 @@ class StreamSource:
         Raises:
             StateError: nothing tells what was taken of which part.
         """
-        if position["offset"] and "layers" not in position:
+        if position["offset"] and not {"by", "layers", "last"} <= position.keys():
             raise StateError("the state does not tell what was taken of which part: it is not that of a stream")
-        self.epoch, self._position = epoch, position
+        self.epoch, self._position = epoch, position if position["offset"] else {"offset": 0}
 
     def next_position(self) -> tuple[int, State]:
         """The epoch and the position where the next pass begins."""
@@ -99,17 +105,24 @@ class StreamSource:
 
     def num_rounds(self, rule: Rule) -> int:
         """The number of rounds of a whole epoch, as the loader tells it. TypeError where the dataset has no length."""
-        return rule.rounds_of(len(self._loader))
+        return rule.rounds_of(len(self._held()))
 
-    def _cut_by_rank(self, rule: Rule, before: Cutter | None) -> tuple[Any, Cutter]:
+    def _held(self) -> DataLoader[Any]:
+        loader = self._loader()
+        assert loader is not None
+        return loader
+
+    def _cut_by_rank(self, dataset: Any, rule: Rule, before: Cutter | None) -> tuple[Any, Cutter]:
         """The stream of this rank, and who cuts it: `before` began with this epoch."""
-        dataset: Any = self._loader.dataset
         if rule.is_cut:
             return dataset, "caller"
         if self._ranks == 1 or before == "stride":
             return dataset, "stride"
         if getattr(dataset, "_distributed", None) is not None:  # by datasets.distributed.split_dataset_by_node
             return dataset, "dataset"
+        if type(dataset).__module__.partition(".")[0] == "datasets":  # its `shard` gives a rank none of too few files
+            by_node: Any = import_module("datasets.distributed")
+            return by_node.split_dataset_by_node(dataset, self._rank, self._ranks), "dataset"
         for name in ("shard", "split"):
             method = getattr(dataset, name, None)
             if callable(method):
@@ -124,52 +137,57 @@ class StreamSource:
 
     def _cut(self, by: Cutter, epoch: int, position: State) -> Cut:
         here = untouched(self._ranks, self._workers)
-        layers = tuple(Layer(ranks, workers, tuple(taken)) for ranks, workers, taken in position.get("layers", ()))
-        cut = Cut(self._rank, self._ranks, self._workers, by, self.seed, epoch, layers or (here,))
-        if not layers:
+        cut = Cut(self._rank, self._ranks, self._workers, by, self.seed, epoch, (here,))
+        if not position["offset"]:
             return cut
-        cut = replace(cut, layers_by=position["by"])
+        layers = tuple(Layer(ranks, workers, tuple(taken)) for ranks, workers, taken in position["layers"])
+        cut = replace(cut, layers=layers, layers_by=position["by"])
         if layers[-1][:2] != here[:2]:
             logger.info(
                 "the stream was read in %d x %d parts; what is left is cut into %d x %d", *layers[-1][:2], *here[:2]
             )
             cut = replace(cut, layers=(*layers, here))
-            check_layers(cut, "stride" if by == "stride" else by)
+            check_layers(cut, by)
         else:
-            cut = replace(cut, shift=(position["last"][self._rank] + 1) % self._workers)
             states = {int(part): state for part, state in position.get("states", {}).items()}
-            if all(cut.part(worker) in states for worker in range(self._workers)):
-                return replace(cut, states=states)
-        if position["offset"]:
+            cut = replace(cut, states=states, shift=(position["last"][self._rank] + 1) % self._workers)
+        if any(cut.is_begun(part) and part not in cut.states for part in map(cut.part, range(self._workers))):
             logger.info(
                 "rank %d resumes the stream by reading and dropping what was delivered before: the state holds no "
-                "state_dict of its %s for these workers",
-                self._rank, type(self._loader.dataset).__name__,
-            )  # fmt: skip
+                "state_dict of its dataset for these workers",
+                self._rank,
+            )
         return cut
 
-    def _made(self, reader: PartReader, cut: Cut) -> Iterator[Made]:
-        if not self._loader.num_workers:
+    def _made(self, loader: DataLoader[Any], reader: PartReader) -> Iterator[Made]:
+        cut = reader.cut
+        if not loader.num_workers:
             return reader.made(cut)
-        self._cell[0] = cut.epoch
-        if self._pool is None or not self._loader.persistent_workers or any(map(any, (x.taken for x in cut.layers))):
-            self._pool = WorkerPool(self._loader, reader, StreamStart(reader, cut, self._loader.worker_init_fn))
-        return self._pool.serve(seed_of(self.seed, cut.epoch, "workers"))
+        key = cut.by, reader.size
+        if self._persistent is None or self._persistent[0] != key or cut.is_resumed:
+            pool = WorkerPool(loader, reader, StreamStart(reader, loader.worker_init_fn))
+            is_kept = loader.persistent_workers and not cut.is_resumed  # those of a resumed pass have other parts
+            self._persistent = (key, pool, reader.cell) if is_kept else None
+            cell = reader.cell
+        else:
+            _, pool, cell = self._persistent
+        return pool.serve(seed_of(cut.seed, cut.epoch, "workers"), before=lambda: cell.fill_(cut.epoch))
 
 
 class _Taken:
     """The batches of a pass as they are read, keeping account of what was taken of which part."""
 
-    def __init__(self, made: Iterator[Made], cut: Cut, lasts: list[int], leave_out: Callable[[int], None]) -> None:
+    def __init__(self, made: Iterator[Made], cut: Cut, start: State, leave_out: Callable[[int], None]) -> None:
         self._made = made
         self._leave_out = leave_out
         self._layers = cut.layers[:-1]
         self._ranks, self._workers, taken = cut.layers[-1]
         self._rank = cut.rank
         self._taken = list(taken)
-        self._lasts = lasts
-        self._last = lasts[cut.rank]
-        self._by: Cutter = cut.layers_by if any(map(any, (layer.taken for layer in cut.layers))) else cut.by
+        is_same = cut.is_resumed and len(start["layers"]) == len(cut.layers)
+        self._lasts: list[int] = start["last"] if is_same else [cut.workers - 1] * cut.ranks
+        self._last = self._lasts[cut.rank]
+        self._by: Cutter = cut.layers_by if cut.is_resumed else cut.by
         self._states = dict(cut.states)
         self._mark: int | None = None
 
@@ -224,11 +242,18 @@ def is_stream(loader: Any) -> TypeGuard[DataLoader[Any]]:
 def _own_part(method: Callable[..., Any], ranks: int, rank: int) -> Any:
     """What `shard(num_shards, index)` or `split(num_parts)` of a dataset gives to a rank."""
     names = list(inspect.signature(method).parameters)
-    if len(names) == 1:
-        return list(method(ranks))[rank]
     if "num_shards" in names and "index" in names:
-        return method(num_shards=ranks, index=rank)
-    return method(ranks, rank)
+        part = method(num_shards=ranks, index=rank)
+    elif len(names) == 1:
+        parts = list(method(ranks))
+        if len(parts) != ranks:
+            raise ValueError(f"it gave {len(parts)} parts")
+        part = parts[rank]
+    else:
+        part = method(ranks, rank)
+    if not isinstance(part, Iterable):
+        raise TypeError(f"it gave a {type(part).__name__}")
+    return part
 
 
 def _own_size(size: int, rank: int, ranks: int) -> int:
@@ -251,5 +276,6 @@ def other_stream(readers: str) -> str:
     return (
         f"the {readers} read different streams (their first samples differ), so cutting them by stride would lose some "
         "samples and repeat others; shuffle by the epoch (set_epoch), or with the global generators in loader workers, "
-        "which are seeded alike; or let the dataset cut itself, by get_worker_info() or by shard(num_shards, index)"
+        "which are seeded alike; or let the dataset cut itself, by get_worker_info() or by shard(num_shards, index); "
+        "where each has its own part already, pass sharded=True"
     )
