@@ -60,10 +60,15 @@ def another_stream_on_each_rank() -> int:
     return steps(DeviceLoader(DataLoader(OwnStream(), batch_size=5)))
 
 
-@pytest.mark.parametrize("body", [peek_on_rank_zero, another_order_on_each_rank, another_stream_on_each_rank])
+@pytest.mark.parametrize("body", [peek_on_rank_zero, another_order_on_each_rank])
 def test_ranks_in_different_rounds_are_told(body):
     with pytest.raises(CollectiveMismatchError, match="took batches of different rounds"):
         PROCESSES_2.run(body)
+
+
+def test_ranks_that_read_different_streams_are_told():
+    with pytest.raises(RuntimeError, match="the ranks read different streams"):
+        PROCESSES_2.run(another_stream_on_each_rank)
 
 
 def test_ranks_in_the_same_rounds_are_not():
