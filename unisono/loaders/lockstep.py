@@ -96,6 +96,7 @@ class Lockstep:
         self._own: deque[Delivery] = deque()
         self._rounds: deque[list[_Ready | None]] = deque()
         self._spare: Delivery | None = None  # a sample to be repeated: a copy, since the loop may write to its batches
+        self._states: Any = start.get("states")
         self._full = 0  # the size of the largest batch so far
         self._wanted = 0  # the size of the first batch of all
         self._end: Exception | None = None
@@ -129,10 +130,11 @@ class Lockstep:
         if offered[self._world.rank] is not None:
             own = self._own.popleft()
             self._full = max(self._full, own.claim.samples)
+            self._states = own.position.get("states", self._states)
         else:
             assert self._spare is not None
-            own = self._spare
-        self._advance(offered, own, sum(sizes))
+            own = self._sample_of(self._spare)
+        self._advance(offered, sum(sizes))
         batch, repeated = self._padded(own)
         claim = Claim(own.claim.samples, sum(sizes), mark_of(self._position["offset"]), repeated)
         return own._replace(batch=batch, claim=claim, position=self._position, stamps=stamps)
@@ -185,7 +187,7 @@ class Lockstep:
         start, workers = self._position["offset"], self._position["layers"][-1][1]
         return _Offer(start, batches, self._spare is not None, failure, known["by"], workers, known["mark"] or 0)
 
-    def _advance(self, offered: list[_Ready | None], own: Delivery, total: int) -> None:
+    def _advance(self, offered: list[_Ready | None], total: int) -> None:
         """Move the position, which is that of all ranks' parts, behind a round."""
         before = self._position
         ranks, workers, taken = before["layers"][-1]
@@ -196,8 +198,8 @@ class Lockstep:
                 last[rank] = ready.last
         layers = [*before["layers"][:-1], [ranks, workers, taken]]
         self._position = {**before, "offset": before["offset"] + total, "layers": layers, "last": last}
-        if own is not self._spare and "states" in own.position:
-            self._position["states"] = own.position["states"]
+        if self._states is not None:
+            self._position["states"] = self._states
 
     def _padded(self, own: Delivery) -> tuple[Any, int]:
         """The batch, padded where that is the rule, and how many of its samples are only repeated."""

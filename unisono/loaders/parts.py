@@ -214,6 +214,7 @@ class _Part:
         self._seed = seed_of(cut.seed, cut.epoch)
         self._own_seed = seed_of(cut.seed, cut.epoch, part)
         self._is_restored = part in cut.states
+        self._is_buffered = has_shuffle_buffer(getattr(dataset, "_ex_iterable", None))
         if asked is not None:
             seed_all(self._seed)
         if callable(getattr(dataset, "set_epoch", None)):
@@ -242,10 +243,8 @@ class _Part:
         """The state behind the last sample that the stream's iterator has, or else the dataset; None where none has."""
         owners: dict[str, Any] = {"iterator": self._source, "dataset": self._dataset}
         for name, owner in owners.items():
-            if is_stateful(owner):
+            if is_stateful(owner) and not self._is_buffered:
                 state = copy.deepcopy(owner.state_dict())
-                if "BufferShuffledExamplesIterable" in str(state):  # HuggingFace's; what is in the buffer is lost
-                    return None
                 return {name: state, "index": self.index, "counts": list(self._counts)}
         return None
 
@@ -323,3 +322,11 @@ def untouched(ranks: int, workers: int) -> Layer:
 def is_stateful(owner: Any) -> bool:
     """Whether it follows torch's `Stateful` protocol."""
     return all(callable(getattr(owner, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def has_shuffle_buffer(examples: Any) -> bool:
+    """Whether a streamed dataset of HuggingFace's shuffles in a buffer: its state leaves out what is in there."""
+    inner = [getattr(examples, "ex_iterable", None), *getattr(examples, "ex_iterables", ())]
+    return "BufferShuffled" in type(examples).__name__ or any(
+        has_shuffle_buffer(each) for each in inner if each is not None
+    )
