@@ -45,13 +45,11 @@ def train(model: torch.nn.Module, epoch: Any, loader: Any, checkpoint: Path, sto
         saved = torch.load(checkpoint, weights_only=True)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
-    steps = 0
-    for x, y in epoch:
+    for step, (x, y) in enumerate(epoch, start=1):
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(model(x), y).backward()
         optimizer_step(optimizer)
-        steps += 1
-        if steps == stop_after:
+        if step == stop_after:
             break
     barrier()
     if is_rank_zero():
