@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 from epochs import Bucketed, Numbers, dealt, ranks_of, take
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, StackDataset, Subset, get_worker_info
 from torch.utils.data import _utils as torch_utils
 
 from unisono import BusyError, DeviceLoader, ParallelLoader, UnpicklableError
@@ -210,13 +210,18 @@ class Exiting(Numbers):
         return index
 
 
+def use_no_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch look now and then whether its workers live, instead of raising wherever the main thread just is."""
+    monkeypatch.setattr(torch_utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
+    for name in ("_set_worker_pids", "_remove_worker_pids"):
+        monkeypatch.setattr(torch_utils.signal_handling, name, lambda *_: None)
+
+
 @pytest.mark.parametrize("dataset", [Killed(40), Exiting(40)], ids=["killed", "ended"])
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_loader_worker_that_is_gone_is_told_of(dataset, num_workers, persistent, monkeypatch):
-    monkeypatch.setattr(torch_utils, "MP_STATUS_CHECK_INTERVAL", 0.1)  # how often torch looks whether they live
-    for name in ("_set_worker_pids", "_remove_worker_pids"):  # by which a signal raises wherever the main thread is
-        monkeypatch.setattr(torch_utils.signal_handling, name, lambda *_: None)
+    use_no_signals(monkeypatch)
     loader = DataLoader(dataset, batch_size=2, num_workers=num_workers, persistent_workers=persistent)
     found, error = caught(iter(DeviceLoader(loader)))
     assert found <= 10
@@ -226,6 +231,32 @@ def test_a_loader_worker_that_is_gone_is_told_of(dataset, num_workers, persisten
     join_own_threads()
     gc.collect()
     assert not loader_workers()
+
+
+class Mortal(Numbers):
+    """Who loads sample 5 is killed while it is dangerous."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.is_dangerous = torch.zeros(1).share_memory_()
+
+    def __getitem__(self, index: int) -> int:
+        if index == 5 and self.is_dangerous[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+def test_persistent_workers_that_died_are_replaced_in_the_next_pass(monkeypatch):
+    use_no_signals(monkeypatch)
+    dataset = Mortal(8)
+    loader = DeviceLoader(DataLoader(dataset, num_workers=2, persistent_workers=True))
+    dataset.is_dangerous[0] = 1
+    with pytest.raises(RuntimeError, match="DataLoader worker"):
+        list(loader)
+    join_own_threads()
+    dataset.is_dangerous[0] = 0
+    for _ in range(2):
+        assert [each.batch for each in take(loader)] == [[index] for index in range(8)]
 
 
 @pytest.mark.parametrize("make", [two_facts, lambda: OSError("code 21")], ids=["two facts", "an error of files"])
@@ -474,6 +505,22 @@ def test_a_padded_sample_is_repeated_with_its_augmentation():
         last = take(loader)[-1].batch
         assert len(last) == 3
         assert len({str(sample) for sample in last}) == len({index for index, _ in last})
+
+
+def test_a_part_of_a_dataset_and_a_stack_of_them_are_augmented_sample_by_sample_too():
+    def load(count: int) -> dict[int, Any]:
+        part = Subset(Subset(Augmented(30), range(22)), range(22))
+        loader = DataLoader(StackDataset(part, part), batch_size=3, num_workers=1, collate_fn=list)
+        found = {}
+        for rank in ranks_of(loader, count, seed=3):
+            for each in take(rank):
+                found |= {str(one[0]): (one, other) for one, other in each.counted}
+        return found
+
+    assert load(1) == load(2)
+    at_once = DataLoader(Subset(AugmentedAtOnce(22), range(22)), batch_size=3, num_workers=1, collate_fn=list)
+    assert fetching.Fetcher(at_once)._fetch_many
+    assert not fetching.Fetcher(DataLoader(Subset(Augmented(22), range(22))))._fetch_many
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")

@@ -32,6 +32,7 @@ from torch.utils.data import (
 )
 
 from unisono import DeviceLoader
+from unisono.loaders import order as order_module
 from unisono.loaders.indexed import IndexedSource, is_indexed
 from unisono.loaders.order import Batches
 from unisono.loaders.sharding import Rule
@@ -277,6 +278,43 @@ def test_an_endless_sampler_makes_an_endless_epoch_and_the_same_on_every_rank(sa
     assert sorted(found[:COUNT]) == list(range(COUNT))
 
 
+class Long(Own):
+    """Tells a length beyond all bounds, as samplers without an end do."""
+
+    def __len__(self) -> int:
+        return 1 << 60
+
+
+@pytest.mark.parametrize("sampler", [Own, Long])
+def test_no_more_is_drawn_of_a_sampler_without_an_end_than_is_needed_to_seed_it(sampler, monkeypatch):
+    monkeypatch.setattr(order_module, "_AT_ONCE", 100)
+    drawn = []
+
+    def endless() -> Iterator[Any]:
+        for number in itertools.count():
+            drawn.append(number)
+            yield number % COUNT
+
+    batches = Batches(endless_sampler := sampler(endless), BatchSampler(endless_sampler, 4, False), 0, 0, length=COUNT)
+    most = COUNT if sampler is Own else 100
+    assert len(drawn) == most + 1
+    first = list(itertools.islice(batches, 50))
+    assert list(itertools.chain(*first)) == [number % COUNT for number in range(200)]
+
+
+def test_no_more_samples_than_the_dataset_has_are_drawn_at_once_of_a_batch_sampler_without_length():
+    drawn = []
+
+    def endless() -> Iterator[list[int]]:
+        for number in itertools.count():
+            drawn.append(number)
+            yield [number] * 10
+
+    batches = Batches(None, Own(endless), 0, 0, length=COUNT)
+    assert len(drawn) == COUNT // 10 + 1
+    assert list(itertools.islice(batches, 5)) == [[number] * 10 for number in range(5)]
+
+
 def test_a_sampler_that_gives_more_than_its_length_or_less_is_followed():
     assert orders(loader_of(Sized(lambda: range(5))), 1) == [[*range(5)]]
     longer = [*range(COUNT), *range(COUNT)]
@@ -384,14 +422,13 @@ def test_a_loader_without_batches_keeps_seed_and_epoch_on_every_rank():
 def test_a_late_beginning_is_the_rest_of_the_order_in_whole_batches(samples, size, offset, drop_last, is_sized):
     order = list(range(samples))
     sampler: Any = SequentialSampler(order) if is_sized else Own(lambda: order)
-    batches = Batches(sampler, BatchSampler(sampler, size, drop_last), 0, 0, offset, most=samples if is_sized else 0)
+    batches = Batches(sampler, BatchSampler(sampler, size, drop_last), 0, 0, offset)
     expected = chunks(order[offset:], size)
     left_out = len(expected.pop()) if drop_last and expected and len(expected[-1]) < size else 0
     assert list(batches) == expected
     assert batches.left_out == left_out
     assert batches.nominal == size
-    assert batches.samples in (None, sum(map(len, expected)))
-    assert is_sized == (batches.samples is not None) or not samples
+    assert batches.samples == (sum(map(len, expected)) if is_sized or not samples else None)
 
 
 @given(sizes=st.lists(st.integers(0, 5), max_size=12), offset=st.integers(0, 40))

@@ -598,6 +598,26 @@ def test_a_closed_loader_wakes_who_waits_and_refuses_who_comes():
         parallel.per_device_loader("cpu:0")
 
 
+def test_a_loader_that_is_closed_while_its_pass_begins_ends():
+    beginning, may_begin = threading.Event(), threading.Event()
+
+    class Slow:
+        def __iter__(self) -> Iterator[int]:
+            beginning.set()
+            assert may_begin.wait(PATIENCE_S)
+            return itertools.count()
+
+    parallel = ParallelLoader(Slow(), ["cpu"])
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(parallel.per_device_loader, "cpu")
+        assert beginning.wait(PATIENCE_S)
+        parallel.close()
+        may_begin.set()
+        with pytest.raises(ClosedError):
+            next(asked.result(PATIENCE_S))
+    join_own_threads()
+
+
 def test_leaving_the_block_closes():
     with ParallelLoader(itertools.count(), ["cpu"]) as parallel:
         iterator = parallel.per_device_loader("cpu")

@@ -21,7 +21,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, StackDataset, Subset, TensorDataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from unisono.errors import BusyError, UnpicklableError
@@ -63,7 +63,7 @@ class Fetcher:
         self._dataset: Any = loader.dataset
         self._collate = loader.collate_fn
         self._is_batched = loader.batch_sampler is not None
-        self._fetch_many = getattr(loader.dataset, "__getitems__", None)
+        self._fetch_many = loader.dataset.__getitems__ if _fetches_many(loader.dataset) else None  # type: ignore[attr-defined]
         self._has_rows = has_rows(loader)
         self._set_epoch = getattr(loader.dataset, "set_epoch", None)
         self._epoch: int | None = None
@@ -276,6 +276,7 @@ class WorkerPool:
             )
         try:
             before()
+            self._forget_the_dead()
             self._generator.manual_seed(seed)
             self._requests.requests = requests or iter(())
             values = iter(self._loader)
@@ -285,6 +286,12 @@ class WorkerPool:
                 self._persistent.release()
             raise
         return Served(values, self._persistent)
+
+    def _forget_the_dead(self) -> None:
+        """Let new persistent workers start where one has died, which would be noticed after 5 s, in pass after pass."""
+        iterator: Any = self._loader._iterator
+        if iterator is not None and not all(worker.is_alive() for worker in iterator._workers):
+            self._loader._iterator = None
 
 
 class _NextPass:
@@ -340,6 +347,19 @@ def _free(error: BaseException) -> None:
 
 def _as_it_is(data: Any) -> Any:
     return data
+
+
+def _fetches_many(dataset: Any) -> bool:
+    """Whether a dataset has a way of its own to fetch many samples.
+
+    Torch's Subset and StackDataset pass that on, and go sample by sample where there is none, as is done here anyway.
+    """
+    if type(dataset) is Subset:
+        return _fetches_many(dataset.dataset)
+    if type(dataset) is StackDataset:
+        parts = dataset.datasets
+        return any(map(_fetches_many, parts.values() if isinstance(parts, dict) else parts))
+    return bool(getattr(dataset, "__getitems__", None))
 
 
 def _few(indices: Sequence[Any]) -> str:

@@ -10,7 +10,7 @@ Nothing is loaded here, so a late beginning costs no more than drawing the order
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any
 
@@ -20,6 +20,8 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from unisono.randomness import seed_of, seeded
 
 _NO_GENERATOR = object()
+_END = object()
+_AT_ONCE = 1 << 22  # indices; some seconds and 100 MB
 
 
 class Batches:
@@ -29,7 +31,7 @@ class Batches:
 
     Args:
         batch_sampler: None for a loader without batches: each index is one.
-        most: how much is drawn at once of a sampler that does not tell its length.
+        length: of the dataset, where that is known.
 
     Attributes:
         nominal: the size of a complete batch; None where it is not known before.
@@ -37,14 +39,16 @@ class Batches:
         left_out: how many samples of the order drop_last leaves out; known at the end where `samples` is not known.
     """
 
-    def __init__(self, sampler: Any, batch_sampler: Any, seed: int, epoch: int, offset: int = 0, most: int = 0) -> None:
-        draw = _Draw(seed_of(seed, epoch), epoch, most)
+    def __init__(
+        self, sampler: Any, batch_sampler: Any, seed: int, epoch: int, offset: int = 0, length: int = 0
+    ) -> None:
+        draw = _Draw(seed_of(seed, epoch), epoch, length)
         self.nominal: int | None = None
         self.samples: int | None = None
         self.left_out = 0
         self._batches: Iterator[list[Any]]
         if batch_sampler is not None and type(batch_sampler) is not BatchSampler:
-            self._batches = _behind(draw(batch_sampler), offset)
+            self._batches = _behind(draw(batch_sampler, list), offset)
             return
         size, drop_last = (1, False) if batch_sampler is None else (batch_sampler.batch_size, batch_sampler.drop_last)
         self.nominal = size
@@ -74,20 +78,30 @@ def _slices(order: Sequence[Any] | torch.Tensor, places: range, size: int) -> It
         yield some.tolist() if isinstance(some, torch.Tensor) else list(some)
 
 
-def _behind(batches: Iterable[Iterable[Any]], offset: int) -> Iterator[list[Any]]:
-    for batch in map(list, batches):
+def _behind(batches: Iterable[list[Any]], offset: int) -> Iterator[list[Any]]:
+    for batch in batches:
         if offset < len(batch):
             yield batch[offset:]
         offset = max(offset - len(batch), 0)
 
 
+def _until(items: Iterator[Any], samples: int | None) -> Iterator[Any]:
+    """The items, up to so many samples; an item that is a list holds as many as it is long."""
+    if samples is None:
+        yield from items
+        return
+    while samples > 0 and (item := next(items, _END)) is not _END:
+        yield item
+        samples -= len(item) if isinstance(item, list) else 1
+
+
 class _Draw:
     """Draws what samplers give in one epoch."""
 
-    def __init__(self, seed: int, epoch: int, most: int) -> None:
+    def __init__(self, seed: int, epoch: int, length: int) -> None:
         self._seed = seed
         self._epoch = epoch
-        self._most = most
+        self._length = length
 
     def indices(self, sampler: Any) -> Iterable[Any]:
         """The order of a sampler of single indices; as a sequence or a tensor where it has an end."""
@@ -101,16 +115,17 @@ class _Draw:
             return torch.randperm(sampler.num_samples, generator=self._generator())  # as the sampler draws it
         return self(sampler)
 
-    def __call__(self, sampler: Any) -> Iterable[Any]:
-        """What any sampler gives: a list where no more than its length comes."""
+    def __call__(self, sampler: Any, read: Callable[[Any], Any] = lambda index: index) -> Iterable[Any]:
+        """What any sampler gives, each item read so: a list where no more than its length comes."""
         sampler = self._seeded(sampler)
         try:
-            length = len(sampler)
+            length = min(len(sampler), max(self._length, _AT_ONCE))  # one without an end may tell any length
+            samples = None
         except TypeError:
-            length = self._most
+            length = samples = self._length
         with seeded(self._seed):
-            source = iter(sampler)
-            drawn = list(islice(source, length))
+            source = map(read, sampler)
+            drawn = list(islice(_until(source, samples), length))
             more = list(islice(source, 1))
         return drawn if not more else chain(drawn, more, source)
 
