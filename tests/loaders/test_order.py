@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
 import random
@@ -219,6 +220,29 @@ def test_the_generator_of_a_sampler_of_ones_own_is_that_of_the_epoch_and_its_own
     plain = [torch.randperm(COUNT, generator=torch.Generator().manual_seed(seed_of(4, epoch))) for epoch in range(2)]
     assert found == [order.tolist() for order in plain]
     assert own is None or torch.equal(own.get_state(), state)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    generator: torch.Generator | None = None
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(COUNT, generator=self.generator).tolist())
+
+    def __len__(self) -> int:
+        return COUNT
+
+
+class Locked(Frozen):
+    @property
+    def generator(self) -> None:
+        """There is none, and it cannot be set."""
+
+
+def test_a_sampler_whose_generator_cannot_be_set_is_seeded_all_the_same():
+    plain = torch.randperm(COUNT, generator=torch.Generator().manual_seed(seed_of(4, 0))).tolist()
+    for sampler in (Frozen(), object.__new__(Locked)):
+        assert orders(loader_of(sampler), 1, seed=4) == [plain]
 
 
 class Paired(BatchSampler):

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from epochs import Bucketed, Numbers, chunks, counted, ranks_of, take
@@ -194,6 +195,11 @@ def test_a_state_is_plain_data():
         torch.save(state, file)
         file.seek(0)
         assert torch.load(file, weights_only=True) == json.loads(json.dumps(state)) == state
+
+
+@pytest.mark.parametrize("seed", [numpy.int64(5), torch.tensor(5)], ids=["numpy", "torch"])
+def test_a_seed_of_another_kind_of_number_is_written_as_plain_one(seed):
+    assert json.loads(json.dumps(DeviceLoader(shuffled(), seed=seed).state_dict())) == {**STATE, "offset": 0}
 
 
 def test_before_the_first_batch_the_state_is_the_beginning_of_the_pass():

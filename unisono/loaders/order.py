@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import chain, islice
 from typing import Any
 
@@ -143,7 +144,8 @@ class _Draw:
             return sampler
         twin = copy.copy(sampler)
         for name, value in replaced.items():
-            setattr(twin, name, value)
+            with suppress(AttributeError):  # a property that cannot be set
+                object.__setattr__(twin, name, value)  # a frozen dataclass is one's own, too
         return twin
 
     def _generator(self) -> torch.Generator:

@@ -15,6 +15,7 @@ dropping the last reference stops the threads, and leaving a loop early leaks no
 from __future__ import annotations
 
 import copy
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -112,7 +113,7 @@ class ParallelLoader:
         self._prefetch = (loader_prefetch_size, device_prefetch_size, prefetch_bytes, transfer_threads)
         self._loops = loops
         self._rule = _rule(self._world, len(self._devices), loader, split, tail, bool(fixed_batch_size), sharded)
-        self._source = source_of(loader, self._world, batchdim, seed)
+        self._source = source_of(loader, self._world, batchdim, None if seed is None else _plain_seed(seed))
         self._bookmark = Bookmark(self._source, self._rule)
         self._prepare()
 
@@ -332,6 +333,13 @@ class DeviceLoader:
     def set_epoch(self, epoch: int) -> None:
         """Let the next loop be that epoch. Epochs advance by themselves: this is for jumps."""
         self._never_begun.set_epoch(epoch)
+
+
+def _plain_seed(seed: Any) -> int:
+    """The seed as python's own number, which any file takes that the state is written to."""
+    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+        raise TypeError(f"seed={seed!r} is a {type(seed).__name__}; pass a whole number, or None for the loader's own")
+    return operator.index(seed)
 
 
 def check_size(size: int, name: str, least: int = 1) -> None:
