@@ -18,9 +18,15 @@ check: $(VENV)/.test $(VENV)/.check
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.examples
+bench: $(VENV)/.bench
 	$(BIN)/python bench/launch.py
 	$(BIN)/python bench/steps.py
+	$(BIN)/python bench/overlap.py
+	$(BIN)/python bench/overhead.py
+	$(BIN)/python bench/first_batch.py
+	$(BIN)/python bench/prefetch_bytes.py
+	if test -x $(VENV)-xla/bin/python; then for each in overhead first_batch; do \
+	    PJRT_DEVICE=CPU PYTHONPATH=. $(VENV)-xla/bin/python bench/$$each.py || exit 1; done; fi
 
 clean:
 	rm -rf $(VENV) build out *.egg-info

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median, quantiles
+
+import torch
 
 
 def ratio_line(name: str, ours: Sequence[float], theirs: Sequence[float]) -> str:
@@ -11,3 +14,24 @@ def ratio_line(name: str, ours: Sequence[float], theirs: Sequence[float]) -> str
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3
     return f"{name:<52} {median(ratios):7.3f}   quartiles {low:.3f} .. {high:.3f}   {len(ratios)} pairs"
+
+
+def interleave(variants: Mapping[str, Callable[[], float]], blocks: int, warm_up: int = 1) -> dict[str, list[float]]:
+    """What the variants return, block by block; each block runs all of them once, every second one backwards.
+
+    Args:
+        warm_up: so many blocks more are run first, and not counted.
+    """
+    results: dict[str, list[float]] = {name: [] for name in variants}
+    for block in range(-warm_up, blocks):
+        for name in list(variants)[:: -1 if block % 2 else 1]:
+            result = variants[name]()
+            if block >= 0:
+                results[name].append(result)
+    return results
+
+
+def conditions() -> str:
+    """What a figure depends on beside the code: `make bench` is not alone on every machine."""
+    load = ", ".join(f"{average:.1f}" for average in os.getloadavg())
+    return f"torch {torch.__version__}, {os.cpu_count()} cores, load {load} (1, 5 and 15 minutes)"

@@ -1,0 +1,116 @@
+"""Whether loading and computing overlap: the time of an epoch over that of the slower of the two alone.
+
+    python bench/overlap.py [--blocks 30] [--batches 80]
+
+The source hashes a buffer for each batch, and so does the step: real work, one thread each, without the GIL. Each block
+times both alone, side by side in two bare threads, in a DataLoader's loop with no loader workers, one after the other,
+and in DeviceLoader's loop. 1 is a perfect overlap. A block tells nothing if the machine had no second core to give, so
+those in which the bare threads overlapped are shown by themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Iterable
+from statistics import median
+
+import torch
+from blocks import conditions, interleave, ratio_line
+from torch.utils.data import DataLoader, Dataset
+
+from unisono import DeviceLoader
+
+UNIT = 8 << 20  # bytes; some milliseconds
+IS_FREE = 1.05
+
+_BUFFER = bytes(UNIT)
+
+ALONE = ("source alone", "step alone")
+BARE_THREADS, DATALOADER, OURS = "two bare threads", "DataLoader", "DeviceLoader"
+
+
+def hash_units(units: int, size: int = UNIT) -> None:
+    buffer = memoryview(_BUFFER)[:size]
+    for _ in range(units):
+        hashlib.sha256(buffer).digest()
+
+
+class Hashes(Dataset[torch.Tensor]):
+    """Each item costs `units` of work over so many bytes."""
+
+    def __init__(self, length: int, units: int, size: int = UNIT) -> None:
+        self._length = length
+        self._work = units, size
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        hash_units(*self._work)
+        return torch.full((8,), float(index))
+
+
+def measure(source_units: int, step_units: int, batches: int, blocks: int) -> dict[str, list[float]]:
+    """Milliseconds per batch of each variant, block by block."""
+    dataset = Hashes(batches, source_units)
+    plain = DataLoader(dataset, batch_size=None)
+    ours = DeviceLoader(DataLoader(dataset, batch_size=None), "cpu")
+
+    def repeat(units: int) -> Callable[[], None]:
+        def run() -> None:
+            for _ in range(batches):
+                hash_units(units)
+
+        return run
+
+    def side_by_side() -> None:
+        source = threading.Thread(target=repeat(source_units))
+        source.start()
+        repeat(step_units)()
+        source.join()
+
+    def loop(loader: Iterable[torch.Tensor]) -> Callable[[], None]:
+        def run() -> None:
+            for _ in loader:
+                hash_units(step_units)
+
+        return run
+
+    def timed(body: Callable[[], None]) -> Callable[[], float]:
+        def run() -> float:
+            start = time.perf_counter()
+            body()
+            return (time.perf_counter() - start) / batches * 1e3
+
+        return run
+
+    bodies = [repeat(source_units), repeat(step_units), side_by_side, loop(plain), loop(ours)]
+    names = [*ALONE, BARE_THREADS, DATALOADER, OURS]
+    return interleave({name: timed(body) for name, body in zip(names, bodies, strict=True)}, blocks)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=30)
+    parser.add_argument("--batches", type=int, default=80)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    for source_units, step_units in ((1, 1), (2, 1), (1, 2)):
+        times = measure(source_units, step_units, arguments.batches, arguments.blocks)
+        print(f"\nsource : step = {source_units} : {step_units}; {arguments.batches} batches; {conditions()}")
+        print("median ms per batch: " + ", ".join(f"{name} {median(t):.2f}" for name, t in times.items()))
+        slower = [max(pair) for pair in zip(*(times[name] for name in ALONE), strict=True)]
+        free = [block for block, limit in enumerate(times[BARE_THREADS]) if limit < IS_FREE * slower[block]]
+        for where, blocks in (("all blocks", range(arguments.blocks)), ("blocks with two cores", free)):
+            if blocks:
+                print(where)
+                for name in (BARE_THREADS, DATALOADER, OURS):
+                    pairs = [(times[name][block], slower[block]) for block in blocks]
+                    print(ratio_line(f"{name} / the slower of the two alone", *zip(*pairs, strict=True)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
