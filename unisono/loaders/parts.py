@@ -209,7 +209,7 @@ class _Part:
         self.by: Cutter = cut.by
         self.mark = 0
         self.index = 0
-        self._has_begun = False
+        self._has_begun = self._has_ended = False
         self._counts = [0] * len(cut.layers)  # the samples that have come to each layer
         self._seed = seed_of(cut.seed, cut.epoch)
         self._own_seed = seed_of(cut.seed, cut.epoch, part)
@@ -230,9 +230,11 @@ class _Part:
             self._seed_for(number)
             try:
                 sample = next(self._source)
+            except StopIteration:
+                self._has_ended = True
+                raise
             except Exception as error:
-                if not isinstance(error, StopIteration):
-                    error.add_note(f"in sample number {number} of the stream that part {self._part} reads")
+                error.add_note(f"in sample number {number} of the stream that part {self._part} reads")
                 raise
             self.index += 1
             self._see_who_cuts(sample)
@@ -240,13 +242,16 @@ class _Part:
                 return sample
 
     def state(self) -> Any:
-        """The state behind the last sample that the stream's iterator has, or else the dataset; None where none has."""
+        """The state behind the last sample that the stream's iterator has, or else the dataset; None where none has.
+
+        Of a stream that has ended there is nothing to keep: its own state may be that of the next beginning.
+        """
         owners: dict[str, Any] = {"iterator": self._source, "dataset": self._dataset}
-        for name, owner in owners.items():
-            if is_stateful(owner) and not self._is_buffered:
-                state = copy.deepcopy(owner.state_dict())
-                return {name: state, "index": self.index, "counts": list(self._counts)}
-        return None
+        name = next((name for name, owner in owners.items() if is_stateful(owner)), None)
+        if name is None or self._is_buffered:
+            return None
+        own = {} if self._has_ended else {name: copy.deepcopy(owners[name].state_dict())}
+        return {**own, "index": self.index, "counts": list(self._counts)}
 
     def _opened(self, state: Any) -> Iterator[Any]:
         """The dataset's iterator, in that state, as `state` gave it."""
@@ -255,7 +260,7 @@ class _Part:
         self.index, self._counts = state["index"], list(state["counts"])
         if "dataset" in state:
             self._dataset.load_state_dict(copy.deepcopy(state["dataset"]))
-        source: Any = iter(self._dataset)
+        source: Any = iter(self._dataset) if {"dataset", "iterator"} & state.keys() else iter(())
         if "iterator" in state:
             source.load_state_dict(copy.deepcopy(state["iterator"]))
         return source  # type: ignore[no-any-return]

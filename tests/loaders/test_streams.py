@@ -1,0 +1,884 @@
+"""Iterable datasets: every sample once over all ranks and loader workers, from any point at which a loop was left.
+
+The oracles deal lists: a stream that is cut by stride is one list, of which part p of P takes `[p::P]`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import itertools
+import json
+import logging
+import os
+import random
+import re
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from unisono import DeviceLoader, ParallelLoader, current_world, optimizer_step, rank
+from unisono.errors import BrokenWorldError, BusyError, StateError, UnpicklableError
+from unisono.loaders.parts import Cut, Layer, PartReader
+from unisono.loaders.streams import StreamSource
+
+PATIENCE_S = 20.0
+COUNT = 23
+SIZE = 3
+
+
+class Stream(IterableDataset):
+    """The numbers 0 .. count - 1, whoever asks. `reads` notes what was read in this process."""
+
+    def __init__(self, count: int = COUNT) -> None:
+        self.count = count
+        self.reads: list[int] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(self.count):
+            self.reads.append(number)
+            yield number
+
+
+class CutsItself(Stream):
+    """Asks for its place among the loader workers."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        first, row = (info.id, info.num_workers) if info else (0, 1)
+        yield from range(first, self.count, row)
+
+
+class Sharded(Stream):
+    """Gives shards, as HuggingFace's datasets do."""
+
+    def __init__(self, count: int = COUNT, first: int = 0, row: int = 1) -> None:
+        super().__init__(count)
+        self.first, self.row = first, row
+
+    def shard(self, num_shards: int, index: int) -> Sharded:
+        return type(self)(self.count, index, num_shards)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self.first, self.count, self.row)
+
+
+class ShardedByPlace(Sharded):
+    def shard(self, n: int, i: int) -> Sharded:
+        return super().shard(n, i)
+
+
+class ShardedKeywords(Sharded):
+    def shard(self, index: int, num_shards: int, contiguous: bool = False) -> Sharded:
+        return super().shard(num_shards, index)
+
+
+class Splits(Sharded):
+    shard = None
+
+    def split(self, n: int) -> list[Sharded]:
+        return [Splits(self.count, place, n) for place in range(n)]
+
+
+class OneFile(Sharded):
+    """Has fewer shards than there are ranks."""
+
+    def shard(self, num_shards: int, index: int) -> Sharded:
+        raise IndexError(f"1 file for {num_shards} shards")
+
+
+class ShardedInPlace(Sharded):
+    def shard(self, num_shards: int, index: int) -> Any:
+        return None
+
+
+class SplitsByFraction(Stream):
+    def split(self, fraction: float) -> list[Any]:
+        return [self]
+
+
+class OfItsNode(Stream):
+    """Was cut by rank before, as HuggingFace's `split_dataset_by_node` does."""
+
+    def __init__(self, count: int = COUNT) -> None:
+        super().__init__(count)
+        self._distributed = (rank(), current_world().world_size)
+
+    def __iter__(self) -> Iterator[int]:
+        first, row = self._distributed
+        yield from range(first, self.count, row)
+
+
+class Ranged(Stream):
+    """As in torch's documentation: `worker_init_fn` sets each worker's range."""
+
+    start, end = 0, COUNT
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self.start, self.end)
+
+
+def set_range(worker: int) -> None:
+    info = get_worker_info()
+    whole = info.dataset.end
+    share = -(-whole // info.num_workers)
+    info.dataset.start = info.id * share
+    info.dataset.end = min(info.dataset.start + share, whole)
+    assert worker == info.id
+
+
+def only_seeds(worker: int) -> None:
+    random.seed(worker)
+    torch.manual_seed(worker)
+
+
+class Tensors(Stream):
+    """Gives batches of its own, of several sizes."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        numbers = iter(range(self.count))
+        for size in itertools.cycle((3, 1, 2)):
+            if not (batch := list(itertools.islice(numbers, size))):
+                return
+            yield torch.tensor(batch)
+
+
+DATASETS = [Stream, CutsItself, Sharded, ShardedByPlace, ShardedKeywords, Splits, OneFile, SplitsByFraction, OfItsNode]
+
+
+class Got(NamedTuple):
+    """One rank's pass: what it was given in each step, how many of that count, and the state at the end."""
+
+    batches: list[list[Any]]
+    valid: list[int]
+    state: dict[str, Any]
+
+    @property
+    def counted(self) -> list[Any]:
+        return [sample for batch, valid in zip(self.batches, self.valid, strict=True) for sample in batch[:valid]]
+
+
+def loop(loader: DeviceLoader, most: int | None = None) -> Got:
+    """What is left of the pass, or the next `most` batches of it."""
+    iterator = iter(loader)
+    batches, valid = [], []
+    for batch in iterator:
+        batches.append(batch.tolist())
+        valid.append(iterator.valid_samples)
+        if len(batches) == most:
+            break
+    return Got(batches, valid, loader.state_dict())
+
+
+def loader_of(dataset: Any, workers: int = 0, size: int | None = SIZE, **options: Any) -> DataLoader:
+    return DataLoader(dataset, batch_size=size, num_workers=workers, **options)
+
+
+def passes(
+    mode: Mode, make: Callable[[], Any], *plan: int | None, workers: int = 0, state: Any = None, **options: Any
+) -> list[list[Got]]:
+    """For each rank one pass for each place of the plan, which tells how many batches it takes; None takes all."""
+
+    def body() -> list[Got]:
+        device_options = {name: options[name] for name in ("tail", "split", "sharded") if name in options}
+        more = {name: value for name, value in options.items() if name not in device_options}
+        loader = DeviceLoader(loader_of(make(), workers, **more), **device_options)
+        if state is not None:
+            loader.load_state_dict(state)
+        return [loop(loader, most) for most in plan]
+
+    return mode.run(body)
+
+
+def refused(mode: Mode, *arguments: Any, **options: Any) -> list[Exception]:
+    """What each rank's loop ends with."""
+
+    def loop_over() -> Exception | None:
+        try:
+            passes(SOLO, *arguments, **options)
+        except Exception as error:
+            return type(error)(*error.args)  # the error itself holds all that it saw
+        return None
+
+    return [error for error in mode.run(loop_over) if error is not None]
+
+
+def all_of(found: Sequence[Sequence[Got]], place: int = 0) -> list[Any]:
+    return sorted(sample for each in found for sample in each[place].counted)
+
+
+def assert_in_step(found: Sequence[Sequence[Got]]) -> None:
+    for each in zip(*found, strict=True):
+        assert len({len(got.batches) for got in each}) == 1
+        for got in each:
+            assert all(len(batch) == (valid or 1) for batch, valid in zip(got.batches, got.valid, strict=True))
+
+
+def by_stride(samples: Sequence[Any], ranks: int, workers: int, size: int) -> list[list[list[Any]]]:
+    """The oracle: each rank's batches, its workers taking turns."""
+    workers = max(workers, 1)
+    dealt = []
+    for place in range(ranks):
+        parts = [samples[place * workers + worker :: ranks * workers] for worker in range(workers)]
+        lists = [[list(part[start : start + size]) for start in range(0, len(part), size)] for part in parts]
+        dealt.append([batch for turn in itertools.zip_longest(*lists) for batch in turn if batch])
+    return dealt
+
+
+def through_json(state: Any) -> Any:
+    return json.loads(json.dumps(state))
+
+
+# Every sample once.
+
+
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2, THREADS_3], ids=str)
+@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+def test_every_sample_once_whoever_cuts_the_stream(mode, workers):
+    for dataset in DATASETS if workers in (0, 2) else DATASETS[:3]:
+        found = passes(mode, dataset, None, workers=workers)
+        assert all_of(found) == list(range(COUNT)), dataset.__name__
+        assert_in_step(found)
+
+
+@pytest.mark.parametrize(("mode", "workers"), [(SOLO, 0), (SOLO, 2), (THREADS_2, 0), (THREADS_3, 0), (THREADS_2, 2)])
+def test_the_stride_deals_as_a_list_is_dealt(mode, workers):
+    found = passes(mode, Stream, None, workers=workers)
+    counted = [[batch for batch, valid in zip(each.batches, each.valid, strict=True) if valid] for (each,) in found]
+    assert counted == by_stride(range(COUNT), mode.ranks, workers, SIZE)
+
+
+def test_processes_take_every_sample_once_and_resume():
+    def body() -> list[Any]:
+        found = []
+        for dataset, workers in ((Stream, 2), (CutsItself, 2), (Sharded, 0)):
+            loader = DeviceLoader(loader_of(dataset(), workers))
+            whole = loop(loader)
+            loader.set_epoch(0)
+            first = loop(loader, 2)
+            loader.load_state_dict(through_json(first.state))
+            found.append((whole, first, loop(loader)))
+        return found
+
+    by_rank = PROCESSES_2.run(body)
+    for kind in zip(*by_rank, strict=True):
+        assert sorted(sample for whole, _, _ in kind for sample in whole.counted) == list(range(COUNT))
+        for whole, first, rest in kind:
+            assert first.batches + rest.batches == whole.batches
+        assert kind[0][1].state == kind[1][1].state
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_devices_of_one_process_share_a_stream(count, workers):
+    devices = [f"cpu:{place}" for place in range(count)]
+    with ParallelLoader(loader_of(Stream(), workers), devices) as parallel:
+        iterators = [parallel.per_device_loader(device) for device in devices]
+        found = [[batch[: each.valid_samples].tolist() for batch in each] for each in iterators]
+    assert sorted(sample for each in found for batch in each for sample in batch) == list(range(COUNT))
+    assert len({len(each) for each in found}) == 1
+
+
+def test_a_stream_that_is_said_to_be_cut_is_taken_as_it_comes():
+    for workers in (0, 2):
+        found = passes(THREADS_2, CutsItself, None, workers=workers, sharded=True)
+        assert [sorted(each.counted) for (each,) in found] == [list(range(COUNT))] * 2
+
+
+@pytest.mark.parametrize(("mode", "workers"), [(SOLO, 0), (SOLO, 2), (THREADS_2, 0), (THREADS_2, 2)])
+def test_a_stream_may_give_batches_of_its_own(mode, workers):
+    found = passes(mode, Tensors, None, workers=workers, size=None)
+    assert all_of(found) == list(range(COUNT))
+
+
+@pytest.mark.parametrize("init", [set_range, only_seeds])
+def test_a_worker_init_fn_may_cut_the_stream_or_not(init):
+    for mode in (SOLO, THREADS_2):
+        found = passes(mode, Ranged, None, workers=2, worker_init_fn=init)
+        assert all_of(found) == list(range(COUNT))
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_more_ranks_than_samples_are_kept_in_step(count):
+    found = passes(THREADS_3, lambda: Stream(count), None, None)
+    assert [all_of(found, 0), all_of(found, 1)] == [list(range(count))] * 2
+    assert [len(each[0].batches) for each in found] == [min(count, 1)] * 3
+
+
+def test_who_refuses_to_shard_is_told_of(caplog):
+    with caplog.at_level(logging.INFO):
+        passes(THREADS_2, OneFile, None)
+    assert "OneFile.shard gives no part 1 of 2 (IndexError: 1 file for 2 shards), so it is cut by stride" in caplog.text
+
+
+def test_a_global_batch_is_split_over_the_ranks():
+    found = passes(THREADS_2, Stream, None, size=4, split="global")
+    assert [each[0].batches[0] for each in found] == [[0, 2], [1, 3]]
+    assert all_of(found) == list(range(COUNT))
+    for error in refused(THREADS_2, Stream, None, size=1, split="global"):
+        assert type(error) is ValueError
+        assert str(error).startswith("batch_size=1 with split='global' is too small for world_size=2")
+
+
+def test_the_length_is_told_by_a_dataset_that_has_one(recwarn):
+    class Sized(Stream):
+        def __len__(self) -> int:
+            return self.count
+
+    def body() -> tuple[int, int]:
+        loader = DeviceLoader(loader_of(Sized()))
+        return len(loader), len(loop(loader).batches)
+
+    assert SOLO.run(body) == [(8, 8)]
+    assert THREADS_2.run(body) == [(4, 4)] * 2
+    assert not [each for each in recwarn if "length" in str(each.message)]
+    with pytest.raises(TypeError):
+        len(DeviceLoader(loader_of(Stream())))
+
+
+# Streams that are not the same for all.
+
+
+class AsksTooLate(Stream):
+    def __iter__(self) -> Iterator[int]:
+        yield 0
+        yield from range(1, self.count, get_worker_info().num_workers)
+
+
+class ShuffledByProcess(Stream):
+    def __iter__(self) -> Iterator[int]:
+        yield from random.Random(threading.get_ident() + os.getpid()).sample(range(10**6), self.count)
+
+
+class OfItsRank(Stream):
+    """Cuts itself by rank, and tells nobody."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(rank(), self.count, current_world().world_size)
+
+
+def test_asking_for_the_workers_too_late_is_an_error():
+    with pytest.raises(RuntimeError, match=r"the AsksTooLate asks get_worker_info\(\) .* only after it has given"):
+        passes(SOLO, AsksTooLate, None, workers=2)
+
+
+@pytest.mark.parametrize(
+    ("mode", "workers", "readers"), [(SOLO, 2, "loader workers"), (THREADS_2, 0, "ranks"), (THREADS_2, 1, "ranks")]
+)
+def test_streams_that_differ_are_refused(mode, workers, readers):
+    errors = refused(mode, ShuffledByProcess, None, workers=workers)
+    assert len(errors) == mode.ranks
+    for error in errors:
+        assert type(error) is RuntimeError
+        assert re.match(f"the {readers} read different streams.*pass sharded=True", str(error))
+
+
+def test_a_shard_that_is_none_is_no_shard(caplog):
+    with caplog.at_level(logging.INFO):
+        assert all_of(passes(THREADS_2, ShardedInPlace, None)) == list(range(COUNT))
+    assert "TypeError: it gave a NoneType" in caplog.text
+
+
+# What is random.
+
+
+class Shuffled(Stream):
+    """Shuffles with the global generators of a loader worker, and augments with them."""
+
+    def __init__(self, which: str, cuts_itself: bool = False) -> None:
+        super().__init__()
+        self.which, self.cuts_itself = which, cuts_itself
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        order = {
+            "random": lambda: random.sample(range(self.count), self.count),
+            "numpy": lambda: numpy.random.permutation(self.count).tolist(),
+            "torch": lambda: torch.randperm(self.count).tolist(),
+        }[self.which]()
+        info = get_worker_info()
+        for number in order[info.id :: info.num_workers] if self.cuts_itself else order:
+            yield number * 1000 + random.randrange(1000)
+
+
+@pytest.mark.parametrize("which", ["random", "numpy", "torch"])
+def test_a_shuffle_with_global_generators_is_the_same_in_all_workers_and_another_in_each_epoch(which):
+    for mode, cuts_itself in ((SOLO, True), (THREADS_2, which == "numpy")):
+        found = passes(mode, lambda cuts=cuts_itself: Shuffled(which, cuts), None, None, workers=2)
+        for place in (0, 1):
+            assert sorted(sample // 1000 for each in found for sample in each[place].counted) == list(range(COUNT))
+        assert found[0][0].counted != found[0][1].counted
+        again = passes(mode, lambda cuts=cuts_itself: Shuffled(which, cuts), None, workers=2)
+        assert [each[0].batches for each in found] == [each[0].batches for each in again]
+
+
+def test_what_a_sample_is_augmented_with_differs_between_parts():
+    (found,) = passes(SOLO, lambda: Shuffled("random", True), None, workers=2)
+    augmented = [sample % 1000 for sample in found[0].counted]
+    assert len(set(augmented)) > COUNT - 4
+
+
+class ByEpoch(Stream):
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        yield from (self.epoch * 1000 + number for number in range(self.count))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_dataset_hears_of_the_epoch_in_persistent_workers_too(workers):
+    loader = DeviceLoader(loader_of(ByEpoch(), workers, persistent_workers=bool(workers)))
+    first, second = loop(loader, 1), loop(loader)
+    loader.set_epoch(7)
+    assert [first.counted[0], second.counted[0], loop(loader).counted[0]] == [0, 1000, 7000]
+
+
+def test_passes_side_by_side_have_epochs_of_their_own():
+    loader = DeviceLoader(loader_of(ByEpoch(), 2))
+    pairs = list(zip(loader, loader, strict=True))
+    assert sorted(sample for first, _ in pairs for sample in first.tolist()) == list(range(COUNT))
+    assert sorted(sample - 1000 for _, second in pairs for sample in second.tolist()) == list(range(COUNT))
+
+
+# Rounds and gradients.
+
+
+@pytest.mark.parametrize(("tail", "steps", "counted"), [("split", 4, 23), ("pad", 4, 23), ("drop", 4, 23)])
+def test_the_tail_of_uneven_parts(tail, steps, counted):
+    found = passes(THREADS_2, Stream, None, tail=tail)
+    assert [len(each[0].batches) for each in found] == [steps, steps]
+    assert len(all_of(found)) == counted
+    if tail == "pad":
+        assert {len(batch) for each in found for batch in each[0].batches} == {SIZE}
+
+
+def test_drop_and_error_end_before_a_round_that_not_all_ranks_have():
+    found = passes(THREADS_2, lambda: Stream(13), None, tail="drop", size=2)
+    assert [len(each[0].batches) for each in found] == [3, 3]
+    errors = refused(THREADS_2, lambda: Stream(13), None, tail="error", size=2)
+    assert len(errors) == 2
+    assert all(str(error).startswith("tail='error': the parts of rank(s) 1 have ended") for error in errors)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_drop_last_leaves_out_is_counted(workers):
+    def body() -> tuple[int, int, int]:
+        got = loop(DeviceLoader(loader_of(Stream(14), workers, drop_last=True)))
+        timeline = current_world().timeline
+        counts = [track.counts["dropped"] for track in timeline.tracks()]
+        return sum(map(len, got.batches)), sum(counts), len(got.batches)
+
+    assert THREADS_2.run(body) == [(6, 1, 2), (6, 1, 2)]
+
+
+class Pairs(Stream):
+    """Inputs and targets in float64, with their numbers."""
+
+    def __iter__(self) -> Iterator[Any]:
+        numbers = torch.Generator().manual_seed(1)
+        inputs = torch.randn(self.count, 5, generator=numbers, dtype=torch.float64)
+        yield from zip(inputs, inputs.sum(1, keepdim=True).sin(), range(self.count), strict=True)
+
+
+def network() -> nn.Module:
+    model = nn.Linear(5, 1).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.linspace(-0.3, 0.4, parameter.numel()).view_as(parameter))
+    return model
+
+
+@pytest.mark.parametrize("mode", [THREADS_2, THREADS_3, PROCESSES_2], ids=str)
+def test_steps_over_uneven_parts_are_those_of_one_device_with_the_whole_rounds(mode):
+    count = 4 * mode.ranks + 1
+
+    def body() -> tuple[list[list[int]], dict[str, torch.Tensor]]:
+        model, rounds = network(), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(2):
+            batches = iter(DeviceLoader(loader_of(Pairs(count), size=2)))
+            for inputs, targets, numbers in batches:
+                rounds.append(numbers[: batches.valid_samples].tolist())
+                optimizer.zero_grad()
+                F.mse_loss(model(inputs), targets).backward()
+                optimizer_step(optimizer)
+        return rounds, model.state_dict()
+
+    found = mode.run(body)
+    samples = list(Pairs(count))
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for together in zip(*(rounds for rounds, _ in found), strict=True):
+        chosen = [samples[number] for numbers in together for number in numbers]
+        inputs, targets = torch.stack([each[0] for each in chosen]), torch.stack([each[1] for each in chosen])
+        optimizer.zero_grad()
+        F.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+    assert {0} < {len(numbers) for rounds, _ in found for numbers in rounds}, "some rank had nothing in some round"
+    for _, state in found:
+        torch.testing.assert_close(state, dict(model.state_dict()), rtol=1e-11, atol=1e-13)
+
+
+# State.
+
+
+@given(data=st.data(), count=st.integers(0, 40), size=st.integers(1, 4))
+def test_what_was_left_is_dealt_anew_with_any_numbers_again_and_again(data, count, size):
+    left = list(range(count))
+    layers: list[Layer] = []
+    for _ in range(data.draw(st.integers(1, 4))):
+        ranks, workers = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+        row = ranks * workers
+        parts = [left[part::row] for part in range(row)]
+        for part in range(row):
+            here = Layer(ranks, workers, (0,) * row)
+            cut = Cut(part // workers, ranks, workers, "stride", 0, 0, (*layers, here))
+            reader = PartReader(Stream(count), list, size, False, cut)
+            assert [sample for made in reader.made(cut, part % workers) for sample in made.batch] == parts[part]
+        taken = tuple(data.draw(st.integers(0, len(part))) for part in parts)
+        layers.append(Layer(ranks, workers, taken))
+        left = sorted(sample for part, number in zip(parts, taken, strict=True) for sample in part[number:])
+
+
+class Stateful(Stream):
+    """Keeps its place in an attribute of its own."""
+
+    place = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.place < self.count:
+            self.reads.append(self.place)
+            self.place += 1
+            yield self.place - 1
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+class Places:
+    """An iterator that keeps its place."""
+
+    def __init__(self, dataset: Stream) -> None:
+        self.dataset, self.place = dataset, 0
+
+    def __iter__(self) -> Places:
+        return self
+
+    def __next__(self) -> int:
+        if self.place == self.dataset.count:
+            raise StopIteration
+        self.dataset.reads.append(self.place)
+        self.place += 1
+        return self.place - 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+class StatefulIterator(Stream):
+    def __iter__(self) -> Places:
+        return Places(self)
+
+
+RESUMED = [Stream, CutsItself, Sharded, Stateful, StatefulIterator]
+
+
+@pytest.mark.parametrize("dataset", RESUMED)
+@pytest.mark.parametrize(("mode", "workers"), [(SOLO, 0), (THREADS_2, 0), (SOLO, 3), (THREADS_2, 2)])
+def test_the_rest_is_the_same_wherever_the_loop_was_left(mode, workers, dataset):
+    def body() -> tuple[Got, list[tuple[Got, Got]]]:
+        whole = loop(DeviceLoader(loader_of(dataset(), workers)))
+        parts = []
+        for steps in range(1, len(whole.batches), 1 if workers == 0 else 3):
+            first = loop(DeviceLoader(loader_of(dataset(), workers)), steps)
+            resumed = DeviceLoader(loader_of(dataset(), workers))
+            resumed.load_state_dict(through_json(first.state))
+            parts.append((first, loop(resumed)))
+        return whole, parts
+
+    for whole, parts in mode.run(body):
+        for first, rest in parts:
+            assert first.batches + rest.batches == whole.batches
+            assert first.valid + rest.valid == whole.valid
+            assert rest.state == whole.state
+
+
+@pytest.mark.parametrize("dataset", [Stream, Stateful])
+def test_a_state_of_other_numbers_loses_no_sample(dataset):
+    taken: list[int] = []
+    state = None
+    for mode, workers, most in ((THREADS_2, 2, 2), (SOLO, 0, 1), (THREADS_3, 1, 1), (THREADS_2, 0, None)):
+        found = passes(mode, dataset, most, workers=workers, state=state, size=2)
+        taken += all_of(found)
+        states = [through_json({**each[0].state, "states": 0}) for each in found]
+        assert all(each == states[0] for each in states), "the states of all ranks tell the same"
+        state = through_json(found[-1][0].state)
+    assert sorted(taken) == list(range(COUNT))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "before", "after", "words"),
+    [
+        (CutsItself, (SOLO, 2), (SOLO, 3), r"by 1 rank\(s\) with 2 loader worker\(s\) .* here are 1 with 3"),
+        (CutsItself, (SOLO, 2), (THREADS_2, 1), r"by 1 rank\(s\) with 2 loader worker\(s\) .* here are 2 with 1"),
+        (CutsItself, (SOLO, 0), (SOLO, 1), "cut by the stride; .* cut by the worker"),
+        (Sharded, (THREADS_2, 0), (THREADS_3, 0), r"by 2 rank\(s\) with 1 loader worker\(s\) .* here are 3 with 1"),
+        (Sharded, (THREADS_2, 0), (SOLO, 0), "cut by the dataset; .* cut by the stride"),
+    ],
+)
+def test_a_stream_that_was_not_cut_by_stride_needs_the_same_numbers(dataset, before, after, words):
+    state = passes(before[0], dataset, 1, workers=before[1])[0][0].state
+    errors = refused(after[0], dataset, None, workers=after[1], state=state)
+    assert len(errors) == after[0].ranks
+    for error in errors:
+        assert type(error) is StateError
+        assert re.search(words, str(error))
+
+
+def test_the_ranks_own_shards_may_be_read_by_other_numbers_of_workers():
+    first = passes(THREADS_2, Sharded, 2, workers=2)
+    rest = passes(THREADS_2, Sharded, None, workers=0, state=first[0][0].state)
+    assert sorted(all_of(first) + all_of(rest)) == list(range(COUNT))
+
+
+def test_a_stream_that_began_uncut_by_rank_goes_on_so():
+    first = passes(SOLO, Sharded, 2, workers=2)
+    rest = passes(THREADS_2, Sharded, None, None, state=first[0][0].state)
+    assert sorted(all_of(first) + all_of(rest)) == list(range(COUNT))
+    assert all_of(rest, 1) == list(range(COUNT))
+
+
+@pytest.mark.parametrize("dataset", [Stateful, StatefulIterator])
+def test_a_dataset_with_a_state_is_not_read_again(dataset):
+    state = loop(DeviceLoader(loader_of(dataset())), 3).state
+    resumed = dataset()
+    loader = DeviceLoader(loader_of(resumed))
+    loader.load_state_dict(state)
+    loop(loader)
+    assert resumed.reads == list(range(9, COUNT))
+
+
+def test_one_without_is_read_again_and_says_so(caplog):
+    state = loop(DeviceLoader(loader_of(Stream())), 3).state
+    resumed = Stream()
+    loader = DeviceLoader(loader_of(resumed))
+    loader.load_state_dict(state)
+    with caplog.at_level(logging.INFO):
+        loop(loader)
+    assert "resumes the stream by reading and dropping what was delivered before" in caplog.text
+    assert resumed.reads == list(range(COUNT))
+
+
+def test_a_part_that_had_no_turn_yet_needs_no_state(caplog):
+    state = loop(DeviceLoader(loader_of(Stateful(), 2)), 1).state
+    assert list(state["states"]) == [0]
+    loader = DeviceLoader(loader_of(Stateful(), 2))
+    loader.load_state_dict(state)
+    with caplog.at_level(logging.INFO):
+        assert len(loop(loader).counted) == COUNT - SIZE
+    assert "reading and dropping" not in caplog.text
+
+
+def test_a_state_goes_through_json_and_torch():
+    for dataset, workers in ((Stream, 0), (Stateful, 2)):
+        state = loop(DeviceLoader(loader_of(dataset(), workers)), 2).state
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        assert torch.load(file, weights_only=True) == state
+        for saved in (through_json(state), state):
+            loader = DeviceLoader(loader_of(dataset(), workers))
+            loader.load_state_dict(saved)
+            assert len(loop(loader).counted) == COUNT - 2 * SIZE
+
+
+def test_the_state_tells_what_was_delivered_though_all_was_read():
+    dataset = Stream()
+    loader = DeviceLoader(loader_of(dataset))
+    iterator = iter(loader)
+    next(iterator)
+    while len(dataset.reads) < COUNT:  # the reader needs nobody to go on
+        threading.Event().wait(0.001)
+    state = loader.state_dict()
+    assert (state["epoch"], state["offset"], state["layers"]) == (0, SIZE, [[1, 1, [SIZE]]])
+    list(iterator)
+    after = loader.state_dict()
+    assert (after["epoch"], after["offset"]) == (1, 0)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_the_epochs_after_a_resumed_one_are_those_of_an_uninterrupted_run(persistent):
+    options = {"persistent_workers": persistent, "workers": 2}
+    for dataset in (CutsItself, ByEpoch):
+        whole = passes(SOLO, dataset, None, None, None, **options)[0]
+        loader = DeviceLoader(loader_of(dataset(), 2, persistent_workers=persistent))
+        loop(loader)
+        loader.load_state_dict(loop(DeviceLoader(loader_of(dataset(), 2)), 3).state)
+        rest, second = loop(loader), loop(loader, 3)
+        loader.load_state_dict(second.state)
+        rest_of_second, third = loop(loader), loop(loader)
+        assert rest.batches == whole[0].batches[3:]
+        assert second.batches + rest_of_second.batches == whole[1].batches
+        assert third.batches == whole[2].batches
+
+
+def test_a_state_of_another_kind_is_refused():
+    state = DeviceLoader([[1]] * 4).state_dict()
+    with pytest.raises(StateError, match="it is not that of a stream"):
+        DeviceLoader(loader_of(Stream())).load_state_dict({**state, "offset": 2})
+
+
+# Failures.
+
+
+class CodedError(Exception):
+    """An error of the user's own."""
+
+
+class Failing(Stream):
+    """Fails on rank 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failing = rank() == 0
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(self.count):
+            if number == 12 and self.failing:
+                raise CodedError(f"code {number}")
+            yield number
+
+
+class Unpicklable(Stream):
+    def __iter__(self) -> Iterator[Any]:
+        yield 0
+        yield threading.Lock()
+
+
+class Killed(Stream):
+    def __iter__(self) -> Iterator[int]:
+        yield 0
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_an_error_of_the_dataset_comes_in_its_own_type_behind_the_batches_before_it(workers):
+    got = []
+    with pytest.raises(CodedError) as caught:
+        for batch in DeviceLoader(loader_of(Failing(), workers)):
+            got += batch.tolist()
+    assert str(caught.value) == "code 12"
+    assert any(note.startswith("in sample number 12 of the stream that part") for note in caught.value.__notes__)
+    assert sorted(got) == list(range(12))
+
+
+def test_an_error_on_one_rank_ends_the_others():
+    own, peer = refused(THREADS_2, Failing, None)
+    assert (type(own), own.args) == (CodedError, ("code 12",))
+    assert (type(peer), str(peer)) == (BrokenWorldError, "the loader of rank 0 failed with CodedError: code 12")
+    with pytest.raises(CodedError, match="code 12"):
+        passes(PROCESSES_2, Failing, None, workers=1)
+
+
+def test_a_batch_that_cannot_be_sent_is_named():
+    with pytest.raises(UnpicklableError, match="a batch of samples of a stream, read for part 0, cannot be sent"):
+        list(DeviceLoader(loader_of(Unpicklable(), 1, size=1, collate_fn=list)))
+
+
+def test_a_killed_worker_is_told_of():
+    with pytest.raises(RuntimeError, match=r"worker .*(killed|died|exited)"):
+        list(DeviceLoader(loader_of(Killed(), 1, timeout=1)))
+    for thread in threading.enumerate():
+        if thread.name == "unisono-reader":  # torch looks after its workers once in that time
+            thread.join(PATIENCE_S)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_leaving_all_ranks_loops_early_begins_the_next_epoch(workers):
+    for persistent in {False, bool(workers)}:
+        found = passes(THREADS_2, Stream, 1, 2, None, workers=workers, persistent_workers=persistent)
+        assert all_of(found, 2) == list(range(COUNT))
+        assert [each[2].state["epoch"] for each in found] == [3, 3]
+
+
+def test_a_rank_that_leaves_earlier_breaks_the_others():
+    def body() -> str:
+        loader = DeviceLoader(loader_of(Stream(200), size=1))
+        try:
+            loop(loader, 1 if rank() else None)
+        except BrokenWorldError as error:
+            return type(error).__name__
+        return "left"
+
+    with contextlib.suppress(BrokenWorldError):
+        assert THREADS_2.run(body) == ["BrokenWorldError", "left"]
+
+
+def test_fifty_loops_that_are_left_leave_nothing():
+    loader = DeviceLoader(loader_of(Stream()))
+    for _ in range(50):
+        loop(loader, 1)
+    assert loop(loader).state["epoch"] == 51
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_that_is_gone_keeps_nothing_alive(workers):
+    dataset = Stream()
+    torch_loader = loader_of(dataset, workers, persistent_workers=bool(workers))
+    loader = DeviceLoader(torch_loader)
+    loop(loader)
+    gone = [weakref.ref(dataset), weakref.ref(torch_loader)]
+    del dataset, torch_loader, loader
+    gc.collect()
+    assert [each() for each in gone] == [None, None]
+
+
+def test_persistent_workers_serve_one_loop_at_a_time(monkeypatch):
+    monkeypatch.setattr("unisono.loaders.fetching._BUSY_S", 0.01)
+    loader = DeviceLoader(loader_of(Stream(500), 1, persistent_workers=True))
+    first = iter(loader)
+    before = next(first).tolist()
+    with pytest.raises(BusyError):
+        iter(loader)
+    assert before + [sample for batch in first for sample in batch.tolist()] == list(range(500))
+    assert loop(loader).state["epoch"] == 2, "the pass that could not begin was none"
+
+
+def test_threads_that_begin_passes_at_once_have_an_epoch_each():
+    loader = loader_of(ByEpoch())
+    gate = threading.Barrier(4)
+    epochs: list[int] = []
+
+    def begin(source: StreamSource) -> None:
+        gate.wait(PATIENCE_S)
+        epochs.append(source.begin(DeviceLoader(loader)._never_begun._rule, lambda samples: None).epoch)
+
+    source = StreamSource(loader, 0, 1, 0, None)
+    threads = [threading.Thread(target=begin, args=(source,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert sorted(epochs) == [0, 1, 2, 3]
