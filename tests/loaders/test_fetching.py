@@ -21,6 +21,7 @@ import torch
 from epochs import Bucketed, Numbers, dealt, ranks_of, take
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, StackDataset, Subset, get_worker_info
 from torch.utils.data import _utils as torch_utils
+from torch.utils.data import dataloader as torch_loaders
 
 from unisono import BusyError, DeviceLoader, ParallelLoader, UnpicklableError
 from unisono.loaders import fetching
@@ -213,6 +214,7 @@ class Exiting(Numbers):
 def use_no_signals(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let torch look now and then whether its workers live, instead of raising wherever the main thread just is."""
     monkeypatch.setattr(torch_utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
+    monkeypatch.setattr(torch_loaders._MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.1,))
     for name in ("_set_worker_pids", "_remove_worker_pids"):
         monkeypatch.setattr(torch_utils.signal_handling, name, lambda *_: None)
 
@@ -346,6 +348,7 @@ def test_a_worker_sees_the_users_dataset_and_its_worker_init_fn_may_change_it(co
     ]
     assert len({fact[5] for fact in facts} - {os.getpid()}) == num_workers
     join_own_threads()
+    gc.collect()  # what it tracks tells it when it goes, and would start it again
     resource_tracker._resource_tracker._stop()  # a process that spawned ones need
 
 
