@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -315,6 +317,21 @@ def test_an_ended_loop_ends_in_the_same_way_again_and_meets_nobody():
             assert str(end) == str(again)
             assert end is not again
         assert ranks.meetings == [3, 3]
+
+
+def test_an_ended_loop_is_freed_without_the_garbage_collector():
+    gc.disable()
+    try:
+        for has_failed in (False, True):
+            ranks = Ranks(numbered([[1], [1, 1]]))
+            ranks.shelves[1]._error = CodedError(1) if has_failed else None
+            ranks.run(lambda rank, lockstep: len(drained(lockstep)[0]))
+            ranks.shelves[1]._error = None  # it has seen all
+            gone = [weakref.ref(each) for each in ranks.locksteps]
+            ranks.locksteps.clear()
+            assert [each() for each in gone] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_ranks_that_stand_at_different_batches_are_told():

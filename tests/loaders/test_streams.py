@@ -358,9 +358,15 @@ class AsksTooLate(Stream):
         yield from range(1, self.count, get_worker_info().num_workers)
 
 
-class ShuffledByProcess(Stream):
+class ShuffledPrivately(Stream):
+    """By each rank and by each loader worker in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = rank()
+
     def __iter__(self) -> Iterator[int]:
-        yield from random.Random(threading.get_ident() + os.getpid()).sample(range(10**6), self.count)
+        yield from random.Random(f"{self.place}/{os.getpid()}").sample(range(10**9), self.count)
 
 
 class OfItsRank(Stream):
@@ -379,7 +385,7 @@ def test_asking_for_the_workers_too_late_is_an_error():
     ("mode", "workers", "readers"), [(SOLO, 2, "loader workers"), (THREADS_2, 0, "ranks"), (THREADS_2, 1, "ranks")]
 )
 def test_streams_that_differ_are_refused(mode, workers, readers):
-    errors = refused(mode, ShuffledByProcess, None, workers=workers)
+    errors = refused(mode, ShuffledPrivately, None, workers=workers)
     assert len(errors) == mode.ranks
     for error in errors:
         assert type(error) is RuntimeError

@@ -112,12 +112,12 @@ class Lockstep:
             ValueError: a rank has no more, others have, and the rule forbids it.
         """
         if self._end is not None:
-            raise copy_error(self._end)
+            raise _bare(self._end)
         try:
             stamps: Any = Stamps() if self._rounds else self._meet()
             return self._take(self._rounds.popleft(), stamps)
         except Exception as error:
-            self._end = copy_error(error)  # type: ignore[assignment]
+            self._end = _bare(error)
             raise
 
     def _take(self, offered: list[_Ready | None], stamps: Any) -> Delivery:
@@ -250,6 +250,14 @@ class Lockstep:
         self._own.clear()
         self._lane.cancel()
         raise EndOfChannel
+
+
+def _bare(error: Exception) -> Exception:
+    """The same error without the frames that it came through: they hold whoever keeps it, and the loader workers."""
+    twin: Any = copy_error(error)
+    if twin is error:  # its class cannot be copied
+        twin = RuntimeError(f"this loop has ended with {type(error).__name__}: {error}")
+    return twin.with_traceback(None)  # type: ignore[no-any-return]
 
 
 def _check(offers: list[_Offer]) -> list[_Offer]:
