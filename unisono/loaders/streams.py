@@ -120,8 +120,8 @@ class StreamSource:
             return dataset, "stride"
         if getattr(dataset, "_distributed", None) is not None:  # by datasets.distributed.split_dataset_by_node
             return dataset, "dataset"
-        if type(dataset).__module__.partition(".")[0] == "datasets":  # its `shard` gives a rank none of too few files
-            by_node: Any = import_module("datasets.distributed")
+        if hasattr(dataset, "_distributed") and type(dataset).__module__.startswith("datasets."):
+            by_node: Any = import_module("datasets.distributed")  # `shard` gives a rank none of too few files
             return by_node.split_dataset_by_node(dataset, self._rank, self._ranks), "dataset"
         for name in ("shard", "split"):
             method = getattr(dataset, name, None)
