@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import sys
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -35,6 +36,17 @@ def seed_all(seed: int) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed & 0xFFFFFFFF)
+
+
+def draws_so_far() -> tuple[object, ...]:
+    """A mark of where the three generators stand: any draw changes it."""
+    _, words, cached = random.getstate()
+    mark: tuple[object, ...] = (words[0], words[-1], cached, zlib.crc32(torch.get_rng_state().numpy().data))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        _, keys, *rest = numpy.random.get_state()
+        mark += (int(keys[0]), *rest)
+    return mark
 
 
 @contextmanager

@@ -40,14 +40,22 @@ class Channel(Generic[T]):
     Args:
         lock: shared with other channels that are looked at together.
         on_receipt: called under the lock with each item that is received, before a sender is woken.
+        refill_at: a receipt wakes a sender only when no more than so many items are left, so that it fills the channel
+            in one go and does not stand in its receiver's way at each item; None wakes it at each.
     """
 
-    def __init__(self, lock: threading.Lock | None = None, on_receipt: Callable[[T], None] | None = None) -> None:
+    def __init__(
+        self,
+        lock: threading.Lock | None = None,
+        on_receipt: Callable[[T], None] | None = None,
+        refill_at: int | None = None,
+    ) -> None:
         self._items: deque[T] = deque()
         self._lock = lock or threading.Lock()
         self._room_bell = _Bell()
         self._item_bell = _Bell()
         self._on_receipt = on_receipt
+        self._refill_at = refill_at
         self._end: Outcome[None] | None = None
         self._is_cancelled = False
 
@@ -57,7 +65,7 @@ class Channel(Generic[T]):
     def wait_for_room(self, has_room: Callable[[], bool]) -> bool:
         """Return True when `has_room()` does, or False when the receiver wants no more.
 
-        It is asked under the lock: now, after each receipt, and when someone wakes the sender.
+        It is asked under the lock: now, after a receipt (see `refill_at`), and when someone wakes the sender.
         """
         while not self._is_cancelled:
             with self._lock:
@@ -102,7 +110,8 @@ class Channel(Generic[T]):
                 else:
                     if self._on_receipt is not None:
                         self._on_receipt(item)
-                    self._room_bell.ring()
+                    if self._refill_at is None or len(self._items) <= self._refill_at:
+                        self._room_bell.ring()
                     return item
                 if self._is_cancelled:
                     self._item_bell.ring()  # `cancel` has rung once, and a second iterator may wait here too

@@ -26,10 +26,11 @@ from torch.utils.data._utils import worker as torch_worker
 
 from unisono.errors import BusyError, UnpicklableError
 from unisono.outcome import Outcome, chain_of
-from unisono.randomness import mixed, seed_all
+from unisono.randomness import draws_so_far, mixed, seed_all
 
 _SHOWN = 8
 _BUSY_S = 10.0
+_SENDABLE = (int, float, str, bytes, bool, type(None))
 
 
 class Request(NamedTuple):
@@ -67,6 +68,8 @@ class Fetcher:
         self._has_rows = has_rows(loader)
         self._set_epoch = getattr(loader.dataset, "set_epoch", None)
         self._epoch: int | None = None
+        self._draws: bool | None = None  # whether making a batch draws from the process's generators
+        self._drawn_at: tuple[object, ...] | None = None  # where they stood behind the last seed
 
     def batch(self, request: Request, is_seeded: bool = False) -> Any:
         """The batch asked for.
@@ -76,9 +79,35 @@ class Fetcher:
                 sample is augmented with depends on nothing else; a dataset with `__getitems__`, for each batch.
         """
         try:
-            return self._make(request, is_seeded)
+            return self._make_seeded(request) if is_seeded else self._make(request, False)
         except StopIteration as stop:
             raise RuntimeError("the dataset or collate_fn raised StopIteration, which is no end of the data") from stop
+
+    def _make_seeded(self, request: Request) -> Any:
+        """As if each sample had been seeded; which takes as long as a small sample, and many datasets draw nothing.
+
+        Whether anything is drawn is seen in the first batch. If not, the next ones are made without seeds, and one in
+        which something is drawn after all is made again.
+        """
+        if self._has_rows:
+            return self._make(request, False)
+        if self._draws is False:
+            before = draws_so_far()
+            made = Outcome.capture(self._make, request, False)
+            if draws_so_far() == before:
+                return made.unwrap()
+            self._draws = True
+        batch = self._make(request, True)
+        if self._draws is None:
+            self._draws = self._drawn_at != draws_so_far()
+        return batch
+
+    def _seed(self, request: Request, place: int) -> None:
+        if self._draws is None and self._drawn_at not in (None, draws_so_far()):
+            self._draws = True
+        seed_all(mixed(request.seed, request.start + place % request.own * request.step))
+        if self._draws is None:
+            self._drawn_at = draws_so_far()
 
     def _make(self, request: Request, is_seeded: bool) -> Any:
         if self._set_epoch is not None and self._epoch != request.epoch:
@@ -91,7 +120,7 @@ class Fetcher:
                 return _rows(self._dataset, request.indices)
         if self._fetch_many:
             if is_seeded:
-                seed_all(mixed(request.seed, request.start))
+                self._seed(request, 0)
             try:
                 samples = self._fetch_many(request.indices)
             except Exception as error:
@@ -110,7 +139,7 @@ class Fetcher:
     def _sample(self, request: Request, place: int, is_seeded: bool) -> Any:
         index = request.indices[place]
         if is_seeded:
-            seed_all(mixed(request.seed, request.start + place % request.own * request.step))
+            self._seed(request, place)
         try:
             return self._dataset[index]
         except Exception as error:
@@ -147,16 +176,18 @@ def _rows(dataset: Any, indices: Sequence[Any]) -> list[torch.Tensor]:
 
 
 class RemoteFetcher:
-    """The dataset that a loader worker sees: a request gives the packed batch, or the packed error."""
+    """The dataset that a loader worker sees: a request gives the batch, packed where that is needed, or the error."""
 
     def __init__(self, fetcher: Fetcher) -> None:
         self._fetcher = fetcher
 
-    def __getitem__(self, request: Request) -> Packed:
+    def __getitem__(self, request: Request) -> Any:
         try:
             batch = self._fetcher.batch(request, is_seeded=True)
         except Exception as error:
             return Packed(error=error)
+        if can_surely_be_sent(batch):
+            return batch
         return Packed(batch, f"the samples with indices {_few(request.indices)}")
 
     def __len__(self) -> int:  # asked by samplers that are never used
@@ -189,6 +220,18 @@ class WorkerStart:
 def use_worker_info(info: Any) -> None:
     """Let `torch.utils.data.get_worker_info()` give that in this loader worker from now on."""
     torch_worker._worker_info = info
+
+
+def can_surely_be_sent(value: Any) -> bool:
+    """Whether it is plain tensors, texts and numbers in plain containers, which torch can send as they are."""
+    kind = type(value)
+    if kind is torch.Tensor:
+        return value.layout is torch.strided and not value.requires_grad
+    if kind in (list, tuple):
+        return all(map(can_surely_be_sent, value))
+    if kind is dict:
+        return all(type(key) in _SENDABLE for key in value) and all(map(can_surely_be_sent, value.values()))
+    return kind in _SENDABLE
 
 
 class Packed:
@@ -244,7 +287,7 @@ class WorkerPool:
         self._generator = torch.Generator()  # from which the DataLoader seeds its workers
         self._requests = _NextPass()
         self._persistent = threading.Lock() if loader.persistent_workers else None
-        self._loader: DataLoader[Outcome[Any]] = DataLoader(
+        self._loader: DataLoader[Any] = DataLoader(
             dataset,
             batch_size=None,
             sampler=self._requests if has_requests else None,
@@ -306,7 +349,7 @@ class _NextPass:
 class Served:
     """The values of one pass, as the loader workers send them; when it goes, persistent workers are free."""
 
-    def __init__(self, values: Iterator[Outcome[Any]], lock: threading.Lock | None) -> None:
+    def __init__(self, values: Iterator[Any], lock: threading.Lock | None) -> None:
         self._values = values
         self._lock = lock
 
@@ -315,12 +358,14 @@ class Served:
 
     def __next__(self) -> Any:
         try:
-            return self._receive().unwrap()
+            value = self._receive()
+            return value.unwrap() if isinstance(value, Outcome) else value
         except Exception as error:
+            self._values = iter(())  # whoever keeps the error keeps this, and must not keep the workers
             _free(error)
             raise
 
-    def _receive(self) -> Outcome[Any]:
+    def _receive(self) -> Any:
         try:
             return next(self._values)
         except (EOFError, OSError) as error:

@@ -95,13 +95,17 @@ class Delivery(NamedTuple):
 
 
 class Conveyor:
-    """Every n-th round of a lane, from round `first` on: what is loaded for it, and what is moved. The reader puts into
-    `entry`."""
+    """Every n-th round of a lane, from round `first` on: what is loaded for it, and what is moved.
 
-    def __init__(self, lane: Lane, first: int, lock: threading.Lock, is_direct: bool) -> None:
+    The reader puts into `entry`. `refill_at`, of the inbox and the outbox, as for `Channel`.
+    """
+
+    def __init__(
+        self, lane: Lane, first: int, lock: threading.Lock, is_direct: bool, refill_at: tuple[int | None, int | None]
+    ) -> None:
         self.first = first
-        self.inbox: Channel[Loaded] = Channel(lock, lane.on_move)
-        self.outbox: Channel[Delivery] = Channel(lock, lane.on_receipt)
+        self.inbox: Channel[Loaded] = Channel(lock, lane.on_move, refill_at[0])
+        self.outbox: Channel[Delivery] = Channel(lock, lane.on_receipt, refill_at[1])
         self.entry: Channel[Any] = self.outbox if is_direct else self.inbox
 
 
@@ -130,7 +134,8 @@ class Lane:
         self._failed_at: int | None = None  # the first round that could not be moved
         count = 1 if self._is_direct else pipeline.transfer_threads
         self._takes_turns = threading.Lock() if count > 1 else None
-        self.conveyors = [Conveyor(self, first, pipeline.lock, self._is_direct) for first in range(count)]
+        refill_at = pipeline.refill_at(self._is_direct) if count == 1 else (None, None)
+        self.conveyors = [Conveyor(self, first, pipeline.lock, self._is_direct, refill_at) for first in range(count)]
         entries, outboxes = [each.entry for each in self.conveyors], [each.outbox for each in self.conveyors]
         # A channel wakes its own sender. Where a bound spans several, a receipt from one makes room in the others.
         self._woken_by_move = entries if count > 1 else []
@@ -309,6 +314,12 @@ class Pipeline:
         self.lanes: list[Lane] = []
         self.threads: list[threading.Thread] = []
         self.asked_at = 0  # when the reader asked the source last; 0 while no lane can have waited for another
+
+    def refill_at(self, is_direct: bool) -> tuple[int | None, int | None]:
+        """When half of an inbox, and of an outbox, is empty; None where bytes may be what bounds them."""
+        if self.prefetch_bytes is not None:
+            return None, None
+        return self.loader_prefetch_size // 2, (self.most_waiting if is_direct else self.device_prefetch_size) // 2
 
     def add_lane(self, device: torch.device, backend: Backend, world: World, has_own_thread: bool) -> None:
         """One lane more, before the start; `has_own_thread` when a thread of its own will empty it."""
