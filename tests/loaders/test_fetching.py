@@ -20,8 +20,6 @@ import pytest
 import torch
 from epochs import Bucketed, Numbers, dealt, ranks_of, take
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, StackDataset, Subset, get_worker_info
-from torch.utils.data import _utils as torch_utils
-from torch.utils.data import dataloader as torch_loaders
 
 from unisono import BusyError, DeviceLoader, ParallelLoader, UnpicklableError
 from unisono.loaders import fetching
@@ -211,23 +209,10 @@ class Exiting(Numbers):
         return index
 
 
-@pytest.fixture
-def no_signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Torch looks now and then whether its workers live, instead of raising wherever the main thread just is."""
-    monkeypatch.setattr(torch_utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
-    monkeypatch.setattr(torch_loaders._MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.1,))
-    for name in ("_set_worker_pids", "_remove_worker_pids"):
-        monkeypatch.setattr(torch_utils.signal_handling, name, lambda *_: None)
-    yield
-    join_own_threads()
-    gc.collect()
-    assert not loader_workers()
-
-
 @pytest.mark.parametrize("dataset", [Killed(40), Exiting(40)], ids=["killed", "ended"])
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("persistent", [False, True])
-def test_a_loader_worker_that_is_gone_is_told_of(dataset, num_workers, persistent, no_signals):
+def test_a_loader_worker_that_is_gone_is_told_of(dataset, num_workers, persistent):
     loader = DataLoader(dataset, batch_size=2, num_workers=num_workers, persistent_workers=persistent)
     found, error = caught(iter(DeviceLoader(loader)))
     assert found <= 10
@@ -248,7 +233,7 @@ class Mortal(Numbers):
         return index
 
 
-def test_persistent_workers_that_died_are_replaced_in_the_next_pass(no_signals):
+def test_persistent_workers_that_died_are_replaced_in_the_next_pass():
     dataset = Mortal(8)
     loader = DeviceLoader(DataLoader(dataset, num_workers=2, persistent_workers=True))
     dataset.is_dangerous[0] = 1

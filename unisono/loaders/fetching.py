@@ -15,6 +15,7 @@ import io
 import pickle
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.reduction import ForkingPickler
@@ -22,14 +23,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, StackDataset, Subset, TensorDataset, default_collate, get_worker_info
+from torch.utils.data._utils import signal_handling
 from torch.utils.data._utils import worker as torch_worker
 
-from unisono.errors import BusyError, UnpicklableError
+from unisono.errors import BusyError, UnpicklableError, describe_exit
 from unisono.outcome import Outcome, chain_of
 from unisono.randomness import draws_so_far, mixed, seed_all
 
 _SHOWN = 8
 _BUSY_S = 10.0
+_LOOK_S = 0.25
 _SENDABLE = (int, float, str, bytes, bool, type(None))
 
 
@@ -323,6 +326,7 @@ class WorkerPool:
             self._generator.manual_seed(seed)
             self._requests.requests = requests or iter(())
             values = iter(self._loader)
+            _look_often(values)
             self._requests.requests = iter(())  # in a pass that is left early they would hold the dataset
         except BaseException:
             if self._persistent is not None:
@@ -368,16 +372,43 @@ class Served:
     def _receive(self) -> Any:
         try:
             return next(self._values)
-        except (EOFError, OSError) as error:
+        except (EOFError, OSError, RuntimeError) as error:
             if str(error).startswith("Caught "):  # torch's words for what worker_init_fn has raised there
                 raise
+            dead = _dead_workers(self._values)
+            if not dead and isinstance(error, RuntimeError):
+                raise
             raise RuntimeError(
-                "a DataLoader worker died before its batch was received; the usual reason is a lack of memory"
+                f"a DataLoader worker {dead or 'died'} before its batch was received; where nobody killed it, the "
+                "usual reason is a lack of memory"
             ) from error
 
     def __del__(self) -> None:
         if self._lock is not None:
             self._lock.release()
+
+
+def _look_often(values: Any) -> None:
+    """Let the thread that reads notice a dead worker, and soon.
+
+    Torch notices it in a signal handler, which raises wherever the main thread just is, or when nothing has come for
+    5 s. Where the user has set a time-out, it waits that long in one go, so there the handler stays.
+    """
+    if values._timeout > 0 or not values._worker_pids_set:
+        return
+    signal_handling._remove_worker_pids(id(values))  # type: ignore[attr-defined]
+    values._worker_pids_set = False
+    itself = weakref.ref(values)
+    look = type(values)._try_get_data
+    values._try_get_data = lambda timeout=_LOOK_S: look(itself(), timeout)  # not bound: that would be a circle
+
+
+def _dead_workers(values: Any) -> str:
+    """How the first worker that did not end by itself has ended; empty where none has."""
+    for worker in getattr(values, "_workers", ()):
+        if worker.exitcode:
+            return f"(pid {worker.pid}) {describe_exit(worker.exitcode)}"
+    return ""
 
 
 def _free(error: BaseException) -> None:
