@@ -121,7 +121,9 @@ class Ranks:
             Shelf(world, deliveries_of(rank, count, batches[rank]), most[rank] if most else 99)
             for rank, world in enumerate(self.worlds)
         ]
-        self.locksteps = [Lockstep(shelf, Rule(**rule), 0, ahead, start_of(count)) for shelf in self.shelves]
+        self.locksteps = [
+            Lockstep(shelf, shelf.world, Rule(**rule), 0, ahead, start_of(count)) for shelf in self.shelves
+        ]
 
     @property
     def meetings(self) -> list[int]:
@@ -340,7 +342,8 @@ def test_ranks_that_stand_at_different_batches_are_told():
     def body(rank: int, lockstep: Lockstep) -> Any:
         lockstep.receive()
         if rank == 1:  # it leaves its loop early, and begins the next one
-            lockstep = Lockstep(Shelf(lockstep._world, deliveries_of(1, 2, [[1]])), Rule(), 0, 1, start_of(2))
+            world = ranks.worlds[rank]
+            lockstep = Lockstep(Shelf(world, deliveries_of(1, 2, [[1]])), world, Rule(), 0, 1, start_of(2))
         return lockstep.receive()
 
     for error in ranks.run(body):

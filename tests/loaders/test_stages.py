@@ -88,7 +88,7 @@ class Flow:
         self.pipeline = Pipeline(loaded, moved, limit, transfers)
         self.worlds: list[World] = [solo_world() for _ in range(lanes)]
         for place, world in enumerate(self.worlds):
-            self.pipeline.add_lane(torch.device("cpu", place), backend, world, has_own_thread)
+            self.pipeline.add_lane(torch.device("cpu", place), backend, world.timeline, has_own_thread)
         self.given = 0  # rounds that the source has given
         self._given = threading.Condition()
 
@@ -101,7 +101,7 @@ class Flow:
         return [self.iterator(lane) for lane in self.pipeline.lanes]
 
     def iterator(self, lane: Any) -> DeviceIterator:
-        return DeviceIterator([], lane, lane.receive, None)
+        return DeviceIterator([], lane, self.worlds[self.pipeline.lanes.index(lane)], lane.receive, None)
 
     def wait_given(self, count: int) -> None:
         with self._given:

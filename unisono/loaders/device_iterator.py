@@ -11,6 +11,7 @@ from unisono.loaders.sources import Bookmark
 from unisono.loaders.stages import Delivery, Lane
 from unisono.timeline import COMPUTE, FETCH, Loop
 from unisono.window import Pass, window_of
+from unisono.world import World
 
 
 class DeviceIterator:
@@ -21,12 +22,14 @@ class DeviceIterator:
             padded one; 0 for a batch that only repeats a sample so that this rank keeps step with the others.
     """
 
-    def __init__(self, parent: Sized, lane: Lane, receive: Callable[[], Delivery], bookmark: Bookmark) -> None:
+    def __init__(
+        self, parent: Sized, lane: Lane, world: World, receive: Callable[[], Delivery], bookmark: Bookmark
+    ) -> None:
         self._parent = parent  # its threads end with the last iterator
         self._lane = lane
         self._receive = receive
         self._bookmark = bookmark
-        self._window = window_of(lane.world)
+        self._window = window_of(world)
         self._loop: Loop | None = None
         self._pass: Pass | None = None
         self.valid_samples = 0
@@ -41,7 +44,7 @@ class DeviceIterator:
 
     def __next__(self) -> Any:
         lane = self._lane
-        track = lane.world.timeline.loop()
+        track = lane.timeline.loop()
         loop, running = self._loop, self._pass  # another thread may close this iterator, and end the pass
         if loop is None or running is None or loop.track is not track:
             self._loop, self._pass = loop, running = Loop(track), self._window.begin()

@@ -31,6 +31,7 @@ from unisono.loaders.streams import other_stream
 from unisono.outcome import copy_error
 from unisono.timeline import Waits
 from unisono.tree import batch_size, can_cut, pick, tree_map
+from unisono.world import World
 
 logger = logging.getLogger(__name__)
 
@@ -80,15 +81,16 @@ class Lockstep:
     """The batches of one rank's lane, in step with the other ranks'.
 
     Args:
+        world: whose loop it is.
         rule: its `tail` and `fixed_batch_size` say what becomes of the rounds for which some rank has no batch.
         dim: the dimension along which the samples of a batch lie.
         ahead: so many batches may wait here, beside those in the lane.
         start: the position where the pass begins.
     """
 
-    def __init__(self, lane: Lane, rule: Rule, dim: int, ahead: int, start: State) -> None:
+    def __init__(self, lane: Lane, world: World, rule: Rule, dim: int, ahead: int, start: State) -> None:
         self._lane = lane
-        self._world = lane.world
+        self._world = world
         self._rule = rule
         self._dim = dim
         self._ahead = ahead

@@ -121,11 +121,9 @@ class ParallelLoader:
         """Make what serves one pass."""
         self._pipeline = Pipeline(*self._prefetch)
         for place, (backend, device) in enumerate(self._devices):
-            world = self._loops[place] if self._loops else self._world
-            self._pipeline.add_lane(device, backend, world, self._loops is not None)
-        self._lanes = {str(lane.device): lane for lane in self._pipeline.lanes}
+            self._pipeline.add_lane(device, backend, self._loop_world(place).timeline, self._loops is not None)
         self._starting = threading.Lock()
-        self._receivers: dict[str, Callable[[], Delivery]] = {}  # of a pass that has begun
+        self._receivers: list[Callable[[], Delivery]] = []  # of a pass that has begun
         self._is_closed = False
         self._finalizer = weakref.finalize(self, self._pipeline.stop)
 
@@ -136,18 +134,24 @@ class ParallelLoader:
             ValueError: the device is not one of this loader's, or there is a tail where tail="error".
             ClosedError: the loader is closed.
         """
-        name = str(resolve_device(device)[1])
-        if name not in self._lanes:
-            raise ValueError(f"device {name} is not one of this loader's devices: {', '.join(self._lanes)}")
+        name, names = str(resolve_device(device)[1]), self.devices
+        if name not in names:
+            raise ValueError(f"device {name} is not one of this loader's devices: {', '.join(names)}")
+        place = names.index(name)
+        lanes = self._pipeline.lanes
         if self._is_closed:
             raise ClosedError("this ParallelLoader is closed; it makes one pass, so make a new one for the next")
         with self._starting:
             if not self._receivers:
                 begun = self._source.begin(self._rule, self._pipeline.count_left_out)
-                self._bookmark.open(begun, [lane.progress for lane in self._pipeline.lanes])
+                self._bookmark.open(begun, [lane.progress for lane in lanes])
                 self._pipeline.start(begun.pieces)
-                self._receivers = {name: self._receiver(lane, begun.position) for name, lane in self._lanes.items()}
-        return DeviceIterator(self, self._lanes[name], self._receivers[name], self._bookmark)
+                self._receivers = [self._receiver(lane, begun.position) for lane in lanes]
+        return DeviceIterator(self, lanes[place], self._loop_world(place), self._receivers[place], self._bookmark)
+
+    def _loop_world(self, place: int) -> World:
+        """The world in which the loop of that device runs."""
+        return self._loops[place] if self._loops else self._world
 
     def _receiver(self, lane: Lane, start: State) -> Callable[[], Delivery]:
         """What gives the batches of a lane to its loop."""
@@ -155,7 +159,7 @@ class ParallelLoader:
             return lane.receive
         _, device_prefetch_size, prefetch_bytes, _ = self._prefetch
         ahead = device_prefetch_size if prefetch_bytes is None else 1
-        return Lockstep(lane, self._rule, self._batchdim, ahead, start).receive
+        return Lockstep(lane, self._world, self._rule, self._batchdim, ahead, start).receive
 
     def again(self, loops: Sequence[World] | None = None) -> ParallelLoader:
         """A further pass over the same source, whose state this loader's `state_dict` tells from its beginning on.

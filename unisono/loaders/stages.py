@@ -42,9 +42,8 @@ from unisono.loaders.resume import Progress
 from unisono.loaders.sharding import Claim, Piece
 from unisono.outcome import Outcome, copy_error
 from unisono.protocols import Backend
-from unisono.timeline import MOVE, Waits
+from unisono.timeline import MOVE, Timeline, Waits
 from unisono.tree import nbytes
-from unisono.world import World
 
 OTHER = 0  # no thread's identifier: a thread that is still to come
 
@@ -110,7 +109,10 @@ class Conveyor:
 
 
 class Lane:
-    """The way of the batches to one device, for a loop that runs in `world`.
+    """The way of the batches to one device.
+
+    It does not hold the loop's world: that holds the error that broke it, whose frames hold the loader, which would
+    then never be garbage.
 
     Attributes:
         sent, received: batches that were put in, and that its loop took out.
@@ -118,11 +120,11 @@ class Lane:
     """
 
     def __init__(
-        self, pipeline: Pipeline, device: torch.device, backend: Backend, world: World, has_own_thread: bool
+        self, pipeline: Pipeline, device: torch.device, backend: Backend, timeline: Timeline, has_own_thread: bool
     ) -> None:
         self.device = device
         self.backend = backend
-        self.world = world
+        self.timeline = timeline
         self.owner: int | None = OTHER if has_own_thread else None  # the thread that last received here
         self.waiter: int | None = None  # the thread that waits here with nothing on its way
         self.iterators: set[int] = set()  # the ids of those that receive here
@@ -321,9 +323,9 @@ class Pipeline:
             return None, None
         return self.loader_prefetch_size // 2, (self.most_waiting if is_direct else self.device_prefetch_size) // 2
 
-    def add_lane(self, device: torch.device, backend: Backend, world: World, has_own_thread: bool) -> None:
+    def add_lane(self, device: torch.device, backend: Backend, timeline: Timeline, has_own_thread: bool) -> None:
         """One lane more, before the start; `has_own_thread` when a thread of its own will empty it."""
-        self.lanes.append(Lane(self, device, backend, world, has_own_thread))
+        self.lanes.append(Lane(self, device, backend, timeline, has_own_thread))
 
     def start(self, source: Iterator[list[Piece]]) -> None:
         """Start the threads; `source` yields one piece per lane and round."""
@@ -339,7 +341,7 @@ class Pipeline:
         """So many samples of each lane's share will not be delivered. The source calls it, in the reader's thread."""
         for lane, dropped in zip(self.lanes, samples, strict=True):
             if dropped:
-                with lane.world.timeline.helper("reader") as track:
+                with lane.timeline.helper("reader") as track:
                     track.count("dropped", dropped)
 
     def stop(self) -> None:
@@ -394,7 +396,7 @@ def transfer(lane: Lane, conveyor: Conveyor) -> None:
     """Body of a transfer: move each piece to the lane's device, then close the outbox as the inbox was closed."""
     number, outbox = conveyor.first, conveyor.outbox
     try:
-        with lane.world.timeline.helper("transfer") as track:
+        with lane.timeline.helper("transfer") as track:
             lane.backend.activate(lane.device)
             while (loaded := _take(conveyor)) is not None:
                 number = loaded.number
