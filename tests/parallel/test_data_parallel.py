@@ -7,6 +7,7 @@ import itertools
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import unisono
-from unisono import BrokenWorldError, BusyError, ClosedError, Context, DataParallel, current_world
+from unisono import BrokenWorldError, BusyError, ClosedError, Context, DataParallel, DeviceLoader, current_world
 from unisono.backends.cores import usable_cores
 
 PATIENCE_S = 20.0
@@ -525,3 +526,21 @@ def test_time_between_calls_belongs_to_no_loop():
     with pytest.raises(ZeroDivisionError):
         replicas(lambda model, loader, *_: next(loader) / 0, range(5))
     assert track._phase is None
+
+
+def test_a_replica_that_fails_in_a_loop_over_a_loader_of_its_own_leaves_nothing():
+    def fail():
+        def loop(model, loader, device, context):
+            for _ in DeviceLoader(list(range(1000)), "cpu"):
+                raise KeyError("mine")
+
+        DataParallel(torch.nn.Linear(1, 1), ["cpu:0", "cpu:1"])(loop, [1, 2])
+
+    with pytest.raises(KeyError, match="mine"):
+        fail()
+    gc.collect()
+    deadline = time.monotonic() + 10
+    for thread in threading.enumerate():
+        if thread.name.startswith("unisono-"):
+            thread.join(deadline - time.monotonic())
+            assert not thread.is_alive(), thread.name
