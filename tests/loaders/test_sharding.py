@@ -37,7 +37,7 @@ def rule_of(count: int, **options: Any) -> Rule:
     return Rule(count, tuple(range(count)), **options)
 
 
-def size_of(batch: Any) -> Size:
+def size_of(batch: Any, is_cut: bool = True) -> Size:
     return Size(len(batch))
 
 
@@ -209,7 +209,7 @@ def test_what_a_fixed_size_leaves_out_is_logged(caplog):
 
 def test_a_batch_that_does_not_tell_its_size_is_one_sample_that_all_who_share_it_get_whole():
     for tail in ("split", "pad"):
-        (found,) = rounds(["text"], rule_of(3, tail=tail), lambda batch: measure(batch, 0))
+        (found,) = rounds(["text"], rule_of(3, tail=tail), lambda batch, is_cut: measure(batch, 0, None, is_cut))
         pieces = [cut(found, rank, 0) for rank in range(3)]
         assert [(piece.batch, piece.claim.samples, piece.claim.total) for piece in pieces] == [
             ("text", 1, 1),
@@ -220,7 +220,7 @@ def test_a_batch_that_does_not_tell_its_size_is_one_sample_that_all_who_share_it
 
 def test_a_loaded_batch_is_padded_with_its_own_samples():
     batches = [torch.arange(4), torch.arange(4, 8), torch.arange(8, 11)]
-    *_, last = rounds(batches, rule_of(2, tail="pad"), lambda batch: measure(batch, 0))
+    *_, last = rounds(batches, rule_of(2, tail="pad"), lambda batch, is_cut: measure(batch, 0, None, is_cut))
     pieces = [cut(last, rank, 0) for rank in range(2)]
     assert [piece.batch.tolist() for piece in pieces] == [[8, 9, 8, 9], [10, 10, 10, 10]]
     assert [(piece.claim.samples, piece.claim.repeated) for piece in pieces] == [(2, 2), (1, 3)]

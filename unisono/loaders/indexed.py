@@ -218,7 +218,7 @@ def _served(pool: WorkerPool, rounds_of_jobs: Iterator[list[_Job]], width: int, 
     return pieces(pool.serve(seed, requests()))
 
 
-def _num_indices(indices: list[Any]) -> Size:
+def _num_indices(indices: list[Any], _: bool) -> Size:
     return Size(len(indices))
 
 

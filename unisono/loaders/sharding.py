@@ -190,7 +190,7 @@ class Round(NamedTuple, Generic[B]):
 def rounds(
     batches: Iterable[B],
     rule: Rule,
-    size_of: Callable[[B], Size],
+    size_of: Callable[[B, bool], Size],
     nominal: int | None = None,
     start: int = 0,
     left_out: Callable[[list[int]], None] = lambda samples: None,
@@ -198,7 +198,7 @@ def rounds(
     """Group a sequence of batches into rounds.
 
     Args:
-        size_of: measures a batch.
+        size_of: measures a batch, of which it is told whether it is going to be cut.
         nominal: the size of a complete batch; None where it is not known before.
         start: the number of the epoch's samples before this sequence.
         left_out: is told how many samples of a round that is not dealt would have been each rank's, where it is known.
@@ -210,7 +210,8 @@ def rounds(
     reference = nominal if start else None
     largest = nominal or 0
     while group := list(islice(source, rule.batches)):
-        sizes = [size_of(batch) for batch in group]
+        is_whole = len(group) == rule.count and rule.tail != "pad"
+        sizes = [size_of(batch, not is_whole) for batch in group]
         largest = largest if nominal else max(largest, *(size.samples for size in sizes))
         is_tail = len(group) < rule.batches or (nominal is not None and sizes[-1].samples < nominal)
         if reference is None:
@@ -246,12 +247,16 @@ def tail_message(length: int, tail: int, rule: Rule, batch: int | None) -> str:
     )
 
 
-def measure(batch: Any, dim: int, known: int | None = None) -> Size:
-    """The size of a loaded batch, `known` where it is; one that does not tell counts as one sample."""
-    size = batch_size(batch, dim)
-    if known is not None:
-        return Size(known, can_be_cut=size == known and can_cut(batch, dim))
-    return Size(1, can_be_cut=False) if size is None else Size(size, can_cut(batch, dim))
+def measure(batch: Any, dim: int, known: int | None = None, is_cut: bool = True) -> Size:
+    """The size of a loaded batch, `known` where it is; one that does not tell counts as one sample.
+
+    Whether it can be cut is looked at only if it is to be.
+    """
+    size = batch_size(batch, dim) if known is None or is_cut else known
+    if size is None:
+        return Size(1 if known is None else known, can_be_cut=False)
+    samples = size if known is None else known
+    return Size(samples, can_be_cut=not is_cut or (samples == size and can_cut(batch, dim)))
 
 
 def cut(dealt: Round[Any], rank: int, dim: int, mark: int = 0) -> Piece:

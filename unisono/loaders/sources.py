@@ -11,12 +11,13 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import islice, repeat
 from typing import Any, NamedTuple, Protocol
 
 from unisono.errors import StateError
 from unisono.loaders.resume import FACTS, VERSION, Progress, State, check_state
-from unisono.loaders.sharding import Piece, Round, Rule, cut, glimpse, mark_of, measure, rounds
+from unisono.loaders.sharding import Piece, Round, Rule, Size, cut, glimpse, mark_of, measure, rounds
 
 logger = logging.getLogger(__name__)
 
@@ -215,6 +216,11 @@ class ItemSource(PlainSource):
 _START: State = {"offset": 0, "batches": 0}
 
 
+def _measured(dim: int, loaded: Loaded, is_cut: bool) -> Size:
+    batch, samples = loaded
+    return measure(batch, dim, samples, is_cut)
+
+
 def rounds_of_loaded(
     loaded: Iterator[Loaded],
     rule: Rule,
@@ -237,7 +243,7 @@ def rounds_of_loaded(
     done = 0
     is_marked = rule.count > len(rule.kept)  # other processes read the round too
     start = offset // rule.shards
-    for dealt in rounds(loaded, rule, lambda each: measure(each[0], dim, each[1]), None, start, leave_out):
+    for dealt in rounds(loaded, rule, partial(_measured, dim), None, start, leave_out):
         batches = [batch for batch, _ in dealt.batches]
         done += len(batches)
         position = behind(dealt.stop * rule.shards, done)
