@@ -172,7 +172,7 @@ class PlainSource:
             self._loader.load_state_dict(copy.deepcopy(position["loader"]))
             done = 0
         elif done:
-            logger.info(
+            logger.warning(
                 "the loop resumes behind %d batches of %s, which has no state_dict: they are read and dropped",
                 done, type(self._loader).__name__,
             )  # fmt: skip

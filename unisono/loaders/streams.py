@@ -129,7 +129,7 @@ class StreamSource:
                 try:
                     return _own_part(method, self._ranks, self._rank), "dataset"
                 except Exception as error:
-                    logger.info(
+                    logger.warning(
                         "%s.%s gives no part %d of %d (%s: %s), so it is cut by stride: every rank reads all of it",
                         type(dataset).__name__, name, self._rank, self._ranks, type(error).__name__, error,
                     )  # fmt: skip
@@ -152,7 +152,7 @@ class StreamSource:
             states = {int(part): state for part, state in position.get("states", {}).items()}
             cut = replace(cut, states=states, shift=(position["last"][self._rank] + 1) % self._workers)
         if any(cut.is_begun(part) and part not in cut.states for part in map(cut.part, range(self._workers))):
-            logger.info(
+            logger.warning(
                 "rank %d resumes the stream by reading and dropping what was delivered before: the state holds no "
                 "state_dict of its dataset for these workers",
                 self._rank,
