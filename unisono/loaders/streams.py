@@ -131,7 +131,7 @@ class StreamSource:
                 except Exception as error:
                     logger.warning(
                         "%s.%s gives no part %d of %d (%s: %s), so it is cut by stride: every rank reads all of it",
-                        type(dataset).__name__, name, self._rank, self._ranks, type(error).__name__, error,
+                        type(dataset).__name__, name, self._rank, self._ranks, type(error).__name__, str(error),
                     )  # fmt: skip
         return dataset, "stride"
 
