@@ -44,6 +44,19 @@ class Numbers(Dataset[int]):
         return index
 
 
+class Rows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """The same rows as a TensorDataset, in a dataset of one's own: each sample is fetched and collated."""
+
+    def __init__(self, tensors: TensorDataset) -> None:
+        self._inputs, self._labels = tensors.tensors
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._inputs[index], self._labels[index]
+
+
 def no_step(batch: Any) -> None:
     pass
 
@@ -106,10 +119,12 @@ def main() -> None:
     torch.set_num_threads(1)  # more do not help batches of this size
     length = arguments.batches * BATCH_SIZE
     tensors = TensorDataset(torch.rand(length, 8), torch.randint(10, (length,)))
+    rows = Rows(tensors)
     cases: list[tuple[str, Dataset[Any], Callable[[], Step]]] = [
         ("numbers, no step", Numbers(length), lambda: no_step),
-        ("8 floats and a label, no step", tensors, lambda: no_step),
-        ("8 floats and a label, small step", tensors, small_step),
+        ("8 floats and a label, no step", rows, lambda: no_step),
+        ("8 floats and a label, small step", rows, small_step),
+        ("TensorDataset of 8 floats and a label, no step", tensors, lambda: no_step),
     ]
     for workers in arguments.workers:
         for title, dataset, make_step in cases:
