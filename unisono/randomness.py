@@ -1,19 +1,22 @@
 """The process's random generators (python's, numpy's, torch's on the CPU), and numbers to seed them with.
 
-*Threads:* the generators belong to the process, so only a thread that may disturb all others seeds them.
+*Threads:* the generators belong to the process, so only a thread that may disturb all others seeds them. `seeded` lets
+one thread in at a time, which also puts back what it found.
 """
 
 from __future__ import annotations
 
 import random
 import sys
-import zlib
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 
 _MASK = (1 << 64) - 1
+_seeding = threading.Lock()
 
 
 def seed_of(*place: int | str) -> int:
@@ -38,27 +41,61 @@ def seed_all(seed: int) -> None:
         numpy.random.seed(seed & 0xFFFFFFFF)
 
 
-def draws_so_far() -> tuple[object, ...]:
-    """A mark of where the three generators stand: any draw changes it."""
+def all_states() -> tuple[object, ...]:
+    """Where the three generators stand; slow. Any draw changes it."""
     _, words, cached = random.getstate()
-    mark: tuple[object, ...] = (words[0], words[-1], cached, zlib.crc32(torch.get_rng_state().numpy().data))
     numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        _, keys, *rest = numpy.random.get_state()
-        mark += (int(keys[0]), *rest)
-    return mark
+    place = () if numpy is None else numpy.random.get_state()
+    return (words[0], words[-1], cached, *_torch_place(), *place[2:])
+
+
+class Watch:
+    """Sees whether anything is drawn from the three generators from now on, at the price of seeding them once.
+
+    Python's and numpy's are seeded alike each time, so that the first number tells whether it is the first.
+
+    Args:
+        seed: of torch's generator, which tells it to who asks (`torch.initial_seed()`).
+    """
+
+    def __init__(self, seed: int) -> None:
+        seed_all(0)
+        torch.default_generator.manual_seed(seed)
+        self._numpy = sys.modules.get("numpy")
+        self._torch = _torch_place()
+
+    def is_drawn_from(self) -> bool:
+        """Whether something was drawn. To be asked once, since asking draws."""
+        if _torch_place() != self._torch or random.getrandbits(32) != _FIRST:
+            return True
+        return self._numpy is not None and self._numpy.random.random_sample() != _first_of_numpy()
+
+
+_FIRST = random.Random(0).getrandbits(32)
+
+
+@cache
+def _first_of_numpy() -> float:
+    return float(sys.modules["numpy"].random.RandomState(0).random_sample())
+
+
+def _torch_place() -> list[int]:
+    """Where torch's generator is in its cycle: two numbers of its state that every draw changes."""
+    place: list[int] = torch.default_generator.get_state()[8:24].tolist()
+    return place
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Seed the three generators for the block, and put them back as they were."""
     numpy = sys.modules.get("numpy")
-    before = random.getstate(), torch.get_rng_state(), numpy.random.get_state() if numpy is not None else None
-    seed_all(seed)
-    try:
-        yield
-    finally:
-        random.setstate(before[0])
-        torch.set_rng_state(before[1])
-        if numpy is not None:
-            numpy.random.set_state(before[2])
+    with _seeding:
+        before = random.getstate(), torch.get_rng_state(), numpy.random.get_state() if numpy is not None else None
+        seed_all(seed)
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            torch.set_rng_state(before[1])
+            if numpy is not None:
+                numpy.random.set_state(before[2])

@@ -24,6 +24,7 @@ from unisono.errors import BrokenWorldError, CollectiveMismatchError
 from unisono.loaders.channel import EndOfChannel
 from unisono.loaders.lockstep import Lockstep
 from unisono.loaders.sharding import Claim, Rule
+from unisono.loaders.sources import Begun
 from unisono.loaders.stages import Delivery, Stamps
 from unisono.world import World, thread_worlds
 
@@ -93,6 +94,10 @@ def start_of(ranks: int, **more: Any) -> dict[str, Any]:
     }
 
 
+def begun_at(position: dict[str, Any]) -> Begun:
+    return Begun(0, position, iter(()))
+
+
 def deliveries_of(rank: int, ranks: int, batches: Sequence[Any], **more: Any) -> list[Delivery]:
     """What the lane of a rank with one loader worker gives: each batch with the position behind it."""
     made, taken = [], 0
@@ -122,7 +127,8 @@ class Ranks:
             for rank, world in enumerate(self.worlds)
         ]
         self.locksteps = [
-            Lockstep(shelf, shelf.world, Rule(**rule), 0, ahead, start_of(count)) for shelf in self.shelves
+            Lockstep(shelf, shelf.world, Rule(**rule), 0, ahead, Begun(0, start_of(count), iter(())))
+            for shelf in self.shelves
         ]
 
     @property
@@ -343,7 +349,7 @@ def test_ranks_that_stand_at_different_batches_are_told():
         lockstep.receive()
         if rank == 1:  # it leaves its loop early, and begins the next one
             world = ranks.worlds[rank]
-            lockstep = Lockstep(Shelf(world, deliveries_of(1, 2, [[1]])), world, Rule(), 0, 1, start_of(2))
+            lockstep = Lockstep(Shelf(world, deliveries_of(1, 2, [[1]])), world, Rule(), 0, 1, begun_at(start_of(2)))
         return lockstep.receive()
 
     for error in ranks.run(body):

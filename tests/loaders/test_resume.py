@@ -433,10 +433,73 @@ def test_any_iterable_goes_on_by_reading_what_was_delivered_before(caplog, split
             with caplog.at_level(logging.INFO, "unisono"):
                 second = resumed(ranks_of(batches, after, split=split), state)
                 assert delivered + counted([take(loader) for loader in second]) == list(range(20))
-            done = rounds * (before if split == "device" else 1)
-            words = f"resumes behind {done} batches of list, which has no state_dict: they are read and dropped"
+            done = state["offset"]
+            words = f"resumes behind {done} samples of list, which has no state_dict: they are read and dropped"
             assert (words in caplog.text) == (done > 0)
             assert counted([take(loader) for loader in second]) == list(range(20))
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 5), (4, 7)])
+def test_any_iterable_goes_on_with_batches_of_another_size(before, after):
+    numbers = torch.arange(20)
+    for rounds in range(5):
+        first = DeviceLoader(list(numbers.split(before)))
+        delivered = [sample for batch in take(first, rounds) for sample in batch.batch]
+        second = DeviceLoader(list(numbers.split(after)))
+        second.load_state_dict(first.state_dict())
+        assert delivered + [sample for batch in second for sample in batch.tolist()] == numbers.tolist()
+
+
+def test_the_first_batchs_size_outlives_a_resume():
+    for options in ({"tail": "pad"}, {"fixed_batch_size": True}):
+        batches = list(torch.arange(11).split(4))
+        whole = [batch.tolist() for batch in DeviceLoader(batches, **options)]
+        first = DeviceLoader(batches, **options)
+        taken = [batch.batch for batch in take(first, 2)]
+        second = DeviceLoader(batches, **options)
+        second.load_state_dict(first.state_dict())
+        assert taken + [batch.tolist() for batch in second] == whole
+
+
+def test_the_state_of_an_outer_loop_is_its_own():
+    loader = DeviceLoader(DataLoader(Numbers(12), batch_size=2))
+    outer = iter(loader)
+    next(outer)
+    for inner_batches, _ in enumerate(loader, start=1):
+        state = outer.state_dict()
+        assert (state["epoch"], state["offset"]) == (0, 2)
+        assert loader.state_dict()["epoch"] == 1
+        if inner_batches == 3:
+            break
+    assert loader.valid_samples == 2
+
+
+def test_what_counts_is_that_of_the_loop_that_goes_on():
+    loader = DeviceLoader(DataLoader(Numbers(5), batch_size=3))
+    seen = []
+    for _ in loader:
+        seen.append(loader.valid_samples)
+        for _ in loader:
+            pass
+        assert (loader.valid_samples, loader.weight) == (seen[-1], 1.0)
+    assert seen == [3, 2]
+    assert loader.valid_samples == 2, "behind the loop it is still that of the last batch"
+
+
+def test_two_loaders_over_one_go_on_as_an_uninterrupted_run_does():
+    def made() -> tuple[DeviceLoader, DeviceLoader]:
+        source = DataLoader(Numbers(9), batch_size=4, shuffle=True)
+        return DeviceLoader(source), DeviceLoader(source)
+
+    def epoch(train: DeviceLoader, evaluation: DeviceLoader) -> list[list[int]]:
+        return [batch.tolist() for loader in (train, evaluation) for batch in loader]
+
+    loaders = made()
+    epoch(*loaders)
+    state, expected = loaders[0].state_dict(), epoch(*loaders)
+    resumed_loaders = made()
+    resumed_loaders[0].load_state_dict(state)
+    assert epoch(*resumed_loaders) == expected
 
 
 class Remembering:

@@ -464,7 +464,7 @@ def test_passes_side_by_side_have_epochs_of_their_own():
 # Rounds and gradients.
 
 
-@pytest.mark.parametrize(("tail", "steps", "counted"), [("split", 4, 23), ("pad", 4, 23), ("drop", 4, 23)])
+@pytest.mark.parametrize(("tail", "steps", "counted"), [("split", 4, 23), ("pad", 4, 23), ("drop", 3, 18)])
 def test_the_tail_of_uneven_parts(tail, steps, counted):
     found = passes(THREADS_2, Stream, None, tail=tail)
     assert [len(each[0].batches) for each in found] == [steps, steps]
@@ -476,9 +476,26 @@ def test_the_tail_of_uneven_parts(tail, steps, counted):
 def test_drop_and_error_end_before_a_round_that_not_all_ranks_have():
     found = passes(THREADS_2, lambda: Stream(13), None, tail="drop", size=2)
     assert [len(each[0].batches) for each in found] == [3, 3]
-    errors = refused(THREADS_2, lambda: Stream(13), None, tail="error", size=2)
+    errors = refused(THREADS_2, lambda: Stream(13), None, tail="error", size=1)
     assert len(errors) == 2
     assert all(str(error).startswith("tail='error': the parts of rank(s) 1 have ended") for error in errors)
+    errors = refused(THREADS_2, lambda: Stream(13), None, tail="error", size=2)
+    assert any(
+        "part 0 of the stream ends with 1 samples, where batches of 2 are wanted" in str(each) for each in errors
+    )
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_one_device_keeps_the_tail_policies_of_a_stream(workers):
+    def sizes(tail: str) -> list[int]:
+        return sorted(len(batch) for batch in DeviceLoader(loader_of(Stream(11), workers, size=4), tail=tail))
+
+    whole, short = ([4, 4], [3]) if not workers else ([4, 4], [1, 2])
+    assert sizes("split") == short + whole
+    assert sizes("drop") == whole
+    assert sizes("pad") == [4] * len(short) + whole
+    with pytest.raises(ValueError, match=r"tail='error': part \d of the stream ends with \d samples"):
+        sizes("error")
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -7,7 +7,6 @@ from typing import Any
 
 from unisono.loaders.channel import EndOfChannel
 from unisono.loaders.resume import State
-from unisono.loaders.sources import Bookmark
 from unisono.loaders.stages import Delivery, Lane
 from unisono.timeline import COMPUTE, FETCH, Loop
 from unisono.window import Pass, window_of
@@ -23,12 +22,17 @@ class DeviceIterator:
     """
 
     def __init__(
-        self, parent: Sized, lane: Lane, world: World, receive: Callable[[], Delivery], bookmark: Bookmark
+        self,
+        parent: Sized,
+        lane: Lane,
+        world: World,
+        receive: Callable[[], Delivery],
+        state: Callable[[], State],
     ) -> None:
         self._parent = parent  # its threads end with the last iterator
         self._lane = lane
         self._receive = receive
-        self._bookmark = bookmark
+        self._state = state
         self._window = window_of(world)
         self._loop: Loop | None = None
         self._pass: Pass | None = None
@@ -68,7 +72,7 @@ class DeviceIterator:
             raise
         claim = delivery.claim
         self.valid_samples, self._total = claim.samples, claim.total
-        lane.progress.advance(delivery.position)
+        lane.progress.advance(delivery.position, claim.samples, claim.total)
         running.add(claim.samples, claim.total, claim.mark)
         counts = track.counts
         counts["samples"] += claim.samples
@@ -87,7 +91,7 @@ class DeviceIterator:
 
     def state_dict(self) -> State:
         """The loader's state behind the last batch that this loop received; as for `ParallelLoader`."""
-        return self._bookmark.state([self._lane.progress])
+        return self._state()
 
     def close(self) -> None:
         """Take no more: this device's batches fall away, the other devices go on. Idempotent."""
@@ -99,6 +103,7 @@ class DeviceIterator:
         self._lane.leave(id(self))
 
     def _abandon_loop(self) -> None:
+        self._lane.progress.is_left = True
         if self._pass is not None:
             self._window.end(self._pass)
             self._pass = None

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import resource
 import threading
 import traceback
 import weakref
@@ -28,11 +29,13 @@ from torch.utils.data._utils import worker as torch_worker
 
 from unisono.errors import BusyError, UnpicklableError, describe_exit
 from unisono.outcome import Outcome, chain_of
-from unisono.randomness import draws_so_far, mixed, seed_all
+from unisono.randomness import Watch, all_states, mixed, seed_all
+from unisono.tree import leaves, tree_map
 
 _SHOWN = 8
 _BUSY_S = 10.0
 _LOOK_S = 0.25
+_WAITING = 16
 _SENDABLE = (int, float, str, bytes, bool, type(None))
 
 
@@ -72,7 +75,7 @@ class Fetcher:
         self._set_epoch = getattr(loader.dataset, "set_epoch", None)
         self._epoch: int | None = None
         self._draws: bool | None = None  # whether making a batch draws from the process's generators
-        self._drawn_at: tuple[object, ...] | None = None  # where they stood behind the last seed
+        self._seeded: tuple[object, ...] | None = None  # where they stood behind the last seed, while that is unknown
 
     def batch(self, request: Request, is_seeded: bool = False) -> Any:
         """The batch asked for.
@@ -87,30 +90,36 @@ class Fetcher:
             raise RuntimeError("the dataset or collate_fn raised StopIteration, which is no end of the data") from stop
 
     def _make_seeded(self, request: Request) -> Any:
-        """As if each sample had been seeded; which takes as long as a small sample, and many datasets draw nothing.
+        """Seed the generators for each sample, which takes as long as a small sample, only where something is drawn.
 
-        Whether anything is drawn is seen in the first batch. If not, the next ones are made without seeds, and one in
-        which something is drawn after all is made again.
+        That is seen in the first batch, sample by sample. If nothing is, the next ones are made without seeds, and one
+        in which something is drawn after all is made again.
         """
-        if self._has_rows:
-            return self._make(request, False)
         if self._draws is False:
-            before = draws_so_far()
+            watch = Watch(mixed(request.seed, request.start))
             made = Outcome.capture(self._make, request, False)
-            if draws_so_far() == before:
+            if not watch.is_drawn_from():
                 return made.unwrap()
             self._draws = True
+        is_first = self._draws is None
         batch = self._make(request, True)
-        if self._draws is None:
-            self._draws = self._drawn_at != draws_so_far()
+        if is_first:
+            self._see_draws()
+            self._draws = bool(self._draws)
         return batch
 
     def _seed(self, request: Request, place: int) -> None:
-        if self._draws is None and self._drawn_at not in (None, draws_so_far()):
-            self._draws = True
-        seed_all(mixed(request.seed, request.start + place % request.own * request.step))
         if self._draws is None:
-            self._drawn_at = draws_so_far()
+            self._see_draws()
+        seed = mixed(request.seed, request.start + place % request.own * request.step)
+        seed_all(seed)
+        if self._draws is None:
+            self._seeded = all_states()
+
+    def _see_draws(self) -> None:
+        """Whether something was drawn since the seed before."""
+        if self._seeded is not None and all_states() != self._seeded:
+            self._draws = True
 
     def _make(self, request: Request, is_seeded: bool) -> Any:
         if self._set_epoch is not None and self._epoch != request.epoch:
@@ -175,6 +184,8 @@ def _rows(dataset: Any, indices: Sequence[Any]) -> list[torch.Tensor]:
     while type(dataset) is Subset:
         dataset, indices = dataset.dataset, [dataset.indices[index] for index in indices]
     places = torch.as_tensor(indices)
+    if places.dtype != torch.int64 or places.ndim != 1:
+        raise TypeError("these are no plain indices")
     return [tensor[places] for tensor in dataset.tensors]
 
 
@@ -356,6 +367,7 @@ class Served:
     def __init__(self, values: Iterator[Any], lock: threading.Lock | None) -> None:
         self._values = values
         self._lock = lock
+        self._is_scattered: bool | None = None
 
     def __iter__(self) -> Served:
         return self
@@ -363,11 +375,24 @@ class Served:
     def __next__(self) -> Any:
         try:
             value = self._receive()
-            return value.unwrap() if isinstance(value, Outcome) else value
+            return self._freed(value.unwrap() if isinstance(value, Outcome) else value)
         except Exception as error:
             self._values = iter(())  # whoever keeps the error keeps this, and must not keep the workers
             _free(error)
             raise
+
+    def _freed(self, value: Any) -> Any:
+        """The batch, out of shared memory where it is of so many tensors that those that wait exhaust the descriptors.
+
+        Each shared tensor holds one, and up to a dozen batches wait for the loop.
+        """
+        if self._is_scattered is None:
+            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            tensors = sum(isinstance(leaf, torch.Tensor) for leaf in leaves(value))
+            self._is_scattered = tensors * _WAITING > limit // 2
+        if not self._is_scattered:
+            return value
+        return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, value)
 
     def _receive(self) -> Any:
         try:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from unisono.errors import StateError
 from unisono.loaders.fetching import Fetcher, RemoteFetcher, Request, WorkerPool, WorkerStart
@@ -33,17 +33,26 @@ def is_indexed(loader: Any) -> TypeGuard[DataLoader[Any]]:
     return type(loader).__iter__ is DataLoader.__iter__ or type(loader).__module__.startswith("torchdata.")
 
 
-def is_sharded(loader: Any) -> bool:
+def is_sharded(loader: Any, rank: int, ranks: int) -> bool:
     """Whether the loader's own sampler gives each rank a part already, so that it must not be cut again.
 
     Such are torch's DistributedSampler, and any sampler that knows `num_replicas` and `rank` as that one does.
+
+    Raises:
+        ValueError: it cuts for other ranks than there are, which would lose or repeat samples.
     """
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    samplers = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
-    return any(
-        isinstance(each, DistributedSampler) or (hasattr(each, "num_replicas") and hasattr(each, "rank"))
-        for each in samplers
-    )
+    batch_sampler: Any = getattr(loader, "batch_sampler", None)
+    samplers: list[Any] = [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+    for sampler in samplers:
+        if hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"):
+            if (sampler.rank, sampler.num_replicas) != (rank, ranks):
+                raise ValueError(
+                    f"the loader's {type(sampler).__name__} cuts the data for rank {sampler.rank} of "
+                    f"{sampler.num_replicas}, but this is rank {rank} of {ranks}; leave the cutting to this loader (a "
+                    "plain sampler), or pass sharded=True if this is what you want"
+                )
+            return True
+    return False
 
 
 def drops_tail(loader: Any) -> bool:

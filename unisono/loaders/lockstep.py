@@ -24,8 +24,8 @@ import torch
 
 from unisono.errors import BrokenWorldError, CollectiveMismatchError
 from unisono.loaders.channel import EndOfChannel
-from unisono.loaders.resume import State
 from unisono.loaders.sharding import Claim, Rule, mark_of
+from unisono.loaders.sources import Begun
 from unisono.loaders.stages import Delivery, Lane, Stamps
 from unisono.loaders.streams import other_stream
 from unisono.outcome import copy_error
@@ -85,21 +85,21 @@ class Lockstep:
         rule: its `tail` and `fixed_batch_size` say what becomes of the rounds for which some rank has no batch.
         dim: the dimension along which the samples of a batch lie.
         ahead: so many batches may wait here, beside those in the lane.
-        start: the position where the pass begins.
+        begun: the pass.
     """
 
-    def __init__(self, lane: Lane, world: World, rule: Rule, dim: int, ahead: int, start: State) -> None:
+    def __init__(self, lane: Lane, world: World, rule: Rule, dim: int, ahead: int, begun: Begun) -> None:
         self._lane = lane
         self._world = world
         self._rule = rule
         self._dim = dim
         self._ahead = ahead
-        self._position = start
+        self._position = begun.position
         self._own: deque[Delivery] = deque()
         self._rounds: deque[list[_Ready | None]] = deque()
         self._spare: Delivery | None = None  # a sample to be repeated: a copy, since the loop may write to its batches
-        self._states: Any = start.get("states")
-        self._full = 0  # the size of the largest batch so far
+        self._states: Any = begun.position.get("states")
+        self._full = begun.size or 0  # the size to pad to: of the largest batch so far, where it is not known
         self._wanted = 0  # the size of the first batch of all
         self._end: Exception | None = None
 
@@ -232,7 +232,7 @@ class Lockstep:
         if self._spare is None:
             batch, token = world.backend.to_device(batch, self._lane.device)
             self._spare = Delivery(batch, token, Claim(0, None), {}, 0, Stamps())
-            self._full = size
+            self._full = max(self._full, size)
 
     def _end_uneven(self, offers: list[_Offer]) -> None:
         """Some ranks have no more: end here, where that is the rule."""

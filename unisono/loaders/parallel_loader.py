@@ -19,6 +19,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,9 +30,9 @@ from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.indexed import drops_tail, is_sharded
 from unisono.loaders.lockstep import Lockstep
 from unisono.loaders.registry import source_of
-from unisono.loaders.resume import State
+from unisono.loaders.resume import Progress, State
 from unisono.loaders.sharding import Rule, Split, Tail
-from unisono.loaders.sources import Bookmark
+from unisono.loaders.sources import Begun, Bookmark, state_behind
 from unisono.loaders.stages import Delivery, Lane, Pipeline
 from unisono.world import World, current_world
 
@@ -123,6 +124,7 @@ class ParallelLoader:
         for place, (backend, device) in enumerate(self._devices):
             self._pipeline.add_lane(device, backend, self._loop_world(place).timeline, self._loops is not None)
         self._starting = threading.Lock()
+        self._begun: Begun | None = None
         self._receivers: list[Callable[[], Delivery]] = []  # of a pass that has begun
         self._is_closed = False
         self._finalizer = weakref.finalize(self, self._pipeline.stop)
@@ -144,22 +146,27 @@ class ParallelLoader:
         with self._starting:
             if not self._receivers:
                 begun = self._source.begin(self._rule, self._pipeline.count_left_out)
-                self._bookmark.open(begun, [lane.progress for lane in lanes])
+                self._begun = begun._replace(pieces=iter(()))
+                self._bookmark.open(self._begun, self._progress())
                 self._pipeline.start(begun.pieces)
-                self._receivers = [self._receiver(lane, begun.position) for lane in lanes]
-        return DeviceIterator(self, lanes[place], self._loop_world(place), self._receivers[place], self._bookmark)
+                self._receivers = [self._receiver(lane, self._begun) for lane in lanes]
+        state = partial(state_behind, self._source, self._begun, [lanes[place].progress])
+        return DeviceIterator(self, lanes[place], self._loop_world(place), self._receivers[place], state)
 
     def _loop_world(self, place: int) -> World:
         """The world in which the loop of that device runs."""
         return self._loops[place] if self._loops else self._world
 
-    def _receiver(self, lane: Lane, start: State) -> Callable[[], Delivery]:
+    def _progress(self) -> list[Progress]:
+        return [lane.progress for lane in self._pipeline.lanes]
+
+    def _receiver(self, lane: Lane, begun: Begun) -> Callable[[], Delivery]:
         """What gives the batches of a lane to its loop."""
         if not self._source.is_uneven:
             return lane.receive
         _, device_prefetch_size, prefetch_bytes, _ = self._prefetch
         ahead = device_prefetch_size if prefetch_bytes is None else 1
-        return Lockstep(lane, self._world, self._rule, self._batchdim, ahead, start).receive
+        return Lockstep(lane, self._world, self._rule, self._batchdim, ahead, begun).receive
 
     def again(self, loops: Sequence[World] | None = None) -> ParallelLoader:
         """A further pass over the same source, whose state this loader's `state_dict` tells from its beginning on.
@@ -248,7 +255,7 @@ class DeviceLoader:
     anew for each epoch. The arguments are those of `ParallelLoader`; `device=None` takes the world's device.
 
     Attributes:
-        valid_samples, weight: as for `DeviceIterator`, of the loop begun last.
+        valid_samples, weight: as for `DeviceIterator`, of the innermost loop that goes on, or the last one.
     """
 
     def __init__(
@@ -285,18 +292,21 @@ class DeviceLoader:
             sharded=sharded,
             world=world,
         )
-        self._latest: weakref.ref[DeviceIterator] | None = None  # weak: the threads of a pass end with its iterator
+        self._loops = [Progress()]  # the innermost last; not the iterators: their threads end with them
         self._is_spent = False
 
     @property
     def valid_samples(self) -> int:
-        latest = self._latest() if self._latest is not None else None
-        return latest.valid_samples if latest is not None else 0
+        return self._loop.samples
 
     @property
     def weight(self) -> float | None:
-        latest = self._latest() if self._latest is not None else None
-        return latest.weight if latest is not None else None
+        return self._loop.weight
+
+    @property
+    def _loop(self) -> Progress:
+        """The innermost loop that goes on; the last one, where none does."""
+        return next((each for each in reversed(self._loops) if not each.is_over), self._loops[0])
 
     @property
     def epoch(self) -> int:
@@ -310,9 +320,10 @@ class DeviceLoader:
                 f"this DeviceLoader was looped over before, and its source, a {type(source).__name__}, gives its "
                 "batches only once; pass an iterable that can begin anew, a list or a DataLoader"
             )
-        iterator = self._never_begun.again().per_device_loader(self._device)
+        parallel = self._never_begun.again()
+        iterator = parallel.per_device_loader(self._device)
         self._is_spent = isinstance(source, Iterator) and iter(source) is source
-        self._latest = weakref.ref(iterator)
+        self._loops = [each for each in self._loops if each.rounds and not each.is_over] + parallel._progress()
         return iterator
 
     def __len__(self) -> int:
@@ -363,7 +374,7 @@ def _rule(
 ) -> Rule:
     """How the rounds of a loader are dealt in that world."""
     ranks = world.world_size
-    is_cut = sharded or is_sharded(loader)
+    is_cut = sharded or is_sharded(loader, world.rank, ranks)
     tail = tail or ("drop" if drops_tail(loader) and not is_cut else "split")
     if is_cut and ranks > 1:
         return Rule(1, (0,), split, tail, is_fixed, is_cut=True, shards=ranks, shard=world.rank)

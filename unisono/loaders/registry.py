@@ -19,7 +19,23 @@ from unisono.loaders.streams import StreamSource, is_stream
 from unisono.world import World
 
 _lock = threading.Lock()
-_sources: weakref.WeakKeyDictionary[Any, dict[Hashable, Source]] = weakref.WeakKeyDictionary()
+_NAME = "_unisono_sources"
+
+
+class _Kept(dict[Hashable, Source]):
+    """The sources of a loader. They hang on it: what they hold of it (a collate_fn that is its own method) is then
+    garbage when it is. A copy of the loader, or a pickled one, begins without."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        super().__init__()
+        self.loader = weakref.ref(loader)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    return None
 
 
 def source_of(loader: Iterable[Any], world: World, dim: int, seed: int | None) -> Source:
@@ -27,11 +43,15 @@ def source_of(loader: Iterable[Any], world: World, dim: int, seed: int | None) -
     if not is_indexed(loader) and not is_stream(loader):
         return PlainSource(loader, dim, seed)
     with _lock:
-        kept = _sources.setdefault(loader, {})
+        kept = getattr(loader, _NAME, None)
+        if kept is None or kept.loader() is not loader:
+            kept = _Kept(loader)
+            setattr(loader, _NAME, kept)
         key = (world.rank, world.world_size, dim, seed)
         if key not in kept:
             kept[key] = _made(loader, world, dim, seed)
-        return kept[key]
+        source: Source = kept[key]
+        return source
 
 
 def _made(loader: DataLoader[Any], world: World, dim: int, seed: int | None) -> Source:

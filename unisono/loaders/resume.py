@@ -25,18 +25,34 @@ class Progress:
     Attributes:
         rounds: the number of batches received.
         position: that of the source behind the last of them; None before the first.
+        samples, total: of the last of them, those that count, and those of its round.
         has_ended: whether the loop was told that there are no more.
+        is_left: whether it was left, before or after its end.
     """
 
     def __init__(self) -> None:
         self.rounds = 0
         self.position: Any = None
+        self.samples = 0
+        self.total: int | None = None
         self.has_ended = False
+        self.is_left = False
 
-    def advance(self, position: Any) -> None:
+    @property
+    def is_over(self) -> bool:
+        """Whether no more will be delivered."""
+        return self.has_ended or self.is_left
+
+    @property
+    def weight(self) -> float | None:
+        """The part of the round that the last batch's samples are; None where that is unknown."""
+        return self.samples / self.total if self.total else None
+
+    def advance(self, position: Any, samples: int = 0, total: int | None = None) -> None:
         """One more batch was delivered."""
         self.rounds += 1
         self.position = position
+        self.samples, self.total = samples, total
 
 
 def check_state(state: Mapping[str, Any], length: int | None, seed: int) -> None:

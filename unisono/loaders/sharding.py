@@ -194,6 +194,7 @@ def rounds(
     nominal: int | None = None,
     start: int = 0,
     left_out: Callable[[list[int]], None] = lambda samples: None,
+    first: int | None = None,
 ) -> Iterator[Round[B]]:
     """Group a sequence of batches into rounds.
 
@@ -202,13 +203,14 @@ def rounds(
         nominal: the size of a complete batch; None where it is not known before.
         start: the number of the epoch's samples before this sequence.
         left_out: is told how many samples of a round that is not dealt would have been each rank's, where it is known.
+        first: the size of the epoch's first batch, where that came before.
 
     Raises:
         ValueError: there is a tail, and the rule is "error".
     """
     source = iter(batches)
-    reference = nominal if start else None
-    largest = nominal or 0
+    reference = first or (nominal if start else None)
+    largest = nominal or first or 0
     while group := list(islice(source, rule.batches)):
         is_whole = len(group) == rule.count and rule.tail != "pad"
         sizes = [size_of(batch, not is_whole) for batch in group]

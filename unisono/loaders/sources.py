@@ -12,12 +12,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import islice, repeat
+from itertools import repeat
 from typing import Any, NamedTuple, Protocol
 
 from unisono.errors import StateError
 from unisono.loaders.resume import FACTS, VERSION, Progress, State, check_state
 from unisono.loaders.sharding import Piece, Round, Rule, Size, cut, glimpse, mark_of, measure, rounds
+from unisono.tree import take
 
 logger = logging.getLogger(__name__)
 
@@ -29,11 +30,12 @@ Loaded = tuple[Any, int | None]
 
 
 class Begun(NamedTuple):
-    """A pass: its epoch, the position where it begins, and its rounds."""
+    """A pass: its epoch, the position where it begins, its rounds, and the size of a complete piece, where known."""
 
     epoch: int
     position: State
     pieces: Iterator[list[Piece]]
+    size: int | None = None
 
 
 class Source(Protocol):
@@ -77,17 +79,9 @@ class Bookmark:
         """A pass has begun, whose loops keep their progress there."""
         self._begun, self._progress = begun._replace(pieces=iter(())), progress
 
-    def state(self, progress: Sequence[Progress] = ()) -> State:
-        """The state behind the last round that all loops of the pass have received, or those given."""
-        source, begun, progress = self._source, self._begun, progress or self._progress
-        if begun is None:
-            epoch, position = source.next_position()
-        elif all(each.has_ended for each in progress):
-            epoch, position = begun.epoch + 1, {"offset": 0}
-        else:
-            behind = min(progress, key=lambda each: each.rounds)
-            epoch, position = begun.epoch, behind.position or begun.position
-        return {"version": VERSION, "epoch": epoch, "seed": source.seed, "length": source.length, **position}
+    def state(self) -> State:
+        """The state behind the last round that all loops of the pass have received."""
+        return state_behind(self._source, self._begun, self._progress)
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Let the next pass begin where a state says.
@@ -104,6 +98,16 @@ class Bookmark:
         """Let the next pass be that epoch, from its beginning."""
         self._source.seek(epoch, {"offset": 0}, self._rule)
         self._begun = None
+
+
+def state_behind(source: Source, begun: Begun | None, progress: Sequence[Progress]) -> State:
+    """The state behind the last round that all these loops of a pass have received; at its end, that of the next."""
+    if begun is None or all(each.has_ended for each in progress):
+        epoch, position = source.next_position()
+    else:
+        behind = min(progress, key=lambda each: each.rounds)
+        epoch, position = begun.epoch, behind.position or begun.position
+    return {"version": VERSION, "epoch": epoch, "seed": source.seed, "length": source.length, **position}
 
 
 class PlainSource:
@@ -136,14 +140,15 @@ class PlainSource:
         """The next pass over the iterable, whose iterator is made in the calling thread."""
         with self._begins:
             epoch, position = self.epoch, self._position
-            loaded = self._open(epoch, position)
+            loaded = self._open(epoch, position, rule)
             self.epoch, self._position = epoch + 1, _START
         before = position["batches"]
 
-        def behind(offset: int, batches: int) -> State:
-            return {"offset": offset, "batches": before + batches, **self._snapshot()}
+        def behind(offset: int, batches: int, first: int) -> State:
+            return {"offset": offset, "batches": before + batches, "first": first, **self._snapshot()}
 
-        pieces = rounds_of_loaded(loaded, rule, self._dim, left_out, position["offset"], behind)
+        first = position.get("first")
+        pieces = rounds_of_loaded(loaded, rule, self._dim, left_out, position["offset"], behind, first)
         return Begun(epoch, position, pieces)
 
     def seek(self, epoch: int, position: State, rule: Rule) -> None:
@@ -164,19 +169,19 @@ class PlainSource:
         """The number of rounds of a whole epoch. TypeError where the iterable has no length."""
         return rule.rounds_of(len(self._loader))
 
-    def _open(self, epoch: int, position: State) -> Iterator[Loaded]:
+    def _open(self, epoch: int, position: State, rule: Rule) -> Iterator[Loaded]:
         if callable(getattr(self._loader, "set_epoch", None)):
             self._loader.set_epoch(epoch)
-        done = position["batches"]
+        done = position["offset"] // rule.shards
         if self._is_stateful and "loader" in position:
             self._loader.load_state_dict(copy.deepcopy(position["loader"]))
             done = 0
         elif done:
             logger.warning(
-                "the loop resumes behind %d batches of %s, which has no state_dict: they are read and dropped",
+                "the loop resumes behind %d samples of %s, which has no state_dict: they are read and dropped",
                 done, type(self._loader).__name__,
             )  # fmt: skip
-        return islice(zip(iter(self._loader), repeat(None)), done, None)
+        return _behind(zip(iter(self._loader), repeat(None)), done, self._dim)
 
     def _snapshot(self) -> State:
         return {"loader": copy.deepcopy(self._loader.state_dict())} if self._is_stateful else {}
@@ -203,7 +208,7 @@ class ItemSource(PlainSource):
         self._items.seek(epoch, {"offset": position.get("batches", 0)}, Rule())
         super().seek(epoch, position, rule)
 
-    def _open(self, epoch: int, position: State) -> Iterator[Loaded]:
+    def _open(self, epoch: int, position: State, rule: Rule) -> Iterator[Loaded]:
         self._items.seek(epoch, {"offset": position["batches"]}, Rule())
         pieces = self._items.begin(Rule(), lambda samples: None).pieces
         return ((piece.batch, None) for (piece,) in pieces)
@@ -214,6 +219,24 @@ class ItemSource(PlainSource):
 
 
 _START: State = {"offset": 0, "batches": 0}
+
+
+def _behind(loaded: Iterator[Loaded], samples: int, dim: int) -> Iterator[Loaded]:
+    """The batches behind so many samples; of one that this cuts, the rest."""
+    for batch, known in loaded:
+        size = measure(batch, dim, known) if samples else None
+        if size is None:
+            yield batch, known
+        elif size.samples <= samples:
+            samples -= size.samples
+        elif size.can_be_cut:
+            yield take(batch, samples, size.samples, dim), None
+            samples = 0
+        else:
+            raise StateError(
+                f"the state stands behind {samples} samples of a batch of {size.samples} that cannot be cut; resume "
+                "with the batch size that it was saved with"
+            )
 
 
 def _measured(dim: int, loaded: Loaded, is_cut: bool) -> Size:
@@ -227,14 +250,17 @@ def rounds_of_loaded(
     dim: int,
     left_out: LeftOut,
     offset: int,
-    behind: Callable[[int, int], State],
+    behind: Callable[[int, int, int], State],
+    first: int | None = None,
 ) -> Iterator[list[Piece]]:
     """The pieces that this process keeps of each round of loaded batches.
 
     Args:
         dim: the dimension along which batches are cut.
         offset: the epoch's samples before them.
-        behind: the position behind that many of the epoch's samples and of these batches, when it has read those.
+        behind: the position behind that many of the epoch's samples and of these batches, when it has read those; it
+            is told the size of the epoch's first batch, too.
+        first: that size, where the batch came before; also the one to pad to.
     """
 
     def leave_out(samples: list[int]) -> None:
@@ -243,10 +269,11 @@ def rounds_of_loaded(
     done = 0
     is_marked = rule.count > len(rule.kept)  # other processes read the round too
     start = offset // rule.shards
-    for dealt in rounds(loaded, rule, partial(_measured, dim), None, start, leave_out):
+    for dealt in rounds(loaded, rule, partial(_measured, dim), None, start, leave_out, first):
+        first = first or dealt.sizes[0].samples
         batches = [batch for batch, _ in dealt.batches]
         done += len(batches)
-        position = behind(dealt.stop * rule.shards, done)
+        position = behind(dealt.stop * rule.shards, done, first)
         whole = Round(batches, dealt.sizes, dealt.parts, dealt.start)
         mark = mark_of(dealt.start, dealt.sizes, [glimpse(batch) for batch in batches]) if is_marked else 0
         pieces = [cut(whole, place, dim, mark)._replace(position=position) for place in rule.kept]

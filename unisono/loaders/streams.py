@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, get_args
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -81,13 +81,16 @@ class StreamSource:
             size = loader.batch_size
             if size is not None and rule.split == "global" and self.is_uneven and not rule.is_cut:
                 size = _own_size(size, self._rank, self._ranks)
-            made = self._made(loader, PartReader(dataset, loader.collate_fn, size, loader.drop_last, cut))
+            drop_last = loader.drop_last or rule.tail == "drop"
+            made = self._made(loader, PartReader(dataset, loader.collate_fn, size, drop_last, cut))
             self.epoch, self._position = epoch + 1, {"offset": 0}
         places = len(rule.kept)
-        taken = _Taken(made, cut, position, lambda samples: left_out(_spread(samples, places)))
+        whole = size if rule.tail == "error" and not loader.drop_last else None
+        taken = _Taken(made, cut, position, lambda samples: left_out(_spread(samples, places)), whole)
         own = Rule() if self.is_uneven else rule  # the ranks' rounds are made in lockstep
-        pieces = rounds_of_loaded(taken, own, self._dim, left_out, position["offset"], taken.position)
-        return Begun(epoch, taken.position(position["offset"], 0), pieces)
+        full = size if rule.tail == "pad" else None
+        pieces = rounds_of_loaded(taken, own, self._dim, left_out, position["offset"], taken.position, full)
+        return Begun(epoch, taken.position(position["offset"]), pieces, full)
 
     def seek(self, epoch: int, position: State, rule: Rule) -> None:
         """Let the next pass begin there.
@@ -95,8 +98,8 @@ class StreamSource:
         Raises:
             StateError: nothing tells what was taken of which part.
         """
-        if position["offset"] and not {"by", "layers", "last"} <= position.keys():
-            raise StateError("the state does not tell what was taken of which part: it is not that of a stream")
+        if position["offset"]:
+            check_stream(position)
         self.epoch, self._position = epoch, position if position["offset"] else {"offset": 0}
 
     def next_position(self) -> tuple[int, State]:
@@ -177,8 +180,11 @@ class StreamSource:
 class _Taken:
     """The batches of a pass as they are read, keeping account of what was taken of which part."""
 
-    def __init__(self, made: Iterator[Made], cut: Cut, start: State, leave_out: Callable[[int], None]) -> None:
+    def __init__(
+        self, made: Iterator[Made], cut: Cut, start: State, leave_out: Callable[[int], None], whole: int | None
+    ) -> None:
         self._made = made
+        self._whole = whole  # the size that every batch must have
         self._leave_out = leave_out
         self._layers = cut.layers[:-1]
         self._ranks, self._workers, taken = cut.layers[-1]
@@ -202,6 +208,11 @@ class _Taken:
             if made.is_left_out:
                 self._leave_out(made.samples or 0)
                 continue
+            if self._whole is not None and made.samples != self._whole:
+                raise ValueError(
+                    f"tail='error': part {made.part} of the stream ends with {made.samples} samples, where batches of "
+                    f"{self._whole} are wanted; pass tail='split' (the default), 'drop' or 'pad'"
+                )
             self._by = made.by
             self._taken[made.part] += made.samples or 1
             self._last = made.part % self._workers
@@ -209,7 +220,7 @@ class _Taken:
                 self._states[made.part] = made.state
             return made.batch, made.samples
 
-    def position(self, offset: int, batches: int) -> State:
+    def position(self, offset: int, *_: int) -> State:
         """The position behind the last batch; of this rank's parts only."""
         last = list(self._lasts)
         last[self._rank] = self._last
@@ -228,6 +239,22 @@ class _Taken:
             self._mark = mark
         elif mark != self._mark:
             raise RuntimeError(other_stream("loader workers"))
+
+
+def check_stream(position: State) -> None:
+    """Refuse what is no position in a stream.
+
+    Raises:
+        StateError: it does not tell what was taken of which part.
+    """
+    try:
+        layers = [Layer(ranks, workers, tuple(taken)) for ranks, workers, taken in position["layers"]]
+        is_right = all(len(each.taken) == each.ranks * each.workers and min(each.taken) >= 0 for each in layers)
+        is_right = is_right and len(position["last"]) == layers[-1].ranks and position["by"] in get_args(Cutter)
+    except (KeyError, TypeError, ValueError, IndexError):
+        is_right = False
+    if not is_right:
+        raise StateError("the state does not tell what was taken of which part: it is not that of a stream")
 
 
 def is_stream(loader: Any) -> TypeGuard[DataLoader[Any]]:
