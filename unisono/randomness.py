@@ -15,8 +15,11 @@ from functools import cache
 
 import torch
 
+from unisono.errors import BusyError
+
 _MASK = (1 << 64) - 1
-_seeding = threading.Lock()
+_seeding = threading.RLock()
+_SEEDING_S = 30.0
 
 
 def seed_of(*place: int | str) -> int:
@@ -46,7 +49,22 @@ def all_states() -> tuple[object, ...]:
     _, words, cached = random.getstate()
     numpy = sys.modules.get("numpy")
     place = () if numpy is None else numpy.random.get_state()
-    return (words[0], words[-1], cached, *_torch_place(), *place[2:])
+    return (_was_asked, words[0], words[-1], cached, *_torch_place(), *place[2:])
+
+
+_was_asked = False
+
+
+def notice_who_asks() -> None:
+    """For loader workers: from now on, who asks for `torch.initial_seed()` draws, in the eyes of a `Watch`."""
+    ask = torch.random.initial_seed
+
+    def initial_seed() -> int:
+        global _was_asked
+        _was_asked = True
+        return ask()
+
+    torch.initial_seed = torch.random.initial_seed = initial_seed
 
 
 class Watch:
@@ -59,6 +77,8 @@ class Watch:
     """
 
     def __init__(self, seed: int) -> None:
+        global _was_asked
+        _was_asked = False
         seed_all(0)
         torch.default_generator.manual_seed(seed)
         self._numpy = sys.modules.get("numpy")
@@ -66,7 +86,7 @@ class Watch:
 
     def is_drawn_from(self) -> bool:
         """Whether something was drawn. To be asked once, since asking draws."""
-        if _torch_place() != self._torch or random.getrandbits(32) != _FIRST:
+        if _was_asked or _torch_place() != self._torch or random.getrandbits(32) != _FIRST:
             return True
         return self._numpy is not None and self._numpy.random.random_sample() != _first_of_numpy()
 
@@ -89,7 +109,12 @@ def _torch_place() -> list[int]:
 def seeded(seed: int) -> Iterator[None]:
     """Seed the three generators for the block, and put them back as they were."""
     numpy = sys.modules.get("numpy")
-    with _seeding:
+    if not _seeding.acquire(timeout=_SEEDING_S):
+        raise BusyError(
+            "another thread has been drawing an order from the process's random generators for half a minute: samplers "
+            "must not wait for other ranks in __iter__, since they draw one after the other"
+        )
+    try:
         before = random.getstate(), torch.get_rng_state(), numpy.random.get_state() if numpy is not None else None
         seed_all(seed)
         try:
@@ -99,3 +124,5 @@ def seeded(seed: int) -> Iterator[None]:
             torch.set_rng_state(before[1])
             if numpy is not None:
                 numpy.random.set_state(before[2])
+    finally:
+        _seeding.release()

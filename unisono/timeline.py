@@ -90,9 +90,11 @@ class Track:
         """Add `amount` to a counter ("samples", "batches", "steps")."""
         self.counts[name] += amount
 
-    def count_wait(self, waits: Waits) -> None:
-        """Add what the loop waited for."""
+    def count_wait(self, waits: Waits, is_direct: bool = False) -> None:
+        """Add what the loop waited for; where nothing is moved (`is_direct`), handing over belongs to the source."""
         counts, (source, transfer, peers) = self.counts, waits
+        if is_direct:
+            source, transfer = source + transfer, 0
         counts[_WAIT_SOURCE] += source
         counts[_WAIT_TRANSFER] += transfer
         counts[_WAIT_PEERS] += peers

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import random
+import resource
 import signal
 import threading
 import traceback
@@ -19,7 +20,16 @@ import psutil
 import pytest
 import torch
 from epochs import Bucketed, Numbers, dealt, ranks_of, take
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, StackDataset, Subset, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    Sampler,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    get_worker_info,
+)
 
 from unisono import BusyError, DeviceLoader, ParallelLoader, UnpicklableError
 from unisono.loaders import fetching
@@ -627,3 +637,67 @@ def test_twenty_early_ends_with_workers_leave_nothing(persistent):
     del loader
     gc.collect()
     assert not loader_workers()
+
+
+class SeededByTorch(Numbers):
+    """Makes a generator of its own from torch's seed, and draws nothing else."""
+
+    def __getitem__(self, index: int) -> float:
+        return random.Random(torch.initial_seed()).random()
+
+
+def test_a_seed_that_is_asked_for_is_that_of_the_sample():
+    def drawn(num_workers: int) -> list[float]:
+        loader = DeviceLoader(DataLoader(SeededByTorch(24), 4, num_workers=num_workers))
+        return [each for batch in loader for each in batch.tolist()]
+
+    assert drawn(1) == drawn(2)
+    assert len(set(drawn(1))) == 24
+
+
+def test_rows_of_plain_tensors_are_those_that_torch_gives():
+    data = TensorDataset(torch.arange(24.0).reshape(12, 2), torch.arange(12))
+    subset = Subset(data, [11, 3, 3, 7, 0])
+    table, pairs, bools = TensorDataset(data.tensors[0]), [(0, 1), (2, 1)], [True, False]
+    for dataset, sampler in ((table, pairs), (data, [-1, 5, -12]), (subset, [4, 0, 1]), (data, bools)):
+        loader = DataLoader(dataset, batch_size=2, sampler=sampler)
+        for mine, torchs in zip(DeviceLoader(loader), loader, strict=True):
+            assert type(mine) is type(torchs)
+            assert all(map(torch.equal, mine, torchs))
+
+
+def test_batches_of_many_tensors_do_not_use_up_the_descriptors():
+    class Scattered(Numbers):
+        def __getitem__(self, index: int) -> list[torch.Tensor]:
+            return [torch.full((1,), index) for _ in range(100)]
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
+    try:
+        loader = DeviceLoader(DataLoader(Scattered(40), batch_size=1, num_workers=1))
+        iterator = iter(loader)
+        first = next(iterator)
+        pipeline = iterator._lane._pipeline
+        while any(thread.is_alive() for thread in pipeline.threads) and not iterator._lane.holds_reader:
+            threading.Event().wait(0.01)
+        assert psutil.Process().num_fds() < 600, "what waits is in plain memory"
+        assert [int(each[0]) for each in (first, *iterator)] == list(range(40))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_loader_that_collates_by_its_own_method_is_garbage_when_it_is_dropped():
+    class Own(DataLoader):
+        def __init__(self, dataset: Dataset) -> None:
+            super().__init__(dataset, batch_size=2, collate_fn=self.collate)
+
+        def collate(self, samples: list[int]) -> list[int]:
+            return samples
+
+    loader = Own(Numbers(6))
+    assert list(DeviceLoader(loader)) == [[0, 1], [2, 3], [4, 5]]
+    gone = weakref.ref(loader.dataset)
+    del loader
+    join_own_threads()
+    gc.collect()
+    assert gone() is None

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import resource_sharer
 from typing import Any
 
@@ -38,6 +39,7 @@ from unisono.loaders.indexed import IndexedSource, is_indexed
 from unisono.loaders.order import Batches
 from unisono.loaders.sharding import Rule
 from unisono.randomness import seed_of
+from unisono.world import World, thread_worlds
 
 COUNT = 30
 GENERATED: dict[str, Callable[[torch.Generator | None], Sampler]] = {
@@ -531,3 +533,26 @@ def test_passes_begun_by_several_threads_at_once_are_each_complete(batch_size):
         sys.setswitchinterval(interval)
     assert [sorted(order) for order in found] == [list(range(20))] * 40
     assert len({tuple(order) for order in found}) == 40
+
+
+def test_ranks_on_threads_that_draw_at_once_draw_the_same():
+    class Drawn(Sampler):
+        def __len__(self) -> int:
+            return 500
+
+        def __iter__(self):
+            return iter([random.randrange(500) for _ in range(500)])
+
+    loader = DataLoader(Numbers(500), batch_size=10, sampler=Drawn())
+    state = random.getstate()
+
+    def draw(world: World) -> list[int]:
+        return [sample for batch in DeviceLoader(loader, world=world) for sample in batch.tolist()]
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(draw, thread_worlds([torch.device("cpu", rank) for rank in range(4)])))
+    rounds = itertools.zip_longest(*(chunks(each, 10) for each in found), fillvalue=[])
+    order = [sample for each in rounds for part in each for sample in part]
+    alone = DeviceLoader(DataLoader(Numbers(500), 10, sampler=Drawn()))
+    assert Counter(order) == Counter(sample for batch in alone for sample in batch.tolist())
+    assert random.getstate() == state

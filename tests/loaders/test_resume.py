@@ -114,7 +114,9 @@ def test_a_pass_goes_on_at_the_sample_where_it_was_left(samples, epoch, rounds, 
     assert [loader.epoch for loader in second] == [epoch] * after["count"]
     assert delivered + counted([take(loader) for loader in second]) == order(samples, 5, epoch)
     assert counted([take(loader) for loader in second]) == order(samples, 5, epoch + 1)
-    assert common_state(second) == {"version": 1, "epoch": epoch + 2, "seed": 5, "length": samples, "offset": 0}
+    sampler = "RandomSampler" if samples else "SequentialSampler"  # torch shuffles nothing where nothing is
+    end = {"version": 1, "epoch": epoch + 2, "seed": 5, "length": samples, "order": sampler, "offset": 0}
+    assert common_state(second) == end
 
 
 @given(
@@ -182,7 +184,7 @@ def test_nothing_is_loaded_again():
     assert loader.dataset.asked == 10
 
 
-STATE = {"version": 1, "epoch": 0, "seed": 5, "length": SAMPLES, "offset": 6}
+STATE = {"version": 1, "epoch": 0, "seed": 5, "length": SAMPLES, "order": "RandomSampler", "offset": 6}
 
 
 def test_a_state_is_plain_data():
@@ -275,7 +277,8 @@ def test_after_an_error_the_state_is_behind_what_was_delivered():
     loader.load_state_dict(loader.state_dict())
     with pytest.raises(OSError, match="unreadable"):
         take(loader)
-    assert loader.state_dict() == {"version": 1, "epoch": 0, "seed": 0, "length": 20, "offset": 8}
+    state = {"version": 1, "epoch": 0, "seed": 0, "length": 20, "order": "SequentialSampler", "offset": 8}
+    assert loader.state_dict() == state
 
 
 def test_epochs_advance_by_themselves_and_jump_when_told():
@@ -500,6 +503,27 @@ def test_two_loaders_over_one_go_on_as_an_uninterrupted_run_does():
     resumed_loaders = made()
     resumed_loaders[0].load_state_dict(state)
     assert epoch(*resumed_loaders) == expected
+
+
+def test_a_state_in_another_samplers_order_is_refused():
+    shuffled, plain = (DataLoader(Numbers(9), batch_size=2, shuffle=shuffle) for shuffle in (True, False))
+    with pytest.raises(StateError, match="the order of a RandomSampler, this loader's is that of a SequentialSampler"):
+        DeviceLoader(plain).load_state_dict(DeviceLoader(shuffled).state_dict())
+
+
+def test_a_state_behind_the_end_of_a_plain_iterable_is_told_of():
+    first = DeviceLoader(list(torch.arange(20).split(3)))
+    take(first, 5)
+    second = DeviceLoader(list(torch.arange(10).split(3)))
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(StateError, match="the state stands 5 samples behind the end of this loader"):
+        list(second)
+
+
+def test_a_loader_of_this_package_is_not_cut_again():
+    for loader in (DeviceLoader([1]), ParallelLoader([1], ["cpu"]), iter(DeviceLoader([1]))):
+        with pytest.raises(TypeError, match="which is cut and moved already; pass its DataLoader"):
+            DeviceLoader(loader)
 
 
 class Remembering:

@@ -199,11 +199,8 @@ def test_what_a_fixed_size_leaves_out_is_logged(caplog):
     told = []
     with caplog.at_level(logging.WARNING, "unisono"):
         list(rounds([[1, 2], [3, 4], [5]], rule_of(2, fixed_batch_size=True), size_of, left_out=told.append))
-    assert (
-        "fixed_batch_size=True ends the epoch at sample 4: the batches of the next round have [1] samples"
-        in caplog.text
-    )
-    assert "where 2 of 2 are wanted" in caplog.text
+    assert "fixed_batch_size=True ends the epoch at sample 4: the next round has batches of [1] samples" in caplog.text
+    assert "and not 2 of size 2" in caplog.text
     assert told == [[1, 0]]
 
 
@@ -511,3 +508,12 @@ def test_a_few_whole_numbers_and_texts_are_looked_at():
     assert glimpse(numpy.arange(60).reshape(5, 12)) == [[list(range(8))]], "of the first sample"
     assert glimpse([torch.tensor(7), numpy.array(["x", "y"]), torch.empty(0, 3).long()]) == [7, ["x", "y"], []]
     assert glimpse([1, 2, 3, 4, 5, 6]) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("num_replicas", "rank"), [(4, 0), (2, 1)])
+def test_a_sampler_that_cuts_for_other_ranks_is_refused(num_replicas, rank):
+    sampler = DistributedSampler(Numbers(8), num_replicas=num_replicas, rank=rank)
+    loader = DataLoader(Numbers(8), batch_size=2, sampler=sampler)
+    with pytest.raises(ValueError, match=f"cuts the data for rank {rank} of {num_replicas}, but this is rank 0 of 1"):
+        DeviceLoader(loader)
+    assert len(list(DeviceLoader(loader, sharded=True))) > 0

@@ -905,3 +905,45 @@ def test_threads_that_begin_passes_at_once_have_an_epoch_each():
     for thread in threads:
         thread.join(PATIENCE_S)
     assert sorted(epochs) == [0, 1, 2, 3]
+
+
+class ShardsByOtherNames(Stream):
+    """`shard(index, count)`, the other way round than others have it."""
+
+    def __init__(self, part: range = range(COUNT)) -> None:
+        super().__init__()
+        self.part = part
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.part)
+
+    def shard(self, index: int, count: int) -> ShardsByOtherNames:
+        return ShardsByOtherNames(self.part[index::count])
+
+
+class SplitsByShare(Stream):
+    """A `split` that is for training and validation."""
+
+    def split(self, share: float) -> tuple[Stream, Stream]:
+        raise AssertionError("asked for a share")
+
+
+@pytest.mark.parametrize("make", [ShardsByOtherNames, SplitsByShare])
+def test_methods_with_other_parameters_are_called_by_name_or_not_at_all(make):
+    found = passes(THREADS_2, make, None)
+    assert sorted(all_of(found)) == list(range(COUNT))
+
+
+def test_a_state_over_another_stream_is_told_of():
+    class Other(Stream):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(100, 100 + COUNT))
+
+    first = DeviceLoader(loader_of(Stream()))
+    for number, _ in enumerate(first):
+        if number == 2:
+            break
+    second = DeviceLoader(loader_of(Other()))
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(StateError, match="saved over another stream: the first samples differ"):
+        list(second)

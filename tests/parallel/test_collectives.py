@@ -79,18 +79,28 @@ def test_all_gather_samples_keeps_those_that_count_of_ranks_that_have_different_
 
     def gather():
         mine = whole(unisono.rank())
-        batch = {"x": mine if dim == 0 else mine.T, "names": ["kept"]}
+        batch = {"x": mine if dim == 0 else mine.T, "more": [mine if dim == 0 else mine.T]}
         found = unisono.all_gather_samples(batch, max(2 - unisono.rank(), 0), dim)
-        assert found["names"] == ["kept"]
+        assert torch.equal(found["more"][0], found["x"])
         return found["x"].tolist()
 
     counting = torch.cat([whole(rank)[: max(2 - rank, 0)] for rank in range(mode.ranks)])
     assert mode.run(gather) == [(counting if dim == 0 else counting.T).tolist()] * mode.ranks
 
 
-def test_all_gather_samples_refuses_more_samples_than_there_are():
-    with pytest.raises(ValueError, match="valid_samples=4, but a tensor has 3 samples along dim 0"):
-        unisono.all_gather_samples((torch.zeros(5), torch.zeros(3)), 4)
+@pytest.mark.parametrize(
+    ("error", "words", "batch", "valid_samples"),
+    [
+        (ValueError, "valid_samples=4, but a tensor has 3 samples along dim 0", (torch.zeros(5), torch.zeros(3)), 4),
+        (ValueError, "valid_samples=-1, but a tensor has 3 samples", torch.zeros(3), -1),
+        (ValueError, "a tensor of shape () has no dimension 0", torch.tensor(1.0), 1),
+        (TypeError, "valid_samples=1.0 is a float", torch.zeros(3), 1.0),
+        (TypeError, "the batch holds a str, .* all_gather_object", [torch.zeros(1), "name"], 1),
+    ],
+)
+def test_all_gather_samples_refuses_what_has_no_such_samples(error, words, batch, valid_samples):
+    with pytest.raises(error, match=words.replace("()", r"\(\)")):
+        unisono.all_gather_samples(batch, valid_samples)
 
 
 def test_all_gather_object_takes_what_can_be_pickled_and_gives_copies(mode):

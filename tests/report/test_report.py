@@ -130,13 +130,23 @@ def a_rank(rank: int, waits: tuple[float, float, float], reducing: float = 0.0, 
         ),
         pytest.param(
             [a_rank(0, (0, 0, 0.36), reducing=0.1, computing=0.54), a_rank(1, (0, 0, 0), computing=1.0)],
-            "peer-bound: 23% of the loops' time waits for other ranks (rank 1 is the slowest)",
+            "peer-bound: 23% of the step goes to reducing and to waiting for other ranks; rank 1 is the slowest",
             id="peers, in the loader and in reducing",
         ),
         pytest.param(
             [a_rank(0, (0, 0, 0), reducing=0.1, computing=1.0), a_rank(1, (0, 0, 0), reducing=0.6, computing=0.5)],
-            "peer-bound: 32% of the loops' time waits for other ranks (rank 0 is the slowest)",
+            "peer-bound: 32% of the step goes to reducing and to waiting for other ranks; rank 0 is the slowest",
             id="peers, in reducing",
+        ),
+        pytest.param(
+            [a_rank(rank, (0, 0, 0), reducing=0.13, computing=0.87) for rank in range(2)],
+            "compute-bound: 0% of the step waits for data, 13% for other ranks",
+            id="some reducing, among equals",
+        ),
+        pytest.param(
+            [a_rank(rank, (0, 0, 0), reducing=0.4, computing=0.6) for rank in range(2)],
+            "peer-bound: 40% of the step goes to reducing and to waiting for other ranks",
+            id="much reducing, among equals",
         ),
         pytest.param(
             [a_rank(0, (0.02, 0.01, 0), computing=0.97)],
@@ -258,7 +268,7 @@ def test_a_loop_that_waits_because_anothers_lane_is_full_is_peer_bound() -> None
     assert ranks[0].waits[PEERS] < 0.1 * ranks[1].waits[PEERS]
     assert report.slowest == 0
     assert report.verdict.startswith("peer-bound: ")
-    assert "(rank 0 is the slowest)" in report.verdict
+    assert report.verdict.endswith("; rank 0 is the slowest")
 
 
 # Shown.
@@ -277,7 +287,7 @@ def test_the_table_names_every_phase_and_the_rate(capsys: pytest.CaptureFixture[
         assert set(LABELS[phase].split()) <= set(words)
     assert "50.0%" in words
     assert "200 samples/s over 2 rank(s)" in output
-    assert "peer-bound: 12% of the loops' time" in output
+    assert "compute-bound: 0% of the step waits for data, 12% for other ranks" in " ".join(words)
     assert "dropped" not in output
     assert "repeated" not in output
     assert max(map(len, output.splitlines())) <= 80

@@ -19,6 +19,8 @@ class DeviceIterator:
     Attributes:
         valid_samples: how many samples of the last delivered batch count, from the front: all of them, but for a
             padded one; 0 for a batch that only repeats a sample so that this rank keeps step with the others.
+        weight: the part of the global batch that these are; None where that is unknown.
+        epoch: of this loop, until its end; then the next.
     """
 
     def __init__(
@@ -81,13 +83,16 @@ class DeviceIterator:
         counts["bytes"] += delivery.nbytes
         counts["queued"] += queued
         track.switch(COMPUTE)
-        track.count_wait(delivery.stamps.divide(began, track.since))
+        track.count_wait(delivery.stamps.divide(began, track.since), lane.is_direct)
         return delivery.batch
 
     @property
     def weight(self) -> float | None:
-        """The part of the global batch that the last delivered batch's valid samples are; None where it is unknown."""
         return self.valid_samples / self._total if self._total else None
+
+    @property
+    def epoch(self) -> int:
+        return int(self.state_dict()["epoch"])
 
     def state_dict(self) -> State:
         """The loader's state behind the last batch that this loop received; as for `ParallelLoader`."""

@@ -29,7 +29,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from unisono.errors import BusyError, UnpicklableError, describe_exit
 from unisono.outcome import Outcome, chain_of
-from unisono.randomness import Watch, all_states, mixed, seed_all
+from unisono.randomness import Watch, all_states, mixed, notice_who_asks, seed_all
 from unisono.tree import leaves, tree_map
 
 _SHOWN = 8
@@ -227,6 +227,7 @@ class WorkerStart:
             id=info.id, num_workers=info.num_workers, seed=info.seed, dataset=self._dataset
         )
         use_worker_info(torch_info)
+        notice_who_asks()
         if self._init is not None:
             self._init(info.id)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import suppress
+from types import NoneType
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -76,9 +76,9 @@ class IndexedSource:
         generator = getattr(self._sampler, "generator", None) or loader.generator
         has_seed = isinstance(generator, torch.Generator)
         self.seed = seed if seed is not None else generator.initial_seed() if has_seed else 0
-        self.length: int | None = None
-        with suppress(TypeError):  # with a sampler of one's own a dataset needs none
-            self.length = len(loader.dataset)  # type: ignore[arg-type]
+        follows = self._batch_sampler if type(self._batch_sampler) not in (BatchSampler, NoneType) else self._sampler
+        self.order: str | None = type(follows).__name__
+        self._dataset: Any = loader.dataset
         self.epoch = 0
         self._offset = 0
         self._begins = threading.Lock()
@@ -87,6 +87,14 @@ class IndexedSource:
         if loader.num_workers:
             start = WorkerStart(loader.dataset, loader.worker_init_fn)
             self._pool = WorkerPool(loader, RemoteFetcher(self._fetcher), start, has_requests=True)
+
+    @property
+    def length(self) -> int | None:
+        """The number of samples of the dataset, now; None where it does not tell: with a sampler it need not."""
+        try:
+            return len(self._dataset)
+        except TypeError:
+            return None
 
     def begin(self, rule: Rule, left_out: LeftOut) -> Begun:
         """The next epoch's pieces. Its order is drawn, and its loader workers are started, in the calling thread.
@@ -143,9 +151,10 @@ class IndexedSource:
         """The number of samples of an epoch's order, None where that is not known without drawing it."""
         if self._batch_sampler is not None and type(self._batch_sampler) is not BatchSampler:
             return None
-        with suppress(TypeError):
+        try:
             return len(self._sampler)
-        return None
+        except TypeError:
+            return None
 
 
 def check_tail(samples: int | None, nominal: int | None, rule: Rule) -> None:

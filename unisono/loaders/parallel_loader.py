@@ -93,6 +93,10 @@ class ParallelLoader:
         world: World | None = None,
         loops: Sequence[World] | None = None,
     ) -> None:
+        if isinstance(loader, ParallelLoader | DeviceLoader | DeviceIterator):
+            raise TypeError(
+                f"loader={loader!r} is a {type(loader).__name__}, which is cut and moved already; pass its DataLoader"
+            )
         if not isinstance(loader, Iterable):
             raise TypeError(f"loader={loader!r} is a {type(loader).__name__}; pass a DataLoader or an iterable")
         check_size(loader_prefetch_size, "loader_prefetch_size")
@@ -229,6 +233,10 @@ class ParallelLoader:
             TypeError: the loader has no length.
         """
         return self._source.num_rounds(self._rule)
+
+    def per_device_samples(self) -> int:
+        """The number of batches for each device, by its name in the PyTorch/XLA API; TypeError as for `len`."""
+        return len(self)
 
     def close(self) -> None:
         """End the pass: wake every waiting thread, drop what is prefetched, wait for the threads. Idempotent.

@@ -1,8 +1,8 @@
 """What a loader's state is: where its loop stands, and how that is checked when it is loaded.
 
 A state is plain data, the same on every rank: `version`, `epoch`, `seed`, `length` (of the dataset, None where it has
-none), and the position in the epoch: `offset`, the number of samples that all ranks have taken together, and what else
-the source needs.
+none), `order` (the sampler's class), and the position in the epoch: `offset`, the number of samples that all ranks have
+taken together, and what else the source needs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from unisono.errors import StateError, StateLengthError, StateSeedError, StateVersionError
 
 VERSION = 1
-FACTS = ("version", "epoch", "seed", "length")
+FACTS = ("version", "epoch", "seed", "length", "order")
 """What a state says beside the position."""
 
 State = dict[str, Any]
@@ -55,7 +55,7 @@ class Progress:
         self.samples, self.total = samples, total
 
 
-def check_state(state: Mapping[str, Any], length: int | None, seed: int) -> None:
+def check_state(state: Mapping[str, Any], length: int | None, seed: int, order: str | None) -> None:
     """Refuse a state that this loader cannot go on from.
 
     Raises:
@@ -69,7 +69,7 @@ def check_state(state: Mapping[str, Any], length: int | None, seed: int) -> None
             f"the state has version {state['version']!r}, this loader reads version {VERSION}; load it with the "
             "version of unisono that saved it, or begin the epoch anew with set_epoch"
         )
-    missing = [name for name in (*FACTS, "offset") if name not in state]
+    missing = [name for name in ("epoch", "seed", "length", "offset") if name not in state]
     if missing:
         raise StateError(f"the state has no {', '.join(missing)}: it is not what a loader's state_dict() gives")
     for name in ("epoch", "offset", "batches"):  # the last one only where the position is told by it
@@ -85,4 +85,9 @@ def check_state(state: Mapping[str, Any], length: int | None, seed: int) -> None
         raise StateSeedError(
             f"the state was saved with seed {state['seed']}, this loader has seed {seed}: the order would be another "
             f"one; pass seed={state['seed']}"
+        )
+    if state.get("order", order) != order:
+        raise StateError(
+            f"the state was saved in the order of a {state['order']}, this loader's is that of a {order}; use the same "
+            "shuffle= or sampler="
         )

@@ -221,8 +221,8 @@ def rounds(
         has_other = len(group) < rule.batches or any(size.samples != reference for size in sizes)
         if rule.fixed_batch_size and has_other:
             logger.warning(
-                "fixed_batch_size=True ends the epoch at sample %d: the batches of the next round have %s samples, "
-                "where %d of %d are wanted; these samples and what follows are left out",
+                "fixed_batch_size=True ends the epoch at sample %d: the next round has batches of %s samples, and not "
+                "%d of size %d; these samples and what follows are left out",
                 start, [size.samples for size in sizes], rule.batches, reference,
             )  # fmt: skip
             left_out([part.samples for part in deal(sizes, rule.count)])

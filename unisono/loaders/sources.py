@@ -45,13 +45,17 @@ class Source(Protocol):
         epoch: of the pass that begins next; each begun pass is one epoch.
         seed: of everything random in it.
         length: the number of samples of its dataset; None where it has none.
+        order: the class of the sampler that it follows; None where there is none.
         is_uneven: whether the ranks' passes may differ in length, each reading a part of its own.
     """
 
     epoch: int
     seed: int
-    length: int | None
+    order: str | None
     is_uneven: bool
+
+    @property
+    def length(self) -> int | None: ...
 
     def begin(self, rule: Rule, left_out: LeftOut) -> Begun:
         """Begin the next pass; in the thread that is to loop over it."""
@@ -89,7 +93,7 @@ class Bookmark:
         Raises:
             StateError: it is not the state of such a source.
         """
-        check_state(state, self._source.length, self._source.seed)
+        check_state(state, self._source.length, self._source.seed, self._source.order)
         position = {name: value for name, value in state.items() if name not in FACTS}
         self._source.seek(state["epoch"], position, self._rule)
         self._begun = None
@@ -107,7 +111,14 @@ def state_behind(source: Source, begun: Begun | None, progress: Sequence[Progres
     else:
         behind = min(progress, key=lambda each: each.rounds)
         epoch, position = begun.epoch, behind.position or begun.position
-    return {"version": VERSION, "epoch": epoch, "seed": source.seed, "length": source.length, **position}
+    return {
+        "version": VERSION,
+        "epoch": epoch,
+        "seed": source.seed,
+        "length": source.length,
+        "order": source.order,
+        **position,
+    }
 
 
 class PlainSource:
@@ -129,12 +140,17 @@ class PlainSource:
         self._dim = dim
         self._is_stateful = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
         self.seed = seed or 0
-        self.length: int | None = None
-        with suppress(TypeError, AttributeError):
-            self.length = len(loader.dataset)  # type: ignore[attr-defined]
+        self.order: str | None = None
         self.epoch = 0
         self._position: State = _START
         self._begins = threading.Lock()
+
+    @property
+    def length(self) -> int | None:
+        """The number of samples of the loader's dataset; None where it does not tell."""
+        with suppress(TypeError, AttributeError):
+            return len(self._loader.dataset)
+        return None
 
     def begin(self, rule: Rule, left_out: LeftOut) -> Begun:
         """The next pass over the iterable, whose iterator is made in the calling thread."""
@@ -197,7 +213,12 @@ class ItemSource(PlainSource):
     def __init__(self, items: Source, dim: int) -> None:
         super().__init__((), dim, items.seed)
         self._items = items
-        self.length = items.length
+        self.order = items.order
+
+    @property
+    def length(self) -> int | None:
+        """The number of items of the dataset."""
+        return self._items.length
 
     def seek(self, epoch: int, position: State, rule: Rule) -> None:
         """Let the next pass begin there.
@@ -237,6 +258,8 @@ def _behind(loaded: Iterator[Loaded], samples: int, dim: int) -> Iterator[Loaded
                 f"the state stands behind {samples} samples of a batch of {size.samples} that cannot be cut; resume "
                 "with the batch size that it was saved with"
             )
+    if samples:
+        raise StateError(f"the state stands {samples} samples behind the end of this loader: it is not over these data")
 
 
 def _measured(dim: int, loaded: Loaded, is_cut: bool) -> Size:

@@ -117,6 +117,7 @@ class Lane:
     Attributes:
         sent, received: batches that were put in, and that its loop took out.
         progress: how far its loop has come.
+        is_direct: whether nothing has to be moved, so that the reader hands over itself.
     """
 
     def __init__(
@@ -132,17 +133,17 @@ class Lane:
         self.sent = self.received = 0
         self._sent_bytes = self._received_bytes = 0
         self._pipeline = pipeline
-        self._is_direct = not backend.moves_in_background
+        self.is_direct = not backend.moves_in_background
         self._failed_at: int | None = None  # the first round that could not be moved
-        count = 1 if self._is_direct else pipeline.transfer_threads
+        count = 1 if self.is_direct else pipeline.transfer_threads
         self._takes_turns = threading.Lock() if count > 1 else None
-        refill_at = pipeline.refill_at(self._is_direct) if count == 1 else (None, None)
-        self.conveyors = [Conveyor(self, first, pipeline.lock, self._is_direct, refill_at) for first in range(count)]
+        refill_at = pipeline.refill_at(self.is_direct) if count == 1 else (None, None)
+        self.conveyors = [Conveyor(self, first, pipeline.lock, self.is_direct, refill_at) for first in range(count)]
         entries, outboxes = [each.entry for each in self.conveyors], [each.outbox for each in self.conveyors]
         # A channel wakes its own sender. Where a bound spans several, a receipt from one makes room in the others.
         self._woken_by_move = entries if count > 1 else []
         self._woken_by_receipt = outboxes if count > 1 else []
-        if pipeline.prefetch_bytes is not None and not self._is_direct:
+        if pipeline.prefetch_bytes is not None and not self.is_direct:
             self._woken_by_receipt = self._woken_by_receipt + entries
 
     # The reader's end.
@@ -158,7 +159,7 @@ class Lane:
             return False
         sent_at = perf_counter_ns() if asked_at else loaded_at
         item: Any = Loaded(piece, self.sent, size, Stamps(asked_at, loaded_at, sent_at))
-        if self._is_direct:
+        if self.is_direct:
             try:
                 item = self.move(item)
             except BaseException as error:
@@ -176,7 +177,7 @@ class Lane:
     def _has_room(self, size: int) -> bool:
         waiting = self.sent - self.received
         pipeline = self._pipeline
-        if self._is_direct:
+        if self.is_direct:
             is_full = waiting >= pipeline.most_waiting
         else:
             is_full = sum([len(each.inbox) for each in self.conveyors]) >= pipeline.loader_prefetch_size
@@ -279,7 +280,7 @@ class Lane:
 
     def threads(self, place: int) -> list[threading.Thread]:
         """What moves its batches, not started; `place` is the lane's."""
-        if self._is_direct:
+        if self.is_direct:
             return []
         bodies = []
         for conveyor in self.conveyors:

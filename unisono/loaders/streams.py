@@ -39,6 +39,9 @@ from unisono.randomness import seed_of
 
 logger = logging.getLogger(__name__)
 
+_NUMBERS = {"num_shards", "num_parts", "num_splits", "shards", "parts", "world_size", "count", "n"}
+_INDICES = {"index", "shard_index", "shard_id", "rank", "shard", "part", "i"}
+
 
 class StreamSource:
     """A DataLoader over an iterable dataset, epoch after epoch. The user's loader is not touched.
@@ -61,6 +64,7 @@ class StreamSource:
         self.length: int | None = None
         with suppress(TypeError, NotImplementedError):
             self.length = len(loader.dataset)  # type: ignore[arg-type]
+        self.order: str | None = None
         self.epoch = 0
         self._position: State = {"offset": 0}
         self._begins = threading.Lock()
@@ -195,7 +199,8 @@ class _Taken:
         self._last = self._lasts[cut.rank]
         self._by: Cutter = cut.layers_by if cut.is_resumed else cut.by
         self._states = dict(cut.states)
-        self._mark: int | None = None
+        self._mark: int | None = start.get("mark") if cut.is_resumed else None
+        self._is_saved = self._mark is not None
 
     def __iter__(self) -> _Taken:
         return self
@@ -237,6 +242,11 @@ class _Taken:
     def _compare(self, mark: int) -> None:
         if self._mark is None:
             self._mark = mark
+        elif mark != self._mark and self._is_saved:
+            raise StateError(
+                "the state was saved over another stream: the first samples differ; load it over the same data, in the "
+                "same order"
+            )
         elif mark != self._mark:
             raise RuntimeError(other_stream("loader workers"))
 
@@ -267,17 +277,22 @@ def is_stream(loader: Any) -> TypeGuard[DataLoader[Any]]:
 
 
 def _own_part(method: Callable[..., Any], ranks: int, rank: int) -> Any:
-    """What `shard(num_shards, index)` or `split(num_parts)` of a dataset gives to a rank."""
-    names = list(inspect.signature(method).parameters)
-    if "num_shards" in names and "index" in names:
-        part = method(num_shards=ranks, index=rank)
-    elif len(names) == 1:
-        parts = list(method(ranks))
+    """What `shard(num_shards, index)` or `split(num_parts)` of a dataset gives to a rank.
+
+    Raises:
+        TypeError: its parameters have other names than one can rely on, or it gives something else.
+    """
+    names = inspect.signature(method).parameters.keys()
+    number, index = next(iter(names & _NUMBERS), None), next(iter(names & _INDICES), None)
+    if number is None:
+        raise TypeError(f"none of its parameters ({', '.join(names)}) is called num_shards, or the like")
+    if index is not None:
+        part = method(**{number: ranks, index: rank})
+    else:
+        parts = list(method(**{number: ranks}))
         if len(parts) != ranks:
             raise ValueError(f"it gave {len(parts)} parts")
         part = parts[rank]
-    else:
-        part = method(ranks, rank)
     if not isinstance(part, Iterable):
         raise TypeError(f"it gave a {type(part).__name__}")
     return part

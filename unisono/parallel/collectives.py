@@ -72,27 +72,24 @@ def all_gather_samples(batch: Any, valid_samples: int, dim: int = 0, world: Worl
 
     Args:
         batch: a tensor, or any nesting of tensors, whose samples lie along `dim`: predictions and labels, say. The
-            ranks may have different numbers of samples.
+            ranks may have different numbers of samples. (For texts and other objects there is `all_gather_object`.)
         valid_samples: how many of them count, from the front; as the loader tells with each batch.
 
     Returns:
         The same nesting; each tensor has all ranks' samples along `dim`.
 
     Raises:
-        ValueError: a tensor has fewer samples than that.
+        TypeError: something in the batch is no tensor, or `valid_samples` is no whole number.
+        ValueError: a tensor has fewer samples than that, or no such dimension.
         BrokenWorldError, CollectiveMismatchError: as for `all_reduce`.
     """
     world = world or current_world()
-    sizes = [int(each.ndim and each.shape[dim]) for each in leaves(batch) if isinstance(each, torch.Tensor)]
-    if valid_samples > min(sizes, default=valid_samples):
-        raise ValueError(f"valid_samples={valid_samples}, but a tensor has {min(sizes)} samples along dim {dim}")
+    _check_samples(batch, valid_samples, dim)
     with world.timeline.loop().span(REDUCE):
         counts = world.comm.all_gather(torch.tensor([valid_samples], device=world.device))
         numbers = [int(count) for count in counts]
 
         def gather(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
             own = leaf.narrow(dim, 0, valid_samples)
             missing = list(own.shape)
             missing[dim] = max(numbers) - valid_samples
@@ -100,6 +97,23 @@ def all_gather_samples(batch: Any, valid_samples: int, dim: int = 0, world: Worl
             return torch.cat([part.narrow(dim, 0, count) for part, count in zip(parts, numbers, strict=True)], dim)
 
         return tree_map(gather, batch)
+
+
+def _check_samples(batch: Any, valid_samples: int, dim: int) -> None:
+    if isinstance(valid_samples, bool) or not isinstance(valid_samples, int):
+        raise TypeError(f"valid_samples={valid_samples!r} is a {type(valid_samples).__name__}; pass a whole number")
+    for leaf in leaves(batch):
+        if not isinstance(leaf, torch.Tensor):
+            raise TypeError(
+                f"the batch holds a {type(leaf).__name__}, and only tensors are gathered by samples; make a tensor of "
+                "it, or pass it to all_gather_object"
+            )
+        if not -leaf.ndim <= dim < leaf.ndim:
+            raise ValueError(f"a tensor of shape {tuple(leaf.shape)} has no dimension {dim} for its samples")
+        if not 0 <= valid_samples <= leaf.shape[dim]:
+            raise ValueError(
+                f"valid_samples={valid_samples}, but a tensor has {leaf.shape[dim]} samples along dim {dim}"
+            )
 
 
 def broadcast(tensor: torch.Tensor, root: int = 0, world: World | None = None) -> torch.Tensor:

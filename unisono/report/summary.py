@@ -21,6 +21,7 @@ LABELS = {FETCH: "waiting for data", MOVE: "moving", COMPUTE: "computing", REDUC
 CAUSES = SOURCE, TRANSFER, PEERS = Waits._fields
 """What a loop waits for, as `RankSummary.waits` names it."""
 
+_PEER_BOUND = 0.3  # the same for peers that are as fast as one another: some reducing belongs to every step
 _BOUND = 0.1  # the part of the loops' time from which on a cause of waiting is what the run is bound by
 
 
@@ -108,27 +109,34 @@ class Report:
         return sum(each.waited(cause) for each in self.ranks) / total if total else 0.0
 
     @property
-    def slowest(self) -> int:
-        """The rank that kept the others waiting: that spent most time in its loops and not waiting for its peers."""
-        return max(self.ranks, key=lambda each: each.loop_seconds - each.waited(PEERS)).rank
+    def slowest(self) -> int | None:
+        """The rank that kept the others waiting: that spent most time in its loops and not waiting for its peers.
+
+        None where that is no tenth more than what the others spent.
+        """
+        own = {each.rank: each.loop_seconds - each.waited(PEERS) for each in self.ranks}
+        rank = max(own, key=own.__getitem__)
+        others = [seconds for each, seconds in own.items() if each != rank]
+        return rank if others and own[rank] > 1.1 * max(others) else None
 
     @property
     def verdict(self) -> str:
         """What the run waited for, in one sentence, with what would help."""
         if not any(each.loop_seconds for each in self.ranks):
             return "nothing is known of what the run waited for: there was no loop over a loader of this package"
-        source, transfer, peers = parts = [self.waited(cause) for cause in CAUSES]
-        if max(parts) < _BOUND:
+        source, transfer, peers = [self.waited(cause) for cause in CAUSES]
+        if peers >= max(source, transfer, _PEER_BOUND if self.slowest is None else _BOUND):
+            slowest = "" if self.slowest is None else f"; rank {self.slowest} is the slowest"
+            return f"peer-bound: {peers:.0%} of the step goes to reducing and to waiting for other ranks{slowest}"
+        if max(source, transfer) < _BOUND:
             others = f", {peers:.0%} for other ranks" if len(self.ranks) > 1 else ""
             return f"compute-bound: {source + transfer:.0%} of the step waits for data{others}"
-        if source == max(parts):
+        if source >= transfer:
             return f"input-bound: {source:.0%} of the step waits for the dataset; more loader workers would help"
-        if transfer == max(parts):
-            return (
-                f"transfer-bound: {transfer:.0%} of the step waits for batches to be moved; more transfer_threads, or "
-                "samples of a smaller type, would help"
-            )
-        return f"peer-bound: {peers:.0%} of the loops' time waits for other ranks (rank {self.slowest} is the slowest)"
+        return (
+            f"transfer-bound: {transfer:.0%} of the step waits for batches to be moved; more transfer_threads, or "
+            "samples of a smaller type, would help"
+        )
 
 
 def summarise(world: World | None = None) -> RankSummary:
