@@ -33,9 +33,9 @@ from torch.utils.data import (
 
 from unisono import BusyError, DeviceLoader, ParallelLoader, UnpicklableError
 from unisono.loaders import fetching
-from unisono.loaders.fetching import RemoteFetcher, WorkerPool, WorkerStart
 from unisono.loaders.indexed import IndexedSource
 from unisono.loaders.sharding import Rule
+from unisono.loaders.workers import RemoteFetcher, WorkerPool, WorkerStart
 
 PATIENCE_S = 20.0
 WORKERS = pytest.mark.parametrize("num_workers", [0, 1, 2])
@@ -424,7 +424,7 @@ def test_an_early_end_leaves_nothing_in_persistent_workers():
 
 
 def test_persistent_workers_that_serve_another_pass_are_busy(monkeypatch):
-    monkeypatch.setattr(fetching, "_BUSY_S", 0.01)
+    monkeypatch.setattr("unisono.loaders.workers._BUSY_S", 0.01)
     source = IndexedSource(DataLoader(Numbers(4), num_workers=1, persistent_workers=True), None)
     running = source.begin(Rule(), lambda samples: None)
     with pytest.raises(BusyError, match="persistent workers serve another loop"):

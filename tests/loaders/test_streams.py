@@ -879,7 +879,7 @@ def test_a_loader_that_is_gone_keeps_nothing_alive(workers):
 
 
 def test_persistent_workers_serve_one_loop_at_a_time(monkeypatch):
-    monkeypatch.setattr("unisono.loaders.fetching._BUSY_S", 0.01)
+    monkeypatch.setattr("unisono.loaders.workers._BUSY_S", 0.01)
     loader = DeviceLoader(loader_of(Stream(500), 1, persistent_workers=True))
     first = iter(loader)
     before = next(first).tolist()

@@ -15,11 +15,12 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from unisono.errors import StateError
-from unisono.loaders.fetching import Fetcher, RemoteFetcher, Request, WorkerPool, WorkerStart
+from unisono.loaders.fetching import Fetcher, Request
 from unisono.loaders.order import Batches
 from unisono.loaders.resume import State
 from unisono.loaders.sharding import Claim, Part, Piece, Round, Rule, Size, deal, mark_of, rounds, tail_message
 from unisono.loaders.sources import Begun, LeftOut
+from unisono.loaders.workers import RemoteFetcher, WorkerPool, WorkerStart
 from unisono.randomness import seed_of
 
 

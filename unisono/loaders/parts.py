@@ -21,8 +21,9 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from unisono.errors import StateError
-from unisono.loaders.fetching import Packed, use_worker_info
+from unisono.loaders.sending import Packed
 from unisono.loaders.sharding import glimpse, mark_of
+from unisono.loaders.workers import use_worker_info
 from unisono.randomness import mixed, seed_all, seed_of
 
 Cutter = Literal["caller", "dataset", "worker", "stride"]

@@ -30,11 +30,11 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from unisono.errors import StateError
-from unisono.loaders.fetching import WorkerPool
 from unisono.loaders.parts import Cut, Cutter, Layer, Made, PartReader, StreamStart, check_layers, untouched
 from unisono.loaders.resume import State
 from unisono.loaders.sharding import Rule
 from unisono.loaders.sources import Begun, LeftOut, Loaded, rounds_of_loaded
+from unisono.loaders.workers import WorkerPool
 from unisono.randomness import seed_of
 
 logger = logging.getLogger(__name__)
