@@ -55,7 +55,8 @@ class ParallelLoader:
         loader_prefetch_size: loaded batches that may wait, per device.
         device_prefetch_size: moved batches that may wait, per device.
         prefetch_bytes: bytes of batches that may wait, loaded and moved together, per device; a larger batch passes
-            alone. What DataLoader workers hold by their `prefetch_factor` is not counted.
+            alone, and the one that is being read comes on top. What DataLoader workers hold by their `prefetch_factor`
+            is not counted.
         transfer_threads: how many threads move batches, per device. The order is kept.
         split: what a batch of `loader` is. "device": one device's; as many as there are ranks make a global batch.
             "global": the global batch, of which each rank gets its part.
@@ -65,7 +66,7 @@ class ParallelLoader:
             first batch where the length is known. None: "drop" for a DataLoader with drop_last=True, else "split".
         seed: of the order; None takes the seed of the DataLoader's generator, and 0 where it has none.
         sharded: the loader gives each rank its own part already, as one with a DistributedSampler does, which is
-            noticed; it is not cut again. Also the way to the whole data on one rank.
+            noticed; it is not cut again. Also the way to the whole data on one rank, but for an iterable dataset.
         world: whose loader this is; None takes the current one.
         loops: the worlds in which the devices' loops run, where that is not `world`: DataParallel's replicas.
 
