@@ -4,7 +4,8 @@
 DataParallel threads want it. `DeviceLoader` is for one device and can be looped over again and again, as a plain script
 or a spawned worker wants it. In a world of several processes both take this rank's share of every round
 (`sharding.py`), unless the loader's own sampler has cut it already. A DataLoader over a map-style dataset is cut at its
-indices, so each rank loads its own samples only; any other iterable is read by every rank, which keeps its part.
+indices, so each rank loads its own samples only; one over an iterable dataset is cut by ranks and loader workers
+(`streams.py`); any other iterable is read by every rank, which keeps its part.
 
 Who owns what: the loader owns a `Pipeline` with its threads. An iterator keeps its loader alive; the threads do not. So
 dropping the last reference stops the threads, and leaving a loop early leaks nothing.
