@@ -825,10 +825,7 @@ def refused(error: type[Exception], words: str, **arguments: Any) -> Any:
         refused(TypeError, "device=True is a bool", devices=[True]),
         refused(TypeError, "device=1.5 is a float", devices=[1.5]),
         refused(
-            ValueError, "loader_prefetch_size=0 is too small; pass a whole number from 1 on", loader_prefetch_size=0
-        ),
-        refused(
-            ValueError, "loader_prefetch_size=-1 is too small; pass a whole number from 1 on", loader_prefetch_size=-1
+            ValueError, "loader_prefetch_size=-1 is too small; pass a whole number from 0 on", loader_prefetch_size=-1
         ),
         refused(TypeError, "loader_prefetch_size=True is a bool", loader_prefetch_size=True),
         refused(TypeError, "loader_prefetch_size=2.5 is a float", loader_prefetch_size=2.5),
@@ -858,8 +855,8 @@ def test_a_wrong_argument_is_refused_by_name_value_and_rule(error, words, argume
 
 
 def test_a_device_loader_refuses_before_the_first_loop():
-    with pytest.raises(ValueError, match="loader_prefetch_size=0"):
-        DeviceLoader([], loader_prefetch_size=0)
+    with pytest.raises(ValueError, match="loader_prefetch_size=-1"):
+        DeviceLoader([], loader_prefetch_size=-1)
     with pytest.raises(ValueError, match="device 'foo' does not exist"):
         DeviceLoader([], "foo")
 

@@ -63,7 +63,7 @@ class DeviceIterator:
             lane.backend.wait_ready(delivery.token)
         except BaseException as error:
             loop.end()
-            track.count_wait(lane.last_stamps().divide(began, track.since))
+            track.count_wait(lane.last_stamps().divide(began, track.since), lane.is_direct)
             self._window.end(running)
             self._loop = self._pass = None
             if isinstance(error, EndOfChannel):

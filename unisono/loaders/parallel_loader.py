@@ -35,6 +35,7 @@ from unisono.loaders.resume import Progress, State
 from unisono.loaders.sharding import Rule, Split, Tail
 from unisono.loaders.sources import Begun, Bookmark, state_behind
 from unisono.loaders.stages import Delivery, Lane, Pipeline
+from unisono.loaders.unthreaded import Unthreaded
 from unisono.world import World, current_world
 
 _JOIN_S = 5.0
@@ -53,7 +54,8 @@ class ParallelLoader:
         devices: the devices of this process, as strings, indices or `torch.device`s, without repetition.
         batchdim: the dimension along which the samples of a batch lie, where loaded batches are cut.
         fixed_batch_size: deliver batches of the first one's size only, and end before the first round that has others.
-        loader_prefetch_size: loaded batches that may wait, per device.
+        loader_prefetch_size: loaded batches that may wait, per device. 0, for one device: nothing is read ahead, and no
+            thread is started; the loop reads for itself, as from a bare DataLoader.
         device_prefetch_size: moved batches that may wait, per device.
         prefetch_bytes: bytes of batches that may wait, loaded and moved together, per device; a larger batch passes
             alone, and the one that is being read comes on top. What DataLoader workers hold by their `prefetch_factor`
@@ -101,7 +103,7 @@ class ParallelLoader:
             )
         if not isinstance(loader, Iterable):
             raise TypeError(f"loader={loader!r} is a {type(loader).__name__}; pass a DataLoader or an iterable")
-        check_size(loader_prefetch_size, "loader_prefetch_size")
+        check_size(loader_prefetch_size, "loader_prefetch_size", 0)
         check_size(device_prefetch_size, "device_prefetch_size")
         check_size(transfer_threads, "transfer_threads")
         if prefetch_bytes is not None:
@@ -121,6 +123,11 @@ class ParallelLoader:
         self._loops = loops
         self._rule = _rule(self._world, len(self._devices), loader, split, tail, bool(fixed_batch_size), sharded)
         self._source = source_of(loader, self._world, batchdim, None if seed is None else _plain_seed(seed))
+        if not loader_prefetch_size and (len(self._devices) > 1 or self._source.is_uneven):
+            raise ValueError(
+                "loader_prefetch_size=0 lets the loop read for itself, which several devices, or ranks with parts of "
+                "one stream, cannot do; pass a size from 1 on"
+            )
         self._bookmark = Bookmark(self._source, self._rule)
         self._prepare()
 
@@ -154,8 +161,11 @@ class ParallelLoader:
                 begun = self._source.begin(self._rule, self._pipeline.count_left_out)
                 self._begun = begun._replace(pieces=iter(()))
                 self._bookmark.open(self._begun, self._progress())
-                self._pipeline.start(begun.pieces)
-                self._receivers = [self._receiver(lane, self._begun) for lane in lanes]
+                if self._prefetch[0]:
+                    self._pipeline.start(begun.pieces)
+                    self._receivers = [self._receiver(lane, self._begun) for lane in lanes]
+                else:
+                    self._receivers = [Unthreaded(lanes[0], begun.pieces).receive]
         state = partial(state_behind, self._source, self._begun, [lanes[place].progress])
         return DeviceIterator(self, lanes[place], self._loop_world(place), self._receivers[place], state)
 

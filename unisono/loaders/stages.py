@@ -118,6 +118,7 @@ class Lane:
         sent, received: batches that were put in, and that its loop took out.
         progress: how far its loop has come.
         is_direct: whether nothing has to be moved, so that the reader hands over itself.
+        is_cancelled: whether no one receives here any more.
     """
 
     def __init__(
@@ -131,6 +132,7 @@ class Lane:
         self.iterators: set[int] = set()  # the ids of those that receive here
         self.progress = Progress()
         self.sent = self.received = 0
+        self.is_cancelled = False
         self._sent_bytes = self._received_bytes = 0
         self._pipeline = pipeline
         self.is_direct = not backend.moves_in_background
@@ -258,6 +260,7 @@ class Lane:
 
     def cancel(self) -> None:
         """No one receives here any more."""
+        self.is_cancelled = True
         for conveyor in self.conveyors:
             conveyor.inbox.cancel()
             conveyor.outbox.cancel()

@@ -1,0 +1,58 @@
+"""A lane without threads: its loop reads and moves the batches itself, when it asks for them.
+
+Nothing is ahead of the loop then. That pays where samples cost next to nothing, so that a change of threads costs more
+than it hides; and a dataset runs in the loop's own thread, where a debugger and a connection to a database expect it.
+
+*Threads:* the loop's. `close` from another one is heeded when the source has given what it is about to give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from time import perf_counter_ns
+
+from unisono.errors import ClosedError
+from unisono.loaders.channel import EndOfChannel
+from unisono.loaders.sharding import Piece
+from unisono.loaders.stages import Delivery, Lane, Loaded, Stamps
+from unisono.outcome import copy_error
+from unisono.tree import nbytes
+
+
+class Unthreaded:
+    """The batches of one lane, read by its loop."""
+
+    def __init__(self, lane: Lane, source: Iterator[list[Piece]]) -> None:
+        self._lane = lane
+        self._source = source
+        self._end: BaseException | None = None
+
+    def receive(self) -> Delivery:
+        """The next batch; as `Lane.receive`."""
+        if self._lane.is_cancelled:
+            self._source = iter(())
+            raise ClosedError("the loader was closed, so no batch can be received from it any more")
+        if self._end is not None:
+            raise copy_error(self._end)
+        try:
+            return self._read()
+        except BaseException as error:
+            self._source = iter(())  # it may hold loader workers, and the error's frames whoever keeps this
+            self._end = copy_error(error).with_traceback(None)
+            raise
+
+    def _read(self) -> Delivery:
+        lane = self._lane
+        try:
+            pieces = next(self._source, None)
+        except BaseException as error:
+            error.add_note(f"while the loop read round {lane.sent}")
+            raise
+        if pieces is None:
+            raise EndOfChannel
+        (piece,) = pieces
+        now = perf_counter_ns()
+        loaded = Loaded(piece, lane.sent, nbytes(piece.batch), Stamps(loaded_at=now, sent_at=now))
+        lane.sent += 1
+        lane.received += 1
+        return lane.move(loaded)
