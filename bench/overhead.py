@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from unisono import DeviceLoader
 
 BATCH_SIZE = 32
-OURS = "unisono"
+OURS, NOTHING_AHEAD = "unisono", "unisono, nothing read ahead"
 
 Step = Callable[[Any], None]
 
@@ -76,13 +76,17 @@ def small_step() -> Step:
 
 
 def loaders(dataset: Dataset[Any], workers: int, keep_workers: bool = True) -> dict[str, Iterable[Any]]:
-    """Our loader, the bare one, and those of the peers that are installed."""
+    """Our loader, with and without reading ahead, the bare one, and those of the peers that are installed."""
     is_kept = keep_workers and workers > 0
 
     def bare() -> DataLoader[Any]:
         return DataLoader(dataset, BATCH_SIZE, shuffle=True, num_workers=workers, persistent_workers=is_kept)
 
-    made: dict[str, Iterable[Any]] = {OURS: DeviceLoader(bare(), "cpu"), "bare DataLoader": bare()}
+    made: dict[str, Iterable[Any]] = {
+        OURS: DeviceLoader(bare(), "cpu"),
+        NOTHING_AHEAD: DeviceLoader(bare(), "cpu", loader_prefetch_size=0),
+        "bare DataLoader": bare(),
+    }
     try:
         accelerator = import_module("accelerate").Accelerator(cpu=True)
         made["accelerate"] = accelerator.prepare_data_loader(bare())
@@ -137,8 +141,9 @@ def main() -> None:
             times = interleave(variants, arguments.blocks, warm_up=2)
             print(f"\nbatches of {BATCH_SIZE}: {title}; num_workers={workers}; {conditions()}")
             print("median µs per batch: " + ", ".join(f"{name} {median(t) * 1e6:.0f}" for name, t in times.items()))
-            for theirs in list(variants)[1:]:
-                print(ratio_line(f"{OURS} / {theirs}", times[OURS], times[theirs]), flush=True)
+            for theirs in list(variants)[2:]:
+                for ours in (OURS, NOTHING_AHEAD):
+                    print(ratio_line(f"{ours} / {theirs}", times[ours], times[theirs]), flush=True)
 
 
 if __name__ == "__main__":
