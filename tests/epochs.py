@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,20 @@ from unisono import DeviceLoader
 from unisono.loaders.indexed import IndexedSource
 from unisono.loaders.sharding import Piece, Rule
 from unisono.world import World, thread_worlds
+
+JOIN_S = 20.0
+
+
+def own_threads() -> list[threading.Thread]:
+    """Those that this package runs now."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith("unisono-")]
+
+
+def join_own_threads() -> None:
+    """Wait until they have ended."""
+    for thread in own_threads():
+        thread.join(JOIN_S)
+    assert not own_threads()
 
 
 class Numbers(Dataset):

@@ -19,7 +19,7 @@ import numpy
 import psutil
 import pytest
 import torch
-from epochs import Bucketed, Numbers, dealt, ranks_of, take
+from epochs import Bucketed, Numbers, dealt, join_own_threads, ranks_of, take
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -90,16 +90,6 @@ def caught(iterator: Iterator[Any]) -> tuple[int, BaseException]:
     except Exception as error:
         return count, error.with_traceback(None)
     pytest.fail("no error was raised")
-
-
-def own_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("unisono-")]
-
-
-def join_own_threads() -> None:
-    for thread in own_threads():
-        thread.join(PATIENCE_S)
-    assert not own_threads()
 
 
 def loader_workers() -> list[psutil.Process]:

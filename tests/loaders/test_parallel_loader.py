@@ -22,6 +22,7 @@ import psutil
 import pytest
 import torch
 from batches import CONTAINERS, Sample, same
+from epochs import join_own_threads, own_threads
 from hypothesis import given
 from hypothesis import strategies as st
 from modes import PROCESSES_2
@@ -52,16 +53,6 @@ def rounds_of(loader: Any, count: int, **options: Any) -> list[list[tuple[Any, i
 
 def batches_of(loader: Any, count: int, **options: Any) -> list[list[Any]]:
     return [[batch for batch, _ in each] for each in rounds_of(loader, count, **options)]
-
-
-def own_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("unisono-")]
-
-
-def join_own_threads() -> None:
-    for thread in own_threads():
-        thread.join(PATIENCE_S)
-    assert not own_threads()
 
 
 class CodedError(Exception):

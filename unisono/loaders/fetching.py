@@ -183,5 +183,6 @@ def _fetches_many(dataset: Any) -> bool:
 
 
 def few(indices: Sequence[Any]) -> str:
+    """The first indices, as a message names them."""
     more = len(indices) - _SHOWN
     return ", ".join(map(repr, indices[:_SHOWN])) + (f" and {more} more" if more > 0 else "")

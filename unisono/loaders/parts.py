@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from unisono.errors import StateError
+from unisono.loaders.resume import is_stateful
 from unisono.loaders.sending import Packed
 from unisono.loaders.sharding import glimpse, mark_of
 from unisono.loaders.workers import use_worker_info
@@ -323,11 +324,6 @@ def check_layers(cut: Cut, by: Cutter) -> None:
 def untouched(ranks: int, workers: int) -> Layer:
     """The layer of an epoch of which nothing was taken."""
     return Layer(ranks, workers, (0,) * (ranks * workers))
-
-
-def is_stateful(owner: Any) -> bool:
-    """Whether it follows torch's `Stateful` protocol."""
-    return all(callable(getattr(owner, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def has_shuffle_buffer(examples: Any) -> bool:

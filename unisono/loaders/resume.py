@@ -55,6 +55,11 @@ class Progress:
         self.samples, self.total = samples, total
 
 
+def is_stateful(owner: Any) -> bool:
+    """Whether it follows torch's `Stateful` protocol."""
+    return all(callable(getattr(owner, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
 def check_state(state: Mapping[str, Any], length: int | None, seed: int, order: str | None) -> None:
     """Refuse a state that this loader cannot go on from.
 

@@ -16,7 +16,7 @@ from itertools import repeat
 from typing import Any, NamedTuple, Protocol
 
 from unisono.errors import StateError
-from unisono.loaders.resume import FACTS, VERSION, Progress, State, check_state
+from unisono.loaders.resume import FACTS, VERSION, Progress, State, check_state, is_stateful
 from unisono.loaders.sharding import Piece, Round, Rule, Size, cut, glimpse, mark_of, measure, rounds
 from unisono.tree import take
 
@@ -138,7 +138,7 @@ class PlainSource:
     def __init__(self, loader: Iterable[Any], dim: int, seed: int | None = None) -> None:
         self._loader: Any = loader
         self._dim = dim
-        self._is_stateful = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+        self._is_stateful = is_stateful(loader)
         self.seed = seed or 0
         self.order: str | None = None
         self.epoch = 0

@@ -304,8 +304,7 @@ def _own_size(size: int, rank: int, ranks: int) -> int:
             f"batch_size={size} with split='global' is too small for world_size={ranks}: every rank takes a part of "
             "each batch; pass a batch_size of at least that"
         )
-    share, more = divmod(size, ranks)
-    return share + (rank < more)
+    return _spread(size, ranks)[rank]
 
 
 def _spread(samples: int, places: int) -> list[int]:
