@@ -20,6 +20,10 @@ check: $(VENV)/.test $(VENV)/.check
 
 bench: $(VENV)/.bench
 	$(BIN)/python bench/launch.py
+	$(BIN)/python bench/restart.py
+	$(BIN)/python bench/failures.py
+	$(BIN)/python bench/idle_memory.py
+	$(BIN)/python bench/checked.py
 	$(BIN)/python bench/steps.py
 	$(BIN)/python bench/overlap.py
 	$(BIN)/python bench/overhead.py

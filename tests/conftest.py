@@ -22,7 +22,7 @@ import torch.distributed as dist
 from hypothesis import settings
 
 from unisono import world
-from unisono.launch import nursery
+from unisono.launch import nursery as nurseries
 
 pytest_plugins = ["pytester"]
 
@@ -44,20 +44,20 @@ class Footprint:
     has_group: bool
     has_thread_world: bool
     has_process_world: bool
-    zygote: int | None = field(compare=False)
+    zygotes: frozenset[int] = field(compare=False)
 
 
 def footprint() -> Footprint:
-    zygote = nursery.zygote_pid()
+    zygotes = frozenset(nursery.pid for nursery in nurseries._nurseries.values())
     return Footprint(
         threads={thread for thread in threading.enumerate() if thread.name.startswith("unisono-") or not thread.daemon},
-        children={child.pid: child for child in _living_children() if child.pid != zygote},
+        children={child.pid: child for child in _living_children() if child.pid not in zygotes},
         environ={name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
         files=_open_files(),
         has_group=dist.is_initialized(),
         has_thread_world=world._thread_world.get() is not None,
         has_process_world=world._process_world is not None,
-        zygote=zygote,
+        zygotes=zygotes,
     )
 
 
@@ -74,7 +74,9 @@ def leaks(before: Footprint, after: Footprint) -> list[str]:
     if after.has_process_world and not before.has_process_world:
         found.append("the process's world")
     opened = {number: target for number, target in after.files.items() if before.files.get(number) != target}
-    growth = len(after.files) - len(before.files) - (after.zygote != before.zygote)  # a zygote's control socket stays
+    growth = (
+        len(after.files) - len(before.files) - len(after.zygotes - before.zygotes)
+    )  # a zygote's control socket stays
     if growth > 0:
         found.append(f"{growth} open file(s) among {opened}")
     return found

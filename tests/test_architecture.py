@@ -24,7 +24,7 @@ ROOT = Path(unisono.__file__).parent
 
 # A part is a module or a folder directly under the package. Imports go down only.
 FLOOR = {
-    **dict.fromkeys(["errors", "protocols", "pickling", "outcome", "randomness", "tree", "timeline"], 0),
+    **dict.fromkeys(["errors", "protocols", "pickling", "preemption", "outcome", "randomness", "tree", "timeline"], 0),
     **dict.fromkeys(["backends", "comm"], 1),
     **dict.fromkeys(["world", "window"], 2),
     **dict.fromkeys(["loaders", "parallel", "launch", "checkpoint", "precision"], 3),

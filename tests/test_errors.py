@@ -8,16 +8,24 @@ import re
 import pytest
 
 from unisono import errors
-from unisono.errors import UnisonoError, WorkerDiedError, describe_exit
+from unisono.errors import StoppedError, UnisonoError, WorkerDiedError, describe_exit
 
-CLASSES = {name: kind for name, kind in vars(errors).items() if inspect.isclass(kind) and issubclass(kind, Exception)}
+CLASSES = {
+    name: kind for name, kind in vars(errors).items() if inspect.isclass(kind) and issubclass(kind, BaseException)
+}
 
 
-@pytest.mark.parametrize("name", sorted(CLASSES.keys() - {"UnisonoError", "RemoteTraceback"}))
+@pytest.mark.parametrize("name", sorted(CLASSES.keys() - {"UnisonoError", "RemoteTraceback", "StoppedError"}))
 def test_our_errors_are_runtime_errors_with_one_base(name):
     assert issubclass(CLASSES[name], UnisonoError)
     assert issubclass(CLASSES[name], RuntimeError)
     assert CLASSES[name].__doc__
+
+
+def test_an_agreed_stop_ends_a_script_as_sigterm_would():
+    with pytest.raises(SystemExit) as caught:
+        raise StoppedError([1, 2])
+    assert (caught.value.code, caught.value.results) == (143, [1, 2])
 
 
 def test_the_tree_in_the_docstring_draws_every_class_and_no_other():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from unisono.backends import get_backend
 from unisono.comm.processes import ProcessCommunicator
 from unisono.comm.solo import SoloCommunicator
 from unisono.errors import NoWorldError
+from unisono.outcome import this_process
 from unisono.timeline import Timeline
 from unisono.world import World, current_world, set_process_world, solo_world, thread_worlds, use_world
 
@@ -203,7 +203,7 @@ def test_a_world_is_frozen():
 
 def test_a_world_says_where_it_is():
     world = dataclasses.replace(solo_world(get_backend("cpu")), rank=1, world_size=4, restart_count=2)
-    assert str(world) == f"rank 1 of 4, cpu:0, pid {os.getpid()}, restart 2"
+    assert str(world) == f"rank 1 of 4, cpu:0, {this_process()}, restart 2"
 
 
 def test_two_worlds_are_never_equal_and_serve_as_keys():

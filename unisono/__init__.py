@@ -18,20 +18,26 @@ if TYPE_CHECKING:
     from unisono.errors import NoWorldError as NoWorldError
     from unisono.errors import RemoteError as RemoteError
     from unisono.errors import RemoteTraceback as RemoteTraceback
+    from unisono.errors import ReplicasDifferError as ReplicasDifferError
     from unisono.errors import StateError as StateError
     from unisono.errors import StateLengthError as StateLengthError
     from unisono.errors import StateSeedError as StateSeedError
     from unisono.errors import StateVersionError as StateVersionError
+    from unisono.errors import StoppedError as StoppedError
     from unisono.errors import UnisonoError as UnisonoError
     from unisono.errors import UnpicklableError as UnpicklableError
     from unisono.errors import WorkerDiedError as WorkerDiedError
-    from unisono.launch.spawn import ProcessContext as ProcessContext
+    from unisono.errors import WorkerHungError as WorkerHungError
+    from unisono.launch.context import ProcessContext as ProcessContext
+    from unisono.launch.joining import join_world as join_world
+    from unisono.launch.nursery import warm as warm
     from unisono.launch.spawn import spawn as spawn
     from unisono.loaders.device_iterator import DeviceIterator as DeviceIterator
     from unisono.loaders.parallel_loader import DeviceLoader as DeviceLoader
     from unisono.loaders.parallel_loader import ParallelLoader as ParallelLoader
     from unisono.loaders.sample_generator import SampleGenerator as SampleGenerator
     from unisono.parallel.agreement import broadcast_parameters as broadcast_parameters
+    from unisono.parallel.agreement import check_replicas as check_replicas
     from unisono.parallel.collectives import all_gather as all_gather
     from unisono.parallel.collectives import all_gather_object as all_gather_object
     from unisono.parallel.collectives import all_gather_samples as all_gather_samples
@@ -45,6 +51,7 @@ if TYPE_CHECKING:
     from unisono.parallel.data_parallel import Context as Context
     from unisono.parallel.data_parallel import DataParallel as DataParallel
     from unisono.parallel.optimizer import optimizer_step as optimizer_step
+    from unisono.parallel.stopping import should_stop as should_stop
     from unisono.report.picture import save_picture as save_picture
     from unisono.report.summary import Report as Report
     from unisono.report.summary import gather_report as gather_report
@@ -65,19 +72,25 @@ _HOMES = {
         "NoWorldError",
         "RemoteError",
         "RemoteTraceback",
+        "ReplicasDifferError",
         "StateError",
         "StateLengthError",
         "StateSeedError",
         "StateVersionError",
+        "StoppedError",
         "UnisonoError",
         "UnpicklableError",
         "WorkerDiedError",
+        "WorkerHungError",
     ],
-    "unisono.launch.spawn": ["ProcessContext", "spawn"],
+    "unisono.launch.context": ["ProcessContext"],
+    "unisono.launch.joining": ["join_world"],
+    "unisono.launch.nursery": ["warm"],
+    "unisono.launch.spawn": ["spawn"],
     "unisono.loaders.device_iterator": ["DeviceIterator"],
     "unisono.loaders.parallel_loader": ["DeviceLoader", "ParallelLoader"],
     "unisono.loaders.sample_generator": ["SampleGenerator"],
-    "unisono.parallel.agreement": ["broadcast_parameters"],
+    "unisono.parallel.agreement": ["broadcast_parameters", "check_replicas"],
     "unisono.parallel.collectives": [
         "all_gather",
         "all_gather_object",
@@ -92,6 +105,7 @@ _HOMES = {
     ],
     "unisono.parallel.data_parallel": ["Context", "DataParallel"],
     "unisono.parallel.optimizer": ["optimizer_step"],
+    "unisono.parallel.stopping": ["should_stop"],
     "unisono.report.picture": ["save_picture"],
     "unisono.report.summary": ["Report", "gather_report"],
     "unisono.report.text": ["print_report"],

@@ -6,9 +6,11 @@ Who is to blame is told by the type::
     ├── NoWorldError              nobody said which world this process belongs to
     ├── BrokenWorldError          a peer failed or departed; __cause__ is the first cause where it is known
     ├── CollectiveMismatchError   two ranks called different collectives
+    ├── ReplicasDifferError       the ranks no longer hold the same model
     ├── ClosedError               you closed it
     ├── BusyError                 two used it at once
     ├── WorkerDiedError           a worker ended without a Python exception: a signal, an exit
+    ├── WorkerHungError           no rank makes progress; `ranks` are the late ones, `stacks` all
     ├── UnpicklableError          a function or a result cannot travel between processes
     ├── RemoteError               a worker raised an exception that cannot be rebuilt in this process
     └── StateError (ValueError)   a loader cannot go on from this state
@@ -17,6 +19,7 @@ Who is to blame is told by the type::
         └── StateSeedError        its order had another seed
 
     RemoteTraceback (Exception)   never raised: the `__cause__` of an exception that crossed a process
+    StoppedError (SystemExit)     the ranks agreed to stop early, by `should_stop`; ends a script with code 143
 """
 
 from __future__ import annotations
@@ -43,6 +46,23 @@ class CollectiveMismatchError(UnisonoError):
     """Two ranks called different collectives, or the same one with different shapes, types or arguments."""
 
 
+class ReplicasDifferError(UnisonoError):
+    """The ranks no longer hold the same parameters, though each collective was met by all of them.
+
+    Attributes:
+        name: the first parameter that differs, in words.
+        ranks: those that differ from most; all ranks, where there is no majority.
+    """
+
+    def __init__(self, message: str, name: str, ranks: list[int]) -> None:
+        super().__init__(message, name, ranks)
+        self.name = name
+        self.ranks = ranks
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class ClosedError(UnisonoError):
     """The object was closed by its owner and cannot be used any more."""
 
@@ -63,6 +83,23 @@ class WorkerDiedError(UnisonoError):
         super().__init__(message, rank, exit_code)
         self.rank = rank
         self.exit_code = exit_code
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class WorkerHungError(UnisonoError):
+    """No rank of a group made progress for too long; the group has been stopped.
+
+    Attributes:
+        ranks: the late ranks, those that the others wait for; all ranks where nobody waits.
+        stacks: every rank's Python stacks, as text, by rank; absent for a rank that could not tell.
+    """
+
+    def __init__(self, message: str, ranks: list[int], stacks: dict[int, str]) -> None:
+        super().__init__(message, ranks, stacks)
+        self.ranks = ranks
+        self.stacks = stacks
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -101,6 +138,21 @@ class RemoteTraceback(Exception):  # noqa: N818 - a carrier of text, not an erro
 
     def __str__(self) -> str:
         return "\n" + self.text
+
+
+class StoppedError(SystemExit):
+    """The workers stopped early and in order, because a stop was asked for; a script that lets it pass ends with 143.
+
+    143 is 128 + SIGTERM, what a shell shows for a process that the signal ended: schedulers take it for a stop that
+    they asked for, and not for success.
+
+    Attributes:
+        results: what `fn` returned, by rank.
+    """
+
+    def __init__(self, results: list[object]) -> None:
+        super().__init__(128 + signals.SIGTERM)
+        self.results = results
 
 
 def describe_exit(exit_code: int | None) -> str:

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import pickle
+import platform
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -112,6 +114,11 @@ class Outcome(Generic[T]):
             "is_secondary": self.is_secondary,
         }
         return pickle.dumps(fields)
+
+
+def this_process(pid: int | None = None) -> str:
+    """A process of this machine, the present one unless told otherwise, in words for a note: its pid and its node."""
+    return f"pid {os.getpid() if pid is None else pid} on {platform.node()}"
 
 
 def first_cause(failures: Mapping[int, Outcome[Any]]) -> int:

@@ -71,14 +71,13 @@ class Communicator(Protocol):
     """How the ranks of one world meet. This page is the law; every implementation keeps each line of it.
 
     1. All ranks call the same operations, in the same order, with the same shapes, types and arguments. Otherwise each
-       gets a `CollectiveMismatchError` that names two ranks and their two calls (processes: when checking is on).
+       gets a `CollectiveMismatchError` that names the ranks by their calls (processes: when checking is on).
     2. `all_reduce` works in place and returns its tensor. "mean" is the sum divided by the size, for size 1 too, and
        is refused for integers. Operations that a type does not have are a `TypeError`, the same in every mode.
     3. Within a mode all ranks end with the same bits, and a repeated run agrees. Across modes, the results are close.
     4. A failed or departed rank breaks the world for good: who waits, or comes to wait, gets a `BrokenWorldError`
        whose `__cause__` is the first cause where it is known.
-    5. No time-out as control flow: it is a last resort, and its message says what was awaited and who was missing
-       (processes: what was awaited; the transport does not tell who was missing).
+    5. No time-out as control flow: it is a last resort, and its message says what was awaited and who was missing.
 
     One thread per rank uses a communicator; it is not made to be shared.
     """

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -25,6 +25,7 @@ from unisono.comm.processes import ProcessCommunicator
 from unisono.comm.solo import SoloCommunicator
 from unisono.comm.threads import ThreadCommunicator
 from unisono.errors import NoWorldError
+from unisono.outcome import this_process
 from unisono.protocols import Backend, Communicator
 from unisono.timeline import Timeline
 
@@ -55,7 +56,7 @@ class World:
     timeline: Timeline = field(default_factory=Timeline)
 
     def __str__(self) -> str:
-        return f"rank {self.rank} of {self.world_size}, {self.device}, pid {os.getpid()}, restart {self.restart_count}"
+        return f"rank {self.rank} of {self.world_size}, {self.device}, {this_process()}, restart {self.restart_count}"
 
 
 _thread_world: ContextVar[World | None] = ContextVar("unisono_world", default=None)
@@ -63,13 +64,15 @@ _process_world: World | None = None
 _adopted: tuple[weakref.ref[object], World] | None = None  # weak: a group that is destroyed lets go of its sockets
 _solo: World | None = None
 
+_SLURM_SPECIAL_STEPS = 0xFFFFFFF0  # from here on: the batch script, the interactive shell, ...
+
 
 def current_world() -> World:
     """The world of the calling thread; see the module's text for the order.
 
     Raises:
-        NoWorldError: the environment says WORLD_SIZE > 1, and nothing has been initialised. Going on would train
-            that many unrelated models side by side.
+        NoWorldError: the environment says that this process has peers (WORLD_SIZE > 1, a SLURM step of several tasks),
+            and nothing has been initialised. Going on would train that many unrelated models side by side.
     """
     global _adopted, _solo
     world = _thread_world.get() or _process_world
@@ -80,16 +83,39 @@ def current_world() -> World:
         if _adopted is None or _adopted[0]() is not group:
             _adopted = (weakref.ref(group), _adopted_world())
         return _adopted[1]
-    announced = os.environ.get("WORLD_SIZE", "1")
-    if announced.isdecimal() and int(announced) > 1:
+    announced = announcement(os.environ)
+    if announced is not None:
         raise NoWorldError(
-            f"WORLD_SIZE={announced} is set, as torchrun does, but no process group is initialised in this process; "
-            "either call torch.distributed.init_process_group() first, or start the workers with unisono.spawn(fn) "
-            "from one plain process (with WORLD_SIZE unset)"
+            f"{announced}, but no process group is initialised in this process; either call unisono.join_world() (or "
+            "torch.distributed.init_process_group()) first, or give the training function to unisono.spawn(fn), which "
+            "joins that world too; for a world of one, unset the variable"
         )
     if _solo is None:
         _solo = solo_world()
     return _solo
+
+
+def announcement(environ: Mapping[str, str]) -> str | None:
+    """The variable by which a launcher announces that this process has peers, in words; None where none does."""
+    size = environ.get("WORLD_SIZE", "1")
+    if _is_several(size):
+        return f"WORLD_SIZE={size} is set, as torchrun does"
+    if is_slurm_step(environ) and _is_several(tasks := environ.get("SLURM_STEP_NUM_TASKS", "1")):
+        return f"SLURM_STEP_NUM_TASKS={tasks} is set: srun has started several of these processes"
+    pods = environ.get("PET_NNODES", "1")
+    if pods not in ("", "1"):
+        return f"PET_NNODES={pods} is set: Kubernetes has started several of these pods"
+    return None
+
+
+def is_slurm_step(environ: Mapping[str, str]) -> bool:
+    """Whether srun has started this process: the script of a batch job and an interactive shell are no steps."""
+    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
+    return "SLURM_PROCID" in environ and step.isdecimal() and int(step) < _SLURM_SPECIAL_STEPS
+
+
+def _is_several(count: str) -> bool:
+    return count.isdecimal() and int(count) > 1
 
 
 @contextmanager
@@ -106,6 +132,11 @@ def set_process_world(world: World | None) -> None:
     """Make `world` that of every thread of this process which has none of its own; a worker's first act."""
     global _process_world
     _process_world = world
+
+
+def process_world() -> World | None:
+    """The world that `set_process_world` has set."""
+    return _process_world
 
 
 def solo_world(

@@ -161,7 +161,7 @@ def test_each_rank_of_a_mismatch_gets_an_error_object_of_its_own():
     found = [rank.error() for rank in errors]
     assert {type(error) for error in found} == {CollectiveMismatchError}
     assert len({id(error) for error in found}) == 3
-    assert str(found[0]).startswith("rank 0 called sum() while rank 1 called sum('max'); ")
+    assert str(found[0]).startswith("ranks [0, 2] called sum() while rank 1 called sum('max'); ")
 
 
 def test_an_abort_wakes_everyone_who_waits_with_the_first_cause():

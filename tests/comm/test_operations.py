@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from unisono.comm.operations import Call, departure, pack, unpack
+from unisono.comm.operations import Call, departure, digest_of, mismatch_error, name_ranks, pack, unpack
 
 
 @pytest.mark.parametrize(
@@ -43,3 +48,45 @@ def test_a_packed_call_arrives_equal():
 def test_departures_are_told_in_the_right_number():
     assert departure([1]) == "rank 1 has left this world"
     assert departure({3, 1}) == "ranks 1, 3 have left this world"
+
+
+def test_ranks_are_named_in_the_right_number():
+    assert name_ranks([1]) == "rank 1"
+    assert name_ranks(range(1, 4)) == "ranks [1, 2, 3]"
+
+
+CALLS = [Call("barrier"), Call.on("all_reduce", torch.ones(10), "sum"), Call("broadcast_object", argument=1)]
+
+
+@given(st.lists(st.sampled_from(CALLS), min_size=2, max_size=8).filter(lambda calls: len(set(calls)) > 1))
+def test_a_mismatch_names_every_rank_once_with_its_call(calls):
+    told = str(mismatch_error(calls)).split("; ")[0]
+    groups = told.replace(" while ", " and ").split(" and ")
+    named = {}
+    for group in groups:
+        who, _, call = group.partition(" called ")
+        ranks = who.removeprefix("ranks ").removeprefix("rank ").strip("[]").split(", ")
+        named.update({int(rank): call for rank in ranks})
+    assert [named[rank] for rank in range(len(calls))] == list(map(str, calls))
+    assert len(groups) == len(set(calls))
+
+
+def test_a_mismatch_reads_as_a_sentence():
+    barrier, reduction, broadcast = CALLS
+    assert str(mismatch_error([barrier, reduction, reduction])).startswith(
+        "rank 0 called barrier() while ranks [1, 2] called all_reduce(float32[10], 'sum'); every rank must "
+    )
+    assert str(mismatch_error([barrier, reduction, barrier, broadcast])).startswith(
+        "ranks [0, 2] called barrier() while rank 1 called all_reduce(float32[10], 'sum') and rank 3 called "
+        "broadcast_object(1); every rank must "
+    )
+
+
+def test_equal_calls_have_equal_digests_in_every_process_and_others_other_ones():
+    program = (
+        "import torch; from unisono.comm.operations import Call, digest_of;"
+        "print(digest_of(Call.on('all_reduce', torch.ones(10), 'sum')))"
+    )
+    elsewhere = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert digest_of(CALLS[1]) == int(elsewhere.stdout)
+    assert len({digest_of(call) for call in CALLS}) == len(CALLS)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from unisono.comm.arrivals import SharedArrivals
 from unisono.comm.operations import Call
 from unisono.comm.processes import ProcessCommunicator
 from unisono.errors import BrokenWorldError
@@ -67,7 +68,7 @@ def test_the_reason_of_the_peer_that_failed_first_is_kept(store):
         (
             {},
             "a peer is gone or did not answer (Connection reset); if none has failed, the ranks called different "
-            "collectives, and spawn(..., checked=True) names the two calls",
+            "collectives, and spawn(..., checked=True) names the calls",
         ),
         ({"unisono/departed/0": b"1"}, "rank 0 has left this world"),
         (
@@ -114,3 +115,39 @@ def test_a_tensor_of_a_type_that_the_transport_has_is_reduced_where_it_lies(stor
     comm.broadcast(tensor)
     assert tensor.data_ptr() == address
     assert tensor._version == version  # no copy was written back
+
+
+def test_it_tells_which_collective_it_is_in_and_how_many_it_has_entered(store):
+    comm, seen = ProcessCommunicator(CPU, store, is_checked=True), []
+    comm.barrier()
+    comm._run(Call.on("all_reduce", torch.ones(2), "max"), lambda: seen.append((comm.current, comm.num_calls)))
+    assert seen == [("all_reduce(float32[2], 'max')", 2)]
+    with pytest.raises(LookupError):
+        comm._run(Call("barrier"), lambda: {}["no such call"])
+    assert (comm.current, comm.num_calls) == (None, 3)
+
+
+def test_who_waits_in_vain_names_who_has_not_come(store):
+    comm = ProcessCommunicator(CPU, store)
+    comm._arrivals = SharedArrivals(f"{store.path}.of-three", 0, 3)
+    SharedArrivals(f"{store.path}.of-three", 2, 3).note(1)
+
+    def fail() -> None:
+        raise RuntimeError("Timed out waiting 500ms for recv")
+
+    with pytest.raises(BrokenWorldError) as broken:
+        comm._run(Call("barrier"), fail)
+    assert str(broken.value) == (
+        "rank 0 cannot complete barrier(): rank 1 did not come to it and may be gone, stuck or late "
+        "(Timed out waiting 500ms for recv)"
+    )
+
+
+def test_a_store_that_is_gone_with_its_server_hides_no_error_of_the_transport(store):
+    class Gone:
+        def check(self, keys: list[str]) -> bool:
+            raise RuntimeError("Connection refused")
+
+    comm = ProcessCommunicator(CPU, store)
+    comm._store, transport = Gone(), RuntimeError("Connection reset")
+    assert comm._reason(transport)[1] is transport

@@ -84,6 +84,12 @@ def peers(request: pytest.FixtureRequest) -> Ranks:
     return request.param
 
 
+@pytest.fixture(params=[THREADS_4, PROCESSES_3], ids=str)
+def many_peers(request: pytest.FixtureRequest) -> Ranks:
+    """Every implementation in which a rank has peers, and peers of peers."""
+    return request.param
+
+
 @pytest.fixture(params=[SOLO, THREADS_2, THREADS_4, PROCESSES_2, PROCESSES_3], ids=str)
 def rounding_ranks(request: pytest.FixtureRequest) -> Ranks:
     """Every implementation, with sizes at which the order of a sum matters."""

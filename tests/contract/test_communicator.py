@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from unisono.comm.operations import name_ranks
 from unisono.protocols import Communicator
 
 OPS = ("sum", "mean", "min", "max", "product")
@@ -543,8 +545,11 @@ MISMATCHES: dict[str, tuple[Callable[[Communicator], Any], Callable[[Communicato
 }
 
 
+RULE = "every rank must call the same collectives in the same order with the same shapes and types"
+
+
 @pytest.mark.parametrize("name", MISMATCHES)
-def test_a_mismatch_names_two_ranks_and_their_calls_and_breaks_the_world(peers, name):
+def test_a_mismatch_names_all_ranks_by_their_calls_and_breaks_the_world(peers, name):
     of_most, of_the_last, call_of_most, call_of_the_last = MISMATCHES[name]
 
     def lose_step(comm):
@@ -553,13 +558,39 @@ def test_a_mismatch_names_two_ranks_and_their_calls_and_breaks_the_world(peers, 
         return first, told(comm.barrier)
 
     text = (
-        f"rank 0 called {call_of_most} while rank {peers.size - 1} called {call_of_the_last}; every rank must call the "
-        "same collectives in the same order with the same shapes and types"
+        f"{name_ranks(range(peers.size - 1))} called {call_of_most} while rank {peers.size - 1} called "
+        f"{call_of_the_last}; {RULE}"
     )
     mismatch = Told("CollectiveMismatchError", text)
     for rank, found in enumerate(peers.run(lose_step, checked=True)):
         after = f"rank {rank} cannot complete barrier(): CollectiveMismatchError: {text}"
         assert found == (mismatch, Told("BrokenWorldError", after, *mismatch[:2]))
+
+
+def test_a_collective_of_rank_zero_alone_names_the_missing_ranks_and_what_they_called_instead(many_peers):
+    def save_on_rank_zero_only(comm):
+        comm.barrier()
+        if comm.rank == 0:
+            return told(comm.barrier)
+        return told(lambda: comm.all_reduce(torch.ones(10)))
+
+    others = list(range(1, many_peers.size))
+    text = f"rank 0 called barrier() while ranks {others} called all_reduce(float32[10], 'sum'); {RULE}"
+    found = many_peers.run(save_on_rank_zero_only, checked=True)
+    assert found == [Told("CollectiveMismatchError", text)] * many_peers.size
+
+
+def test_a_collective_of_rank_zero_alone_names_the_ranks_that_returned_and_soon(many_peers):
+    def save_on_rank_zero_only(comm):
+        comm.barrier()
+        began = time.monotonic()
+        return (told(comm.barrier), time.monotonic() - began) if comm.rank == 0 else None
+
+    error, waited_s = many_peers.run(save_on_rank_zero_only, checked=True)[0]
+    assert error.type == "BrokenWorldError"
+    assert error.text.startswith("rank 0 cannot complete barrier(): rank")
+    assert "left this world" in error.text
+    assert waited_s < 1.0
 
 
 def test_calls_that_agree_pass_the_check(peers):
@@ -728,5 +759,5 @@ def test_a_time_out_tells_what_was_awaited_and_how_long(peers, door):
         assert error.type == "BrokenWorldError"
         assert "all_reduce(float32[3], 'sum')" in error.text
     assert any("0:00:00.5" in error.text or "500ms" in error.text for error in errors)
-    if peers.mode == "threads":
-        assert any("for ranks [1]" in error.text for error in errors)
+    missing = "for ranks [1]" if peers.mode == "threads" else "rank 1 did not come to it"
+    assert any(missing in error.text for error in errors)

@@ -19,7 +19,7 @@ from faults import stand_still, survivors
 
 from unisono.errors import BrokenWorldError, RemoteError, UnpicklableError, WorkerDiedError
 from unisono.launch.spawn import spawn
-from unisono.outcome import RemoteTraceback
+from unisono.outcome import RemoteTraceback, this_process
 from unisono.world import current_world
 
 SOON_S = 4.0  # less than the grace of 5 s: nobody had to be killed
@@ -52,7 +52,7 @@ def test_an_error_keeps_its_type_and_tells_where_it_came_from():
         spawn(fail, nprocs=2)
     error = caught.value
     assert error.filename == "train.csv"
-    assert re.fullmatch(r"rank 1 of 2, cpu:1, pid \d+, restart 0", error.__notes__[0])
+    assert re.fullmatch(r"rank 1 of 2, cpu:1, pid \d+ on \S+, restart 0", error.__notes__[0])
     assert type(error.__cause__) is RemoteTraceback
     text = str(error.__cause__)
     assert 'raise FileNotFoundError(2, "no such data", "train.csv")' in text
@@ -189,7 +189,7 @@ def test_a_killed_rank_wins_over_what_gloo_tells_its_peers(soon, repetition):
     with pytest.raises(WorkerDiedError, match=r"rank 1 .*was killed by SIGKILL before fn returned") as caught:
         spawn(work, nprocs=3)
     assert (caught.value.rank, caught.value.exit_code) == (1, -9)
-    assert re.fullmatch(r"rank 1 of 3, cpu:1, pid \d+", caught.value.__notes__[0])
+    assert re.fullmatch(r"rank 1 of 3, cpu:1, pid \d+ on \S+, restart 0", caught.value.__notes__[0])
 
 
 def test_a_rank_that_is_killed_from_outside_is_told(line, ear, soon):
@@ -317,7 +317,7 @@ def test_a_world_of_one_fails_as_a_worker_does():
 
     with pytest.raises(AwkwardError) as caught:
         spawn(fail, nprocs=1)
-    assert caught.value.__notes__ == [f"rank 0 of 1, cpu:0, pid {os.getpid()}, restart 0"]
+    assert caught.value.__notes__ == [f"rank 0 of 1, cpu:0, {this_process()}, restart 0"]
     for code, kept in ((None, 0), (3, 3), ("text", 1)):
         with pytest.raises(WorkerDiedError, match=rf"rank 0 called sys.exit\({code!r}\)") as died:
             spawn(lambda index, code=code: sys.exit(code), nprocs=1)
@@ -331,7 +331,7 @@ def test_a_worker_that_cannot_join_its_peers_says_so(monkeypatch, soon):
         spawn(lambda index: None, nprocs=2)
     told, where = caught.value.__notes__[:2]
     assert re.fullmatch("rank [01] could not join the process group of its peers", told)
-    assert re.fullmatch(r"rank [01], pid \d+, before it joined the world", where)
+    assert re.fullmatch(r"rank [01], pid \d+ on \S+, before it joined the world", where)
 
 
 def test_a_failed_group_leaves_no_process(line, ear):

@@ -127,7 +127,8 @@ def test_what_workers_print_reaches_the_callers_descriptors_in_whole_lines(capfd
     first, *lines = output.splitlines()
     assert first == "before the workers"
     assert sorted(lines) == [f"rank {rank} says " + 60 * "x" for rank in range(2) for _ in range(200)]
-    assert sorted(errors.splitlines()) == [f"rank {rank} warns " + 60 * "x" for rank in range(2) for _ in range(200)]
+    warnings = [f"[rank {rank}] rank {rank} warns " + 60 * "x" for rank in range(2) for _ in range(200)]
+    assert sorted(errors.splitlines()) == warnings
 
 
 def test_a_world_of_one_runs_in_the_calling_process():
@@ -294,12 +295,20 @@ def test_a_path_entry_that_is_no_string_is_ignored_as_python_does(monkeypatch):
     assert spawn(lambda index: index, nprocs=2) == [0, 1]
 
 
-def test_the_zygote_has_one_thread_and_torch_is_warm_in_its_workers():
-    assert spawn(lambda index: "torch._dynamo" in sys.modules, nprocs=2) == [True, True]
+@pytest.fixture
+def preloaded():
+    """The zygote has used its first idle moment to import what optimizers need."""
+    deadline = time.monotonic() + 60
+    while not all(spawn(lambda index: "torch._dynamo" in sys.modules, nprocs=2)):
+        assert time.monotonic() < deadline
+        time.sleep(0.6)  # it does so when nothing is asked of it
+
+
+def test_the_zygote_has_one_thread_and_torch_is_warm_in_its_workers(preloaded):
     assert psutil.Process(nursery.zygote_pid()).num_threads() == 1
 
 
-def test_workers_begin_with_the_callers_torch_generator_and_random_numbers_of_their_own():
+def test_workers_begin_with_the_callers_torch_generator_and_random_numbers_of_their_own(preloaded):
     def draw(index):
         return torch.rand(4).tolist(), random.random(), sys.modules["numpy.random"].rand()
 

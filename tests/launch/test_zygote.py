@@ -14,7 +14,8 @@ import torch
 from faults import Script, grandchild, stand_still, survivors
 
 from unisono.errors import UnisonoError, WorkerDiedError
-from unisono.launch import nursery, supervisor
+from unisono.launch import group as group_module
+from unisono.launch import nursery
 from unisono.launch.spawn import spawn
 from unisono.world import current_world
 
@@ -63,12 +64,14 @@ def test_a_killed_zygote_is_an_error_and_the_next_spawn_works(running):
     assert nursery.zygote_pid() not in (None, zygote)
 
 
-def test_a_zygote_that_is_asked_to_end_takes_everything_along(running):
-    context, pids = running
-    os.kill(nursery.zygote_pid(), signal.SIGTERM)
-    with pytest.raises(WorkerDiedError):
-        context.join()
-    assert survivors(pids) == []
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_to_everything_at_once_leaves_the_zygote_to_serve(signum):
+    """As a scheduler sends it, or a terminal: it means the workers, and the zygote ends with its caller."""
+    spawn(lambda index: index, nprocs=2)
+    zygote = nursery.zygote_pid()
+    os.kill(zygote, signum)
+    assert spawn(lambda index: index, nprocs=2) == [0, 1]
+    assert nursery.zygote_pid() == zygote
 
 
 def test_a_zygote_that_died_between_two_spawns_is_replaced():
@@ -145,7 +148,7 @@ def test_a_fork_that_fails_stops_the_group_and_costs_no_descriptor(faulty):
     fds = zygote.num_fds()
     for forks in (0, 1):
         count.write_text(str(forks))
-        with pytest.raises(WorkerDiedError, match=r"could not be forked \(\[Errno 11\] Resource temporarily"):
+        with pytest.raises(WorkerDiedError, match=r"could not be started \(\[Errno 11\] Resource temporarily"):
             spawn(stand_still_at, nprocs=2)
     count.unlink()
     assert spawn(lambda index: index, nprocs=2) == [0, 1]
@@ -161,14 +164,14 @@ def test_a_zygote_that_dies_while_a_group_is_opened_is_an_error(monkeypatch):
     spawn(lambda index: index, nprocs=2)
     zygote = psutil.Process(nursery.zygote_pid())
 
-    def open_and_kill(directory):
-        group = nursery.open_group(directory)
+    def open_and_kill(*arguments):
+        group = nursery.open_group(*arguments)
         zygote.kill()
         zygote.wait()
         return group
 
     with monkeypatch.context() as patch:
-        patch.setattr(supervisor, "open_group", open_and_kill)
+        patch.setattr(group_module, "open_group", open_and_kill)
         with pytest.raises(UnisonoError, match="ended before it forked one"):
             spawn(lambda index: index, nprocs=2)
     assert spawn(lambda index: index, nprocs=2) == [0, 1]

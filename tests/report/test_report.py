@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import subprocess
 import sys
 import threading
@@ -34,6 +35,7 @@ from unisono import (
     print_report,
 )
 from unisono import timeline as timelines
+from unisono.launch.monitor import SAMPLES_PATH, Monitor, Sample
 from unisono.loaders.stages import Lane
 from unisono.report.picture import save_picture
 from unisono.report.summary import CAUSES, LABELS, LOOP_PHASES, PEERS, SOURCE, TRANSFER, RankSummary, summarise
@@ -309,6 +311,16 @@ def test_samples_that_were_dropped_or_repeated_are_told(
     assert line in capsys.readouterr().out.splitlines()
 
 
+def test_what_the_ranks_were_seen_to_use_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = a_report().ranks
+    seen = replace(first, peak_rss=310_000_000, mean_cpu_percent=95.0)
+    print_report(Report([seen, replace(second, peak_rss=290_000_000, mean_cpu_percent=75.0)]))
+    line = "with loader workers: at most 310 MB per rank, 1.7 cores busy over all"
+    assert line in capsys.readouterr().out.splitlines()
+    print_report(Report([first, second]))
+    assert "with loader workers" not in capsys.readouterr().out
+
+
 @pytest.fixture(scope="module")
 def _fonts(tmp_path_factory: pytest.TempPathFactory) -> None:
     """matplotlib keeps the files of its fonts open."""
@@ -370,3 +382,13 @@ else:
 def test_the_world_of_the_calling_thread_is_summarised() -> None:
     with use_world(solo_world()):
         assert summarise().device == str(current_world().device)
+
+
+def test_a_monitored_process_finds_in_its_samples_what_it_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "samples.jsonl"
+    own = [(0.0, 5, os.getpid()), (90.0, 9, os.getpid()), (70.0, 7, os.getpid()), (30.0, 20, os.getpid() + 1)]
+    Monitor(path)._write([Sample(0, 1.0, cpu, rss, None, 0, None, None, None, pid) for cpu, rss, pid in own])
+    world = solo_world()
+    assert (summarise(world).peak_rss, summarise(world).mean_cpu_percent) == (0, 0)
+    monkeypatch.setenv(SAMPLES_PATH, str(path))
+    assert (summarise(world).peak_rss, summarise(world).mean_cpu_percent) == (9, 80.0)

@@ -1,25 +1,114 @@
-"""The CPU's cores, and how many of them torch uses in the calling thread."""
+"""The CPU's cores: which of them this process may use, who gets which, and how many torch uses in the calling thread.
+
+What the machine tells is read in a thin layer (`allowed_cores`, `cpu_quota`); the arithmetic is pure.
+"""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
 
+import psutil
 import torch
+
+from unisono.backends.cgroups import cgroup_directories, read_number
+
+_ROOT = Path("/")
+
+
+@dataclass(frozen=True)
+class Core:
+    """One physical core.
+
+    Attributes:
+        cpus: its logical CPUs, hyperthreads of one another.
+        node: the NUMA node that it stands on.
+    """
+
+    cpus: frozenset[int]
+    node: int = 0
 
 
 def usable_cores() -> int:
-    """The number of cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """The number of physical cores that this process may use: those it may run on, and no more than its quota pays."""
+    return within_quota(len(allowed_cores()), cpu_quota())
 
 
-def fair_num_threads(count: int) -> int:
+def fair_num_threads(count: int, num_loader_workers: int = 0) -> int:
     """CPU threads for each of `count` ranks of this machine, so that together they use each core once.
 
     Two workers of two threads on two cores take twice as long as two of one thread.
+
+    Args:
+        num_loader_workers: of each rank; each counts as much as the rank itself.
     """
-    return max(1, usable_cores() // count)
+    return max(1, usable_cores() // (count * (1 + num_loader_workers)))
+
+
+def disjoint_cores(count: int) -> list[set[int]]:
+    """The logical CPUs that this process may run on, dealt to `count` workers, as `split_cores` does it.
+
+    Raises:
+        ValueError: there are more workers than CPUs.
+    """
+    return split_cores(allowed_cores(), count)
+
+
+def split_cores(cores: Sequence[Core], count: int) -> list[set[int]]:
+    """Deal all logical CPUs to `count` workers: neighbours together, and as many cores to each, or one more.
+
+    Equal NUMA nodes are not mixed when the number of workers is a multiple of theirs, or the other way round. The
+    hyperthreads of a core stay together, unless there are more workers than cores.
+
+    Raises:
+        ValueError: there are more workers than CPUs.
+    """
+    ordered = sorted(cores, key=lambda core: (core.node, min(core.cpus)))
+    cpus = [cpu for core in ordered for cpu in sorted(core.cpus)]
+    if not 1 <= count <= len(cpus):
+        raise ValueError(
+            f"{count} workers cannot have a CPU of their own each where the process may run on {len(cpus)}; start from "
+            f"1 to {len(cpus)} workers, or do not pin them"
+        )
+    units = [core.cpus for core in ordered] if count <= len(ordered) else [frozenset({cpu}) for cpu in cpus]
+    bounds = [worker * len(units) // count for worker in range(count + 1)]
+    return [set().union(*units[start:stop]) for start, stop in pairwise(bounds)]
+
+
+def within_quota(cores: int, quota: float) -> int:
+    """So many of the cores as a quota, in CPUs, keeps busy all the time; at least one."""
+    return max(1, min(cores, int(quota) if math.isfinite(quota) else cores))
+
+
+def allowed_cores(root: Path = _ROOT) -> list[Core]:
+    """The cores that this process may run on, each with those of its CPUs on which it may.
+
+    Args:
+        root: of the file system that tells the topology; where it does not, psutil's counts do.
+    """
+    topology = root / "sys/devices/system/cpu"
+    cpus = _allowed_cpus()
+    nodes = {cpu: node for node, members in _numa_nodes(root) for cpu in members}
+    siblings = {cpu: _cpu_list(topology / f"cpu{cpu}/topology/thread_siblings_list") & cpus for cpu in cpus}
+    if not all(cpu in together for cpu, together in siblings.items()):
+        return [Core(frozenset(together), nodes.get(min(together), 0)) for together in _counted(sorted(cpus))]
+    return [Core(frozenset(siblings[cpu]), nodes.get(cpu, 0)) for cpu in sorted(cpus) if cpu == min(siblings[cpu])]
+
+
+def cpu_quota(root: Path = _ROOT) -> float:
+    """The CPUs' worth of time that the control groups of this process give it; infinite without a limit."""
+    return min((_quota_in(directory) for directory in cgroup_directories("cpu", root=root)), default=math.inf)
+
+
+def parse_cpu_list(text: str) -> set[int]:
+    """The kernel's way to write a set: ``parse_cpu_list("0-2,8") == {0, 1, 2, 8}``."""
+    ends = [part.split("-") for part in text.strip().split(",") if part]
+    return {cpu for part in ends for cpu in range(int(part[0]), int(part[-1]) + 1)}
 
 
 @contextmanager
@@ -30,3 +119,34 @@ def kept_num_threads() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def _allowed_cpus() -> set[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def _counted(cpus: list[int]) -> list[list[int]]:
+    """CPUs by core, where only the numbers of both are known: so many to a core as on the whole machine."""
+    ways = max(1, (psutil.cpu_count() or 1) // (psutil.cpu_count(logical=False) or psutil.cpu_count() or 1))
+    return [cpus[start : start + ways] for start in range(0, len(cpus), ways)]
+
+
+def _cpu_list(path: Path) -> set[int]:
+    with suppress(OSError, ValueError):
+        return parse_cpu_list(path.read_text())
+    return set()
+
+
+def _numa_nodes(root: Path) -> Iterator[tuple[int, set[int]]]:
+    for directory in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        yield int(directory.name.removeprefix("node")), _cpu_list(directory / "cpulist")
+
+
+def _quota_in(directory: Path) -> float:
+    with suppress(OSError, ValueError):
+        quota, period = (directory / "cpu.max").read_text().split()
+        return math.inf if quota == "max" else int(quota) / int(period)
+    first, second = read_number(directory / "cpu.cfs_quota_us"), read_number(directory / "cpu.cfs_period_us")
+    return first / second if first and second and first > 0 else math.inf

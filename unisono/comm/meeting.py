@@ -19,8 +19,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from unisono.comm.operations import Call, broken, departure, left
-from unisono.errors import CollectiveMismatchError
+from unisono.comm.operations import Call, broken, departure, left, mismatch_error
 from unisono.outcome import Outcome, copy_error
 
 R = TypeVar("R")
@@ -121,24 +120,16 @@ class Meeting:
             self._changed.notify_all()
 
     def _combine(self, here: _Round, combine: Callable[[list[Any]], R]) -> Outcome[R]:
-        odd = next((rank for rank in range(self.size) if here.calls[rank] != here.calls[0]), None)
-        if odd is None:
+        calls = [here.calls[rank] for rank in range(self.size)]
+        if all(call == calls[0] for call in calls):
             outcome = Outcome.capture(combine, [here.values[rank] for rank in range(self.size)])
             here.values.clear()
         else:
-            outcome = Outcome.failure(mismatch_error(here.calls[0], odd, here.calls[odd]))
+            outcome = Outcome.failure(mismatch_error(calls))
         if outcome.error is not None:
             with self._changed:
                 self._break(f"{type(outcome.error).__name__}: {outcome.error}", outcome.error)
         return outcome
-
-
-def mismatch_error(call_of_zero: Call, odd: int, call_of_odd: Call) -> CollectiveMismatchError:
-    """Two ranks met in different calls."""
-    return CollectiveMismatchError(
-        f"rank 0 called {call_of_zero} while rank {odd} called {call_of_odd}; every rank must call the same "
-        "collectives in the same order with the same shapes and types"
-    )
 
 
 def _departed_message(departed: set[int], rank: int, call: Call) -> str:

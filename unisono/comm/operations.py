@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
 from typing import Any, get_args
 
 import torch
 
-from unisono.errors import BrokenWorldError
+from unisono.errors import BrokenWorldError, CollectiveMismatchError
 from unisono.pickling import dumps
 from unisono.protocols import ReduceOp
 
@@ -44,6 +46,12 @@ class Call:
         if self.argument is not None:
             parts.append(repr(self.argument))
         return f"{self.name}({', '.join(parts)})"
+
+
+@lru_cache(maxsize=1024)
+def digest_of(call: Call) -> int:
+    """A number below 2**56 that is the same in every process for equal calls, and another one for others."""
+    return int.from_bytes(blake2b(repr(call).encode(), digest_size=7).digest())
 
 
 def check_tensor(tensor: Any, name: str) -> None:
@@ -123,6 +131,23 @@ def departure(ranks: Collection[int]) -> str:
     """Which ranks have left, in words."""
     names = ", ".join(map(str, sorted(ranks)))
     return f"rank {names} has left this world" if len(ranks) == 1 else f"ranks {names} have left this world"
+
+
+def mismatch_error(calls: Sequence[Call]) -> CollectiveMismatchError:
+    """The ranks met in different calls, here in rank order; the message names all of them, grouped by their calls."""
+    groups: dict[Call, list[int]] = {}
+    for rank, call in enumerate(calls):
+        groups.setdefault(call, []).append(rank)
+    first, *others = (f"{name_ranks(ranks)} called {call}" for call, ranks in groups.items())
+    return CollectiveMismatchError(
+        f"{first} while {' and '.join(others)}; every rank must call the same collectives in the same order with the "
+        "same shapes and types"
+    )
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """``name_ranks([1]) == "rank 1"``, ``name_ranks([1, 2]) == "ranks [1, 2]"``."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
 
 
 def _name(dtype: torch.dtype) -> str:

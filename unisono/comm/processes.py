@@ -3,20 +3,24 @@
 What is added to the process group: the same checks on every rank, "mean" in every backend, types that gloo lacks (what
 is only moved travels as bytes, what is reduced in a wider type), and the *reason* when a world breaks. gloo wakes the
 peers of a dead rank with a bare `RuntimeError` about a socket, so a rank that fails or leaves first writes why into the
-store, and whoever is woken looks there.
+store, and whoever is woken looks there. Where a rank has waited in vain, it looks up who has not come (`arrivals`).
 
-*Threads:* the rank's own thread, and for `abort` any thread.
+Checking costs one reduction of two numbers per call, whose least and greatest tell whether all ranks called the same.
+Only where they did not are the calls themselves exchanged, to name them.
+
+*Threads:* the rank's own thread; for `abort`, `current` and `num_calls` any thread.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from unisono.comm.meeting import mismatch_error
+from unisono.comm.arrivals import arrivals_in
 from unisono.comm.operations import (
     Call,
     broken,
@@ -25,7 +29,10 @@ from unisono.comm.operations import (
     check_scatter,
     check_tensor,
     departure,
+    digest_of,
     left,
+    mismatch_error,
+    name_ranks,
     pack,
     unpack,
 )
@@ -43,7 +50,7 @@ _TORCH_OPS = {
     "max": dist.ReduceOp.MAX,
 }
 _WIDER = {torch.int16: torch.int32}  # gloo has no 16 bit integers
-_ADVICE = "if none has failed, the ranks called different collectives, and spawn(..., checked=True) names the two calls"
+_ADVICE = "if none has failed, the ranks called different collectives, and spawn(..., checked=True) names the calls"
 _FAILURE, _DEPARTED = "unisono/failure", "unisono/departed/{}"
 
 
@@ -53,8 +60,11 @@ class ProcessCommunicator:
     Args:
         store: where ranks leave the reason of a failure; None when the group was made by somebody else.
         device: where barriers and objects travel, the rank's own device.
-        is_checked: exchange and compare every call before it runs, at the price of one more collective each.
+        is_checked: compare every call before it runs, at the price of one more small collective each.
         owns_group: whether `leave` destroys the process group.
+
+    Attributes:
+        num_calls: how many collectives this rank has entered.
     """
 
     def __init__(
@@ -72,6 +82,14 @@ class ProcessCommunicator:
         self._owns_group = owns_group
         self._broken: tuple[str, BaseException | None] | None = None
         self._has_left = False
+        self._call: Call | None = None
+        self.num_calls = 0
+        self._arrivals = arrivals_in(store, self.rank, self.size, is_checked)
+
+    @property
+    def current(self) -> str | None:
+        """The collective that this rank is in, as `all_reduce(float32[10], 'sum')`; None outside of any."""
+        return None if (call := self._call) is None else str(call)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
         check_reduction(tensor, op)
@@ -150,8 +168,7 @@ class ProcessCommunicator:
             raise left(self.rank, call)
         if self._broken is None:
             try:
-                if self._is_checked:
-                    self._compare(call)
+                self._enter(call)
                 with torch.no_grad():
                     return operation()
             except (UnisonoError, torch.OutOfMemoryError):
@@ -159,28 +176,44 @@ class ProcessCommunicator:
             except RuntimeError as error:
                 if self._broken is None:
                     self._broken = self._reason(error)
+            finally:
+                self._call = None
         message, cause = self._broken
         raise broken(self.rank, call, message) from cause
 
+    def _enter(self, call: Call) -> None:
+        self._call = call
+        self.num_calls += 1
+        if self._arrivals is not None:
+            self._arrivals.note(self.num_calls)
+        if self._is_checked:
+            self._compare(call)
+
     def _compare(self, call: Call) -> None:
-        calls = [unpack(data) for data in self._gather_bytes(pack(call))]
-        odd = next((rank for rank in range(self.size) if calls[rank] != calls[0]), None)
-        if odd is not None:
-            mismatch = mismatch_error(calls[0], odd, calls[odd])
+        digest = digest_of(call)
+        bounds = torch.tensor([digest, -digest], device=self._device)
+        dist.all_reduce(bounds, dist.ReduceOp.MIN)
+        least, negated_greatest = bounds.tolist()
+        if least != -negated_greatest:
+            mismatch = mismatch_error([unpack(data) for data in self._gather_bytes(pack(call))])
             self._broken = (f"{type(mismatch).__name__}: {mismatch}", mismatch)
             raise mismatch
 
     def _reason(self, error: RuntimeError) -> tuple[str, BaseException]:
-        """Why the transport failed: what a peer left in the store, else the transport's own words."""
-        if self._store is not None:
-            if self._store.check([_FAILURE]):
+        """Why the transport failed: what a peer left in the store, else who is missing, and the transport's words."""
+        with contextlib.suppress(RuntimeError):  # the store's own server may be gone with the peer
+            if self._store is not None and self._store.check([_FAILURE]):
                 peer = Outcome.from_bytes(self._store.get(_FAILURE))
                 if peer.error is not None:
                     return f"{peer.where} failed with {type(peer.error).__name__}: {peer.error}", peer.error
-            gone = [rank for rank in range(self.size) if self._store.check([_DEPARTED.format(rank)])]
-            if gone:
+            if self._store is not None and (gone := self._departed(self._store)):
                 return departure(gone), error
+            if self._arrivals is not None and (missing := self._arrivals.missing(self.num_calls)):
+                return f"{name_ranks(missing)} did not come to it and may be gone, stuck or late ({error})", error
         return f"a peer is gone or did not answer ({error}); {_ADVICE}", error
+
+    def _departed(self, store: dist.distributed_c10d.Store) -> list[int]:
+        return [rank for rank in range(self.size) if store.check([_DEPARTED.format(rank)])]
 
     def _reduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         sent = _wire(tensor)

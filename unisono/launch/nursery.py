@@ -1,4 +1,4 @@
-"""The caller's side of the zygote: one per calling process, started once, shared by every group of workers.
+"""The caller's side of the zygote: one per calling process and start method, shared by every group of workers.
 
 *Threads:* any thread may open a group. A lock covers the start of the zygote and of a group, and forks of this process:
 a fork holds no socket that it does not know of. A group's socket belongs to its supervisor.
@@ -20,23 +20,28 @@ from unisono.errors import UnisonoError
 from unisono.launch import wire
 
 _lock = threading.Lock()
-_nursery: Nursery | None = None
+_nurseries: dict[str, Nursery] = {}  # by start method
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 class Nursery:
-    """A running zygote."""
+    """A running zygote.
 
-    def __init__(self) -> None:
+    Args:
+        start_method: "zygote" forks workers from its own image, "spawn" starts a fresh interpreter for each.
+    """
+
+    def __init__(self, start_method: str) -> None:
         ours, theirs = wire.socket_pair()
         # The same modules as here, however they are found. Whatever else is in sys.path, Python ignores it.
         path = [entry for entry in sys.path if isinstance(entry, str)]
         start = (
             f"import sys; sys.path[:] = {path!r}; "
-            f"from unisono.launch.zygote import main; main({theirs.fileno()}, {os.getpid()})"
+            f"from unisono.launch.zygote import main; main({theirs.fileno()}, {os.getpid()}, {start_method!r})"
         )
-        # OpenBLAS would start its threads when numpy is imported, and a process with threads must not fork.
-        environ = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+        environ = dict(os.environ)
+        if start_method == "zygote":  # OpenBLAS would start threads when numpy is imported, and they survive no fork
+            environ["OPENBLAS_NUM_THREADS"] = "1"
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", start],
@@ -67,8 +72,7 @@ class Nursery:
 
     def close(self) -> None:
         """End the zygote and with it every worker. Idempotent."""
-        self._control.close()
-        self._process.terminate()
+        self._control.close()  # which it takes for our end
         try:
             self._process.wait(5)
         except subprocess.TimeoutExpired:
@@ -76,41 +80,57 @@ class Nursery:
             self._process.wait()
 
 
-def open_group(directory: Path) -> socket.socket:
+def warm(start_method: str = "zygote") -> None:
+    """Start the process that workers are forked from, without waiting for it, so that the first `spawn` finds it warm.
+
+    It imports torch on a core of its own while the caller goes on, with its own imports, say. Further calls do nothing.
+    """
+    with _lock:
+        _living(start_method)
+
+
+def open_group(directory: Path, start_method: str) -> socket.socket:
     """A socket to the zygote for a new group; a zygote that has died is replaced.
 
     Raises:
         UnisonoError: the zygote cannot be started; it has printed why to stderr.
     """
-    global _nursery
     with _lock:
         for _ in range(2):
-            if _nursery is None:
-                _nursery = Nursery()
+            nursery = _living(start_method)
             with contextlib.suppress(ConnectionError):
-                if _nursery.is_alive():
-                    return _nursery.open_group(directory)
-            _nursery.close()
-            _nursery = None
+                return nursery.open_group(directory)
+            nursery.close()
     raise UnisonoError("the process that workers are forked from ends at its start; what it printed stands above")
+
+
+def _living(start_method: str) -> Nursery:
+    """The nursery of that start method, made anew where there is none, or a dead one."""
+    nursery = _nurseries.get(start_method)
+    if nursery is not None and not nursery.is_alive():
+        nursery.close()
+        nursery = None
+    if nursery is None:
+        nursery = _nurseries[start_method] = Nursery(start_method)
+    return nursery
 
 
 @atexit.register
 def _close() -> None:
     """At the interpreter's exit, which has waited for the threads that are no daemons; only daemon groups live now."""
-    if _nursery is not None:
-        _nursery.close()
+    while _nurseries:
+        _nurseries.popitem()[1].close()
 
 
-def zygote_pid() -> int | None:
-    """The pid of the running zygote, if there is one."""
-    return _nursery.pid if _nursery is not None and _nursery.is_alive() else None
+def zygote_pid(start_method: str = "zygote") -> int | None:
+    """The pid of the running zygote for that start method, if there is one."""
+    nursery = _nurseries.get(start_method)
+    return nursery.pid if nursery is not None and nursery.is_alive() else None
 
 
 def _forget_in_child() -> None:
     """A fork of the caller must not hold the sockets open: their end is what tells the zygote that the caller died."""
-    global _nursery
-    _nursery = None
+    _nurseries.clear()
     for sock in list(_sockets):
         sock.close()
     _lock.release()

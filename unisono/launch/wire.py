@@ -5,33 +5,39 @@ from __future__ import annotations
 import array
 import pickle
 import socket
+import struct
 from typing import Any
 
-_LIMIT = 65536
+_HEADER = struct.Struct("!I")  # the length of the message that follows
 _MAX_FDS = 8
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Two connected sockets that keep message boundaries, so that a message arrives whole or not at all."""
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    """Two connected sockets, of the one kind that every Unix has and that tells when its other end is gone."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
 
 
 def send(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
     """Send one message; OSError when the other end is gone."""
     data = pickle.dumps(message)
-    assert len(data) <= _LIMIT, "messages are small; payloads travel in files and pipes"
+    # The descriptors travel with the header's bytes, and are received with them.
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-    sock.sendmsg([data], rights, socket.MSG_NOSIGNAL)
+    sock.sendmsg([_HEADER.pack(len(data))], rights, _QUIET)
+    sock.sendall(data, _QUIET)
+
+
+_QUIET = getattr(socket, "MSG_NOSIGNAL", 0)  # Python ignores SIGPIPE anyway, unless somebody has changed that
 
 
 def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """The next message and its descriptors.
+    """The next message and its descriptors; waits for the whole of one whose beginning has come.
 
     Raises:
         EOFError: the other end is gone.
     """
     try:
-        data, fds, _, _ = socket.recv_fds(sock, _LIMIT, _MAX_FDS)
+        header, fds, _, _ = socket.recv_fds(sock, _HEADER.size, _MAX_FDS)
+        data = sock.recv(_HEADER.unpack(header)[0], socket.MSG_WAITALL) if len(header) == _HEADER.size else b""
     except ConnectionError as error:
         raise EOFError from error
     if not data:

@@ -1,8 +1,8 @@
 """The worker: what a forked process does from its first line to its last.
 
 1. It becomes the caller's equal: environment, directory, import path, standard streams.
-2. It joins the world: the process group over a file, its device, its share of the CPU's threads.
-3. It calls `fn(rank, *args)`.
+2. It joins the world: the process group over a file, its device, its share of the CPU's cores and threads.
+3. It calls `fn(rank, *args)`; meanwhile a thread tells how far it is.
 4. It sends an `Outcome` through its pipe, whatever happened, and only then leaves the world, so that its own error
    reaches the caller before the peers' errors about the broken world do.
 5. It ends by `os._exit`, after what `fn` has left to be done: its threads that are no daemons, its atexit functions.
@@ -16,10 +16,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import logging
 import os
 import pickle
+import platform
 import signal
-import struct
 import sys
 import threading
 from collections.abc import Iterator
@@ -32,16 +33,20 @@ import torch
 import torch.distributed as dist
 import torch.utils.data  # here, so that every fork has it
 
+from unisono import preemption
 from unisono.backends import get_backend
 from unisono.comm.processes import ProcessCommunicator
 from unisono.errors import UnisonoError, UnpicklableError, WorkerDiedError
-from unisono.outcome import Outcome, chain_of
+from unisono.launch.monitor import SAMPLES_PATH
+from unisono.launch.pulse import beating
+from unisono.launch.reports import Kind, Reporter
+from unisono.outcome import Outcome, chain_of, this_process
 from unisono.pickling import loads_call
 from unisono.world import World, set_process_world
 
-HEADER = struct.Struct("!Q")  # the length of the outcome that follows
-
 OUTER_DIRECTORY = "UNISONO_RENDEZVOUS"  # in a worker's environment: the directory of its group
+
+TELL_STACKS = signal.SIGUSR2  # asks a worker for its stacks, also inside C++
 
 _LEAVE_S = 5  # how long a worker that has told its outcome may take to leave the world
 
@@ -59,7 +64,11 @@ class Job:
         timeout: of the process group, a last resort.
         is_checked: whether collectives are compared before they run.
         num_threads: CPU threads of each worker.
+        cores: the logical cores of each worker, by rank; None leaves them where the system puts them.
+        pulse_s: seconds between two looks at how far a worker is.
+        restart_count: how often the group has been restarted.
         store: the path of the rendezvous file, known once there is a rendezvous.
+        samples: the path of the monitor's samples.
         rng_state: of the caller's torch generator, which each worker begins with, as an inline call does.
         environ, directory, path, argv: the caller's.
     """
@@ -70,17 +79,36 @@ class Job:
     timeout: timedelta
     is_checked: bool
     num_threads: int
+    cores: list[set[int]] | None = None
+    pulse_s: float = 1.0
+    restart_count: int = 0
     store: str = ""
+    samples: str = ""
     rng_state: torch.Tensor = field(default_factory=torch.get_rng_state)
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     directory: str = field(default_factory=os.getcwd)
     path: list[str] = field(default_factory=lambda: list(sys.path))
     argv: list[str] = field(default_factory=lambda: list(sys.argv))
 
+    def facts(self) -> dict[str, Any]:
+        """What a run's directory tells of it."""
+        return {
+            "argv": self.argv,
+            "directory": self.directory,
+            "nprocs": self.nprocs,
+            "backend": self.backend,
+            "num_threads": self.num_threads,
+            "host": platform.node(),
+            "pid": os.getpid(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        }
 
-def run_worker(rank: int, job_file: str, result_fd: int) -> NoReturn:
-    """Be worker `rank` of the job in that file; the outcome goes to `result_fd`, a header and its bytes."""
+
+def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
+    """Be worker `rank` of the job in that file; what there is to tell goes to `report_fd`."""
     world: World | None = None
+    reporter = Reporter(report_fd)
     try:
         job: Job = pickle.loads(Path(job_file).read_bytes())
         _adopt_caller(job, rank)
@@ -88,9 +116,12 @@ def run_worker(rank: int, job_file: str, result_fd: int) -> NoReturn:
         set_process_world(world)
         # Until here an interrupt ended the process: nothing was lost, and the transport would not have heard of it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        outcome = Outcome.capture(_call, job.call, rank)
-        if outcome.error is None:
-            threading._shutdown()  # type: ignore[attr-defined] # joins threads that are no daemons, as any program's end
+        preemption.shield_loader_workers()  # none outlives this process, however it ends
+        preemption.on_heed(lambda: reporter.send(Kind.HEEDS_STOP))
+        with beating(world, reporter, job.pulse_s):
+            outcome = Outcome.capture(_call, job.call, rank)
+            if outcome.error is None:
+                threading._shutdown()  # type: ignore[attr-defined] # joins threads that are no daemons, as any end does
     except BaseException as error:
         outcome = Outcome.failure(error)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # fn has come to its end, and that is told first
@@ -98,11 +129,13 @@ def run_worker(rank: int, job_file: str, result_fd: int) -> NoReturn:
         outcome = Outcome.failure(exit_error(outcome.error, rank))
     is_failure = outcome.error is not None
     is_secondary = outcome.is_secondary or _tells_of_a_peer(outcome.error)
-    where = str(world) if world is not None else f"rank {rank}, pid {os.getpid()}, before it joined the world"
+    where = str(world) if world is not None else f"rank {rank}, {this_process()}, before it joined the world"
     for stream in (sys.stdout, sys.stderr):  # first: a failure that the caller knows of may be answered by a signal
         with contextlib.suppress(Exception):
             stream.flush()
-    _send(result_fd, Outcome(outcome.value, outcome.error, where, outcome.at, is_secondary).to_bytes())
+    if preemption.is_agreed():
+        reporter.send(Kind.STOPPED)
+    reporter.send(Kind.OUTCOME, Outcome(outcome.value, outcome.error, where, outcome.at, is_secondary).to_bytes())
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(_LEAVE_S)  # kills, so that a transport which waits for a peer keeps neither this process nor the peer
     with contextlib.suppress(Exception):
@@ -163,9 +196,10 @@ def _adopt_caller(job: Job, rank: int) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.nprocs), LOCAL_WORLD_SIZE=str(job.nprocs)
     )
-    os.environ[OUTER_DIRECTORY] = os.path.dirname(job.store)
+    directory = os.environ[OUTER_DIRECTORY] = os.path.dirname(job.store)
+    os.environ[SAMPLES_PATH] = job.samples
     # Peers are on this machine: the loopback needs no name service, and no address of another network is offered.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     os.chdir(job.directory)
     sys.path[:] = job.path
     sys.argv[:] = job.argv
@@ -177,9 +211,32 @@ def _adopt_caller(job: Job, rank: int) -> None:
         sys.modules["numpy.random"].seed()  # as `random` does in a fork: no two workers draw the same numbers
     faulthandler.enable(2)
     faulthandler.register(signal.SIGUSR1, 2, all_threads=True)
+    # For the supervisor, which wants them whole and apart. The descriptor stays open as long as the process lives.
+    stacks = os.open(stacks_path(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    faulthandler.register(TELL_STACKS, stacks, all_threads=True)
+    _mark_records(rank)
+
+
+def stacks_path(directory: str | Path, rank: int) -> Path:
+    """Where the worker writes its Python stacks when it gets `TELL_STACKS`."""
+    return Path(directory) / f"stacks-{rank}"
+
+
+def _mark_records(rank: int) -> None:
+    """Give each record of `logging` a `rank`, for formats like "[%(rank)s] %(message)s"."""
+    make = logging.getLogRecordFactory()
+
+    def make_marked(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = make(*args, **kwargs)
+        record.rank = rank
+        return record
+
+    logging.setLogRecordFactory(make_marked)
 
 
 def _join_world(job: Job, rank: int) -> World:
+    if job.cores is not None:
+        os.sched_setaffinity(0, job.cores[rank])  # before there are threads, which inherit it
     backend = get_backend(job.backend)
     device = backend.device(rank)
     backend.activate(device)
@@ -202,6 +259,7 @@ def _join_world(job: Job, rank: int) -> World:
         world_size=job.nprocs,
         local_rank=rank,
         local_world_size=job.nprocs,
+        restart_count=job.restart_count,
     )
 
 
@@ -212,9 +270,3 @@ def _explained(rank: int) -> Iterator[None]:
     except RuntimeError as error:
         error.add_note(f"rank {rank} could not join the process group of its peers")
         raise
-
-
-def _send(fd: int, data: bytes) -> None:
-    with contextlib.suppress(BrokenPipeError), os.fdopen(fd, "wb") as pipe:
-        pipe.write(HEADER.pack(len(data)))
-        pipe.write(data)

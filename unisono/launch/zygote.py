@@ -1,8 +1,8 @@
 """The zygote: a small process that has imported torch and run nothing, from which workers are forked in milliseconds.
 
 Forking the user's process would deadlock (OpenMP's pool and other threads do not survive a fork), and starting fresh
-interpreters costs seconds each. The zygote has one thread, no CUDA context and no process group, so a fork of it is
-safe.
+interpreters costs seconds each. At a fork, the zygote has one thread, no CUDA context and no process group, so the fork
+is safe. With the start method "spawn" it imports nothing, and a worker becomes a fresh interpreter after its fork.
 
 It is also the reaper. It makes itself the subreaper of everything that its workers start, each worker leads a session
 of its own, and when a worker ends, or the group's connection closes, or the calling process dies, the sessions are
@@ -17,11 +17,14 @@ Invariants:
 Who owns what: the calling process owns a control socket (its end means: the caller is gone) and one socket per group of
 workers (its end means: kill this group). On a group's socket:
 
-    caller -> zygote   {"op": "fork", "rank", "job"} + [result, stdout, stderr]     {"op": "signal", "signal"}
+    caller -> zygote   {"op": "fork", "rank", "job"} + [reports, stdout, stderr]
+                       {"op": "signal", "signal", "ranks", "to_sessions"}: to workers alone, or all in their sessions
     zygote -> caller   {"op": "forked", "rank", "pid"}    {"op": "exit", "rank", "status"}
                        {"op": "error", "rank", "text"}: it could not be forked
 
-*Threads:* one; `serve` is a loop over a selector. It waits for nothing but the end of what it has killed.
+*Threads:* one; `serve` is a loop over a selector. It waits for nothing but the end of what it has killed. When it has
+been idle for the first time, a second thread imports what the first worker would else have to import, for more than a
+second: a fork waits for its end.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 import traceback
 import weakref
 from dataclasses import dataclass, field
@@ -45,10 +49,21 @@ import psutil
 
 from unisono.launch import wire
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_STOPPING = (signal.SIGINT, signal.SIGTERM)
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_IDLE_S = 0.5  # without a request: the workers that were asked for have their cores by now
 
-libc = ctypes.CDLL(None, use_errno=True)
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def process_control(option: int, value: int) -> None:
+    """Linux's prctl; nothing on another Unix, where what it promises is missing.
+
+    There, workers outlive a caller and a zygote that are killed at the same moment, and what left its worker's session
+    outlives it.
+    """
+    if hasattr(_libc, "prctl"):
+        _libc.prctl(option, value, 0, 0, 0)
 
 
 @dataclass
@@ -63,25 +78,34 @@ class _Group:
 class Zygote:
     """The state of the zygote process."""
 
-    def __init__(self, control: socket.socket, caller: int) -> None:
+    def __init__(self, control: socket.socket, caller: int, start_method: str) -> None:
         self.control = control
+        self.start_method = start_method
+        self.preloading: threading.Thread | None = None
+        self.is_frozen = False  # all that is imported is out of the garbage collector's sight
         self.groups: dict[int, _Group] = {}  # by the socket's descriptor
         self.selector = selectors.DefaultSelector()
         self.children_r, self.children_w = os.pipe()
         for end in (self.children_r, self.children_w):
             os.set_blocking(end, False)
-        self.caller_fd = os.pidfd_open(caller)
+        # A second sign of the caller's end: a process that it has forked may hold its end of the control socket open.
+        self.caller_fd = os.pidfd_open(caller) if hasattr(os, "pidfd_open") else -1
         for watched in (control.fileno(), self.children_r, self.caller_fd):
-            self.selector.register(watched, selectors.EVENT_READ)
+            if watched >= 0:
+                self.selector.register(watched, selectors.EVENT_READ)
 
     def serve(self) -> NoReturn:
-        """Fork and reap until the caller is gone, or SIGTERM."""
+        """Fork and reap until the caller is gone."""
         signal.set_wakeup_fd(self.children_w, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGTERM, lambda *_: self._end())
         signal.pthread_sigmask(signal.SIG_SETMASK, ())  # whatever the caller's thread had blocked
         while True:
-            for fd in (key.fd for key, _ in self.selector.select()):
+            is_fresh = self.start_method == "zygote" and self.preloading is None
+            ready = self.selector.select(_IDLE_S if is_fresh else None)
+            if is_fresh and not ready:
+                self.preloading = threading.Thread(target=_preload, name="unisono-preload")
+                self.preloading.start()
+            for fd in (key.fd for key, _ in ready):
                 if fd == self.caller_fd or (fd == self.control.fileno() and not self._accept()):
                     self._end()
                 elif fd == self.children_r:
@@ -108,10 +132,12 @@ class Zygote:
         if message["op"] == "fork":
             self._fork(group, message["rank"], message["job"], fds)
         elif message["op"] == "signal":
-            for pid in group.ranks:
-                kill_session(pid, message["signal"])
+            for pid in (pid for pid, rank in group.ranks.items() if rank in message["ranks"]):
+                send = kill_session if message["to_sessions"] else os.kill
+                send(pid, message["signal"])
 
     def _fork(self, group: _Group, rank: int, job: str, fds: list[int]) -> None:
+        self._settle()
         # A signal to the child must neither run this process's handler in it, nor be lost: it waits for the child's.
         signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
         try:
@@ -127,12 +153,24 @@ class Zygote:
                 os.close(fd)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
 
+    def _settle(self) -> None:
+        """Before a fork: no second thread, and what is imported stays shared with the workers."""
+        if self.preloading is not None and self.preloading.is_alive():
+            self.preloading.join()
+            self.is_frozen = False
+        if not self.is_frozen:
+            self.is_frozen = True
+            for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+                finalizer.atexit = False  # or each worker would undo at its end what is imported here, for milliseconds
+            gc.collect()
+            gc.freeze()  # what exists now is never written by a collection, so its pages stay shared
+
     def _become_worker(self, rank: int, job: str, fds: list[int]) -> NoReturn:
         """In the child: cut every tie to the zygote but the parent-death signal, then be the worker."""
         try:
             zygote = os.getppid()
             os.setsid()
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            process_control(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != zygote:  # it died before the signal was asked for
                 os._exit(1)
             signal.set_wakeup_fd(-1)
@@ -141,17 +179,25 @@ class Zygote:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
             self.selector.close()
             for fd in (self.children_r, self.children_w, self.caller_fd):
-                os.close(fd)
+                if fd >= 0:
+                    os.close(fd)
             for sock in (self.control, *(group.sock for group in self.groups.values())):
                 sock.close()
-            result, stdout, stderr = fds
+            reports, stdout, stderr = fds
             os.dup2(stdout, 1)
             os.dup2(stderr, 2)
             os.close(stdout)
             os.close(stderr)
+            if self.start_method == "spawn":
+                os.set_inheritable(reports, True)
+                start = (
+                    f"import sys; sys.path[:] = {sys.path!r}; "
+                    f"from unisono.launch.worker import run_worker; run_worker({rank}, {job!r}, {reports})"
+                )
+                os.execv(sys.executable, [sys.executable, "-c", start])
             from unisono.launch.worker import run_worker
 
-            run_worker(rank, job, result)
+            run_worker(rank, job, reports)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -161,12 +207,17 @@ class Zygote:
         with contextlib.suppress(BlockingIOError):
             os.read(self.children_r, 4096)
         with contextlib.suppress(ChildProcessError):
-            while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                self._bury(found.si_pid)
+            if hasattr(os, "waitid"):
+                while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                    kill_session(found.si_pid, signal.SIGKILL)
+                    self._bury(*os.waitpid(found.si_pid, 0))
+            else:  # its session keeps the number taken, as long as there is somebody in it
+                while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.killpg(ended[0], signal.SIGKILL)
+                    self._bury(*ended)
 
-    def _bury(self, pid: int) -> None:
-        kill_session(pid, signal.SIGKILL)
-        status = os.waitpid(pid, 0)[1]
+    def _bury(self, pid: int, status: int) -> None:
         group = next((group for group in self.groups.values() if pid in group.ranks), None)
         rank = group.ranks.pop(pid) if group is not None else None
         self._kill_strays()
@@ -194,8 +245,7 @@ class Zygote:
         group.sock.close()
 
     def _end(self) -> NoReturn:
-        """Kill everything. Also a signal's handler: it finds the groups as they are at any line, and never returns."""
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        """Kill everything."""
         with contextlib.suppress(ChildProcessError):
             while True:  # what a dying process still managed to start is a child of this one when the wait returns
                 kill_children()
@@ -234,18 +284,20 @@ def kill_children() -> None:
             kill_tree(child)
 
 
-def main(control_fd: int, caller: int) -> NoReturn:
+def _preload() -> None:
+    """Body of the preloading thread: the first optimizer of a process imports this, for more than a second."""
+    with contextlib.suppress(Exception):
+        importlib.import_module("torch._dynamo")
+
+
+def main(control_fd: int, caller: int, start_method: str) -> NoReturn:
     """Run the zygote on its end of the control socket; `caller` is the pid of the calling process."""
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    process_control(_PR_SET_CHILD_SUBREAPER, 1)
+    for signum in _STOPPING:  # whoever stops everything at once means the workers; this one ends with its caller
+        signal.signal(signum, signal.SIG_IGN)
     control = socket.socket(fileno=control_fd)
     if os.getppid() != caller:
         sys.exit("the process that started this zygote is gone")
-    importlib.import_module("unisono.launch.worker")
-    with contextlib.suppress(Exception):  # the first optimizer of a process imports it, which takes more than a second
-        importlib.import_module("torch._dynamo")
-    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-        finalizer.atexit = False  # or each worker would undo at its end what is imported here, for tens of milliseconds
-    gc.collect()
-    gc.freeze()  # objects that exist now are never written by a collection, so their pages stay shared with the workers
-    Zygote(control, caller).serve()
+    if start_method == "zygote":
+        importlib.import_module("unisono.launch.worker")
+    Zygote(control, caller, start_method).serve()

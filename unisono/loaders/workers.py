@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import resource
+import signal
 import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -20,12 +22,14 @@ from torch.utils.data._utils import worker as torch_worker
 from unisono.errors import BusyError, describe_exit
 from unisono.loaders.fetching import Fetcher, Request, few
 from unisono.loaders.sending import Packed, can_surely_be_sent
+from unisono.loaders.shm import Room, explain, share, why_full
 from unisono.outcome import Outcome, chain_of
 from unisono.randomness import notice_who_asks
 from unisono.tree import leaves, tree_map
 
 _BUSY_S = 10.0
 _LOOK_S = 0.25
+_ENDING_S = 1.0
 _WAITING = 16
 
 
@@ -38,10 +42,11 @@ class RemoteFetcher:
     def __getitem__(self, request: Request) -> Any:
         try:
             batch = self._fetcher.batch(request, is_seeded=True)
+            if can_surely_be_sent(batch):
+                share(batch)
+                return batch
         except Exception as error:
             return Packed(error=error)
-        if can_surely_be_sent(batch):
-            return batch
         return Packed(batch, f"the samples with indices {few(request.indices)}")
 
     def __len__(self) -> int:  # asked by samplers that are never used
@@ -98,6 +103,7 @@ class WorkerPool:
         self._generator = torch.Generator()  # from which the DataLoader seeds its workers
         self._requests = _NextPass()
         self._persistent = threading.Lock() if loader.persistent_workers else None
+        self._room = Room(loader.num_workers, loader.prefetch_factor, _WAITING)
         self._loader: DataLoader[Any] = DataLoader(
             dataset,
             batch_size=None,
@@ -133,6 +139,7 @@ class WorkerPool:
             self._forget_the_dead()
             self._generator.manual_seed(seed)
             self._requests.requests = requests or iter(())
+            self._room.look()
             values = iter(self._loader)
             _look_often(values)
             self._requests.requests = iter(())  # in a pass that is left early they would hold the dataset
@@ -140,7 +147,7 @@ class WorkerPool:
             if self._persistent is not None:
                 self._persistent.release()
             raise
-        return Served(values, self._persistent)
+        return Served(values, self._persistent, self._room)
 
     def _forget_the_dead(self) -> None:
         """Let new persistent workers start where one has died, which would be noticed after 5 s, in pass after pass."""
@@ -161,10 +168,11 @@ class _NextPass:
 class Served:
     """The values of one pass, as the loader workers send them; when it goes, persistent workers are free."""
 
-    def __init__(self, values: Iterator[Any], lock: threading.Lock | None) -> None:
+    def __init__(self, values: Iterator[Any], lock: threading.Lock | None, room: Room) -> None:
         self._values = values
         self._lock = lock
-        self._is_scattered: bool | None = None
+        self._room = room
+        self._is_freed: bool | None = None
 
     def __iter__(self) -> Served:
         return self
@@ -172,22 +180,25 @@ class Served:
     def __next__(self) -> Any:
         try:
             value = self._receive()
-            return self._freed(value.unwrap() if isinstance(value, Outcome) else value)
+            batch = value.unwrap() if isinstance(value, Outcome) else value
+            self._room.check(batch)
+            return self._freed(batch)
         except Exception as error:
+            explain(error)
             self._values = iter(())  # whoever keeps the error keeps this, and must not keep the workers
             _free(error)
             raise
 
     def _freed(self, value: Any) -> Any:
-        """The batch, out of shared memory where it is of so many tensors that those that wait exhaust the descriptors.
+        """The batch, out of shared memory where those that wait for the loop, up to a dozen, would exhaust it.
 
-        Each shared tensor holds one, and up to a dozen batches wait for the loop.
+        Or the descriptors, of which each shared tensor holds one.
         """
-        if self._is_scattered is None:
+        if self._is_freed is None:
             limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             tensors = sum(isinstance(leaf, torch.Tensor) for leaf in leaves(value))
-            self._is_scattered = tensors * _WAITING > limit // 2
-        if not self._is_scattered:
+            self._is_freed = self._room.is_tight or tensors * _WAITING > limit // 2
+        if not self._is_freed:
             return value
         return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, value)
 
@@ -197,13 +208,13 @@ class Served:
         except (EOFError, OSError, RuntimeError) as error:
             if str(error).startswith("Caught "):  # torch's words for what worker_init_fn has raised there
                 raise
-            dead = _dead_workers(self._values)
-            if not dead and isinstance(error, RuntimeError):
+            dead = _dead_worker(self._values, 0 if isinstance(error, RuntimeError) else _ENDING_S)
+            if dead is None and isinstance(error, RuntimeError):
                 raise
-            raise RuntimeError(
-                f"a DataLoader worker {dead or 'died'} before its batch was received; where nobody killed it, the "
-                "usual reason is a lack of memory"
-            ) from error
+            how = "died" if dead is None else f"(pid {dead.pid}) {describe_exit(dead.exitcode)}"
+            is_full = dead is not None and dead.exitcode == -signal.SIGBUS
+            why = why_full() if is_full else "where nobody killed it, the usual reason is a lack of memory"
+            raise RuntimeError(f"a DataLoader worker {how} before its batch was received; {why}") from error
 
     def __del__(self) -> None:
         if self._lock is not None:
@@ -225,12 +236,16 @@ def _look_often(values: Any) -> None:
     values._try_get_data = lambda timeout=_LOOK_S: look(itself(), timeout)  # not bound: that would be a circle
 
 
-def _dead_workers(values: Any) -> str:
-    """How the first worker that did not end by itself has ended; empty where none has."""
-    for worker in getattr(values, "_workers", ()):
-        if worker.exitcode:
-            return f"(pid {worker.pid}) {describe_exit(worker.exitcode)}"
-    return ""
+def _dead_worker(values: Any, within_s: float) -> Any:
+    """The first worker that did not end by itself; None where each did. One that is just ending has some time for it.
+
+    Its sockets close first, and until it is gone persistent workers would be asked for the next pass as if it lived.
+    """
+    workers = getattr(values, "_workers", ())
+    if within_s and not any(worker.exitcode for worker in workers):
+        for sentinel in wait([worker.sentinel for worker in workers], within_s):
+            next(worker for worker in workers if worker.sentinel == sentinel).join(within_s)
+    return next((worker for worker in workers if worker.exitcode), None)
 
 
 def _free(error: BaseException) -> None:

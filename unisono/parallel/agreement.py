@@ -1,14 +1,31 @@
-"""Whether all ranks train the same model: checked before the first reduction, and brought about by a broadcast."""
+"""Whether all ranks train the same model: checked before the first reduction, checked again while training if wanted,
+and brought about by a broadcast.
+
+Models are compared by a fingerprint of their bits, made where they lie in one pass over them. If all ranks agree, that
+is all, and one number per rank travels. Only where they do not are the parameters' own fingerprints exchanged, to name
+the first that differs and the ranks that hold it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from unisono.errors import CollectiveMismatchError
+from unisono.comm.operations import name_ranks
+from unisono.errors import CollectiveMismatchError, ReplicasDifferError
+from unisono.timeline import REDUCE
 from unisono.world import World, current_world
+
+_MANY_WORDS = 4096
+_ROW = 127  # odd, so that a change of the highest bit in each of its words does not cancel out
+
+_counts: WeakKeyDictionary[World, WeakKeyDictionary[nn.Module, int]] = WeakKeyDictionary()
+"""How often `check_replicas` has been called for each module, by the rank that called."""
 
 
 def check_agreement(parameters: Sequence[torch.Tensor], world: World) -> None:
@@ -17,18 +34,48 @@ def check_agreement(parameters: Sequence[torch.Tensor], world: World) -> None:
     Raises:
         CollectiveMismatchError: shapes, types or values differ; the message names the first difference.
     """
-    everyone = world.comm.all_gather_object([_describe(parameter) for parameter in parameters])
-    for rank, theirs in enumerate(everyone):
-        if theirs == everyone[0]:
-            continue
-        pairs = zip(everyone[0], theirs, strict=False)
-        place = next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(everyone[0]), len(theirs)))
-        here, there = (each[place] if place < len(each) else "missing" for each in (everyone[0], theirs))
+    named = {f"the optimizer's parameter {place}": parameter for place, parameter in enumerate(parameters)}
+    found = _first_difference(named, world)
+    if found is not None:
         raise CollectiveMismatchError(
-            f"the models of rank 0 and rank {rank} differ: the optimizer's parameter {place} is {here} on rank 0 and "
-            f"{there} on rank {rank}; build the same model on every rank (torch.manual_seed) or call "
-            "broadcast_parameters(model) before the first step"
+            f"the models of {' and '.join(map(name_ranks, found.groups))} differ: {found.name} is {found.holders()}; "
+            "build the same model on every rank (torch.manual_seed) or call broadcast_parameters(model) before the "
+            "first step"
         )
+
+
+def check_replicas(module: nn.Module, every: int = 1, *, buffers: bool = False, world: World | None = None) -> None:
+    """Compare the parameters of all ranks, bit by bit, at every so many calls; call it after each step, on every rank.
+
+    It costs one pass over the parameters and a reduction of two numbers. What it finds is any change of bits, but for
+    values of a large parameter that have changed places within a kilobyte.
+
+    Args:
+        module: the same on each rank.
+        every: compare at each `every`-th call for this module, and only count the others.
+        buffers: compare the buffers, too. Those of BatchNorm are each rank's own, unless it synchronises them.
+        world: None takes the current one.
+
+    Raises:
+        TypeError, ValueError: `every` is no whole number from 1 on.
+        ReplicasDifferError: they differ. The message names the first parameter that does, and who holds what.
+        BrokenWorldError, CollectiveMismatchError: as for `all_reduce`.
+    """
+    if isinstance(every, bool) or not isinstance(every, int):
+        raise TypeError(f"every={every!r} is a {type(every).__name__}; pass a whole number of calls")
+    if every < 1:
+        raise ValueError(f"every={every} compares never; pass 1 to compare at each call, or a larger number")
+    world = world or current_world()
+    counts = _counts.setdefault(world, WeakKeyDictionary())
+    counts[module] = number = counts.get(module, 0) + 1
+    if number % every == 0:
+        named: dict[str, torch.Tensor] = {f"the parameter {name!r}": each for name, each in module.named_parameters()}
+        if buffers:
+            named.update({f"the buffer {name!r}": each for name, each in module.named_buffers()})
+        with world.timeline.loop().span(REDUCE):
+            found = _first_difference(named, world)
+        if found is not None:
+            raise _drifted(found, number)
 
 
 def broadcast_parameters(module: nn.Module, root: int = 0, world: World | None = None) -> None:
@@ -44,9 +91,114 @@ def broadcast_parameters(module: nn.Module, root: int = 0, world: World | None =
             world.comm.broadcast(tensor, root)
 
 
-def _describe(parameter: torch.Tensor) -> str:
-    """Shape, type and a fingerprint of the values, as text, in which NaN equals NaN."""
-    values = parameter.detach()
+@torch.no_grad()
+def fingerprint(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """A number of at most 62 bits, on the device, that the bits of the tensors in their order decide, those of NaN too.
+
+    Each eight bytes of a small tensor count with their place, those of a large one in sums of about a kilobyte.
+    """
+    words = [part.to(device) for tensor in tensors for part in _condensed(tensor)]
+    mixed = torch.cat([*words, torch.zeros(1, dtype=torch.int64, device=device)])
+    mixed += torch.arange(1, len(mixed) + 1, device=device) * -0x61C8864680B583EB
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):  # the finaliser of splitmix64
+        mixed ^= mixed >> shift
+        mixed *= factor
+    return mixed.sum() >> 2
+
+
+def _condensed(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The bits of a tensor as vectors of int64: they themselves, or sums of rows of them where they are many."""
+    octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    cut = len(octets) // 8 * 8
+    whole = octets[:cut].clone() if octets.storage_offset() % 8 else octets[:cut]
+    words, rest = whole.view(torch.int64), octets[cut:].to(torch.int64)
+    if len(words) <= _MANY_WORDS:
+        return [words, rest]
+    cut = len(words) // _ROW * _ROW
+    return [words[:cut].view(-1, _ROW).sum(1), words[cut:], rest]
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """The first parameter in which the ranks differ.
+
+    Attributes:
+        name: the parameter, in words.
+        groups: the ranks that hold the same; the first one has rank 0.
+        shown: what each group holds, in words.
+        count, total: how many parameters differ, and of how many.
+    """
+
+    name: str
+    groups: list[list[int]]
+    shown: list[str]
+    count: int
+    total: int
+
+    def holders(self) -> str:
+        """Who holds what."""
+        pairs = zip(self.shown, self.groups, strict=True)
+        return " and ".join(f"{shown} on {name_ranks(ranks)}" for shown, ranks in pairs)
+
+    def odd_ranks(self) -> list[int]:
+        """The ranks that differ from most; all ranks, where there is no such majority."""
+        most = max(self.groups, key=len)
+        has_majority = 2 * len(most) > sum(map(len, self.groups))
+        return sorted(rank for ranks in self.groups if not has_majority or ranks is not most for rank in ranks)
+
+
+def _first_difference(named: Mapping[str, torch.Tensor], world: World) -> _Difference | None:
+    """Compare the tensors of all ranks; a collective."""
+    if world.comm.size == 1 or _all_agree(named, world):
+        return None
+    own = [
+        (name, _form(tensor), int(fingerprint([tensor], world.device)), _sum(tensor)) for name, tensor in named.items()
+    ]
+    everyone = world.comm.all_gather_object(own)
+    total = max(map(len, everyone))
+    rows = [[held[place] if place < len(held) else None for held in everyone] for place in range(total)]
+    differing = [row for row in rows if any(each != row[0] for each in row)]
+    groups: dict[tuple[str, str, int, str] | None, list[int]] = {}
+    for rank, held in enumerate(differing[0]):
+        groups.setdefault(held, []).append(rank)
+    name = next(held[0] for held in groups if held is not None)
+    shown = [_show(held, name) for held in groups]
+    return _Difference(name, list(groups.values()), shown, len(differing), total)
+
+
+def _all_agree(named: Mapping[str, torch.Tensor], world: World) -> bool:
+    forms = zlib.crc32(repr([(name, _form(tensor)) for name, tensor in named.items()]).encode())
+    own = fingerprint(list(named.values()), world.device) ^ forms
+    least, negated_greatest = world.comm.all_reduce(torch.stack([own, -own]), "min").tolist()
+    return bool(least == -negated_greatest)
+
+
+def _form(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _sum(tensor: torch.Tensor) -> str:
+    """For the eye: how far two tensors are from one another. As text, in which NaN equals NaN."""
+    values = tensor.detach()
     values = torch.view_as_real(values) if values.is_complex() else values
-    total, spread = values.double().sum().item(), values.double().abs().sum().item()
-    return f"{str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)} of sum {total!r}, {spread!r}"
+    return repr(values.double().sum().item())
+
+
+def _show(held: tuple[str, str, int, str] | None, name: str) -> str:
+    if held is None:
+        return "missing"
+    own_name, form, bits, total = held
+    return f"{form} of sum {total} (bits {bits:x})" if own_name == name else f"{own_name}, {form}"
+
+
+def _drifted(found: _Difference, number: int) -> ReplicasDifferError:
+    odd, size = found.odd_ranks(), sum(map(len, found.groups))
+    verdict = "" if len(odd) == size else f"; {name_ranks(odd)} differ{'s' * (len(odd) == 1)} from the others"
+    return ReplicasDifferError(
+        f"the replicas differ at call {number} of check_replicas: {found.name} is {found.holders()}{verdict}; "
+        f"{found.count} of {found.total} differ. Every rank must begin with the same parameters "
+        "(broadcast_parameters) and change them by the same gradients (optimizer_step), with nothing random in it that "
+        "differs by rank",
+        found.name,
+        odd,
+    )

@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 from collections import Counter
 from dataclasses import dataclass, field
+from statistics import fmean
 
+from unisono.launch.monitor import own_samples
 from unisono.timeline import COMPUTE, FETCH, MOVE, REDUCE, STEP, Span, Waits, wait_counter
 from unisono.world import World, current_world
 
@@ -39,6 +41,8 @@ class RankSummary:
         nbytes: of the batches that it took, as they were loaded.
         mean_queue: batches that waited in the loader, on average, when the loop asked for one.
         memory: bytes in use when it was summarised.
+        peak_rss: the most bytes of memory that its process and those below it were seen to have; 0 where nobody looked.
+        mean_cpu_percent: of one core, that they kept busy.
         spans: by track, "loop" and the helpers'; the latest `MAX_SPANS` of each, on the clock of its machine.
     """
 
@@ -56,6 +60,8 @@ class RankSummary:
     waits: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
     nbytes: int = 0
     mean_queue: float = 0.0
+    peak_rss: int = 0
+    mean_cpu_percent: float = 0.0
 
     @property
     def loop_seconds(self) -> float:
@@ -142,7 +148,7 @@ class Report:
 def summarise(world: World | None = None) -> RankSummary:
     """This rank's summary up to now."""
     world = world or current_world()
-    tracks = world.timeline.tracks()
+    tracks, samples = world.timeline.tracks(), own_samples(world.rank)
     counts: Counter[str] = Counter()
     for track in tracks:
         counts.update(track.counts.copy())
@@ -161,6 +167,8 @@ def summarise(world: World | None = None) -> RankSummary:
         waits={cause: counts[wait_counter(cause)] / 1e9 for cause in CAUSES},
         nbytes=counts["bytes"],
         mean_queue=counts["queued"] / counts["batches"] if counts["batches"] else 0.0,
+        peak_rss=max((sample.rss for sample in samples), default=0),
+        mean_cpu_percent=fmean(sample.cpu_percent for sample in samples[1:]) if samples[1:] else 0.0,
     )
 
 

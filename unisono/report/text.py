@@ -50,6 +50,10 @@ def _lines(report: Report) -> Iterator[str]:
         depth = sum(each.mean_queue for each in report.ranks) / len(report.ranks)
         causes = ", ".join(f"{cause} {report.waited(cause):.1%}" for cause in CAUSES)
         yield f"waited for: {causes}; {rate:,.1f} MB/s of batches, {depth:.1f} of them waiting per rank"
+    if any(each.peak_rss for each in report.ranks):
+        peak = max(each.peak_rss for each in report.ranks)
+        busy = sum(each.mean_cpu_percent for each in report.ranks) / 100
+        yield f"with loader workers: at most {peak / 1e6:,.0f} MB per rank, {busy:.1f} cores busy over all"
     told = []
     if report.dropped:
         told.append(f"{report.dropped:,} samples were dropped with the tail")

@@ -1,0 +1,106 @@
+"""What the checks cost per step: `check_replicas`, `should_stop` and checked collectives against a step without.
+
+    python bench/checked.py [--blocks 20] [--steps 20] [--workers 2]
+
+N worker processes train a small convolutional network on batches that lie ready. All variants run in the same workers,
+in turns of some steps. Ratios are with / without: nearer to 1 is cheaper.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from statistics import median
+
+import torch
+from blocks import conditions, interleave, ratio_line
+from torch import nn
+from torch.nn import functional as F
+
+from unisono import current_world, optimizer_step, spawn
+from unisono.comm.processes import ProcessCommunicator
+from unisono.parallel.agreement import check_replicas
+from unisono.parallel.stopping import should_stop
+from unisono.world import World
+
+PLAIN = "no check"
+Step = Callable[[], None]
+
+
+def build_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(32 * 7 * 7, 128), nn.ReLU(), nn.Linear(128, 10)),
+    )
+
+
+def training_step(world: World, after: Callable[[nn.Module], object] = lambda model: None) -> Step:
+    """One step of a network of its own, in that world, with a check at its end."""
+    model = build_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    images, labels = torch.rand(32, 1, 28, 28), torch.randint(10, (32,))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(images), labels).backward()
+        optimizer_step(optimizer, world=world)
+        after(model)
+
+    return step
+
+
+def build_variants(world: World) -> dict[str, Step]:
+    checked = ProcessCommunicator(world.device, is_checked=True, owns_group=False)
+    variants = {PLAIN: training_step(world)}
+    for every in (1, 10, 100):
+        name = f"check_replicas(model, every={every})"
+        variants[name] = training_step(world, lambda model, every=every: check_replicas(model, every, world=world))  # type: ignore[misc]
+    variants["should_stop()"] = training_step(world, lambda model: should_stop(world=world))
+    variants["checked=True"] = training_step(replace(world, comm=checked))
+    return variants
+
+
+def block_of(world: World, step: Step, steps: int) -> Callable[[], float]:
+    """Seconds per step of some steps, which all ranks begin and end together."""
+
+    def block() -> float:
+        world.comm.barrier()
+        start = time.perf_counter()
+        for _ in range(steps):
+            step()
+        world.comm.barrier()
+        return (time.perf_counter() - start) / steps
+
+    return block
+
+
+def measure(index: int, blocks: int, steps: int) -> Mapping[str, list[float]]:
+    """Seconds per step of each variant, block by block."""
+    world = current_world()
+    torch.set_num_threads(1)
+    logging.getLogger("unisono").setLevel(logging.ERROR)  # that the batches come from no loader is meant so
+    variants = {name: block_of(world, step, steps) for name, step in build_variants(world).items()}
+    return interleave(variants, blocks)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--workers", type=int, default=2)
+    arguments = parser.parse_args()
+    times = spawn(measure, args=(arguments.blocks, arguments.steps), nprocs=arguments.workers, backend="cpu")[0]
+    count = sum(parameter.numel() for parameter in build_model().parameters())
+    print(f"a step of {count} parameters in {arguments.workers} processes; {conditions()}")
+    print("median ms per step: " + ", ".join(f"{name} {median(t) * 1e3:.2f}" for name, t in times.items()))
+    for name in list(times)[1:]:
+        print(ratio_line(f"{name} / {PLAIN}", times[name], times[PLAIN]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Agents of a run on several machines, as processes of this one, and networks for them to be machines in."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import psutil
+from faults import Script
+
+_AGENT = """
+import ctypes, os, sys
+network = {network!r}
+if network:
+    descriptor = os.open("/run/netns/" + network, os.O_RDONLY)
+    assert ctypes.CDLL(None, use_errno=True).setns(descriptor, 0x40000000) == 0
+    os.close(descriptor)
+from unisono.cli.main import main
+if __name__ == "__main__":
+    sys.exit(main({arguments!r}))
+"""
+
+
+def agent(directory: Path, *arguments: str, network: str = "", **environ: str) -> Script:
+    """`unisono` with these arguments, in a process of its own, with a directory of its own, in a network."""
+    directory.mkdir(exist_ok=True)
+    return Script(_AGENT.format(arguments=list(arguments), network=network), directory, **environ)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def kill_all(script: Script) -> None:
+    """SIGKILL every process of a run at the same moment, as a power cut does: stopped first, none can tell another."""
+    living = script.living()
+    for signum in (signal.SIGSTOP, signal.SIGKILL):
+        for process in living:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signum)
+
+
+@contextlib.contextmanager
+def two_networks() -> Iterator[tuple[str, str]]:
+    """Two network namespaces joined by a cable: 10.77.0.1 on `eth0` in the first, 10.77.0.2 in the second.
+
+    Raises:
+        PermissionError: this process may not make them.
+    """
+    names = tuple(f"unisono-{os.getpid()}-{uuid4().hex[:6]}-{number}" for number in (1, 2))
+    cables = [f"uni{uuid4().hex[:10]}" for _ in names]
+    try:
+        for name in names:
+            _ip("netns", "add", name)
+        _ip("link", "add", cables[0], "type", "veth", "peer", "name", cables[1])
+        for number, (name, cable) in enumerate(zip(names, cables, strict=True), 1):
+            _ip("link", "set", cable, "netns", name, "name", "eth0")
+            _ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "eth0")
+            _ip("-n", name, "link", "set", "eth0", "up")
+            _ip("-n", name, "link", "set", "lo", "up")
+        yield names[0], names[1]
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+        subprocess.run(["ip", "link", "del", cables[0]], capture_output=True)
+
+
+def _ip(*arguments: str) -> None:
+    try:
+        found = subprocess.run(["ip", *arguments], capture_output=True, text=True)
+    except FileNotFoundError:
+        raise PermissionError("there is no command `ip`") from None
+    if found.returncode != 0:
+        raise PermissionError(f"ip {' '.join(arguments)}: {found.stderr.strip()}")

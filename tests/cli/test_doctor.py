@@ -1,0 +1,209 @@
+"""The doctor sees what ails a machine, says what to do, and comes to an end whatever a check does."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import pty
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from unisono.cli import network_checks, worker_checks
+from unisono.cli.doctor import add_parser
+from unisono.cli.findings import Check, Finding, examine
+from unisono.launch.disturbances import disturbances
+
+MAIN = """
+import argparse, sys
+from unisono.cli.doctor import add_parser
+parser = argparse.ArgumentParser("unisono")
+add_parser(parser.add_subparsers(required=True))
+options = parser.parse_args(sys.argv[1:])
+sys.exit(options.run(options))
+"""
+DOCTOR = [sys.executable, "-c", MAIN, "doctor"]
+
+
+def ask(*arguments: str, before: list[str] | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run the doctor, under the commands `before`."""
+    command = [*(before or []), *DOCTOR, *arguments]
+    return subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, timeout=100)
+
+
+def findings(done: subprocess.CompletedProcess[str]) -> dict[str, list[dict[str, str]]]:
+    assert done.returncode in (0, 1), done.stderr
+    found: dict[str, list[dict[str, str]]] = {}
+    for each in json.loads(done.stdout)["findings"]:
+        found.setdefault(each["name"], []).append(each)
+    return found
+
+
+def test_two_real_workers_meet_and_a_machine_without_a_problem_is_fine():
+    began = time.monotonic()
+    done = ask("--json")
+    took_s = time.monotonic() - began
+    found = findings(done)
+    assert [each for every in found.values() for each in every if each["state"] == "problem"] == []
+    assert (done.returncode, json.loads(done.stdout)["is_fine"]) == (0, True)
+    assert "first barrier after" in found["workers"][0]["text"]
+    assert "GB/s" in found["collectives"][0]["text"]
+    assert took_s < 60  # on an idle machine it takes 5
+
+
+def test_what_is_wrong_with_a_machine_is_a_line_and_its_advice_the_next_one(tmp_path: Path):
+    place = tmp_path / ("long" * 20)
+    place.mkdir()
+    poor = ["bash", "-c", 'ulimit -n 512; exec "$@"', "bash"]
+    done = ask("--quick", "--endpoint", "no.such.host.invalid:29400", before=poor, TMPDIR=str(place), NCCL_DEBUG="INFO")
+    lines = done.stdout.splitlines()
+    assert done.returncode == 1
+    told = {
+        (line.split()[0], line.split()[1]): after for line, after in zip(lines, [*lines[1:], ""], strict=True) if line
+    }
+    assert "ulimit -n" in told["warning", "limits"]
+    assert "set TMPDIR to a shorter one" in told["warning", "temporary"]
+    assert told["problem", "endpoint"].strip().startswith("-> ")
+    assert ("note", "environment") in told
+    assert all(line[0] != " " or line.lstrip().startswith("-> ") for line in lines if line)
+    assert lines[-1].startswith("1 problem, ")
+    assert "\033" not in done.stdout
+    assert "workers" not in {words[1] for words in told}
+
+
+def in_namespaces(*commands: str) -> list[str]:
+    """Run what follows in mount and host name spaces of its own, after these commands; skips where that is refused."""
+    command = ["unshare", "--mount", "--uts", "bash", "-ec", "; ".join([*commands, 'exec "$@"']), "bash"]
+    with contextlib.suppress(FileNotFoundError):
+        if subprocess.run([*command, "true"], capture_output=True, timeout=60).returncode == 0:
+            return command
+    pytest.skip("needs the right to make name spaces")
+
+
+def test_a_shared_memory_of_the_size_that_docker_gives_is_a_warning():
+    done = ask("--quick", "--json", before=in_namespaces("mount -t tmpfs -o size=64m tmpfs /dev/shm"))
+    [found] = findings(done)["shared memory"]
+    assert found["state"] == "warning"
+    assert "64 MiB" in found["text"]
+    assert "--shm-size" in found["advice"]
+
+
+@pytest.mark.slow
+def test_a_name_server_that_does_not_answer_is_a_warning_and_holds_nobody_up(tmp_path: Path):
+    (tmp_path / "resolv.conf").write_text("nameserver 127.0.0.53\n")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
+        try:
+            silent.bind(("127.0.0.53", 53))
+        except OSError:
+            pytest.skip("needs the right to bind port 53")
+        before = in_namespaces(f"mount --bind {tmp_path}/resolv.conf /etc/resolv.conf", "hostname nobody-knows-me")
+        done = ask("--quick", "--json", before=before)
+    [found] = findings(done)["names"]
+    assert found["state"] == "warning"
+    assert "/etc/resolv.conf" in found["advice"]
+
+
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_colors_are_for_terminals_without_no_color(no_color: str):
+    screen, terminal = pty.openpty()
+    with os.fdopen(screen, "rb", 0) as screen_end:
+        with subprocess.Popen(
+            [*DOCTOR, "--quick"], stdout=terminal, env={**os.environ, "TERM": "xterm", "NO_COLOR": no_color}
+        ) as process:
+            os.close(terminal)
+            text = b""
+            with contextlib.suppress(OSError):  # how a terminal without a program ends
+                while piece := screen_end.read(65536):
+                    text += piece
+        assert process.returncode in (0, 1)
+    assert (b"\033[32mok" in text) == (no_color == "")
+
+
+def test_a_check_that_fails_is_a_finding():
+    def broken() -> Iterator[Finding]:
+        raise ZeroDivisionError("nothing to divide by")
+        yield
+
+    [found] = examine(Check("arithmetic", broken))
+    assert (found.name, found.state) == ("arithmetic", "warning")
+    assert "ZeroDivisionError: nothing to divide by" in found.text
+
+
+def test_a_check_that_does_not_come_back_is_a_finding_in_time():
+    leave = threading.Event()
+
+    def endless() -> Iterator[Finding]:
+        leave.wait()
+        yield Finding("patience", "ok", "at last")
+
+    began = time.monotonic()
+    found = examine(Check("patience", endless, 0.2, "problem", "be patient"))
+    leave.set()
+    assert found == [Finding("patience", "problem", "no answer within 0.2 s", "be patient")]
+    assert time.monotonic() - began < 5
+
+
+def test_an_endpoint_is_free_or_answers():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        [found] = network_checks.endpoint("127.0.0.1", port)
+        assert found.state == "ok"
+        assert "in use here, answers" in found.text
+    [found] = network_checks.endpoint("127.0.0.1", port)
+    assert (found.state, found.text) == ("ok", f"127.0.0.1:{port} is free here, is bound and reached")
+
+
+@pytest.mark.parametrize("text", ["host", ":29400", "host:", "host:port", "host:0", "host:65536"])
+def test_what_is_no_endpoint_is_refused_with_the_way_to_write_it(text: str, capsys: pytest.CaptureFixture[str]):
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    with pytest.raises(SystemExit) as exit_:
+        parser.parse_args(["doctor", "--endpoint", text])
+    assert exit_.value.code == 2
+    assert "write HOST:PORT" in capsys.readouterr().err
+
+
+def test_an_endpoint_may_be_an_address_of_any_kind():
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    assert parser.parse_args(["doctor", "--endpoint", "[::1]:29400"]).endpoint == ("::1", 29400)
+
+
+def test_no_worker_is_started_where_a_launcher_has_started_this_process(monkeypatch: pytest.MonkeyPatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "host"}.items():
+        monkeypatch.setenv(name, value)
+    [found] = worker_checks.workers()
+    assert (found.name, found.state) == ("workers", "note")
+    assert found.text.startswith("not started")
+
+
+@pytest.mark.parametrize(
+    ("environ", "harmful"),
+    [
+        ({"HOME": "/root", "PATH": "/bin"}, []),
+        ({"CPU_NUM_DEVICES": "4", "CUDA_LAUNCH_BLOCKING": "0", "GLOO_SOCKET_IFNAME": "lo"}, []),
+        ({"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "0", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, []),
+        ({"CPU_NUM_DEVICES": "all"}, ["CPU_NUM_DEVICES=all"]),
+        ({"GLOO_SOCKET_IFNAME": "no-such-if"}, ["GLOO_SOCKET_IFNAME=no-such-if"]),
+        ({"OMP_PROC_BIND": "true"}, ["OMP_PROC_BIND=true"]),
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, ["TORCH_NCCL_ASYNC_ERROR_HANDLING=0"]),
+        ({"WORLD_SIZE": "1", "RANK": "0"}, []),
+        ({"WORLD_SIZE": "4", "RANK": "0"}, ["WORLD_SIZE=4 RANK=0"]),
+    ],
+)
+def test_variables_that_harm_a_run_are_told_from_those_that_only_change_it(environ: dict[str, str], harmful: list[str]):
+    found = list(disturbances(environ))
+    assert [each.setting for each in found if each.is_harmful] == harmful
+    assert all(each.way_out for each in found if each.is_harmful)
+
+
+def test_a_place_among_others_is_no_leftover_where_a_launcher_has_given_it():
+    assert list(disturbances({"WORLD_SIZE": "4", "RANK": "0"}, is_launched=True)) == []

@@ -1,0 +1,311 @@
+"""`unisono run` on one machine: what it runs, what it prints, what it ends with; and what it refuses at the door."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from faults import Line, Script
+
+from unisono.cli import run as command
+from unisono.cli.main import main
+from unisono.launch.environment import AgentPlace
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str]) -> Run:
+    def run(*arguments: str) -> tuple[int, str, str]:
+        try:
+            code: object = main(["run", *arguments])
+        except SystemExit as stop:
+            code = stop.code
+        assert isinstance(code, int)
+        return code, *capfd.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Write a script into an empty directory, which becomes the current one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("SLURM_STEP_ID", "SLURM_STEPID", "PET_NNODES", "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+
+    def write(text: str, name: str = "train.py") -> str:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+        return name
+
+    return write
+
+
+# What runs.
+
+
+def test_a_script_runs_as_main_in_each_worker_with_its_own_arguments(run, script):
+    script("value = 5", "there/beside.py")
+    name = script(
+        "import sys, unisono, beside\n"
+        "if __name__ == '__main__':\n"
+        "    print(unisono.rank(), unisono.all_gather_object(unisono.rank()), sys.argv, beside.value)",
+        "there/train.py",
+    )
+    code, output, errors = run("-n", "2", "--backend", "cpu", name, "--lr", "1", "-n", "7")
+    assert code == 0, errors
+    argv = ["there/train.py", "--lr", "1", "-n", "7"]
+    assert sorted(output.splitlines()) == [f"[rank {rank}] {rank} [0, 1] {argv} 5" for rank in range(2)]
+
+
+def test_a_function_of_a_module_is_called_with_the_rank(run, script):
+    script("import sys\ndef train(rank):\n    print('trains', rank, sys.argv[1:])", "jobs.py")
+    code, output, _ = run("-n", "2", "--backend", "cpu", "--no-prefix", "jobs:train", "x")
+    assert code == 0
+    assert sorted(output.splitlines()) == ["trains 0 ['x']", "trains 1 ['x']"]
+
+
+def test_spawn_in_a_script_runs_in_the_workers_that_are_there(run, script):
+    name = script(
+        "from unisono.launch.joining import join_world, run_announced\n"
+        "from unisono.backends import pick_backend\n"
+        "from datetime import timedelta\n"
+        "assert join_world().world_size == 2\n"
+        "print(run_announced(lambda rank: rank * 2, (), None, pick_backend('cpu'), timedelta(seconds=60)))"
+    )
+    code, output, errors = run("-n", "2", "--backend", "cpu", "--no-prefix", name)
+    assert code == 0, errors
+    assert output.splitlines() == ["[0, 2]", "[0, 2]"]
+
+
+def test_only_the_chosen_ranks_are_shown_and_all_are_kept(run, script, tmp_path):
+    name = script("import unisono\nprint('from', unisono.rank())")
+    code, output, _ = run("-n", "2", "--backend", "cpu", "--log-ranks", "1", "--log-dir", "logs", name)
+    assert code == 0
+    assert output.splitlines() == ["[rank 1] from 1"]
+    kept = [path.read_text() for path in sorted((tmp_path / "logs" / "latest").glob("rank-*.stdout"))]
+    assert kept == ["from 0\n", "from 1\n"]
+
+
+def test_workers_are_started_again(run, script):
+    name = script(
+        "import os, unisono\n"
+        "world = unisono.current_world()\n"
+        "if world.rank == 1 and world.restart_count == 0:\n"
+        "    os.kill(os.getpid(), 9)\n"
+        "unisono.barrier()\n"
+        "print('after', world.restart_count)"
+    )
+    code, output, _ = run("-n", "2", "--backend", "cpu", "--max-restarts", "1", name)
+    assert code == 0
+    assert sorted(output.splitlines()) == ["[rank 0] after 1", "[rank 1] after 1"]
+
+
+# What it ends with.
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        ("pass", 0),
+        ("sys.exit()", 0),
+        ("sys.exit(0)", 0),
+        ("sys.exit(7)", 7),
+        ("sys.exit('bad')", 1),
+        ("os._exit(3)", 3),
+        ("os._exit(0)", 1),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 139),
+        ("raise ValueError('wrong')", 1),
+        ("raise KeyError('wrong')", 1),
+    ],
+)
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_the_exit_code_tells_how_it_ended(run, script, num_workers, ending, code):
+    if num_workers == 1 and ("_exit" in ending or "kill" in ending):
+        pytest.skip("a single worker is the command's own process")
+    name = script(f"import os, signal, sys, unisono\nif unisono.rank() == unisono.world_size() - 1:\n    {ending}")
+    assert run("-n", str(num_workers), "--backend", "cpu", name)[0] == code
+
+
+@pytest.mark.parametrize("num_workers", ["1", "2"])
+def test_a_failure_is_told_once_and_without_the_launcher_s_lines(run, script, num_workers):
+    name = script(
+        "import unisono\n"
+        "def step():\n"
+        "    try:\n"
+        "        {}['first']\n"
+        "    finally:\n"
+        "        raise ValueError('second')\n"
+        "if unisono.rank() == 0:\n"
+        "    step()"
+    )
+    code, _, errors = run("-n", num_workers, "--backend", "cpu", name)
+    assert code == 1
+    assert errors.count("Traceback (most recent call last)") == 2
+    assert errors.count("KeyError: 'first'") == errors.count("ValueError: second") == 1
+    assert "During handling of the above exception" in errors
+    for line in errors.splitlines():
+        assert "unisono/" not in line
+        assert "runpy" not in line
+    assert f"rank 0 of {num_workers}, cpu:0, pid " in errors
+
+
+def test_a_worker_that_was_killed_is_told_without_any_traceback(run, script):
+    name = script("import os, unisono\nif unisono.rank() == 1:\n    os.kill(os.getpid(), 9)\nunisono.barrier()")
+    code, _, errors = run("-n", "2", "--backend", "cpu", name)
+    assert code == 137
+    assert "Traceback" not in errors
+    assert "unisono: rank 1 (pid " in errors
+    assert "was killed by SIGKILL" in errors
+
+
+STANDING = """
+import sys, unisono
+from pathlib import Path
+from faults import Line, stand_still
+from unisono.parallel.stopping import should_stop
+if "heed" in sys.argv:
+    should_stop()
+Line(Path(sys.argv[1])).say("running")
+while "heed" in sys.argv:
+    if should_stop():
+        sys.exit(0)
+stand_still()
+"""
+
+
+@pytest.mark.parametrize(("how", "signum", "code"), [("stand", signal.SIGINT, 130), ("heed", signal.SIGTERM, 143)])
+def test_the_exit_code_tells_of_a_stop(tmp_path, how, signum, code):
+    (tmp_path / "standing.py").write_text(STANDING)
+    line = Line.at(tmp_path / "line")
+    arguments = ["run", "-n", "2", "--backend", "cpu", "--grace", "1", "standing.py", str(line.path), how]
+    source = f"import sys\nfrom unisono.cli.main import main\nsys.exit(main({arguments!r}))"
+    with line.hearing() as ear, Script(source, tmp_path) as script:
+        assert ear.hear_all(2) == [["running"], ["running"]]
+        script.kill(signum)
+        assert script.end()[0] == code
+        assert script.survivors() == []
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["trian.py"], "there is no script 'trian.py' in .*; is it 'train.py'?"),
+        (["gone/train.py"], "there is no script 'gone/train.py' in .*; there is no directory 'gone' either"),
+        (["train"], "'train' is neither a script"),
+        (["train:"], "'train:' is neither a script"),
+        (["nowhere.jobs:main"], "'nowhere.jobs:main': there is no module 'nowhere'"),
+        (["train:mian"], "'train:mian': train has no 'mian'; is it 'main'?"),
+        (["train:number"], "'train:number' is a int; name a function"),
+        (["--backend", "abacus", "train.py"], "backend 'abacus' does not exist; choose one of"),
+        (["--nnodes", "2", "train.py"], "--nnodes 2 needs --rdzv-endpoint host:port"),
+        (["--nnodes", "2", "--rdzv-endpoint", "node1", "train.py"], "'node1' is no endpoint; pass host:port"),
+        (
+            ["--nnodes", "2", "--rdzv-endpoint", "a:1", "--hang-timeout", "3", "train.py"],
+            "--hang-timeout is for workers of one machine",
+        ),
+        (["--log-dir", "train.py", "-n", "2", "train.py"], "log_dir='train.py' cannot hold the files"),
+        (["--start-method", "teleport", "-n", "2", "train.py"], "start_method='teleport'"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_anything_starts(run, script, arguments, words):
+    script("number = 5\ndef main(rank):\n    print('ran')")
+    code, output, errors = run(*arguments)
+    assert code == 2
+    assert output == ""
+    assert "Traceback" not in errors
+    assert re.search(words, errors)
+    assert "unisono run --help" in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-n", "0", "t.py"], "'0' is no number from 1 on"),
+        (["--nnodes", "2:1", "t.py"], "'2:1' is no number of machines"),
+        (["--timeout", "-1", "t.py"], "'-1' is no positive number of seconds"),
+        (["--timeout", "nan", "t.py"], "'nan' is no positive number"),
+        (["--log-ranks", "0,x", "t.py"], "'x' is no number from 0 on"),
+        (["--rdzv-conf", "last_call_timeout", "t.py"], "'last_call_timeout' is no list like"),
+        ([], "the following arguments are required: target"),
+    ],
+)
+def test_a_malformed_option_is_refused_by_name(run, arguments, words):
+    code, _, errors = run(*arguments)
+    assert code == 2
+    assert words in errors
+
+
+def test_a_module_that_cannot_import_what_it_needs_says_what(run, script):
+    script("import not_there_at_all", "broken.py")
+    code, _, errors = run("broken:main")
+    assert code == 2
+    assert "No module named 'not_there_at_all'" in errors
+
+
+# Several machines: what is taken from where.
+
+
+def elastic(*arguments: str, place: AgentPlace | None = None) -> object:
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    return command._elastic_options(parser.parse_args(["run", *arguments, "train.py"]), place)
+
+
+STEP = AgentPlace("the SLURM step", "2", 1, "node07:21000", "777.1")
+POD = AgentPlace("the PET_ variables", "1:3", 0, "pod-0:29400", None, nproc=8, max_restarts=2)
+
+
+def test_without_peers_a_run_is_on_this_machine():
+    assert elastic() is None
+    assert elastic("--nnodes", "1") is None
+    assert elastic(place=AgentPlace("the PET_ variables", "1", 0, "pod-0:29400", None)) is None
+
+
+def test_options_on_the_command_line_come_before_those_of_the_environment():
+    found = elastic("-n", "1", "--backend", "cpu", "--rdzv-id", "mine", "--max-restarts", "5", place=POD)
+    assert (found.nproc, found.run_id, found.max_restarts) == (1, "mine", 5)
+    assert (found.min_nodes, found.max_nodes, found.endpoint, found.node_rank) == (1, 3, "pod-0:29400", 0)
+    found = elastic("--backend", "cpu", place=STEP)
+    assert (found.min_nodes, found.max_nodes, found.endpoint) == (2, 2, "node07:21000")
+    assert (found.run_id, found.node_rank, found.max_restarts) == ("777.1", 1, 0)
+    assert elastic("--nnodes", "1", place=STEP) is None
+
+
+def test_a_run_that_may_shrink_restarts_unless_told_otherwise():
+    assert elastic("--nnodes", "1:2", "--rdzv-endpoint", "a:1").max_restarts == 3
+    assert elastic("--nnodes", "2", "--rdzv-endpoint", "a:1").max_restarts == 0
+    assert elastic("--nnodes", "1:2", "--rdzv-endpoint", "a:1", "--max-restarts", "0").max_restarts == 0
+
+
+# The command itself.
+
+
+def test_help_and_version_need_no_torch():
+    code = "import sys\nfrom unisono.cli.main import main\ntry: main(sys.argv[1:])\n"
+    code += "finally: assert 'torch' not in sys.modules"
+    for arguments, words in [(["--help"], "doctor"), (["run", "--help"], "examples:"), (["--version"], "unisono ")]:
+        found = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
+        assert (found.returncode, found.stderr) == (0, "")
+        assert words in found.stdout
+
+
+def test_the_package_can_be_run_as_a_module(tmp_path):
+    found = subprocess.run(
+        [sys.executable, "-m", "unisono", "run", "gone.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert found.returncode == 2
+    assert f"there is no script 'gone.py' in {os.path.realpath(tmp_path)}" in found.stderr

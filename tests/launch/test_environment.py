@@ -1,0 +1,365 @@
+"""Who has started this process: what launchers say in its environment, and what becomes of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from agents import free_port
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unisono.errors import NoWorldError
+from unisono.launch.environment import (
+    SPAWNED,
+    AgentPlace,
+    Place,
+    announced_agent,
+    announced_place,
+    take,
+)
+from unisono.launch.host_lists import expand_counts, expand_hosts
+from unisono.launch.worker import OUTER_DIRECTORY
+from unisono.world import announcement
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "1234",
+    "TORCHELASTIC_RUN_ID": "job",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+SLURM = {
+    "SLURM_PROCID": "4",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_ID": "1",
+    "SLURM_JOB_ID": "777",
+    "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_STEP_NODELIST": "node[07-08,11]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+}
+POD = {
+    "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+    "RANK": "1",
+    "WORLD_SIZE": "3",
+    "MASTER_ADDR": "job-master-0",
+    "MASTER_PORT": "23456",
+}
+TRAINER = {
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "1",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "job-node-0-0.job",
+    "PET_MASTER_PORT": "29400",
+}
+
+
+# Places.
+
+
+def test_torchrun_is_recognised():
+    assert announced_place(TORCHRUN) == Place("torchrun", 3, 4, 1, 2, 1, "node1", 1234, 2, is_store_there=True)
+
+
+def test_a_torchrun_of_one_worker_is_a_world_all_the_same_for_it_may_grow():
+    place = announced_place({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
+    assert place is not None
+    assert place.world_size == 1
+
+
+def test_a_slurm_step_is_recognised():
+    assert announced_place(SLURM) == Place("a SLURM step", 4, 5, 0, 1, 2, "node07", 20000 + 777 + 997)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"SLURM_STEP_ID": "4294967291"},
+        {"SLURM_STEP_ID": ""},
+        {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_NODEID": "0"},
+    ],
+    ids=["the batch script", "no step", "one task"],
+)
+def test_what_is_no_step_of_several_tasks_announces_nothing(changes):
+    assert announced_place({**SLURM, **changes}) is None
+    assert announcement({**SLURM, **changes}) is None
+
+
+def test_an_address_that_the_job_script_exports_is_taken():
+    place = announced_place({**SLURM, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5000"})
+    assert place is not None
+    assert (place.address, place.port) == ("10.0.0.1", 5000)
+
+
+def test_a_pod_of_a_pytorch_job_is_recognised():
+    assert announced_place(POD) == Place("a Kubernetes pod", 1, 3, 0, 1, 1, "job-master-0", 23456)
+
+
+def test_a_pod_of_the_kubeflow_trainer_is_recognised():
+    assert announced_place(TRAINER) == Place("a Kubernetes pod", 1, 2, 0, 1, 1, "job-node-0-0.job", 29400)
+
+
+def test_a_pod_that_is_to_start_several_ranks_is_told_how():
+    with pytest.raises(NoWorldError, match=r"PET_NPROC_PER_NODE=4 ask for an agent in this pod.*unisono run script.py"):
+        announced_place({**TRAINER, "PET_NPROC_PER_NODE": "4"})
+
+
+def test_torchrun_inside_a_pod_or_a_step_comes_first():
+    for outer in (POD, TRAINER, SLURM):
+        place = announced_place({**outer, **TORCHRUN})
+        assert place is not None
+        assert place.launcher == "torchrun"
+
+
+@pytest.mark.parametrize("environ", [{}, {"RANK": "0"}, {"WORLD_SIZE": "2"}, {**POD, "RANK": "0", "WORLD_SIZE": "1"}])
+def test_an_environment_of_no_launcher_announces_nothing(environ):
+    assert announced_place(environ) is None
+
+
+def test_a_worker_of_spawn_is_announced_nothing():
+    assert SPAWNED == OUTER_DIRECTORY
+    assert announced_place({**TORCHRUN, SPAWNED: "/tmp/x"}) is None
+
+
+def test_what_a_rank_has_started_itself_is_not_that_rank(monkeypatch):
+    for name, value in POD.items():
+        monkeypatch.setenv(name, value)
+    place = announced_place()
+    assert place is not None
+    monkeypatch.setenv("UNISONO_TAKEN", "")
+    take(place)
+    assert announced_place() == place  # it is this process that has taken it
+    with subprocess.Popen([sys.executable, "-c", ASKING], stdout=subprocess.PIPE, text=True) as child:
+        assert child.communicate(timeout=60)[0] == "None\n"
+    monkeypatch.setenv("RANK", "2")  # another launcher, below this process
+    with subprocess.Popen([sys.executable, "-c", ASKING], stdout=subprocess.PIPE, text=True) as child:
+        assert "rank=2" in child.communicate(timeout=60)[0]
+
+
+ASKING = "from unisono.launch.environment import announced_place; print(announced_place())"
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({**TORCHRUN, "RANK": "one"}, "RANK='one' is no whole number"),
+        ({**TORCHRUN, "RANK": "4"}, "torchrun announces rank 4 of 4; ranks go from 0 to 3"),
+        ({**TORCHRUN, "LOCAL_RANK": "2"}, "local rank 2 of 2"),
+        ({**TORCHRUN, "MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
+        ({**POD, "MASTER_PORT": "-1"}, "MASTER_PORT='-1' is no whole number"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "node[1-"}, r"SLURM_STEP_NODELIST='node\[1-' names no hosts"),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x"}, r"SLURM_STEP_TASKS_PER_NODE='2\(x' tells no tasks of nodes"),
+        ({**SLURM, "SLURM_LOCALID": ""}, "SLURM_LOCALID is not set"),
+    ],
+)
+def test_a_malformed_variable_is_named(environ, words):
+    with pytest.raises(ValueError, match=words):
+        announced_place(environ)
+
+
+# Agents.
+
+
+def test_an_agent_s_place_is_read_from_a_slurm_step_with_one_task_on_each_node():
+    environ = {**SLURM, "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "1(x3)"}
+    assert announced_agent(environ) == AgentPlace("the SLURM step", "3", 2, f"node07:{20000 + 777 + 997}", "777.1")
+
+
+def test_several_agents_on_a_node_are_refused():
+    with pytest.raises(ValueError, match="srun --ntasks-per-node=1 unisono run"):
+        announced_agent(SLURM)
+
+
+def test_an_agent_s_place_is_read_from_kubernetes():
+    environ = {**TRAINER, "PET_NPROC_PER_NODE": "8", "PET_MAX_RESTARTS": "2", "PET_RDZV_ID": "job"}
+    expected = AgentPlace("the PET_ variables", "2", 1, "job-node-0-0.job:29400", "job", nproc=8, max_restarts=2)
+    assert announced_agent(environ) == expected
+    elastic = {"PET_NNODES": "1:3", "PET_RDZV_ENDPOINT": "worker-0:23456", "PET_NPROC_PER_NODE": "auto"}
+    assert announced_agent(elastic) == AgentPlace("the PET_ variables", "1:3", None, "worker-0:23456", None)
+
+
+def test_without_a_launcher_there_is_no_agent_s_place():
+    assert announced_agent({}) is None
+    assert announced_agent(POD) is None
+
+
+# Nothing initialised.
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        (TORCHRUN, "WORLD_SIZE=4 is set"),
+        (SLURM, "SLURM_STEP_NUM_TASKS=5 is set"),
+        (TRAINER, "PET_NNODES=2 is set"),
+    ],
+)
+def test_several_processes_with_nothing_initialised_are_an_error(monkeypatch, environ, words):
+    from unisono.world import current_world
+
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(NoWorldError, match=rf"{words}.*unisono.join_world\(\).*unisono.spawn\(fn\)"):
+        current_world()
+
+
+# Compressed lists.
+
+
+def test_a_list_of_hosts_is_expanded():
+    text = "node[003-005,9],other1,rack[1-2]n[08-10]x"
+    assert expand_hosts(text) == ["node003", "node004", "node005", "node9", "other1"] + [
+        f"rack{rack}n{node}x" for rack in (1, 2) for node in ("08", "09", "10")
+    ]
+
+
+@pytest.mark.parametrize("text", ["", ",", "a,,b", "a[1", "a]1", "a[]", "a[x-y]", "a[3-1]", "a[1-2-3]", "a b", "[["])
+def test_what_is_no_list_of_hosts_is_refused(text):
+    with pytest.raises(ValueError):
+        expand_hosts(text)
+
+
+names = st.text("abcxyz-.", min_size=1, max_size=5)
+runs = st.tuples(st.integers(0, 120), st.integers(0, 5), st.integers(1, 4)).map(
+    lambda drawn: [str(number).zfill(drawn[2]) for number in range(drawn[0], drawn[0] + drawn[1] + 1)]
+)
+
+
+def compressed(name: str, pieces: list[list[str]]) -> str:
+    return f"{name}[{','.join(run[0] if len(run) == 1 else f'{run[0]}-{run[-1]}' for run in pieces)}]"
+
+
+@given(st.lists(st.tuples(names, st.lists(runs, max_size=3)), min_size=1, max_size=4))
+def test_expanding_undoes_compressing(groups):
+    text = ",".join(compressed(name, pieces) if pieces else name for name, pieces in groups)
+    plain = [[f"{name}{number}" for run in pieces for number in run] if pieces else [name] for name, pieces in groups]
+    assert expand_hosts(text) == [host for group in plain for host in group]
+
+
+@given(st.lists(st.tuples(st.integers(1, 99), st.integers(1, 9)), min_size=1))
+def test_expanding_counts_undoes_compressing_them(groups):
+    text = ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in groups)
+    assert expand_counts(text) == [count for count, times in groups for _ in range(times)]
+
+
+# Joining, by real processes.
+
+JOINING = """
+import sys
+import unisono
+from unisono.launch.joining import join_world, run_announced
+from unisono.backends import pick_backend
+from datetime import timedelta
+
+def train(index, factor):
+    import torch
+    world = unisono.current_world()
+    assert world is join_world()
+    return index * factor, unisono.all_reduce(torch.ones(1)).item(), world.local_rank, world.node_rank
+
+results = run_announced(train, (10,), None, pick_backend("cpu"), timedelta(seconds=60))
+sys.stdout.write(f"{unisono.rank()}: {results}\\n")
+"""
+
+
+def start(script: Path, environ: dict[str, str], *launcher: str) -> subprocess.Popen[str]:
+    plain = {
+        name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PET_", "TORCHELASTIC"))
+    }
+    return subprocess.Popen(
+        [sys.executable, *launcher, str(script)],
+        env={**plain, "PYTHONUNBUFFERED": "1", **environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.fixture
+def joining(tmp_path: Path) -> Path:
+    script = tmp_path / "joining.py"
+    script.write_text(JOINING)
+    return script
+
+
+def test_spawn_under_torchrun_runs_in_torchrun_s_workers(joining):
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d")
+    with start(joining, {}, *launcher, "--rdzv-endpoint", "localhost:0") as process:
+        output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    results = [(0, 2.0, 0, 0), (10, 2.0, 1, 0)]
+    assert sorted(output.splitlines()) == [f"0: {results}", f"1: {results}"]
+
+
+@pytest.mark.parametrize("launcher", ["SLURM", "Kubernetes"])
+def test_processes_that_slurm_or_kubernetes_has_started_join_one_world(joining, launcher):
+    port = str(free_port())
+
+    def environ(rank: int) -> dict[str, str]:
+        if launcher == "Kubernetes":
+            return {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        step = {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0", "SLURM_NODEID": str(rank)}
+        return {**step, "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost,elsewhere", "MASTER_PORT": port}
+
+    processes = [start(joining, environ(rank)) for rank in range(2)]
+    for rank, process in enumerate(processes):
+        with process:
+            output, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+        assert output == f"{rank}: {[(0, 2.0, 0, 0), (10, 2.0, 0, 1)]}\n"
+
+
+FAILING = """
+from datetime import timedelta
+from unisono.backends import pick_backend
+from unisono.launch.joining import join_world, run_announced
+import unisono
+
+def train(index):
+    if index == 0:
+        raise LookupError("rank zero's own")
+    unisono.barrier()
+
+run_announced(train, (), None, pick_backend("cpu"), timedelta(seconds=60))
+"""
+
+
+def test_the_reason_of_a_failure_reaches_the_peers_though_rank_zero_holds_the_store(tmp_path):
+    (tmp_path / "failing.py").write_text(FAILING)
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    processes = [start(tmp_path / "failing.py", {**variables, "RANK": str(rank)}) for rank in range(2)]
+    errors = []
+    for process in processes:
+        with process:
+            errors.append(process.communicate(timeout=60)[1])
+    assert "LookupError: rank zero's own" in errors[0]
+    assert "rank 0 of 2, cpu:0" in errors[0]
+    assert "BrokenWorldError: rank 1 cannot complete barrier(): rank 0 failed with LookupError" in errors[1]
+
+
+def test_a_number_of_workers_that_the_launcher_has_not_started_is_refused(tmp_path):
+    (tmp_path / "train.py").write_text(JOINING.replace("(10,), None", "(10,), 3"))
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    with start(tmp_path / "train.py", variables) as process:
+        errors = process.communicate(timeout=60)[1]
+    assert (
+        "ValueError: nprocs=3, but by the variables RANK and WORLD_SIZE there are 1 worker(s) on this machine" in errors
+    )
+
+
+def test_a_process_that_nobody_has_announced_anything_to_joins_the_world_of_one():
+    from unisono.launch.joining import join_world
+    from unisono.world import current_world
+
+    assert join_world() is current_world()
+    assert join_world().world_size == 1

@@ -1,0 +1,191 @@
+"""A group that stands still: the late rank is named, with every rank's stack; a slow one is left alone."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from faults import stand_still
+from torch.utils.data import DataLoader, TensorDataset
+
+from unisono.errors import WorkerDiedError, WorkerHungError
+from unisono.launch.hang import HangWatch, hung_error, main_stack
+from unisono.launch.reports import Pulse
+from unisono.launch.spawn import spawn
+from unisono.loaders.parallel_loader import DeviceLoader
+from unisono.world import current_world
+
+SOON_S = 8.0  # the limit, the stacks, and the stop of workers that need no grace
+
+
+@pytest.fixture
+def soon():
+    began = time.monotonic()
+    yield
+    assert time.monotonic() - began < SOON_S
+
+
+def compute_slowly():
+    stand_still()
+
+
+def test_the_late_rank_is_named_with_its_place_and_what_the_others_wait_in(soon):
+    def work(index):
+        if index == 1:
+            compute_slowly()
+        current_world().comm.all_reduce(torch.ones(10))
+
+    with pytest.raises(WorkerHungError, match="no rank has made progress for 1 s, and rank 1 is late") as caught:
+        spawn(work, nprocs=3, hang_timeout_s=1.0)
+    text = str(caught.value)
+    assert 'rank 1 is in stand_still ("' in text
+    assert "ranks [0, 2] wait in all_reduce(float32[10], 'sum')" in text
+    assert caught.value.ranks == [1]
+    assert sorted(caught.value.stacks) == [0, 1, 2]
+    notes = "\n".join(caught.value.__notes__)
+    places = [notes.index(text) for text in ("rank 0:", "in all_reduce", "rank 1:", "compute_slowly")]
+    assert (
+        notes.index("rank 0:") < notes.index("in all_reduce") < notes.index("rank 1:") < notes.index("compute_slowly")
+    )
+    assert sorted(caught.value.failures) == [0, 1, 2]
+
+
+def test_a_collective_that_the_user_called_himself_is_found_on_the_stack(soon):
+    def work(index):
+        if index == 0:
+            compute_slowly()
+        dist.broadcast(torch.ones(1), 0)
+
+    with pytest.raises(WorkerHungError, match=r"rank 0 is late: .*; rank 1 waits in broadcast\(\)") as caught:
+        spawn(work, nprocs=2, hang_timeout_s=1.0)
+    assert caught.value.ranks == [0]
+
+
+def test_ranks_that_stand_still_outside_any_collective_are_all_named(soon):
+    with pytest.raises(WorkerHungError, match="no rank is in a collective: rank 0 is in stand_still") as caught:
+        spawn(lambda index: stand_still(), nprocs=2, hang_timeout_s=1.0)
+    assert caught.value.ranks == [0, 1]
+
+
+def test_a_rank_that_never_lets_go_of_the_interpreter_is_named(soon):
+    def work(index):
+        current_world().comm.barrier()
+        if index == 1:
+            mutex = ctypes.create_string_buffer(64)
+            ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+            ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+        current_world().comm.barrier()
+
+    with pytest.raises(WorkerHungError, match="rank 1 is late: rank 1 is in work"):
+        spawn(work, nprocs=2, hang_timeout_s=1.0)
+
+
+def test_a_stopped_rank_is_named(soon):
+    def work(index):
+        if index == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        current_world().comm.barrier()
+
+    with pytest.raises(WorkerHungError, match="rank 1 is late: rank 1 does not tell where it is: it is stopped"):
+        spawn(work, nprocs=2, hang_timeout_s=1.0, grace_s=0.2)
+
+
+def test_a_rank_that_makes_progress_alone_is_no_hang():
+    def work(index):
+        if index == 0:
+            data = DataLoader(TensorDataset(torch.arange(12.0)), batch_size=1)
+            for _ in DeviceLoader(data, current_world().device, sharded=True):
+                time.sleep(0.2)  # twelve times, longer than the limit in all: the subject of this test is time
+        current_world().comm.barrier()
+        return index
+
+    assert spawn(work, nprocs=2, hang_timeout_s=1.5) == [0, 1]
+
+
+def test_shortly_before_the_time_out_of_a_collective_the_late_rank_is_named_by_default(soon):
+    def work(index):
+        if index == 1:
+            compute_slowly()
+        current_world().comm.barrier()
+
+    with pytest.raises(WorkerHungError, match=r"no rank has made progress for 4.8 s, and rank 1 is late"):
+        spawn(work, nprocs=2, timeout=timedelta(seconds=6))
+
+
+def test_a_hang_is_restarted():
+    def work(index):
+        if index == 1 and current_world().restart_count == 0:
+            stand_still()
+        current_world().comm.barrier()
+        return current_world().restart_count
+
+    assert spawn(work, nprocs=2, hang_timeout_s=1.0, max_restarts=1) == [1, 1]
+
+
+def test_a_failure_wins_over_the_hang_that_it_ends_in(line, ear):
+    def work(index):
+        if index == 1:
+            os._exit(3)
+        stand_still()
+
+    with pytest.raises(WorkerDiedError, match="exited with code 3"):
+        spawn(work, nprocs=2, hang_timeout_s=1.0)
+
+
+# The arithmetic, and the words.
+
+
+def test_the_time_begins_anew_with_every_progress_of_any_rank():
+    watch = HangWatch(hang_timeout_s=10.0, timeout_s=100.0)
+    assert watch.deadline() is None  # the ranks have not joined
+    watch.hear(0, Pulse(5), 4.0)
+    assert watch.deadline() == 14.0
+    watch.hear(1, Pulse(5), 6.0)
+    watch.hear(0, Pulse(5, "barrier()"), 8.0)  # a sign of life, and no progress
+    assert watch.deadline() == 16.0
+    watch.forget(1, 9.0)
+    assert watch.deadline() == 19.0
+
+
+def test_unless_told_only_a_rank_that_waits_can_hang():
+    watch = HangWatch(hang_timeout_s=None, timeout_s=100.0)
+    assert watch.deadline() is None
+    watch.hear(0, Pulse(5), 4.0)
+    assert watch.deadline() is None
+    watch.hear(1, Pulse(6, "barrier()"), 5.0)
+    assert watch.deadline() == 85.0
+    watch.hear(1, Pulse(7), 6.0)
+    assert watch.deadline() is None
+
+
+STACKS = """Thread 0x1 (most recent call first):
+  File "/x/torch/distributed/distributed_c10d.py", line 9 in all_reduce
+  File "/x/helper.py", line 3 in run
+
+Current thread 0x2 (most recent call first):
+  File "{}", line 7 in {}
+  File "/home/me/train.py", line 3 in train
+"""
+
+
+def test_only_the_main_thread_tells_what_a_rank_does():
+    assert main_stack(STACKS.format("/home/me/data.py", "load")).startswith("Current thread 0x2")
+    stacks = {0: STACKS.format("/x/torch/distributed/distributed_c10d.py", "barrier"), 1: STACKS.format("d.py", "load")}
+    error = hung_error({}, stacks, [0, 1], 60.0)
+    assert 'rank 1 is late: rank 1 is in load ("d.py", line 7); rank 0 waits in barrier()' in str(error)
+
+
+def test_ranks_in_different_collectives_are_told_with_the_one_that_is_behind():
+    pulses = {0: Pulse(7, "barrier()"), 1: Pulse(7, "barrier()"), 2: Pulse(4, "all_reduce(float32[1], 'sum')")}
+    error = hung_error(pulses, {}, [0, 1, 2], 60.0)
+    assert (
+        "all ranks wait, and not for the same: ranks [0, 1] wait in barrier(), rank 2 waits in "
+        "all_reduce(float32[1], 'sum') (rank 2 is behind the others)"
+    ) in str(error)
+    assert error.ranks == [2]

@@ -1,0 +1,219 @@
+"""Every process of a run, hit by every signal: the run comes to its end, and nothing of it is left.
+
+The run that is hit is a rich one: rank 0 stands inside a collective, rank 1 in Python, both have loader workers that
+wait for work, and a grandchild in a session of its own.
+
+Where a signal does not end the run, that is said here, and why; the run then still notices the death of a worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from faults import PROMISE_S, Ear, Gate, Line, Script, survivors
+
+pytestmark = pytest.mark.slow
+
+GRACE_S = 0.3
+GROWTH_BYTES = 1 << 20  # that 200 groups may add to a process: the allocator rounds
+SIGNALS = [
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGABRT,
+    signal.SIGSEGV,
+    signal.SIGKILL,
+]
+BORNE = {
+    ("zygote", signal.SIGINT): "a Ctrl-C is the caller's to handle",
+    ("zygote", signal.SIGTERM): "who ends a service, or a job, signals all; the caller decides",
+    ("zygote", signal.SIGHUP): "a terminal that closes is the caller's to handle",
+    ("rank 0", signal.SIGINT): "Python hears of it when the collective ends",
+    ("loader worker", signal.SIGINT): "torch's loader workers leave quietly; whoever reads from them is told",
+}
+
+RICH = f"""
+import os, resource, signal, sys
+from pathlib import Path
+import psutil, torch, torch.distributed as dist
+from faults import Gate, Line, grandchild, stand_still
+from unisono.launch.spawn import spawn
+
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+line = Line(Path("line").absolute())
+
+def work(index):
+    loader = torch.utils.data.DataLoader(range(4), num_workers=2, persistent_workers=True)
+    next(iter(loader))
+    loaders = [child.pid for child in psutil.Process().children()]
+    escaped = psutil.Process(grandchild())
+    while not escaped.environ():  # for the moment between its exec and the kernel's last line of it
+        pass
+    waiting = dist.all_reduce(torch.ones(1), async_op=True) if index == 0 else None
+    line.say("rank", index, os.getpid(), os.getppid(), *loaders)
+    if waiting is not None:
+        waiting.wait()
+    stand_still()
+
+def run():
+    spawn(work, nprocs=2, grace_s={GRACE_S})
+"""
+AGAIN_AND_AGAIN = f"""
+for _ in range({len(SIGNALS)}):
+    Gate(Path("gate").absolute()).wait()
+    try:
+        run()
+    except BaseException as error:
+        line.say("ended", type(error).__name__, error)
+"""
+NUM_PROCESSES = 2 + 2 + 4 + 2  # caller and zygote, workers, loader workers, grandchildren
+
+
+@pytest.fixture
+def ear(tmp_path: Path) -> Iterator[Ear]:
+    with Line.at(tmp_path / "line").hearing() as ear:
+        yield ear
+
+
+@dataclass(frozen=True)
+class Cast:
+    """The processes of one run, by the names that the matrix has for them."""
+
+    pids: dict[str, int]
+
+    @classmethod
+    def heard(cls, ear: Ear) -> Cast:
+        said = ear.hear_all(2)
+        assert [words[:2] for words in said] == [["rank", "0"], ["rank", "1"]], said
+        first, second = ([int(word) for word in words[2:]] for words in said)
+        return cls({"rank 0": first[0], "rank 1": second[0], "zygote": first[1], "loader worker": second[2]})
+
+    def hit(self, name: str, signum: signal.Signals) -> None:
+        os.kill(self.pids[name], signum)
+
+
+@pytest.mark.parametrize("signum", SIGNALS, ids=lambda signum: signum.name)
+def test_nothing_survives_a_caller_hit_by(signum: signal.Signals, tmp_path: Path, ear: Ear) -> None:
+    with Script(RICH + "run()", tmp_path) as script:
+        Cast.heard(ear)
+        assert len(script.living()) == NUM_PROCESSES
+        script.kill(signum)
+        is_asked = signum in (signal.SIGINT, signal.SIGTERM)  # the workers are: rank 0 cannot answer
+        assert script.survivors(PROMISE_S + GRACE_S * is_asked) == []
+        assert script.end()[0] in (-signum, 128 + signum)
+        assert script.leftovers() == []
+
+
+@pytest.mark.parametrize("victim", ["zygote", "rank 0", "rank 1", "loader worker"])
+def test_a_run_ends_and_leaves_nothing_whatever_signal_hits_its(victim: str, tmp_path: Path, ear: Ear) -> None:
+    with Gate.at(tmp_path / "gate").kept() as let_pass, Script(RICH + AGAIN_AND_AGAIN, tmp_path) as script:
+        for signum in SIGNALS:  # one caller after another would take its time to import torch
+            let_pass(1)
+            with _named(f"{victim}, {signum.name}"):
+                _hit_and_watch(script, ear, victim, signum)
+        assert script.end()[0] == 0
+        assert script.survivors() == []
+        assert script.leftovers() == []
+
+
+def _hit_and_watch(script: Script, ear: Ear, victim: str, signum: signal.Signals) -> None:
+    cast = Cast.heard(ear)
+    assert len(script.living()) == NUM_PROCESSES
+    began = time.monotonic()
+    cast.hit(victim, signum)
+    if (victim, signum) in BORNE:
+        cast.hit("rank 1", signal.SIGKILL)
+    said = " ".join(ear.hear(PROMISE_S + GRACE_S))
+    assert re.match("ended " + _verdict(cast, victim, signum), said), said
+    others = {process.pid for process in script.living()} - {script.process.pid, cast.pids["zygote"]}
+    assert survivors(list(others), PROMISE_S + GRACE_S - (time.monotonic() - began)) == []
+
+
+def _verdict(cast: Cast, victim: str, signum: signal.Signals) -> str:
+    """What the caller is told, as a pattern."""
+    if (victim, signum) == ("rank 0", signal.SIGINT):  # rank 1's death ends the collective, and rank 0 hears of it
+        return "(KeyboardInterrupt|WorkerDiedError rank 1 .* was killed by SIGKILL)"
+    if (victim, signum) in BORNE:
+        return "WorkerDiedError rank 1 .* was killed by SIGKILL"
+    if victim == "zygote":
+        return "WorkerDiedError rank . .* the process that it was forked from has died"
+    if victim == "loader worker":  # torch's handler of SIGCHLD in the worker raises
+        return rf"RuntimeError DataLoader worker \(pid\S* {cast.pids[victim]}\b"
+    return (
+        "KeyboardInterrupt" if signum == signal.SIGINT else f"WorkerDiedError {victim} .* was killed by {signum.name}"
+    )
+
+
+@contextlib.contextmanager
+def _named(case: str) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"in the case: {case}")
+        raise
+
+
+def test_nothing_survives_a_terminal_that_closes(tmp_path: Path, ear: Ear) -> None:
+    terminal = """
+import os, pty
+from faults import Gate
+pid, screen = pty.fork()
+if pid:
+    Gate("gate").wait()
+    os.close(screen)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    print("the caller ended with", status)
+    raise SystemExit
+"""
+    with Gate.at(tmp_path / "gate").kept() as let_pass, Script(terminal + RICH + "run()", tmp_path) as script:
+        Cast.heard(ear)
+        assert len(script.living()) == NUM_PROCESSES + 1
+        let_pass(1)
+        assert script.survivors() == []
+        assert script.end()[1] == f"the caller ended with {-signal.SIGHUP}\n"
+        assert script.leftovers() == []
+
+
+def test_two_hundred_groups_leave_no_trace(tmp_path: Path, ear: Ear) -> None:
+    source = """
+import gc, json, tempfile
+from unisono.launch.nursery import zygote_pid
+
+def footprint():
+    gc.collect()
+    found = {}
+    for name, process in {"caller": psutil.Process(), "zygote": psutil.Process(zygote_pid())}.items():
+        found[f"{name}: descriptors"] = process.num_fds()
+        found[f"{name}: threads"] = process.num_threads()
+        found[f"{name}: memory"] = process.memory_full_info().uss
+    found["processes"] = len(psutil.Process().children(recursive=True))
+    found["temporary files"] = len(os.listdir(tempfile.gettempdir()))
+    found["shared memory"] = len(os.listdir("/dev/shm"))
+    return found
+
+def repeat(count):
+    for _ in range(count):
+        assert spawn(lambda index: index, nprocs=2) == [0, 1]
+    return footprint()
+
+print(json.dumps([repeat(30), repeat(200)]))
+"""
+    with Script(RICH + source, tmp_path) as script:
+        code, output, errors = script.end()
+        assert (code, errors) == (0, "")
+        before, after = json.loads(output)
+        memory = {name for name in before if name.endswith("memory") and ":" in name}
+        assert {name: after[name] for name in after.keys() - memory} == {
+            name: before[name] for name in before.keys() - memory
+        }
+        assert {name: after[name] - before[name] for name in memory if after[name] - before[name] > GROWTH_BYTES} == {}

@@ -1,0 +1,226 @@
+"""A worker's death by the out-of-memory killer is told from one by `kill -9`, with how its memory grew."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unisono.backends.cgroups import cgroup_directories
+from unisono.errors import WorkerDiedError
+from unisono.launch.memory import OomWatch, memory_limit
+from unisono.launch.monitor import Monitor, Sample
+from unisono.launch.spawn import spawn
+from unisono.world import current_world
+
+GIB = 1 << 30
+MIB = 1 << 20
+LIMIT = 96 * MIB
+STEP = 8 * MIB
+
+GROW = f"""
+import sys
+held = []
+for line in sys.stdin:
+    held.append(bytearray(b"x") * {STEP})
+    print(len(held), flush=True)
+"""
+
+
+def a_curve(*sizes: int) -> list[Sample]:
+    return [Sample(1, float(at), 0.0, size, None, 0, None, None) for at, size in enumerate(sizes)]
+
+
+def a_machine(root: Path, group_kills: int | None = 0, machine_kills: int | None = 0, limit: int = 8 * GIB) -> Path:
+    """A file system with the counters of one control group and of the machine."""
+    group = root / "sys/fs/cgroup/job"
+    (root / "proc/self").mkdir(parents=True, exist_ok=True)
+    group.mkdir(parents=True, exist_ok=True)
+    (root / "proc/self/cgroup").write_text("0::/job\n")
+    (group / "memory.max").write_text(f"{limit}\n")
+    kills = "" if group_kills is None else f"oom_kill {group_kills}\n"
+    (group / "memory.events").write_text(f"oom {group_kills}\n{kills}oom_group_kill 0\n")
+    (root / "proc/vmstat").write_text("pgfault 12\n" + ("" if machine_kills is None else f"oom_kill {machine_kills}\n"))
+    return root
+
+
+def test_a_kill_that_the_control_group_counts_is_told_with_the_curve_the_limit_and_the_way_out(tmp_path):
+    limit = psutil.virtual_memory().total // 2
+    watch = OomWatch(root=a_machine(tmp_path, 2, 7, limit))
+    a_machine(tmp_path, 3, 8)
+    text = watch.verdict(a_curve(GIB, GIB // 4, GIB // 4, GIB // 2, GIB, 2 * GIB, 4 * GIB))
+    assert text.startswith("; the kernel's out-of-memory killer ended it (1 in its control group since the start): ")
+    assert "its memory grew from 256 MiB to 4.0 GiB in 4.0 s (0.2, 0.5, 1.0, 2.0, 4.0 GiB)" in text
+    assert f"the limit of its control group is {limit / GIB:.1f} GiB, for all that runs there" in text
+    assert "a smaller batch, fewer loader workers" in text
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "certainty"),
+    [((None, 3), (None, 4), "; most likely the kernel's"), ((0, 3), (0, 4), "; perhaps the kernel's")],
+    ids=["the group does not count", "the group has counted none"],
+)
+def test_a_kill_that_only_the_machine_counts_is_told_with_a_doubt(tmp_path, before, after, certainty):
+    watch = OomWatch(root=a_machine(tmp_path, *before))
+    a_machine(tmp_path, *after)
+    text = watch.verdict(a_curve(GIB))
+    assert text.startswith(f"{certainty} out-of-memory killer ended it (1 on the machine since the start): ")
+    assert "how its memory grew is not known; it had 1.0 GiB of memory when it was last looked at" in text
+
+
+def test_without_a_kill_somebody_else_has_sent_the_signal(tmp_path):
+    watch = OomWatch(root=a_machine(tmp_path, 2, 7))
+    assert watch.verdict(a_curve(MIB, 300 * MIB)) == (
+        "; the kernel counted no out-of-memory kill meanwhile, so another process has sent the signal (kill -9, a "
+        "scheduler, the end of a container); it had 300 MiB of memory when it was last looked at"
+    )
+    assert watch.verdict([]).endswith("the end of a container)")
+
+
+def test_a_system_that_counts_no_kills_leaves_it_open(tmp_path):
+    watch = OomWatch(root=a_machine(tmp_path, None, None))
+    assert watch.verdict([]) == "; this system does not tell whether its out-of-memory killer did it"
+
+
+def test_a_victim_that_had_not_grown_is_not_blamed(tmp_path):
+    watch = OomWatch(root=a_machine(tmp_path, 0))
+    a_machine(tmp_path, 1)
+    assert "its own memory had not grown, so something else has taken" in watch.verdict(a_curve(GIB, GIB, GIB))
+
+
+@given(st.lists(st.integers(1, 1 << 40), max_size=120))
+def test_every_curve_can_be_told(tmp_path_factory, sizes):
+    root = tmp_path_factory.mktemp("machine")
+    watch = OomWatch(root=a_machine(root, 0))
+    a_machine(root, 1)
+    assert "killer ended it (1 in its control group" in watch.verdict(a_curve(*sizes))
+
+
+def test_the_least_limit_on_the_way_up_counts(tmp_path):
+    total = psutil.virtual_memory().total
+    assert memory_limit(root=a_machine(tmp_path, limit=total // 4)) == (total // 4, "of its control group")
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text(f"{total // 8}\n")
+    assert memory_limit(root=tmp_path) == (total // 8, "of its control group")
+    assert memory_limit(root=tmp_path / "nowhere") == (total, "of the machine")
+    assert 0 < memory_limit()[0] <= total
+
+
+# A real one.
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """A control group below our own, which has little memory."""
+    own = next((each for each in cgroup_directories("memory") if each.is_dir()), None)
+    if own is None:
+        pytest.skip("no control group of memory is mounted")
+    path = own / f"unisono-test-{uuid4().hex[:8]}"
+    try:
+        path.mkdir()
+    except OSError as error:
+        pytest.skip(f"a control group cannot be made here: {error}")
+    try:
+        yield path
+    finally:
+        for _ in range(100):  # a process leaves it a moment after it was reaped
+            with contextlib.suppress(OSError):
+                path.rmdir()
+                break
+            threading.Event().wait(0.02)
+
+
+def confine(group: Path) -> None:
+    limits = {"memory.max": LIMIT, "memory.limit_in_bytes": LIMIT, "memory.swap.max": 0, "memory.swappiness": 0}
+    done = set()
+    for name, value in limits.items():
+        with contextlib.suppress(OSError):
+            if (group / name).exists():
+                (group / name).write_text(str(value))
+                done.add(name)
+    if not done & {"memory.max", "memory.limit_in_bytes"}:
+        pytest.skip("this control group takes no limit of memory")
+
+
+@contextlib.contextmanager
+def growing_in(group: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process in that control group, which takes some memory for each line that it is given, and says so."""
+    command = f'echo $$ > "{group}/cgroup.procs" && echo ready && exec "{sys.executable}" -c \'{GROW}\''
+    process = subprocess.Popen(["sh", "-c", command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        with process.stdin, process.stdout:
+            if process.stdout.readline() != "ready\n":
+                pytest.skip("a process cannot be put into a control group here")
+            yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def until(condition) -> None:
+    """Wait for what no one announces; the test's own time limit ends it."""
+    while not condition():
+        threading.Event().wait(0.001)
+
+
+def test_a_real_victim_of_the_out_of_memory_killer_is_known_as_one(group, monkeypatch):
+    monkeypatch.setattr("unisono.launch.monitor._REST", 0)
+    confine(group)
+    monitor = Monitor(None, interval_s=0.01)
+    with growing_in(group) as process, contextlib.closing(monitor):
+        watch = OomWatch(process.pid)
+        monitor.watch(1, process.pid)
+        for _ in range(2 * LIMIT // STEP):
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write("\n")
+                process.stdin.flush()
+            if not process.stdout.readline():
+                break
+            seen = len(monitor.curve(1)) + 1
+            until(lambda seen=seen: len(monitor.curve(1)) > seen or process.poll() is not None)
+        assert process.wait(10) == -9
+        text = watch.verdict(monitor.curve(1))
+    assert text.startswith("; the kernel's out-of-memory killer ended it (1 in its control group since the start): ")
+    assert "its memory grew from " in text
+    assert "the limit of its control group is 96 MiB" in text
+
+
+def test_a_kill_by_hand_is_not_taken_for_the_killers():
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    watch = OomWatch(process.pid)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -9
+    assert watch.verdict([]).startswith("; the kernel counted no out-of-memory kill meanwhile") or not os.path.exists(
+        "/proc/vmstat"
+    )
+
+
+def test_a_worker_that_the_killer_has_ended_is_told_with_the_story_of_its_memory(group):
+    confine(group)
+
+    def grow(index):
+        if index == 1:
+            (group / "cgroup.procs").write_text(str(os.getpid()))
+            held = []
+            while True:
+                held.append(bytearray(os.urandom(1)) * STEP)
+                time.sleep(0.25)  # the monitor looks each second
+        current_world().comm.barrier()
+
+    with pytest.raises(
+        WorkerDiedError, match="rank 1 .* was killed by SIGKILL before fn returned; .*out-of-memory"
+    ) as e:
+        spawn(grow, nprocs=2)
+    assert "its memory grew from " in str(e.value)
+    assert "a smaller batch, fewer loader workers" in str(e.value)

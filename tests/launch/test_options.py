@@ -1,0 +1,163 @@
+"""What `spawn` is told beside the function: threads, cores, logs, and what of the output is shown."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import signal
+import sys
+
+import pytest
+import torch
+from faults import Script
+
+from unisono.backends.cores import fair_num_threads, usable_cores
+from unisono.errors import WorkerDiedError
+from unisono.launch.run_directory import read_run
+from unisono.launch.spawn import spawn
+from unisono.world import current_world
+
+
+@pytest.fixture
+def no_omp(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
+def test_workers_and_their_loader_workers_share_the_cores(no_omp):
+    def threads(index):
+        return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
+
+    for loaders in (0, 2):
+        share = fair_num_threads(2, loaders)
+        assert spawn(threads, nprocs=2, num_loader_workers=loaders) == [(share, str(share))] * 2
+    assert spawn(threads, nprocs=2, num_threads=3) == [(3, "3")] * 2
+
+
+def test_the_number_of_threads_that_the_user_has_set_in_the_environment_holds(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert spawn(lambda index: torch.get_num_threads(), nprocs=2) == [3, 3]
+
+
+def test_what_was_decided_is_logged(no_omp, caplog):
+    with caplog.at_level(logging.INFO, "unisono"):
+        spawn(lambda index: None, nprocs=2)
+    told = [record.getMessage() for record in caplog.records if "CPU threads" in record.getMessage()]
+    assert told == [
+        f"{fair_num_threads(2)} CPU threads per worker, a fair share of the cores for 2 workers; "
+        "spawn(..., num_threads=n) sets another number"
+    ]
+
+
+def test_pinned_workers_keep_to_cores_of_their_own():
+    if usable_cores() < 2:
+        pytest.skip("this machine has one core")
+    first, second = spawn(lambda index: os.sched_getaffinity(0), nprocs=2, pin_cores=True)
+    assert not first & second
+    assert first | second == os.sched_getaffinity(0)
+    assert spawn(lambda index: os.sched_getaffinity(0), nprocs=2) == [os.sched_getaffinity(0)] * 2
+
+
+def test_more_pinned_workers_than_cores_are_refused():
+    with pytest.raises(ValueError, match="1000 workers cannot have a CPU of their own each"):
+        spawn(lambda index: None, nprocs=1000, pin_cores=True)
+
+
+def test_log_records_carry_the_rank():
+    def work(index):
+        handler = logging.StreamHandler(io.StringIO())
+        handler.setFormatter(logging.Formatter("[%(rank)s] %(message)s"))
+        logging.getLogger("train").addHandler(handler)
+        logging.getLogger("train").error("loss is %s", "nan")
+        return handler.stream.getvalue()
+
+    assert spawn(work, nprocs=2) == ["[0] loss is nan\n", "[1] loss is nan\n"]
+
+
+def test_a_run_with_a_log_directory_leaves_each_ranks_output_and_its_story(tmp_path):
+    def work(index):
+        print(f"output of {index}")
+        os.write(2, f"words of {index}\n".encode())
+        current_world().comm.barrier()
+        if index == 1 and current_world().restart_count == 0:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        current_world().comm.barrier()
+
+    context = spawn(work, nprocs=2, join=False, log_dir=tmp_path, max_restarts=1)
+    context.join()
+    directory = context.log_directory
+    assert directory == (tmp_path / "latest").resolve()
+    assert (directory / "rank-0.stdout").read_text() == 2 * "output of 0\n"
+    errors = (directory / "rank-1.stderr").read_text()
+    assert errors.count("words of 1\n") == 2
+    assert "Fatal Python error: Segmentation fault" in errors
+    run = read_run(directory)
+    assert (run.facts["nprocs"], run.facts["state"]) == (2, "finished")
+    assert [event["event"] for event in run.events] == ["started", "restarted", "started"]
+
+
+def test_a_run_that_failed_says_so_in_its_directory(tmp_path):
+    def fail(index):
+        raise ValueError("bad data")
+
+    with pytest.raises(ValueError, match="bad data"):
+        spawn(fail, nprocs=2, log_dir=tmp_path)
+    facts = json.loads((tmp_path / "latest" / "run.json").read_text())
+    assert facts["state"] == "failed"
+    assert facts["error"] == "ValueError: bad data"
+
+
+def test_the_last_lines_on_stderr_belong_to_the_error():
+    def work(index):
+        for number in range(30):
+            print(f"line {number}", file=sys.stderr)
+        if index == 1:
+            os._exit(3)
+        current_world().comm.barrier()
+
+    with pytest.raises(WorkerDiedError, match="exited with code 3") as caught:
+        spawn(work, nprocs=2)
+    [tail] = [note for note in caught.value.__notes__ if note.startswith("the last lines of rank 1 on stderr:\n")]
+    assert tail.splitlines()[-2:] == ["  line 28", "  line 29"]
+
+
+def test_every_ranks_error_is_at_hand():
+    def fail(index):
+        raise [KeyError("a"), ValueError("b"), TypeError("c")][index]
+
+    with pytest.raises((KeyError, ValueError, TypeError)) as caught:
+        spawn(fail, nprocs=3)
+    failures = caught.value.failures
+    assert caught.value in failures.values()
+    assert {rank: type(error) for rank, error in failures.items()}.items() <= {
+        (0, KeyError),
+        (1, ValueError),
+        (2, TypeError),
+        *((rank, WorkerDiedError) for rank in range(3)),
+    }
+
+
+SHOW = """
+import sys
+from unisono.launch.spawn import spawn
+def work(index):
+    print("out", index)
+    print("err", index, file=sys.stderr)
+spawn(work, nprocs=2, {options})
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "output", "errors"),
+    [
+        ("", ["out 0", "out 1"], ["[rank 0] err 0", "[rank 1] err 1"]),
+        ("prefix=True", ["[rank 0] out 0", "[rank 1] out 1"], ["[rank 0] err 0", "[rank 1] err 1"]),
+        ("prefix=False", ["out 0", "out 1"], ["err 0", "err 1"]),
+        ("log_ranks=[1]", ["out 1"], ["[rank 1] err 1"]),
+    ],
+)
+def test_the_output_is_shown_as_it_was_asked_for(tmp_path, options, output, errors):
+    with Script(SHOW.format(options=options), tmp_path) as script:
+        code, out, err = script.end()
+    assert (code, sorted(out.splitlines()), sorted(err.splitlines())) == (0, output, errors)

@@ -1,0 +1,432 @@
+"""The workers' streams: real processes write, to files, pipes and terminals that work, block and break."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from faults import PATIENCE_S
+
+from unisono.launch.output import Output, OutputOptions
+from unisono.launch.run_directory import RunDirectory
+
+PLAIN = OutputOptions(prefix=False)
+
+FLOOD = "import os\nwhile True:\n    os.write(2, b'flood\\n' * 1000)"
+
+
+@dataclass
+class Shown:
+    """The caller's stdout and stderr, as files."""
+
+    directory: Path
+
+    def __post_init__(self) -> None:
+        self.fds = [os.open(self.directory / name, os.O_WRONLY | os.O_CREAT) for name in ("stdout", "stderr")]
+
+    @property
+    def stdout(self) -> bytes:
+        return (self.directory / "stdout").read_bytes()
+
+    @property
+    def stderr(self) -> bytes:
+        return (self.directory / "stderr").read_bytes()
+
+
+@pytest.fixture
+def shown(tmp_path: Path) -> Iterator[Shown]:
+    shown = Shown(tmp_path)
+    yield shown
+    for fd in shown.fds:
+        os.close(fd)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path / "logs", {})
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    ends = os.pipe()
+    yield ends
+    for end in ends:
+        with contextlib.suppress(OSError):
+            os.close(end)
+
+
+@pytest.fixture
+def terminal() -> Iterator[tuple[int, int]]:
+    ends = os.openpty()
+    yield ends
+    for end in ends:
+        os.close(end)
+
+
+@contextlib.contextmanager
+def worker(output: Output, rank: int, code: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that runs some code as a worker, killed at the block's end; its stdin and a pipe speak to the test."""
+    stdout, stderr = output.open(rank)
+    command = [sys.executable, "-S", "-E", "-c", textwrap.dedent(code)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=stdout, stderr=stderr)
+    output.handed_over(rank)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def write(output: Output, rank: int, code: str) -> None:
+    """Let a worker run some code to its end."""
+    with worker(output, rank, code) as process:
+        assert process.wait(PATIENCE_S) == 0
+
+
+def read_until(fd: int, wanted: bytes) -> bytes:
+    """Read until something has been seen, and give all that came."""
+    seen = b""
+    while wanted not in seen:
+        assert select.select([fd], [], [], PATIENCE_S)[0], f"{wanted!r} did not come, but {seen!r}"
+        seen += os.read(fd, 65536)
+    return seen
+
+
+def seconds(call: Callable[[], None]) -> float:
+    start = time.monotonic()
+    call()
+    return time.monotonic() - start
+
+
+# What is shown.
+
+SPEAK = """
+    import sys
+    print("to stdout", flush=True)
+    print("to stderr", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("prefix", "stdout", "stderr"),
+    [
+        (None, b"to stdout\n", b"[rank 1] to stderr\n"),
+        (True, b"[rank 1] to stdout\n", b"[rank 1] to stderr\n"),
+        (False, b"to stdout\n", b"to stderr\n"),
+    ],
+)
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_lines_are_marked_as_asked(shown, run, prefix, stdout, stderr, is_kept):
+    output = Output(OutputOptions(prefix), run if is_kept else None, *shown.fds)
+    write(output, 1, SPEAK)
+    output.close()
+    assert (shown.stdout, shown.stderr) == (stdout, stderr)
+    assert output.tail(1) == ["to stderr"]
+
+
+def test_files_keep_what_was_written_without_marks(shown, run):
+    output = Output(OutputOptions(prefix=True), run, *shown.fds)
+    for rank in range(2):
+        write(output, rank, SPEAK)
+    output.close()
+    for rank in range(2):
+        assert run.log(rank, "stdout").read_bytes() == b"to stdout\n"
+        assert run.log(rank, "stderr").read_bytes() == b"to stderr\n"
+
+
+def test_a_restart_appends_to_the_files(shown, run):
+    for attempt in range(2):
+        output = Output(PLAIN, run, *shown.fds)
+        write(output, 0, f"print('attempt {attempt}')")
+        output.close()
+    assert run.log(0, "stdout").read_bytes() == b"attempt 0\nattempt 1\n"
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_only_the_ranks_that_were_asked_for_are_shown_and_all_are_kept(shown, run, is_kept):
+    output = Output(OutputOptions(log_ranks=(1,)), run if is_kept else None, *shown.fds)
+    for rank in range(3):
+        write(output, rank, SPEAK)
+    output.close()
+    assert (shown.stdout, shown.stderr) == (b"to stdout\n", b"[rank 1] to stderr\n")
+    assert [output.tail(rank) for rank in range(3)] == [["to stderr"]] * 3
+    if is_kept:
+        assert [run.log(rank, "stdout").read_bytes() for rank in range(3)] == [b"to stdout\n"] * 3
+
+
+def test_stdout_is_the_caller_s_own_terminal_where_nothing_needs_it(terminal, shown):
+    ours, theirs = terminal
+    output = Output(OutputOptions(), None, theirs, shown.fds[1])
+    write(output, 0, "import sys; print(sys.stdout.isatty(), sys.stderr.isatty())")
+    output.close()
+    assert read_until(ours, b"\n") == b"True False\r\n"
+
+
+def test_lines_of_many_workers_are_never_mixed(shown, run):
+    output = Output(OutputOptions(prefix=True), run, *shown.fds)
+    code = """
+        import os, random
+        dice = random.Random({rank})
+        text = b"".join(b"%d says {rank} %s\\n" % (n, b"." * dice.randrange(200)) for n in range(3000))
+        while text:
+            text = text[os.write(2, text[: dice.randrange(1, 5000)]) :]
+    """
+    with contextlib.ExitStack() as stack:
+        workers = [stack.enter_context(worker(output, rank, code.format(rank=rank))) for rank in range(4)]
+        assert [process.wait(PATIENCE_S) for process in workers] == [0] * 4
+    output.close()
+    lines = shown.stderr.splitlines(keepends=True)
+    for rank in range(4):
+        own = b"".join(line for line in lines if line.startswith(b"[rank %d] " % rank))
+        assert own.replace(b"[rank %d] " % rank, b"") == run.log(rank, "stderr").read_bytes()
+        assert own.count(b"says %d" % rank) == 3000
+    assert len(lines) == 4 * 3000
+
+
+def test_ten_megabytes_pass_at_once_and_whole(shown, run):
+    output = Output(PLAIN, run, *shown.fds)
+    code = """
+        import os
+        text = b"".join(b"line %d\\n" % n for n in range(800_000))
+        while text:
+            text = text[os.write(1, text) :]
+    """
+    assert seconds(lambda: write(output, 0, code)) < 10
+    output.close()
+    assert shown.stdout == run.log(0, "stdout").read_bytes() == b"".join(b"line %d\n" % n for n in range(800_000))
+
+
+def test_progress_bars_move_and_the_last_state_is_remembered(shown):
+    output = Output(OutputOptions(), None, *shown.fds)
+    code = """
+        import os
+        for percent in range(0, 101, 50):
+            os.write(2, b"\\r%3d%%" % percent)
+        os.write(2, b"\\ndone\\r\\n")
+    """
+    write(output, 0, code)
+    output.close()
+    mark = b"[rank 0] "
+    assert shown.stderr == mark + b"\r" + mark + b"  0%\r" + mark + b" 50%\r" + mark + b"100%\n" + mark + b"done\r\n"
+    assert output.tail(0) == ["100%", "done"]
+
+
+def test_bytes_that_are_no_text_pass_as_they_are(shown, run):
+    output = Output(OutputOptions(), run, *shown.fds)
+    write(output, 0, r"import os; os.write(2, b'\xff\xfe\x00 caf\xc3\xa9\n')")
+    output.close()
+    assert shown.stderr == b"[rank 0] \xff\xfe\x00 caf\xc3\xa9\n"
+    assert run.log(0, "stderr").read_bytes() == b"\xff\xfe\x00 caf\xc3\xa9\n"
+    assert output.tail(0) == ["\ufffd\ufffd\0 caf\u00e9"]
+
+
+def test_a_question_is_shown_before_its_line_is_over(pipe, shown):
+    reading, writing = pipe
+    output = Output(OutputOptions(), None, shown.fds[0], writing)
+    code = """
+        import os, sys
+        os.write(2, b"Password: ")
+        sys.stdin.readline()
+        os.write(2, b"thanks\\n")
+    """
+    with worker(output, 0, code) as process:
+        assert read_until(reading, b": ") == b"[rank 0] Password: "
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        assert read_until(reading, b"\n") == b"thanks\n"
+        assert process.wait(PATIENCE_S) == 0
+    output.close()
+
+
+def test_the_last_words_of_a_killed_worker_are_whole_and_the_next_line_stands_for_itself(shown, run):
+    output = Output(OutputOptions(), run, *shown.fds)
+    code = """
+        import os, signal
+        os.write(1, b"half")
+        os.write(2, b"whole\\npart")
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    with worker(output, 0, code) as process:
+        assert process.wait(PATIENCE_S) == -signal.SIGKILL
+    output.close()
+    assert output.tail(0) == ["whole", "part"]
+    assert shown.stderr == b"[rank 0] whole\n[rank 0] part\n"
+    assert shown.stdout == b"half"
+    assert run.log(0, "stderr").read_bytes() == b"whole\npart"
+
+
+def test_the_tail_is_the_last_lines_and_bounded(shown):
+    output = Output(OutputOptions(log_ranks=()), None, *shown.fds)
+    write(output, 0, "import sys\nfor n in range(10_000): print('line', n, file=sys.stderr)")
+    write(output, 1, "import os; os.write(2, b'x' * 1_000_000)")
+    output.close()
+    assert output.tail(0, 3) == ["line 9997", "line 9998", "line 9999"]
+    assert len(output.tail(0)) == 20
+    assert set(output.tail(1)[0]) == {"x"}
+    assert len(output.tail(1)[0]) <= 16384
+    assert output.tail(7) == []
+    assert shown.stderr == b""
+
+
+# What blocks and breaks.
+
+
+def test_a_reader_who_does_not_read_holds_up_neither_the_files_nor_the_end(pipe, shown, run):
+    output = Output(OutputOptions(), run, shown.fds[0], pipe[1])
+    write(output, 0, "import sys\nfor n in range(20_000): print('line', n, file=sys.stderr)")
+    assert seconds(lambda: output.close(0.2)) < 1
+    assert run.log(0, "stderr").read_bytes().count(b"\n") == 20_000
+    assert output.tail(0, 1) == ["line 19999"]
+    assert len(os.read(pipe[0], 1 << 20)) > 20_000  # as much as went in
+
+
+def wait_until_still(pid: int) -> int:
+    """Wait until a process writes no more, and give the number of bytes that it has written."""
+    before, deadline = 0, time.monotonic() + PATIENCE_S
+    while (now := psutil.Process(pid).io_counters().write_chars) == 0 or now != before:
+        assert time.monotonic() < deadline, "it goes on"
+        before = now
+        time.sleep(0.1)
+    return now
+
+
+@pytest.mark.parametrize("kind", ["pipe", "terminal"])
+def test_a_stopped_terminal_stops_who_writes_to_it_and_not_the_end(kind, request, shown):
+    ours, theirs = request.getfixturevalue(kind)
+    output = Output(OutputOptions(), None, shown.fds[0], theirs)
+    with worker(output, 0, FLOOD) as process:
+        assert wait_until_still(process.pid) < 2_000_000  # bytes that are somewhere on the way
+    assert seconds(lambda: output.close(0.2)) < 1
+    assert output.tail(0)[-2] == "flood"
+    assert read_until(ours, b"flood")
+
+
+def test_a_blocked_stdout_does_not_hold_up_stderr(pipe, shown, run):
+    blocked = os.pipe()
+    output = Output(OutputOptions(), run, blocked[1], pipe[1])
+    with worker(output, 0, FLOOD.replace("write(2", "write(1")):
+        assert select.select([blocked[0]], [], [], PATIENCE_S)[0]
+        write(output, 1, "import sys; print('heard', file=sys.stderr)")
+        assert read_until(pipe[0], b"\n") == b"[rank 1] heard\n"
+    output.close(0.1)
+    for end in blocked:
+        os.close(end)
+
+
+def test_a_broken_pipe_is_silent_and_the_files_go_on(pipe, shown, run):
+    output = Output(OutputOptions(), run, shown.fds[0], pipe[1])
+    os.close(pipe[0])
+    write(output, 0, "import os\nfor n in range(100): os.write(2, b'x' * 9999 + b'\\n')")
+    output.close()
+    assert run.log(0, "stderr").stat().st_size == 1_000_000
+
+
+def test_a_broken_pipe_does_not_end_a_caller_who_has_reset_the_signal(run):
+    code = """
+        import os, signal
+        from unisono.launch.output import Output, OutputOptions
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        reading, writing = os.pipe()
+        output = Output(OutputOptions(), None, 1, writing)
+        os.close(reading)
+        os.write(output.open(0)[1], b"line\\n")
+        output.close()
+        print("lives", output.tail(0))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    ended = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, timeout=PATIENCE_S)
+    assert (ended.returncode, ended.stdout) == (0, b"lives ['line']\n")
+
+
+def test_a_descriptor_that_the_caller_closes_is_not_written_to_as_another_file(tmp_path, shown, run):
+    output = Output(OutputOptions(), run, *shown.fds)
+    os.close(shown.fds[1])
+    shown.fds[1] = os.open(tmp_path / "precious", os.O_WRONLY | os.O_CREAT)  # gets the number
+    write(output, 0, SPEAK)
+    output.close()
+    assert (tmp_path / "precious").read_bytes() == b""
+    assert shown.stderr == b"[rank 0] to stderr\n"
+
+
+def test_a_caller_without_streams_still_keeps_files(run):
+    closed = os.open(os.devnull, os.O_WRONLY)
+    os.close(closed)
+    output = Output(OutputOptions(), run, closed, closed)
+    write(output, 0, SPEAK)
+    output.close()
+    assert run.log(0, "stdout").read_bytes() == b"to stdout\n"
+    assert output.tail(0) == ["to stderr"]
+
+
+def test_a_full_disk_is_told_once_and_the_run_goes_on(shown, run):
+    for rank in range(2):
+        run.log(rank, "stdout").symlink_to("/dev/full")
+    run.log(1, "stderr").mkdir()
+    output = Output(OutputOptions(), run, *shown.fds)
+    for rank in range(2):
+        write(output, rank, SPEAK + "    print('and more')")
+    output.close()
+    assert shown.stdout == b"to stdout\nand more\n" * 2
+    assert shown.stderr.count(b"unisono:") == 1
+    told = rb"unisono: /\S+/rank-0.stdout does not keep all .* \(No space left on device\); the run goes on\n"
+    assert re.search(told, shown.stderr)
+    assert run.log(0, "stderr").read_bytes() == b"to stderr\n"
+    assert output.tail(1) == ["to stderr"]
+
+
+@pytest.mark.parametrize("stray", [["sleep", "1000"], ["yes"]])
+def test_a_stray_that_holds_a_pipe_does_not_hold_the_end(shown, stray):
+    output = Output(OutputOptions(), None, *shown.fds)
+    code = f"""
+        import subprocess, sys
+        print("last words", file=sys.stderr)
+        print(subprocess.Popen({stray!r}, stdout=2, start_new_session=True).pid)
+    """
+    write(output, 0, code)
+    pid = int(shown.stdout)
+    try:
+        assert seconds(lambda: output.close(0.3)) < 2
+        assert shown.stderr.startswith(b"[rank 0] last words\n")
+        assert not [thread for thread in threading.enumerate() if thread.name == "unisono-output"]
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
+# What is left behind.
+
+
+def test_no_other_process_inherits_a_descriptor(shown, run):
+    def num_inherited() -> int:
+        code = "import os; print(len(os.listdir('/proc/self/fd')))"
+        command = [sys.executable, "-S", "-E", "-c", code]
+        return int(subprocess.run(command, close_fds=False, stdout=subprocess.PIPE, timeout=PATIENCE_S).stdout)
+
+    before = num_inherited()
+    output = Output(OutputOptions(prefix=True), run, *shown.fds)
+    output.open(0)
+    assert num_inherited() == before
+    output.close()
+
+
+def test_the_end_comes_at_once_and_leaves_nothing_whatever_was_opened(shown, run):
+    before = os.listdir("/proc/self/fd")
+    unused, half = (Output(OutputOptions(), run, *shown.fds) for _ in range(2))
+    half.open(0)  # and never handed over
+    for output in (unused, half):
+        assert seconds(lambda: output.close(PATIENCE_S)) < 1  # noqa: B023
+        output.close()
+    assert os.listdir("/proc/self/fd") == before
+    assert run.log(0, "stdout").read_bytes() == b""

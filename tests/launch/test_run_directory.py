@@ -1,0 +1,158 @@
+"""The run directory: what it holds, what a reader finds at any moment, and what a bad place is answered with."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import threading
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from unisono.launch.run_directory import RunDirectory, read_run
+
+
+def test_a_run_is_named_by_time_and_process_and_latest_leads_to_it(tmp_path):
+    run = RunDirectory.create(tmp_path / "logs" / "here", {})
+    assert re.fullmatch(rf"\d{{4}}-\d\d-\d\d_\d{{6}}_{os.getpid()}", run.path.name)
+    assert run.path.parent == tmp_path / "logs" / "here"
+    assert os.readlink(run.path.parent / "latest") == run.path.name
+    assert (run.samples, run.log(3, "stderr")) == (run.path / "samples.jsonl", run.path / "rank-3.stderr")
+
+
+def test_runs_of_the_same_second_have_directories_of_their_own(tmp_path):
+    runs = [RunDirectory.create(tmp_path, {"number": number}) for number in range(5)]
+    assert [read_run(run.path).facts["number"] for run in runs] == list(range(5))
+    assert (tmp_path / "latest").resolve() == runs[-1].path
+    assert len(list(tmp_path.iterdir())) == 6
+
+
+def test_a_relative_log_dir_stays_where_it_was_when_the_caller_moves(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = RunDirectory.create("logs", {})
+    monkeypatch.chdir("/")
+    run.event("started")
+    assert len(read_run(tmp_path / "logs" / "latest").events) == 1
+
+
+def test_facts_state_and_times_are_told_while_it_runs_and_after(tmp_path):
+    run = RunDirectory.create(str(tmp_path), {"argv": ["train.py"], "nprocs": 4, "directory": tmp_path})
+    begun = read_run(run.path)
+    assert begun.facts | {"started_at": ""} == {
+        "argv": ["train.py"],
+        "nprocs": 4,
+        "directory": str(tmp_path),
+        "state": "running",
+        "started_at": "",
+        "ended_at": None,
+    }
+    assert abs(datetime.fromisoformat(begun.facts["started_at"]) - datetime.now(UTC)) < timedelta(minutes=1)
+    assert (begun.events, begun.samples) == ([], [])
+    run.finish("failed", first_cause=2)
+    ended = read_run(run.path).facts
+    assert (ended["state"], ended["first_cause"], ended["nprocs"]) == ("failed", 2, 4)
+    assert ended["started_at"] == begun.facts["started_at"] <= ended["ended_at"]
+
+
+def test_events_of_many_threads_are_whole_lines(tmp_path):
+    run = RunDirectory.create(tmp_path, {})
+
+    def tell(thread: int) -> None:
+        for number in range(50):
+            run.event("failed", thread=thread, number=number, text="two\nlines \u00fc", at=timedelta(seconds=1))
+
+    threads = [threading.Thread(target=tell, args=(thread,)) for thread in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    events = read_run(run.path).events
+    for thread in range(4):
+        assert [event["number"] for event in events if event["thread"] == thread] == list(range(50))
+    assert {event["text"] for event in events} == {"two\nlines \u00fc"}
+    assert {event["event"] for event in events} == {"failed"}
+
+
+@pytest.mark.parametrize("torn", [b'{"rss": 1', b'{"rss": "\xc3', b"[1, 2]", b"12"])
+def test_a_line_that_was_not_written_to_its_end_is_passed_over(tmp_path, torn):
+    run = RunDirectory.create(tmp_path, {})
+    run.samples.write_bytes(b'{"rss": 1}\n{"rss": 2}\n' + torn)
+    assert read_run(run.path).samples == [{"rss": 1}, {"rss": 2}]
+
+
+def test_a_reader_finds_whole_facts_at_any_moment(tmp_path):
+    run = RunDirectory.create(tmp_path, {"text": "x" * 100_000})
+    has_read = threading.Event()
+
+    def write() -> None:
+        while not has_read.is_set():
+            run.finish("finished", text="y" * 100_000)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        texts = {read_run(run.path).facts["text"] for _ in range(200)}
+    finally:
+        has_read.set()
+        writer.join()
+    assert texts <= {"x" * 100_000, "y" * 100_000}
+
+
+def test_a_log_dir_that_is_a_file_is_refused_with_a_way_out(tmp_path):
+    (tmp_path / "file").write_text("")
+    for log_dir in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(NotADirectoryError, match=rf"log_dir='{log_dir}' cannot hold .* pass a directory"):
+            RunDirectory.create(log_dir, {})
+
+
+def test_a_log_dir_that_cannot_be_made_is_refused_in_the_error_s_own_type():
+    with pytest.raises(PermissionError, match=r"log_dir='/sys/logs' cannot hold .*; pass a directory"):
+        RunDirectory.create("/sys/logs", {})
+
+
+def test_a_log_dir_that_cannot_be_written_to_is_refused():
+    with pytest.raises(PermissionError, match=r"log_dir='/sys' cannot hold .*; pass a directory"):
+        RunDirectory.create("/sys", {})
+
+
+def test_what_is_no_path_is_refused():
+    with pytest.raises(TypeError, match="log_dir=3 is a int"):
+        RunDirectory.create(3, {})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match='log_dir="" names no directory'):
+        RunDirectory.create("", {})
+
+
+def test_something_else_by_the_name_of_latest_is_left_alone(tmp_path):
+    (tmp_path / "latest").mkdir()
+    run = RunDirectory.create(tmp_path, {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == [run.path.name, "latest"]
+    assert not (tmp_path / "latest").is_symlink()
+
+
+def test_a_directory_that_cannot_be_written_any_more_is_told_once_and_ends_nothing(tmp_path, caplog):
+    run = RunDirectory.create(tmp_path, {})
+    (run.path / "events.jsonl").symlink_to("/dev/full")
+    with caplog.at_level(logging.WARNING):
+        run.event("started")
+        run.event("ended")
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{run.path} is incomplete from here on, the run goes on: [Errno 28] No space left on device"
+    ]
+
+
+def test_a_run_of_a_killed_caller_says_running(tmp_path):
+    code = (
+        "import os, signal; from unisono.launch.run_directory import RunDirectory\n"
+        f"RunDirectory.create({str(tmp_path)!r}, {{}}).event('started', pids=[1])\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    root = Path(__file__).parents[2]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, timeout=60).returncode == -9
+    run = read_run(tmp_path / "latest")
+    assert (run.facts["state"], run.events[0]["pids"]) == ("running", [1])
+    assert json.loads((tmp_path / "latest" / "run.json").read_text()) == run.facts

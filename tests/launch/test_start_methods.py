@@ -1,0 +1,174 @@
+"""Fresh interpreters instead of forks: the same supervisor, the same promises."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from faults import Line, Script, stand_still, survivors
+
+from unisono.errors import WorkerDiedError
+from unisono.launch import nursery
+from unisono.launch.spawn import spawn
+from unisono.world import current_world
+
+SCRIPT = """
+import os, signal
+from pathlib import Path
+import torch, torch.distributed as dist
+from faults import Line, grandchild, stand_still
+from unisono.launch.spawn import spawn
+
+line = Line(Path("line").absolute())
+
+def work(index):
+    loader = torch.utils.data.DataLoader(range(4), num_workers=2, persistent_workers=True)
+    next(iter(loader))
+    grandchild()
+    line.say("running", index)
+    dist.all_reduce(torch.ones(1)) if index == 0 else stand_still()
+
+spawn(work, nprocs=2, start_method="spawn", grace_s=0.5)
+"""
+
+
+def test_a_fresh_interpreter_runs_what_the_caller_defines():
+    offset = 10
+
+    def work(index, each):
+        dist.all_reduce(total := torch.tensor([index]))
+        return offset + index, int(total), each, os.getpid()
+
+    found = spawn(work, args=("argument",), nprocs=2, start_method="spawn")
+    assert [each[:3] for each in found] == [(10, 1, "argument"), (11, 1, "argument")]
+    assert nursery.zygote_pid("spawn") not in (None, nursery.zygote_pid())
+
+
+def test_what_starts_fresh_interpreters_has_imported_nothing():
+    def look(index):
+        parent = Path(f"/proc/{os.getppid()}/maps").read_text()
+        return "libtorch" in parent, os.environ.get("OPENBLAS_NUM_THREADS"), "torch._dynamo" in sys.modules
+
+    assert spawn(look, nprocs=2, start_method="spawn") == [(False, os.environ.get("OPENBLAS_NUM_THREADS"), False)] * 2
+
+
+def test_an_error_and_a_death_are_told_as_ever():
+    def fail(index):
+        current_world().comm.barrier()
+        if index == 1:
+            raise LookupError("in a fresh interpreter")
+        current_world().comm.barrier()
+
+    with pytest.raises(LookupError, match="in a fresh interpreter") as caught:
+        spawn(fail, nprocs=2, start_method="spawn")
+    assert caught.value.__notes__[0].startswith("rank 1 of 2")
+
+    def die(index):
+        if index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        current_world().comm.barrier()
+        return current_world().restart_count
+
+    with pytest.raises(WorkerDiedError, match="SIGKILL"):
+        spawn(die, nprocs=2, start_method="spawn")
+
+
+def test_a_fresh_group_is_restarted():
+    def work(index):
+        if current_world().restart_count == 0:
+            os._exit(5)
+        return current_world().restart_count
+
+    assert spawn(work, nprocs=2, start_method="spawn", max_restarts=1) == [1, 1]
+
+
+def test_workers_that_are_stopped_leave_nothing(line, ear):
+    def work(index):
+        line.say(os.getpid())
+        stand_still()
+
+    context = spawn(work, nprocs=2, join=False, start_method="spawn")
+    pids = [int(pid) for [pid] in ear.hear_all(2)]
+    assert sorted(context.pids()) == sorted(pids)
+    context.stop()
+    with pytest.raises(WorkerDiedError, match="SIGTERM"):
+        context.join()
+    assert survivors(pids) == []
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_nothing_survives_the_caller(tmp_path, signum):
+    line = Line.at(tmp_path / "line")
+    with line.hearing() as ear, Script(SCRIPT, tmp_path) as script:
+        assert [words[0] for words in ear.hear_all(2)] == ["running", "running"]
+        assert len(script.living()) == 2 + 2 + 4 + 2  # caller and reaper, workers, loader workers, grandchildren
+        script.kill(signum)
+        assert script.survivors(4.0 if signum == signal.SIGINT else 2.0) == []
+        assert script.leftovers() == []
+
+
+def test_the_two_methods_work_side_by_side():
+    def outer(index):
+        return index, spawn(lambda inner: inner, nprocs=2, start_method="spawn" if index else "zygote")
+
+    assert spawn(outer, nprocs=2) == [(0, [0, 1]), (1, [0, 1])]
+
+
+# Another Unix: none of Linux's own calls.
+
+BARE_UNIX = """
+import ctypes, os
+for name in ("pidfd_open", "waitid", "sched_setaffinity", "sched_getaffinity"):
+    delattr(os, name)
+class Library(ctypes.CDLL):
+    def __getattr__(self, name):
+        if name == "prctl":
+            raise AttributeError(name)
+        return super().__getattr__(name)
+ctypes.CDLL = Library
+"""
+
+ELSEWHERE = """
+from unisono.launch.spawn import spawn
+def add(index):
+    import torch, torch.distributed as dist
+    dist.all_reduce(total := torch.tensor(index + 1))
+    return int(total)
+def die(index):
+    import os
+    os.kill(os.getpid(), 9) if index else stand_still()
+print(spawn(add, nprocs=2, start_method="spawn"))
+try:
+    spawn(die, nprocs=2, start_method="spawn")
+except Exception as error:
+    print(type(error).__name__, error.rank)
+"""
+
+
+@pytest.fixture
+def bare_unix(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(BARE_UNIX)
+    return f"{tmp_path}:{Path(__file__).parents[1]}"
+
+
+def test_fresh_interpreters_need_no_call_of_linux(tmp_path, bare_unix):
+    with Script("from faults import stand_still\n" + ELSEWHERE, tmp_path, PYTHONPATH=bare_unix) as script:
+        code, output, errors = script.end()
+        assert (code, output.splitlines()) == (0, ["[3, 3]", "WorkerDiedError 1"]), errors
+        assert script.survivors() == []
+        assert script.leftovers() == []
+
+
+def test_a_killed_caller_takes_its_workers_along_without_them_too(tmp_path, bare_unix):
+    source = SCRIPT.replace("    grandchild()\n", "")  # what leaves its session is out of reach there
+    line = Line.at(tmp_path / "line")
+    with line.hearing() as ear, Script(source, tmp_path, PYTHONPATH=bare_unix) as script:
+        ear.hear_all(2)
+        script.kill(signal.SIGKILL)
+        assert script.survivors() == []
+        assert script.leftovers() == []

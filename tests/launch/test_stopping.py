@@ -1,0 +1,123 @@
+"""SIGTERM as a request: the ranks agree, save and return, and the caller ends as its scheduler expects."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from faults import Script, survivors
+
+from unisono.errors import StoppedError, WorkerDiedError
+from unisono.launch.spawn import spawn
+from unisono.parallel.stopping import should_stop
+from unisono.world import current_world
+
+SOON_S = 5.0
+
+SCRIPT = """
+import os, sys
+from pathlib import Path
+import torch
+from faults import Line
+from unisono import is_rank_zero, should_stop, spawn
+from torch.utils.data import DataLoader
+
+line = Line(Path("line").absolute())
+
+def train(index):
+    loader = DataLoader(range(10**9), num_workers=2, batch_size=1)
+    should_stop()
+    for step, batch in enumerate(loader):
+        if step == 3:
+            line.say("running", os.getpid())
+        if should_stop():
+            if is_rank_zero():
+                Path("checkpoint").write_text(str(int(batch)))
+            return step
+
+spawn(train, nprocs=2)
+print("not reached")
+"""
+
+
+def test_sigterm_to_the_caller_lets_the_ranks_save_and_ends_it_with_143(tmp_path, line, ear):
+    with Script(SCRIPT, tmp_path) as script:
+        ear.hear_all(2)
+        script.kill(signal.SIGTERM)
+        code, output, errors = script.end()
+        assert (code, output, errors) == (143, "", "")
+        assert (tmp_path / "checkpoint").exists()
+        assert script.survivors() == []
+
+
+def test_sigterm_to_every_process_at_once_is_borne_too(tmp_path, line, ear):
+    """As SLURM sends it, to the step: to the caller, the zygote, the workers and their loader workers."""
+    with Script(SCRIPT, tmp_path) as script:
+        ear.hear_all(2)
+        for process in script.living():
+            process.terminate()
+        assert script.end()[0] == 143
+        assert (tmp_path / "checkpoint").exists()
+        assert script.survivors() == []
+
+
+def train(index, line):
+    should_stop()
+    line.say(index, os.getpid())
+    steps = 0
+    while not should_stop():
+        steps += 1
+    return steps
+
+
+def test_sigterm_to_one_rank_stops_all_at_the_same_step_and_their_results_are_kept(line, ear):
+    context = spawn(train, args=(line,), nprocs=3, join=False, max_restarts=2)
+    pids = {int(rank): int(pid) for rank, pid in ear.hear_all(3)}
+    os.kill(pids[1], signal.SIGTERM)
+    with pytest.raises(StoppedError) as caught:
+        context.join()
+    assert caught.value.code == 143
+    assert len(caught.value.results) == 3
+    assert len(set(caught.value.results)) == 1
+
+
+def test_a_group_that_does_not_heed_sigterm_is_ended_by_it(tmp_path, line, ear):
+    source = SCRIPT.replace("    should_stop()\n", "").replace("if should_stop():", "if False:")
+    with Script(source, tmp_path) as script:
+        ear.hear_all(2)
+        script.kill(signal.SIGTERM)
+        assert script.end()[0] == -signal.SIGTERM
+        assert script.survivors() == []
+
+
+def test_a_rank_that_heeds_sigterm_is_stopped_all_the_same_when_a_peer_fails(line, ear):
+    def work(index):
+        should_stop()
+        line.say(os.getpid())
+        if index == 1:
+            raise ValueError("of rank 1")
+        while True:
+            time.sleep(0.01)  # in Python for ever, and deaf to a request
+
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="of rank 1"):
+        spawn(work, nprocs=2)
+    assert time.monotonic() - began < SOON_S
+    assert survivors([int(pid) for [pid] in ear.hear_all(2)]) == []
+
+
+def test_stop_still_stops_those_that_heed_sigterm(line, ear):
+    context = spawn(train, args=(line,), nprocs=2, join=False)
+    ear.hear_all(2)
+    context.stop()
+    with pytest.raises(WorkerDiedError):
+        context.join()
+
+
+def test_the_handler_of_the_caller_is_as_it_was():
+    before = signal.getsignal(signal.SIGTERM)
+    spawn(lambda index: current_world().comm.all_reduce(torch.ones(1)), nprocs=2)
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -1,0 +1,180 @@
+"""A /dev/shm that is too small is said before it fails, failing says so too, and no batch is waited for in vain."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from epochs import Numbers
+from torch.utils.data import DataLoader
+
+from unisono import DeviceLoader
+from unisono.loaders import shm
+from unisono.loaders.shm import Room, share
+
+MB = 1_000_000
+PLACE = shm.SHM
+
+SCRIPT = """
+import json, logging, mmap, sys
+import torch
+from torch.utils.data import DataLoader, Dataset
+from unisono import DeviceLoader
+
+
+class Large(Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return torch.full((1_000_000,), index, dtype=torch.uint8)
+
+
+class Growing(Large):
+    def __getitem__(self, index):
+        return super().__getitem__(index).repeat(1 if index < 30 else 3)
+
+
+class Writing(Large):
+    def __getitem__(self, index):
+        with open("/dev/shm/own", "wb+") as file:
+            file.truncate(64_000_000)
+            mmap.mmap(file.fileno(), 64_000_000)[:] = b"x" * 64_000_000
+
+
+class Words(logging.Handler):
+    def emit(self, record):
+        said.append(record.getMessage())
+
+
+def story(**options):
+    said.clear()
+    found = []
+    try:
+        for batch in DeviceLoader(DataLoader(**options)):
+            found += batch[:, 0].tolist()
+    except RuntimeError as error:
+        said.append("\\n".join([str(error), *error.__notes__]))
+    return found, said[:]
+
+
+said = []
+logging.getLogger("unisono").addHandler(Words())
+one, two, own = {"num_workers": 1, "prefetch_factor": 4}, {"num_workers": 2}, {"collate_fn": torch.stack}
+stories = {
+    "by default_collate": story(dataset=Growing(), batch_size=3, **one),
+    "by a collate_fn of one's own": story(dataset=Growing(), batch_size=3, **own, **one),
+    "one by one": story(dataset=Large(), batch_size=1, **two),
+    "one by one, by a collate_fn of one's own": story(dataset=Large(), batch_size=1, **own, **two),
+    "by the dataset": story(dataset=Writing(), batch_size=3, **two),
+}
+print(json.dumps(stories))
+"""
+
+
+@pytest.fixture(scope="module")
+def stories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[int], list[str]]]:
+    """What loaders deliver and say where /dev/shm has 8 MB: a mount in a namespace of the script's own."""
+    script = tmp_path_factory.mktemp("shm") / "script.py"
+    script.write_text(SCRIPT)
+    mount = f"mount -t tmpfs -o size=8000k none {PLACE}"
+    if shutil.which("unshare") is None:
+        pytest.skip("there is no `unshare`")
+    tried = subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        pytest.skip(f"nothing can be mounted here: {tried.stderr}")
+    command = ["unshare", "-m", "sh", "-c", f'{mount} && exec "{sys.executable}" "{script}"']
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100, cwd=Path.cwd())
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+@pytest.mark.parametrize("made", ["by default_collate", "by a collate_fn of one's own"])
+def test_where_the_batches_do_not_fit_it_is_said_before_and_when_it_fails(stories, made):
+    found, said = stories[made]
+    assert found == list(range(len(found)))
+    assert 0 < len(found) < 40
+    warning, error = said
+    assert warning.startswith("/dev/shm had 8.2 MB free when the loader workers started, and 4 batches of 3.0 MB, ")
+    assert "need 12.0 MB, for each rank on this machine" in warning
+    assert error.startswith("unable to allocate shared memory")
+    assert "/dev/shm, of 8.2 MB with " in error
+    for text in said:
+        assert "docker run --shm-size" in text
+        assert "fewer num_workers, a smaller prefetch_factor" in text
+
+
+@pytest.mark.parametrize("made", ["one by one", "one by one, by a collate_fn of one's own"])
+def test_where_those_on_their_way_fit_those_that_wait_for_the_loop_are_taken_out(stories, made):
+    assert stories[made] == [list(range(40)), []]
+
+
+def test_a_loader_worker_that_a_bus_error_ends_is_told_of_with_the_reason(stories):
+    found, (error,) = stories["by the dataset"]
+    assert found == []
+    assert "was killed by SIGBUS before its batch was received; /dev/shm, of 8.2 MB with " in error
+    assert "docker run --shm-size" in error
+
+
+class Bussed(Numbers):
+    """Who loads sample 3 gets a bus error."""
+
+    def __getitem__(self, index: int) -> int:
+        if index == 3:
+            signal.signal(signal.SIGBUS, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGBUS)
+        return index
+
+
+def test_a_bus_error_is_told_of_wherever_it_comes_from():
+    with pytest.raises(RuntimeError, match=r"was killed by SIGBUS .*; /dev/shm, of .* MB free now, had no room"):
+        list(DeviceLoader(DataLoader(Bussed(6), num_workers=1)))
+
+
+# What fits.
+
+
+def shared(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8).share_memory_()
+
+
+@pytest.mark.parametrize(
+    ("free", "is_tight", "warnings"), [(39, True, 1), (40, True, 0), (139, True, 0), (140, False, 0)]
+)
+def test_the_batches_on_their_way_must_fit_and_those_that_wait_had_better(
+    monkeypatch, caplog, free, is_tight, warnings
+):
+    monkeypatch.setattr(shm, "_free_and_size", lambda: (free * MB, 200 * MB))
+    room = Room(num_workers=2, prefetch_factor=4, waiting=20)
+    for _ in range(3):
+        room.look()
+        room.check([shared(3 * MB), {"more": shared(2 * MB), "not sent there": torch.zeros(MB)}])
+    assert (room.is_tight, len(caplog.records)) == (is_tight, warnings)
+
+
+def test_where_there_is_no_such_place_nothing_is_said(monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(shm, "SHM", tmp_path / "missing")
+    caplog.set_level(logging.DEBUG)
+    room = Room(8, None, 16)
+    room.look()
+    room.check(shared(MB))
+    assert not room.is_tight
+    assert not caplog.records
+    assert shm.why_full().startswith(f"{tmp_path}/missing had no room for the batches that loader workers send; ")
+
+
+def test_sharing_keeps_what_the_tensors_hold():
+    whole = torch.arange(12.0)
+    batch = [whole[3:5], {"rows": whole.reshape(3, 4).t()}, torch.empty(0), torch.empty(2, device="meta"), "text", 3]
+    share(batch)
+    assert batch[0].is_shared()
+    assert batch[0].tolist() == [3, 4]
+    assert batch[1]["rows"].tolist() == torch.arange(12.0).reshape(3, 4).t().tolist()

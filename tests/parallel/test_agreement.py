@@ -1,0 +1,223 @@
+"""Replicas that drift apart are noticed, and the message says where and on whom."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_4, Mode
+from torch import nn
+
+import unisono
+from unisono.errors import ReplicasDifferError
+from unisono.parallel.agreement import check_replicas, fingerprint
+from unisono.world import current_world
+
+CPU = torch.device("cpu")
+LARGE = 3 * 4096  # words, of eight bytes: beyond what counts with its place
+
+
+def bits_of(*tensors: torch.Tensor) -> int:
+    return int(fingerprint(tensors, CPU))
+
+
+MODEL = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def model() -> nn.Sequential:
+    """The same on each rank, without a seed: threads share their generator."""
+    return copy.deepcopy(MODEL)
+
+
+def told(mode: Mode, body: Callable[[], object]) -> list[tuple[str, str, list[int]] | None]:
+    """What each rank hears of its replicas' difference: the message, the name, the ranks."""
+
+    def listen() -> tuple[str, str, list[int]] | None:
+        try:
+            body()
+        except ReplicasDifferError as error:
+            return str(error), error.name, error.ranks
+        return None
+
+    return mode.run(listen)
+
+
+# Fingerprints.
+
+
+@given(st.integers(1, 40), st.data())
+def test_any_flipped_bit_of_a_small_tensor_changes_its_fingerprint(count, data):
+    octets = torch.randint(256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(count))
+    changed = octets.clone()
+    changed[data.draw(st.integers(0, count - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    assert bits_of(octets) == bits_of(octets.clone())
+    assert bits_of(octets) != bits_of(changed)
+
+
+@given(st.integers(0, LARGE - 1), st.integers(0, 62))
+def test_any_flipped_bit_of_a_large_tensor_changes_its_fingerprint(place, bit):
+    words = torch.arange(LARGE)
+    changed = words.clone()
+    changed[place] ^= 1 << bit
+    assert bits_of(words) != bits_of(changed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("count", [7, 64, 100_003])
+def test_a_negated_tensor_has_another_fingerprint(dtype, count):
+    tensor = torch.rand(count, generator=torch.Generator().manual_seed(1)).to(dtype) + 1
+    assert bits_of(tensor) != bits_of(-tensor)
+
+
+def test_what_has_changed_places_has_another_fingerprint():
+    one, other = torch.rand(3, 4), torch.rand(4, 3)
+    assert bits_of(one, other) != bits_of(other, one)
+    assert bits_of(one) != bits_of(one.flip(0))
+    assert bits_of(one) != bits_of(one.flip(1))
+    large = torch.rand(100, 256)
+    assert bits_of(large) != bits_of(large.flip(0))
+
+
+def test_nan_equals_nan_and_zero_is_not_its_negative():
+    assert bits_of(torch.tensor([math.nan, 1.0])) == bits_of(torch.tensor([math.nan, 1.0]))
+    assert bits_of(torch.zeros(1)) != bits_of(-torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float16, torch.float8_e4m3fn, torch.complex64, torch.bool, torch.int8, torch.uint16, torch.int64],
+    ids=str,
+)
+@pytest.mark.parametrize("count", [0, 1, 5, 40_001])
+def test_a_tensor_of_any_type_and_length_has_a_fingerprint(dtype, count):
+    tensor = torch.zeros(count, dtype=dtype)
+    changed = tensor.clone()
+    changed[-1:] = 1
+    assert bits_of(tensor) == bits_of(tensor.clone())
+    assert (bits_of(tensor) == bits_of(changed)) == (count == 0)
+
+
+def test_how_a_tensor_lies_in_memory_does_not_matter():
+    image = torch.rand(2, 3, 8, 8)
+    assert bits_of(image) == bits_of(image.to(memory_format=torch.channels_last))
+    flat = torch.rand(101)
+    assert bits_of(flat[1:]) == bits_of(flat[1:].clone())  # it does not begin at a multiple of eight bytes
+    assert bits_of(torch.tensor(1.0)) == bits_of(torch.ones(1))
+
+
+# Checking.
+
+
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
+def test_replicas_that_agree_pass(mode):
+    def body() -> int:
+        network = model()
+        network[1].running_mean += unisono.rank()  # its own on each rank, and not compared
+        for _ in range(3):
+            check_replicas(network)
+        return 3
+
+    assert mode.run(body) == [3] * mode.ranks
+
+
+@pytest.mark.parametrize("mode", [THREADS_4, PROCESSES_2], ids=str)
+def test_the_first_parameter_that_differs_is_named_with_its_holders(mode):
+    def body() -> None:
+        network = model()
+        check_replicas(network)
+        with torch.no_grad():
+            if unisono.rank() == mode.ranks - 1:
+                network[2].weight[0, 0] += 1e-6
+                network[2].bias += 1
+        check_replicas(network)
+
+    last, others = mode.ranks - 1, list(range(mode.ranks - 1))
+    for message, name, ranks in told(mode, body):
+        assert message.startswith("the replicas differ at call 2 of check_replicas: the parameter '2.weight' is ")
+        assert name == "the parameter '2.weight'"
+        assert "; 2 of 6 differ. " in message
+        if len(others) > 1:
+            assert f" on ranks {others} and float32[2, 4] of sum" in message
+            assert f"on rank {last}; rank {last} differs from the others; " in message
+            assert ranks == [last]
+        else:
+            assert " on rank 0 and float32[2, 4] of sum" in message
+            assert "from the others" not in message
+            assert ranks == [0, 1]
+
+
+def test_two_that_differ_from_the_rest_each_in_its_own_way_are_both_the_odd_ones():
+    def body() -> None:
+        network = nn.Linear(2, 2)
+        nn.init.constant_(network.weight, {1: 1.0, 2: 2.0}.get(unisono.rank(), 0.0))
+        nn.init.zeros_(network.bias)
+        check_replicas(network)
+
+    five = Mode("threads", 5)
+    for message, _, ranks in told(five, body):
+        assert "on ranks [0, 3, 4] and float32[2, 2] of sum 4.0 (bits " in message
+        assert "; ranks [1, 2] differ from the others; 1 of 2 differ. " in message
+        assert ranks == [1, 2]
+
+
+def test_only_every_so_many_calls_compare():
+    def body() -> list[int]:
+        network, world = model(), current_world()
+        compared, reduce = [], world.comm.all_reduce
+        for call in range(1, 8):
+            world.comm.all_reduce = lambda *a, call=call: (compared.append(call), reduce(*a))[1]
+            check_replicas(network, every=3)
+        return compared
+
+    assert THREADS_2.run(body) == [[3, 6]] * 2
+
+
+def test_each_module_is_counted_by_itself():
+    def body() -> None:
+        one, other = model(), model()
+        with torch.no_grad():
+            other[0].bias += unisono.rank()
+        check_replicas(one, every=2)
+        check_replicas(other, every=2)
+        check_replicas(one, every=2)
+        check_replicas(other, every=2)
+
+    for message, name, _ in told(THREADS_2, body):
+        assert "at call 2 of" in message
+        assert name == "the parameter '0.bias'"
+
+
+def test_buffers_are_compared_where_that_is_asked_for():
+    def body() -> None:
+        network = model()
+        network[1].running_mean += unisono.rank()
+        check_replicas(network)
+        check_replicas(network, buffers=True)
+
+    assert [name for _, name, _ in told(THREADS_2, body)] == ["the buffer '1.running_mean'"] * 2
+
+
+def test_modules_of_different_make_differ_by_the_name_of_a_parameter():
+    def body() -> None:
+        network = nn.Sequential(nn.Linear(2, 2), *([nn.Linear(2, 2)] if unisono.rank() else []))
+        for parameter in network.parameters():
+            nn.init.zeros_(parameter)
+        check_replicas(network)
+
+    for message, _, _ in told(THREADS_2, body):
+        assert "the parameter '1.weight' is missing on rank 0 and float32[2, 2] of sum 0.0" in message
+
+
+def test_a_model_without_parameters_agrees():
+    assert THREADS_2.run(lambda: check_replicas(nn.Identity())) == [None, None]
+
+
+@pytest.mark.parametrize(("every", "kind"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)])
+def test_what_is_no_number_of_calls_is_refused(every, kind):
+    with pytest.raises(kind, match=f"every={every}"):
+        check_replicas(nn.Identity(), every)

@@ -1,0 +1,178 @@
+"""All ranks stop after the same step, whichever of them was asked."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from faults import Line, Script
+from modes import PROCESSES_2, THREADS_2, THREADS_4
+from torch.utils.data import DataLoader, TensorDataset
+
+import unisono
+from unisono import preemption
+from unisono.errors import UnisonoError
+from unisono.parallel.stopping import should_stop
+from unisono.world import current_world, solo_world
+
+NUMBERS = TensorDataset(torch.arange(400))
+
+
+def batches() -> Iterator[list[torch.Tensor]]:
+    """Batches without end, made by loader workers."""
+    while True:
+        yield from DataLoader(NUMBERS, 4, num_workers=1)
+
+
+@pytest.fixture
+def heeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the main thread had heeded SIGTERM, and no stop were requested; no handler is installed in this process."""
+    monkeypatch.setattr(preemption, "_is_heeded", True)
+    monkeypatch.setattr(preemption, "_is_requested", False)
+
+
+# Threads.
+
+
+def test_replicas_stop_after_the_same_step_when_their_process_is_asked(heeded):
+    def body() -> int:
+        for step in range(1000):
+            if unisono.rank() == 1 and step == 5:
+                preemption.request()
+            if should_stop():
+                return step
+        return -1
+
+    steps = THREADS_4.run(body)
+    assert len(set(steps)) == 1
+    assert 0 <= steps[0] <= 5  # a rank that is a step behind may see it before rank 1 asks for its own
+
+
+def test_replicas_that_nobody_prepared_are_told_what_to_call_first():
+    with pytest.raises(UnisonoError, match=r"call should_stop\(\) once in the main thread before") as refused:
+        THREADS_2.run(should_stop)
+    assert "unisono-replica-" in str(refused.value)
+
+
+def test_once_agreed_it_stays_so_in_that_world_and_meets_nobody(heeded):
+    def body() -> tuple[list[bool], int]:
+        world, calls = current_world(), []
+        reduce = world.comm.all_reduce
+        world.comm.all_reduce = lambda *a: (calls.append(a), reduce(*a))[1]
+        found = [should_stop() for _ in range(2)]
+        world.comm.barrier()
+        preemption.request()
+        return found + [should_stop() for _ in range(3)], len(calls)
+
+    assert THREADS_2.run(body) == [([False, False, True, True, True], 3)] * 2
+    preemption._is_requested = False
+    assert not should_stop(world=solo_world())
+
+
+# Processes.
+
+
+def test_workers_stop_after_the_same_step_when_one_of_them_gets_sigterm():
+    def body() -> tuple[int, bool]:
+        step = 0
+        while not should_stop():
+            step += 1
+            if unisono.rank() == 1 and step == 5:
+                os.kill(os.getpid(), signal.SIGTERM)
+        return step, preemption.is_requested()
+
+    assert PROCESSES_2.run(body) == [(5, False), (5, True)]
+
+
+@pytest.mark.parametrize("asked", [[1], [0, 1]], ids=["one session", "every session"])
+def test_loader_workers_live_until_the_loop_has_come_to_its_stop_and_saved(asked):
+    """SIGTERM comes from outside and goes to everything that a worker has started, as a scheduler's does."""
+
+    def body() -> tuple[int, int]:
+        should_stop()
+        loaded, step = batches(), 0
+        for step, _ in enumerate(loaded):
+            if unisono.rank() in asked and step == 5:
+                subprocess.run(["kill", "-TERM", "--", f"-{os.getpgid(0)}"], start_new_session=True, check=True)
+            if should_stop():
+                break
+        rest = [next(loaded) for _ in range(50)]  # a validation before it saves, say
+        return step, len(rest)
+
+    found = PROCESSES_2.run(body)
+    assert found[0] == found[1]
+    assert 0 < found[0][0] <= 6
+    assert found[0][1] == 50
+
+
+# Scripts.
+
+SOLO = """
+import sys
+from pathlib import Path
+import torch
+from faults import Line
+from torch.utils.data import DataLoader, TensorDataset
+from unisono import preemption
+from unisono.parallel.stopping import should_stop
+
+should_stop()
+line, count = Line(Path(sys.argv[0]).parent / "line"), 0
+while True:
+    for batch in DataLoader(TensorDataset(torch.arange(400)), 4, num_workers=2):
+        count += 1
+        if count == 3:
+            line.say("trains")
+        if should_stop():
+            Path("checkpoint").write_text(str(count))
+            sys.exit(preemption.STOP_EXIT_CODE)
+"""
+
+THREADS = """
+import os, signal, threading
+import torch
+from torch import nn
+from unisono import DataParallel, rank
+from unisono.parallel.stopping import should_stop
+
+def loop(model, loader, device, context):
+    for step, batch in enumerate(loader):
+        if rank() == 1 and step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if should_stop():
+            return step
+    return -1
+
+should_stop()
+steps = DataParallel(nn.Identity(), ["cpu:0", "cpu:1"])(loop, [torch.ones(2)] * 4000)
+print(len(set(steps)), steps[0] > 0)
+"""
+
+
+def test_a_plain_script_saves_when_its_whole_process_group_gets_sigterm_and_leaves_nothing(tmp_path: Path):
+    line = Line.at(tmp_path / "line")
+    with line.hearing() as ear, Script(SOLO, tmp_path) as script:
+        ear.hear()
+        script.kill_group(signal.SIGTERM)
+        code, _, errors = script.end()
+        assert (code, errors) == (143, "")
+        assert int((tmp_path / "checkpoint").read_text()) >= 3
+        assert script.survivors() == []
+
+
+def test_a_signal_stops_replicas_that_the_main_thread_waits_for(tmp_path: Path):
+    with Script(THREADS, tmp_path) as script:
+        code, output, errors = script.end()
+    assert (code, output.split(), errors) == (0, ["1", "True"], "")
+
+
+def test_this_process_heeds_nothing_after_all():
+    """What the tests here do to signals, they do elsewhere."""
+    assert threading.current_thread() is threading.main_thread()
+    assert signal.getsignal(signal.SIGTERM) is not preemption._note

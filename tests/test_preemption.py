@@ -1,0 +1,292 @@
+"""SIGTERM becomes a flag, for a process that heeds it and for its loader workers, and for nobody else.
+
+Each test runs in a process of its own, since what a signal does to a process is the whole process's.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from textwrap import dedent
+
+import pytest
+
+from unisono.preemption import STOP_EXIT_CODE
+
+PATIENCE_S = 60
+TERM = """
+import os, signal, sys, threading, time
+from unisono import preemption
+
+def term():
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+LOADERS = TERM + dedent(
+    """
+    import gc
+    import psutil, torch
+    from torch.utils.data import DataLoader, Dataset
+
+    class Numbers(Dataset):
+        def __len__(self):
+            return 32
+        def __getitem__(self, index):
+            return index
+
+    def children():
+        gc.collect()
+        return psutil.Process().children()
+
+    def let_a_stranger_term(*pids):
+        if not (stranger := os.fork()):
+            for pid in pids * 3:
+                os.kill(pid, signal.SIGTERM)
+            os._exit(0)
+        os.waitpid(stranger, 0)
+    """
+)
+
+
+def run(source: str, beginning: str = TERM) -> tuple[int, list[str], str]:
+    """Run a program: how it ended, the lines that it printed, and what it complained of."""
+    done = subprocess.run(
+        [sys.executable, "-c", beginning + dedent(source)], capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    return done.returncode, done.stdout.splitlines(), done.stderr
+
+
+def test_a_shell_shows_the_code_of_a_stop_for_a_process_that_sigterm_ended():
+    assert STOP_EXIT_CODE == 143
+
+
+def test_before_it_is_heeded_sigterm_ends_the_process_shielded_loader_workers_or_not():
+    assert run("term()")[0] == -15
+    assert run("preemption.shield_loader_workers(); term()")[0] == -15
+
+
+def test_sigterm_is_noted_and_nothing_else_happens_however_often_it_comes():
+    code, lines, errors = run(
+        """
+        preemption.heed()
+        print(preemption.is_requested())
+        for _ in range(3):
+            term()
+            preemption.heed()
+            print(preemption.is_requested())
+        """
+    )
+    assert (code, lines, errors) == (0, ["False", "True", "True", "True"], "")
+
+
+def test_a_stop_can_be_requested_from_any_thread_without_a_signal():
+    code, lines, _ = run(
+        """
+        thread = threading.Thread(target=preemption.request)
+        thread.start(); thread.join()
+        print(preemption.is_requested())
+        """
+    )
+    assert (code, lines) == (0, ["True"])
+
+
+def test_a_handler_that_was_there_is_called_too():
+    code, lines, _ = run(
+        """
+        signal.signal(15, lambda signum, frame: print("the user's", signum))
+        preemption.heed()
+        term()
+        print(preemption.is_requested())
+        """
+    )
+    assert (code, lines) == (0, ["the user's 15", "True"])
+
+
+def test_the_first_call_from_another_thread_is_refused_with_the_way_out_and_later_ones_are_not():
+    code, lines, _ = run(
+        """
+        def heed():
+            try:
+                preemption.heed()
+                print("heeded")
+            except RuntimeError as error:
+                print(type(error).__name__, error)
+        for turn in range(2):
+            thread = threading.Thread(target=heed, name="replica")
+            thread.start(); thread.join()
+            preemption.heed()
+        """
+    )
+    assert code == 0
+    assert lines[0].startswith("UnisonoError SIGTERM cannot be heeded from thread 'replica': ")
+    assert lines[0].endswith("; call should_stop() once in the main thread before, outside of DataParallel")
+    assert lines[1:] == ["heeded"]
+
+
+def test_who_asked_is_told_once_that_it_is_heeded_and_at_once_where_it_is_already():
+    code, lines, _ = run(
+        """
+        preemption.on_heed(lambda: print("before"))
+        print("heed")
+        preemption.heed()
+        preemption.heed()
+        preemption.on_heed(lambda: print("after"))
+        """
+    )
+    assert (code, lines) == (0, ["heed", "before", "after"])
+
+
+def test_sigterm_ends_a_process_that_heeds_it_where_it_is_meant_so():
+    code, lines, _ = run(
+        """
+        is_the_end = []
+        preemption.end_when(lambda: bool(is_the_end))
+        preemption.heed()
+        term()
+        print(preemption.is_requested(), flush=True)
+        is_the_end.append(True)
+        term()
+        print("still there", flush=True)
+        """
+    )
+    assert (code, lines) == (-15, ["True"])
+
+
+def test_where_it_is_meant_as_the_end_the_user_s_handler_has_the_last_word():
+    code, _, _ = run(
+        """
+        signal.signal(15, lambda *_: sys.exit("the user's end"))
+        preemption.end_when(lambda: True)
+        preemption.heed()
+        term()
+        time.sleep(60)
+        """
+    )
+    assert code == 1
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_other_children_are_ended_by_sigterm_as_ever(context, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        TERM
+        + dedent(
+            f"""
+            import multiprocessing, subprocess
+            if __name__ == "__main__":
+                preemption.heed()
+                process = multiprocessing.get_context({context!r}).Process(target=time.sleep, args=(1000,))
+                process.start(); process.terminate(); process.join()
+                print(process.exitcode)
+                for options in ({{}}, {{"preexec_fn": os.setsid}}, {{"start_new_session": True}}):
+                    child = subprocess.Popen(["sleep", "1000"], **options)
+                    child.terminate()
+                    print(child.wait())
+            """
+        )
+    )
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (done.returncode, done.stdout.split()) == (0, ["-15"] * 4), done.stderr
+
+
+def test_a_fork_from_another_thread_is_as_if_nobody_heeded():
+    code, lines, _ = run(
+        """
+        def fork():
+            if (pid := os.fork()) == 0:
+                term()
+                os._exit(0)
+            print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        preemption.heed()
+        thread = threading.Thread(target=fork)
+        thread.start(); thread.join()
+        """
+    )
+    assert (code, lines) == (0, ["-15"])
+
+
+def test_a_signal_that_comes_before_a_fork_knows_what_it_is_is_not_lost():
+    code, lines, _ = run(
+        """
+        os.register_at_fork(after_in_child=term)  # before the hooks that heeding installs, so it runs first
+        preemption.heed()
+        if (pid := os.fork()) == 0:
+            os._exit(0)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), preemption.is_requested())
+        term()
+        print(preemption.is_requested())
+        """
+    )
+    assert (code, lines) == (0, ["-15 False", "True"])
+
+
+# Loader workers.
+
+
+@pytest.mark.parametrize("begin", ["preemption.heed()", "preemption.shield_loader_workers()"])
+def test_loader_workers_outlive_sigterm_and_leave_nothing_behind(begin):
+    code, lines, errors = run(
+        f"""
+        {begin}
+        for is_persistent in (False, True):
+            loader = DataLoader(Numbers(), 2, num_workers=2, persistent_workers=is_persistent)
+            for epoch in range(2):
+                found = []
+                for batch in loader:
+                    if len(found) == 4:
+                        preemption.heed()  # where only the workers were shielded, it is heeded while they run
+                        let_a_stranger_term(os.getpid(), *(child.pid for child in children()))
+                    found += batch.tolist()
+                print(found == list(range(32)), preemption.is_requested(), len(children()))
+            del loader
+            print(len(children()))
+        values = iter(DataLoader(Numbers(), 2, num_workers=2))
+        next(values)
+        del values
+        print(len(children()))
+        """,
+        LOADERS,
+    )
+    assert (code, errors) == (0, "")
+    assert lines == ["True True 0", "True True 0", "0", "True True 2", "True True 2", "0", "0"]
+
+
+def test_a_loader_worker_that_is_stuck_is_ended_by_its_parent():
+    code, lines, errors = run(
+        """
+        class Stuck(Numbers):
+            def __getitem__(self, index):
+                if index == 2:
+                    time.sleep(1000)
+                return index
+        preemption.heed()
+        values = iter(DataLoader(Stuck(), 2, num_workers=1))
+        next(values)
+        worker, = values._workers
+        let_a_stranger_term(worker.pid)
+        worker.join(0.2)
+        print(worker.exitcode)
+        worker.terminate()
+        worker.join()
+        print(worker.exitcode)
+        os._exit(0)
+        """,
+        LOADERS,
+    )
+    assert (code, lines, errors) == (0, ["None", "0"], "")
+
+
+def test_what_a_loader_worker_forks_is_ended_by_sigterm_as_ever():
+    code, lines, errors = run(
+        """
+        class Forking(Numbers):
+            def __getitem__(self, index):
+                if (pid := os.fork()) == 0:
+                    term()
+                    os._exit(0)
+                return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        preemption.heed()
+        print(next(iter(DataLoader(Forking(), 2, num_workers=1))).tolist())
+        """,
+        LOADERS,
+    )
+    assert (code, lines, errors) == (0, ["[-15, -15]"], "")

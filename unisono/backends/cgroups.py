@@ -1,0 +1,42 @@
+"""Where a process's control groups tell what the kernel lets it have; version 1 and version 2 alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+_MOUNT = Path("sys/fs/cgroup")
+
+
+def cgroup_directories(controller: str, pid: int | None = None, root: Path = Path("/")) -> list[Path]:
+    """The directories in which a controller ("cpu", "memory") limits a process, its own first, then those above it.
+
+    In a container the names of those above it may not exist: whoever reads there skips what is missing.
+
+    Args:
+        pid: of the process; None is the calling one.
+        root: of the file system.
+    """
+    try:
+        lines = (root / "proc" / str(pid or "self") / "cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    entries = [line.split(":", 2) for line in lines if line.count(":") >= 2]
+    paths = {name: path for _, names, path in entries for name in names.split(",")}
+    if controller in paths:  # version 1 has a hierarchy for each controller
+        return list(_upwards(root / _MOUNT / controller, paths[controller]))
+    return list(_upwards(root / _MOUNT, paths[""])) if "" in paths else []
+
+
+def read_number(path: Path) -> int | None:
+    """The number that a file holds; None where it holds another word ("max"), or is not there."""
+    with suppress(OSError, ValueError):
+        return int(path.read_text())
+    return None
+
+
+def _upwards(mount: Path, path: str) -> Iterator[Path]:
+    parts = [part for part in path.split("/") if part not in ("", "..")]
+    for length in range(len(parts), -1, -1):
+        yield mount.joinpath(*parts[:length])

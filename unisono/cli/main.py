@@ -1,0 +1,37 @@
+"""The command `unisono`: finds the subcommand and runs it.
+
+Each subcommand is a module with `add_parser(subparsers)`, which sets `run`, a function of the parsed arguments that
+returns an exit code.
+
+Exit codes: 0 all is well; 1 something failed; 2 the command was given wrongly; 130 after Ctrl-C; what a worker ended
+with, and 128 + n for signal n, where a worker ended the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import version
+
+COMMANDS = ("run", "doctor")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; `argv` without the program's name, None takes the process's own."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="unisono",
+        description="Multi-device data-parallel training for PyTorch: one script, any number of devices.",
+        epilog="`unisono COMMAND --help` tells more.",
+    )
+    parser.add_argument("--version", action="version", version=f"unisono {version('unisono')}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name in COMMANDS:
+        import_module(f"unisono.cli.{name}").add_parser(subparsers)
+    parsed = parser.parse_args(arguments)
+    try:
+        return int(parsed.run(parsed))
+    except KeyboardInterrupt:
+        return 130

@@ -1,0 +1,157 @@
+"""What `spawn` was given, checked at the door: each refusal names the value, the rule and the way out."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from unisono.backends.cores import disjoint_cores, fair_num_threads
+from unisono.errors import UnisonoError, UnpicklableError
+from unisono.pickling import dumps_call
+from unisono.protocols import Backend
+
+logger = logging.getLogger(__name__)
+
+START_METHODS = ("zygote", "spawn")
+_REFUSED = {
+    "fork": "a fork of this process hangs at its first parallel operation once torch has run one here, since OpenMP's "
+    "threads do not survive it",
+    "forkserver": "its workers outlive a killed caller",
+}
+
+
+def check_call(fn: Any, args: Any) -> None:
+    if not callable(fn):
+        raise TypeError(f"fn={fn!r} is a {type(fn).__name__}; pass a function that takes the index and *args")
+    if isinstance(args, str | bytes) or not isinstance(args, Sequence):
+        raise TypeError(f"args={args!r} is a {type(args).__name__}; pass a tuple, with one argument as (argument,)")
+
+
+def check_nprocs(nprocs: int | None, family: Backend) -> int:
+    """The number of workers: each gets a device."""
+    if nprocs is None:
+        return family.device_count()
+    check_count(nprocs, "nprocs", 1, "pass a number from 1 on, or None for all devices")
+    try:
+        family.device(nprocs - 1)
+    except ValueError as error:
+        raise ValueError(f"nprocs={nprocs} needs as many devices: {error}") from None
+    return nprocs
+
+
+def check_count(value: int, name: str, least: int, advice: str) -> int:
+    """A whole number from `least` on."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; {advice}")
+    if value < least:
+        raise ValueError(f"{name}={value} is too small; {advice}")
+    return value
+
+
+def check_duration(seconds: float, name: str, is_zero_allowed: bool = True) -> float:
+    """Seconds, finite and not negative."""
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        raise TypeError(f"{name}={seconds!r} is a {type(seconds).__name__}; pass seconds")
+    if not (math.isfinite(seconds) and (seconds > 0 or (is_zero_allowed and seconds == 0))):
+        raise ValueError(f"{name}={seconds!r} is no duration; pass seconds from 0 on")
+    return seconds
+
+
+def check_timeout(timeout: timedelta) -> None:
+    if not isinstance(timeout, timedelta):
+        raise TypeError(f"timeout={timeout!r} is a {type(timeout).__name__}; pass a datetime.timedelta")
+    if timeout <= timedelta():
+        raise ValueError(f"timeout={timeout!r} leaves a collective no time; pass a positive timedelta")
+
+
+def check_start_method(start_method: str | None) -> str:
+    """How workers are started: what was asked for, or the fastest that the platform has."""
+    if not hasattr(os, "fork"):
+        raise UnisonoError(
+            f"workers need a Unix, and this is {sys.platform}; use DataParallel, whose replicas are threads, or WSL"
+        )
+    if start_method is None:
+        return "zygote" if sys.platform == "linux" else "spawn"  # elsewhere a fork that has imported torch is unsafe
+    if start_method in _REFUSED:
+        raise ValueError(
+            f"start_method={start_method!r} is refused: {_REFUSED[start_method]}; the default, 'zygote', is as fast "
+            "and safe"
+        )
+    if start_method not in START_METHODS:
+        known = ", ".join(map(repr, START_METHODS))
+        raise ValueError(f"start_method={start_method!r} does not exist; choose one of {known}, or None")
+    return start_method
+
+
+def check_log_dir(log_dir: str | os.PathLike[str] | None) -> Path | None:
+    if log_dir is None:
+        return None
+    if not isinstance(log_dir, str | os.PathLike):
+        raise TypeError(f"log_dir={log_dir!r} is a {type(log_dir).__name__}; pass the path of a directory")
+    return Path(log_dir)
+
+
+def check_log_ranks(log_ranks: Collection[int] | None, count: int) -> tuple[int, ...] | None:
+    if log_ranks is None:
+        return None
+    if isinstance(log_ranks, str | bytes) or not isinstance(log_ranks, Collection):
+        raise TypeError(f"log_ranks={log_ranks!r} is a {type(log_ranks).__name__}; pass ranks, as in [0]")
+    for rank in log_ranks:
+        check_count(rank, "a rank of log_ranks", 0, f"the ranks are 0 to {count - 1}")
+        if rank >= count:
+            raise ValueError(f"log_ranks={list(log_ranks)} names rank {rank}; the ranks are 0 to {count - 1}")
+    return tuple(sorted(set(log_ranks)))
+
+
+def pick_num_threads(num_threads: int | None, num_loader_workers: int, count: int) -> int:
+    """CPU threads per worker: what was asked for, here or by OMP_NUM_THREADS, else a fair share of the cores."""
+    check_count(num_loader_workers, "num_loader_workers", 0, "pass the num_workers of the DataLoader")
+    if num_threads is not None:
+        return check_count(num_threads, "num_threads", 1, "pass a whole number from 1 on, or None for a fair share")
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(asked) if asked.isdecimal() and int(asked) else fair_num_threads(count, num_loader_workers)
+    reason = "as OMP_NUM_THREADS says" if asked.isdecimal() else f"a fair share of the cores for {count} workers"
+    logger.info("%d CPU threads per worker, %s; spawn(..., num_threads=n) sets another number", threads, reason)
+    return threads
+
+
+def pick_cores(pin_cores: bool, count: int) -> list[set[int]] | None:
+    """The cores of each worker, where workers are to keep to their own."""
+    if not isinstance(pin_cores, bool):
+        raise TypeError(f"pin_cores={pin_cores!r} is a {type(pin_cores).__name__}; pass True or False")
+    if not pin_cores:
+        return None
+    cores = disjoint_cores(count)
+    logger.info("workers keep to their cores: %s", "; ".join(f"rank {r}: {sorted(own)}" for r, own in enumerate(cores)))
+    return cores
+
+
+def pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """The call as bytes.
+
+    Raises:
+        UnpicklableError: names what cannot be sent.
+    """
+    try:
+        return dumps_call(fn, args)
+    except Exception as error:
+        named = [("fn", fn), *((f"args[{place}]", arg) for place, arg in enumerate(args))]
+        name, part = next((each for each in named if not _is_picklable(each[1])), named[0])
+        raise UnpicklableError(
+            f"{name}, a {type(part).__name__}, cannot be sent to the workers ({type(error).__name__}: {error}); "
+            "make it inside fn, or pass what it is made from"
+        ) from error
+
+
+def _is_picklable(part: Any) -> bool:
+    try:
+        dumps_call(type, (part,))
+    except Exception:
+        return False
+    return True

@@ -1,0 +1,96 @@
+"""What `spawn(..., join=False)` gives: the running workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from unisono.launch.supervisor import Supervisor
+
+
+class ProcessContext:
+    """The running workers of `spawn(..., join=False)`."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+
+    def pids(self) -> list[int | None]:
+        """The workers' process ids, by rank; after a restart, those of the new ones."""
+        return self._supervisor.pids()
+
+    @property
+    def log_directory(self) -> Path | None:
+        """Where the logs of this run are, in a directory of its own below `log_dir`; None where none was given."""
+        return self._supervisor.log_directory
+
+    def join(self, timeout: float | None = None) -> list[Any] | None:
+        """Wait for the workers.
+
+        On the main thread, and unless the program has a handler of its own, SIGTERM meanwhile asks workers that call
+        `should_stop` for an early end; others are ended by it, with this process, as ever.
+
+        Args:
+            timeout: seconds to wait at most; None waits to the end.
+
+        Returns:
+            The results by rank, or None when the time is over and workers still run.
+
+        Raises:
+            BaseException: what a worker raised; as for `spawn`.
+            KeyboardInterrupt: after Ctrl-C here, when the workers have been stopped; a second Ctrl-C kills them. What
+                another signal's handler raises here stops them just the same.
+        """
+        with self._guarded():
+            self._supervisor.start()  # here, so that no Ctrl-C can fall between the start and the wait
+            is_over = self._supervisor.wait(timeout)
+        return self._supervisor.result() if is_over else None
+
+    def stop(self) -> None:
+        """Stop the workers (SIGTERM, then SIGKILL after the grace); `join` then raises WorkerDiedError."""
+        self._supervisor.stop()
+
+    def start(self) -> None:
+        """Start the workers, as `join` does where that has not been done; `spawn` has called it."""
+        with self._guarded():
+            self._supervisor.start()
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Stop the workers when a signal's handler, that of Ctrl-C for one, raises in the block."""
+        try:
+            with _sigterm_asks(self._supervisor):
+                yield
+        except BaseException as error:
+            ask = self._supervisor.interrupt if isinstance(error, KeyboardInterrupt) else self._supervisor.stop
+            while not self._supervisor.wait(0):
+                with suppress(BaseException):  # a second Ctrl-C: ask again, which kills
+                    ask()
+                    self._supervisor.wait()
+            raise
+
+
+@contextmanager
+def _sigterm_asks(supervisor: Supervisor) -> Iterator[None]:
+    """SIGTERM asks workers that heed it to stop; where none does, it ends this process, and so the workers."""
+    is_ours = threading.current_thread() is threading.main_thread()
+    if not is_ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def handle(*_: object) -> None:
+        if supervisor.heeds_stop():
+            supervisor.ask_to_stop()
+        else:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

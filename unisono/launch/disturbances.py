@@ -1,0 +1,153 @@
+"""What the variables of the environment do to a run, when they were set for another one or by an image."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TextIO
+
+import psutil
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """Variables that change what a run does, and what to do about it."""
+
+    setting: str  # as in a shell: NAME=value
+    effect: str
+    way_out: str = ""
+    is_harmful: bool = False
+
+
+@dataclass(frozen=True)
+class _Rule:
+    names: tuple[str, ...]
+    applies: Callable[[str], bool]  # to the value
+    effect: str
+    way_out: str
+    is_harmful: bool = False
+
+
+def _is_on(value: str) -> bool:
+    return value.lower() not in ("", "0", "false", "off", "no", "n")
+
+
+def _is_set(value: str) -> bool:
+    return True
+
+
+def _is_missing_interface(value: str) -> bool:
+    wanted = [name.strip() for name in value.removeprefix("^").removeprefix("=").split(",") if name.strip()]
+    return not any(here.startswith(name) for name in wanted for here in psutil.net_if_addrs())
+
+
+def _is_no_count(value: str) -> bool:
+    return not (value.isdecimal() and int(value) >= 1)
+
+
+_UNSET = "unset it, unless it is meant"
+_RULES = (
+    _Rule(
+        ("CPU_NUM_DEVICES",),
+        _is_no_count,
+        "is no number of devices",
+        "set it to a whole number from 1 on, or unset it",
+        True,
+    ),
+    _Rule(
+        ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
+        _is_missing_interface,
+        "names no network interface of this machine, so that workers cannot meet",
+        "name one that is here, or unset it",
+        True,
+    ),
+    _Rule(
+        ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PROC_BIND", "OMP_PLACES"),
+        lambda value: value.lower() not in ("", "false", "none", "disabled"),
+        "binds threads to cores, and those of each worker to the same ones",
+        "unset it; spawn(..., pin_cores=True) gives each worker cores of its own",
+        True,
+    ),
+    _Rule(
+        ("CUDA_LAUNCH_BLOCKING",),
+        _is_on,
+        "makes every kernel wait for the one before it",
+        "unset it, unless you look for a failing kernel",
+        True,
+    ),
+    _Rule(("PYTORCH_NO_CUDA_MEMORY_CACHING",), _is_on, "makes every allocation a call of the driver", _UNSET, True),
+    _Rule(
+        ("NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+        lambda value: not _is_on(value),
+        "lets a collective wait for ever for a peer that has died",
+        _UNSET,
+        True,
+    ),
+    _Rule(
+        ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"),
+        _is_on,
+        "takes NCCL a fast way between devices",
+        "unset it, unless that way is broken here",
+    ),
+    _Rule(
+        ("TORCH_DISTRIBUTED_DEBUG",),
+        lambda value: value.upper() == "DETAIL",
+        "compares every collective before it runs, at a third of a small step",
+        "unset it; spawn(..., checked=True) does so for one run",
+    ),
+    _Rule(
+        ("OMP_NUM_THREADS",),
+        _is_set,
+        "is taken for the CPU threads of each worker, however many there are",
+        "unset it for a fair share of the cores, or pass spawn(..., num_threads=N)",
+    ),
+    _Rule(
+        ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
+        _is_set,
+        "decides which devices there are, and numbers them anew",
+        "unset it to see all",
+    ),
+)
+_FAMILIES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "PYTORCH_", "TORCH_")  # told of without an opinion
+_PLACE = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def disturbances(environ: Mapping[str, str] | None = None, is_launched: bool = False) -> Iterator[Disturbance]:
+    """Those of the environment.
+
+    Args:
+        environ: the variables; None takes this process's own.
+        is_launched: whether a launcher has started this process, so that a place among peers is no leftover.
+    """
+    environ = os.environ if environ is None else environ
+    told = set()
+    for rule in _RULES:
+        for name in rule.names:
+            if name in environ and rule.applies(environ[name]):
+                told.add(name)
+                yield Disturbance(f"{name}={environ[name]}", rule.effect, rule.way_out, rule.is_harmful)
+    if not is_launched:
+        yield from _leftovers(environ)
+    others = sorted(name for name in environ if name.startswith(_FAMILIES) and name not in told)
+    if others:
+        yield Disturbance(" ".join(f"{name}={environ[name]}" for name in others), "is passed on to every worker")
+
+
+def _leftovers(environ: Mapping[str, str]) -> Iterator[Disturbance]:
+    """A place among peers that nobody seems to have given to this process."""
+    found = [name for name in _PLACE if name in environ]
+    if found:
+        is_many = environ.get("WORLD_SIZE", "1") != "1"
+        yield Disturbance(
+            " ".join(f"{name}={environ[name]}" for name in found),
+            "announces a place among processes, but no launcher is recognised"
+            + (": a plain script would not train alone" if is_many else ""),
+            f"if it is left over: unset {' '.join(found)}",
+            is_many,
+        )
+
+
+def wants_color(stream: TextIO) -> bool:
+    """Whether text on the stream should be coloured: on a terminal, unless NO_COLOR (no-color.org) says otherwise."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -1,0 +1,284 @@
+"""Workers on more than one machine: torch's elastic agent, one per machine, started with settings that work.
+
+The agents meet at an endpoint (host:port), agree on ranks, start the workers, and start all of them again when one
+fails or machines come and go. All of that is torch's. Its workers are started by way of `entry`, which tells how they
+end. What the agent gets wrong by default is put right here by settings; `_agent_variables` and `rendezvous_settings`
+say why each is there.
+
+*Threads:* the main one, or the agent could not handle signals.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from unisono.errors import describe_exit
+from unisono.launch.addresses import interface_of
+from unisono.launch.endpoint import local_address, serves_endpoint, wait_served
+from unisono.launch.entry import SETTINGS, Settings
+from unisono.launch.environment import SPAWNED
+from unisono.launch.failure_file import Failure, read_failure
+from unisono.preemption import STOP_EXIT_CODE
+
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_AGENT_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher")
+
+
+@dataclass(frozen=True)
+class ElasticOptions:
+    """How a run on several machines is started here, on one of them.
+
+    Attributes:
+        nproc: workers on this machine.
+        min_nodes, max_nodes: with how many machines the run goes on.
+        endpoint: host:port where the agents meet; the host is one of the machines.
+        run_id: the same for all agents of a run.
+        node_rank: if the machines are numbered; none but number 0 may serve the endpoint then.
+        rdzv_conf: the agent's rendezvous settings, above those chosen here.
+        local_addr: this machine's address for the others; None takes the one on the way to the endpoint.
+        max_restarts: how often the workers are started again after a failure.
+        log_dir: where each worker's output is kept, too; None keeps none.
+        log_ranks: whose output is shown; None shows all.
+        prefix: whether each line of output begins with its rank.
+        backend: the device family; None picks one.
+        timeout_s: of a collective, a last resort.
+        grace_s: what workers have between SIGTERM and SIGKILL when the agent is stopped.
+        is_checked: whether collectives are compared before they run.
+    """
+
+    nproc: int
+    min_nodes: int
+    max_nodes: int
+    endpoint: str
+    run_id: str
+    node_rank: int | None = None
+    rdzv_conf: Mapping[str, str] = field(default_factory=dict)
+    local_addr: str | None = None
+    max_restarts: int = 0
+    log_dir: str | None = None
+    log_ranks: tuple[int, ...] | None = None
+    prefix: bool = True
+    backend: str | None = None
+    timeout_s: float = 1800.0
+    grace_s: float = 5.0
+    is_checked: bool = False
+
+
+def run_elastic(options: ElasticOptions, target: str, argv: Sequence[str]) -> int:
+    """Be this machine's agent until the run is over.
+
+    Returns:
+        0, or what the first failed worker here ended with (128 + n for signal n), or 128 + n when signal n has stopped
+        this agent. What went wrong has been printed to stderr.
+    """
+    with _directory(options) as directory, _kept_handlers(), _variables(_agent_variables(options, directory)):
+        _quieten()
+        sys.stdout.flush()
+        with contextlib.suppress(AttributeError):
+            sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # the agent writes lines to it
+        try:
+            _launch(options, directory, target, argv)
+        except ChildFailedError as error:
+            return _report(error.failures, options)
+        except SignalException as stop:
+            _say(f"stopped by {stop.sigval.name}")
+            return 128 + stop.sigval
+        except KeyboardInterrupt:  # while it waited for the other agents
+            return 128 + signal.SIGINT
+        except (RendezvousError, TimeoutError) as error:
+            _say(
+                f"the agents could not meet at {options.endpoint}, or have lost one another: {type(error).__name__}: "
+                f"{error}{f' ({error.__cause__})' if error.__cause__ else ''}"
+            )
+            return 1
+    return 0
+
+
+def rendezvous_settings(options: ElasticOptions, is_host: bool) -> dict[str, str]:
+    """What the agents' meeting needs to be told."""
+    chosen = {
+        # See `serves_endpoint`.
+        "is_host": str(is_host).lower(),
+        # How long a meeting of enough agents waits for more; a machine that comes later joins by a restart. Torch: 30.
+        "last_call_timeout": "2",
+        # A machine that is gone is given up after interval x attempts. Torch: 5 x 3, so 46 s in all until work goes on.
+        "keep_alive_interval": "1",
+        "keep_alive_max_attempt": "3",
+    }
+    return {**chosen, **options.rdzv_conf}
+
+
+def _launch(options: ElasticOptions, directory: str, target: str, argv: Sequence[str]) -> None:
+    is_host = serves_endpoint(options.endpoint, options.node_rank)
+    if "is_host" in options.rdzv_conf:
+        is_host = options.rdzv_conf["is_host"].lower() in ("1", "true", "t", "yes", "y")  # as torch reads it
+    try:
+        _launch_as(options, is_host, directory, target, argv)
+    except RendezvousConnectionError:
+        if not is_host:
+            raise
+        _launch_as(options, False, directory, target, argv)  # another agent of this machine was faster
+
+
+def _launch_as(options: ElasticOptions, is_host: bool, directory: str, target: str, argv: Sequence[str]) -> None:
+    settings = rendezvous_settings(options, is_host)
+    if not is_host:
+        wait_served(options.endpoint, float(settings.get("join_timeout", 600)))
+    config = LaunchConfig(
+        min_nodes=options.min_nodes,
+        max_nodes=options.max_nodes,
+        nproc_per_node=options.nproc,
+        run_id=options.run_id,
+        role="" if options.log_dir and not options.prefix else "worker",
+        rdzv_backend="c10d",
+        rdzv_endpoint=options.endpoint,
+        rdzv_configs=dict(settings),
+        local_addr=options.local_addr or local_address(options.endpoint),
+        max_restarts=options.max_restarts,
+        monitor_interval=0.1,
+        shutdown_timeout=max(1, math.ceil(options.grace_s)),  # torch: 30
+        signals_to_handle=",".join(signum.name for signum in _HANDLED),
+        logs_specs=_Logs(options, directory),
+        log_line_prefix_template="[rank ${rank}] " if options.prefix else "${role_name}",
+    )
+    command = ["-m", "unisono.launch.entry", *(text.replace("$", "$$") for text in [target, *argv])]  # it fills in ${}
+    elastic_launch(config, sys.executable)(*command)
+
+
+class _Logs(DefaultLogsSpecs):
+    """Where the workers' output goes. Torch filters by local rank; the ranks themselves are known here only."""
+
+    def __init__(self, options: ElasticOptions, directory: str) -> None:
+        is_captured = options.prefix or options.log_dir is not None
+        super().__init__(directory, tee=Std.ALL if is_captured else Std.NONE)
+        self._ranks = options.log_ranks
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        if self._ranks is not None:
+            shown = {local for local, environ in envs.items() if int(environ["RANK"]) in self._ranks}
+            self._local_ranks_filter = shown or {-1}  # an empty filter would show all
+        return super().reify(envs)
+
+
+def _agent_variables(options: ElasticOptions, directory: str) -> dict[str, str | None]:
+    """The agent's environment, which its workers inherit; None unsets."""
+    address = options.local_addr or local_address(options.endpoint)
+    interface = interface_of(address) if address is not None else None
+    settings = Settings(
+        agent=os.getpid(),
+        directory="" if options.log_dir else directory,
+        timeout_s=options.timeout_s,
+        backend=options.backend,
+        is_checked=options.is_checked,
+    )
+    return {
+        # Else the store lives from start to restart, and the new workers read the addresses of the dead in it.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        # Else gloo takes the interface that the host's name resolves to, often the loopback.
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or interface,
+        # Else each worker whose peer was killed prints pages about sockets, and more about hosts that have no name.
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": None,  # the agent sets it, and leaves it behind
+        SETTINGS: settings.to_text(),
+        SPAWNED: None,
+    }
+
+
+@contextlib.contextmanager
+def _variables(wanted: Mapping[str, str | None]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in wanted}
+    _set_variables(wanted)
+    try:
+        yield
+    finally:
+        _set_variables(before)
+
+
+def _set_variables(wanted: Mapping[str, str | None]) -> None:
+    for name, value in wanted.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _kept_handlers() -> Iterator[None]:
+    """The agent leaves its signal handlers behind, in which a later Ctrl-C is an `Exception`."""
+    before = {signum: signal.getsignal(signum) for signum in _HANDLED}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+@contextlib.contextmanager
+def _directory(options: ElasticOptions) -> Iterator[str]:
+    """Where the workers' files go; without one of ours, each launch leaves a torchelastic_* behind."""
+    if options.log_dir is not None:
+        yield options.log_dir
+        return
+    with tempfile.TemporaryDirectory(prefix="unisono-agent-", ignore_cleanup_errors=True) as directory:
+        yield directory
+
+
+def _quieten() -> None:
+    """What the agent logs about failures is told by us, once; and its first such line would import torch._dynamo, for
+    two seconds, before anything is restarted. LOGLEVEL brings it back."""
+    if "LOGLEVEL" not in os.environ:
+        for name in logging.root.manager.loggerDict:
+            if name.startswith(_AGENT_LOGGERS):
+                logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def root_cause(failures: Mapping[int, ProcessFailure]) -> Failure:
+    """The first failure on this machine that does not only follow from another one, else the first."""
+    found = [_failure_of(rank, failure) for rank, failure in failures.items()]
+    return min(found, key=lambda failure: (failure.is_secondary, failure.at))
+
+
+def _failure_of(rank: int, failure: ProcessFailure) -> Failure:
+    told = read_failure(failure.error_file_data)
+    if told is not None:
+        return told
+    return Failure(
+        rank, -1, -1, failure.pid, describe_exit(failure.exitcode), exit_code=failure.exitcode, at=failure.timestamp
+    )
+
+
+def _report(failures: Mapping[int, ProcessFailure], options: ElasticOptions) -> int:
+    cause = root_cause(failures)
+    if cause.exit_code == STOP_EXIT_CODE:
+        _say(cause.message)
+        return STOP_EXIT_CODE
+    others = sorted(failures.keys() - {cause.rank})
+    lines = [f"failed: {cause.where}: {cause.message}"]
+    if cause.is_secondary:
+        lines.append("no worker of this machine failed first; the machine of the one that did tells more")
+    elif others:
+        lines.append(f"ranks {others} of this machine were stopped because of it, or followed")
+    if options.log_ranks is not None and cause.rank not in options.log_ranks and cause.traceback:
+        lines.append(cause.traceback.rstrip())
+    path = failures[cause.rank].error_file
+    if options.log_dir is not None and os.path.isfile(path):
+        lines.append(f"its output is in {os.path.dirname(path)}")
+    _say("\n  ".join(lines))
+    return 128 - cause.exit_code if cause.exit_code < 0 else cause.exit_code
+
+
+def _say(text: str) -> None:
+    print(f"unisono: {text}", file=sys.stderr, flush=True)

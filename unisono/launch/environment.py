@@ -1,0 +1,282 @@
+"""Who has started this process, and as which rank: read from the variables that launchers leave in its environment.
+
+Three kinds of launchers are known. One *process per rank* by torchrun or another that sets the same variables, by a
+SLURM step, or by a Kubernetes pod (PyTorchJob, Kubeflow Trainer): that is a `Place`. One *agent per machine*, which
+starts the ranks itself, by the same three: that is an `AgentPlace`, and `unisono run` reads it.
+
+Workers of `spawn` have variables of their own and are told their world, so nobody announces them a place.
+
+Everything here is a function of a mapping; the process's environment is only the default.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from unisono.errors import NoWorldError
+from unisono.launch.host_lists import expand_counts, expand_hosts
+from unisono.world import is_slurm_step
+
+SPAWNED = "UNISONO_RENDEZVOUS"  # in the environment of a worker of `spawn`
+
+_TAKEN = "UNISONO_TAKEN"  # which process has taken which place
+
+_TORCH_PORT = 29500  # torch's own default for MASTER_PORT
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place that a launcher has given to this process.
+
+    Attributes:
+        launcher: its name in words.
+        rank, world_size, local_rank, local_world_size, node_rank, restart_count: as in `World`.
+        address, port: where the ranks meet.
+        is_store_there: whether somebody else serves a store at that address; else rank zero is to.
+    """
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    address: str
+    port: int
+    restart_count: int = 0
+    is_store_there: bool = False
+
+
+@dataclass(frozen=True)
+class AgentPlace:
+    """What a launcher that starts one agent per machine tells it; None where it says nothing."""
+
+    launcher: str
+    num_nodes: str
+    node_rank: int | None
+    endpoint: str
+    run_id: str | None
+    nproc: int | None = None
+    max_restarts: int | None = None
+
+
+_hosted: Place | None = None
+
+
+def announce(place: Place | None) -> None:
+    """Say that this process runs a whole script as one rank, whatever its environment says; None takes it back."""
+    global _hosted
+    _hosted = place
+
+
+def announced_place(environ: Mapping[str, str] | None = None) -> Place | None:
+    """The rank that a launcher has made of this process, or None where it is a process like any other.
+
+    A single task of SLURM and a single pod are like any other; so is what a rank has started itself.
+
+    Raises:
+        ValueError: a variable is missing, or is not what it must be; the message names it.
+        NoWorldError: the process is the one of its machine, and is to start several ranks there.
+    """
+    if environ is None:
+        if _hosted is not None:
+            return _hosted
+        environ = os.environ
+    if SPAWNED in environ:
+        return None
+    place = _torchrun_place(environ) or _pod_place(environ) or _slurm_place(environ)
+    if place is None or _is_of_another(place, environ.get(_TAKEN, "")):
+        return None
+    return _checked(place)
+
+
+def take(place: Place) -> None:
+    """Say that this process has the place: what it starts inherits the variables, and is not that rank."""
+    os.environ[_TAKEN] = f"{os.getpid()} {_mark(place)}"
+
+
+def _is_of_another(place: Place, taken: str) -> bool:
+    pid, _, mark = taken.partition(" ")
+    return mark == _mark(place) and pid != str(os.getpid())
+
+
+def _mark(place: Place) -> str:
+    return f"{place.rank} {place.address}:{place.port} {place.restart_count}"
+
+
+def announced_agent(environ: Mapping[str, str] | None = None) -> AgentPlace | None:
+    """What the environment tells an agent about the other machines, or None where it tells of none.
+
+    Raises:
+        ValueError: a variable is not what it must be, or a SLURM step has several tasks on a machine.
+    """
+    environ = os.environ if environ is None else environ
+    return _pod_agent(environ) or _slurm_agent(environ)
+
+
+# torchrun, and what sets the same variables.
+
+
+def _torchrun_place(environ: Mapping[str, str]) -> Place | None:
+    is_elastic = "TORCHELASTIC_RUN_ID" in environ
+    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= environ.keys():
+        return None
+    world_size = _number(environ, "WORLD_SIZE")
+    if world_size == 1 and not is_elastic:
+        return None
+    return Place(
+        launcher="torchrun" if is_elastic else "the variables RANK, WORLD_SIZE and LOCAL_RANK",
+        rank=_number(environ, "RANK"),
+        world_size=world_size,
+        local_rank=_number(environ, "LOCAL_RANK"),
+        local_world_size=_number(environ, "LOCAL_WORLD_SIZE", world_size),
+        node_rank=_number(environ, "GROUP_RANK", _number(environ, "NODE_RANK", 0)),
+        restart_count=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+        address=_text(environ, "MASTER_ADDR"),
+        port=_number(environ, "MASTER_PORT", _TORCH_PORT),
+        is_store_there=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+# Kubernetes: PyTorchJob sets RANK, WORLD_SIZE and MASTER_ADDR per pod; it and Kubeflow Trainer set torchrun's options.
+
+
+def _pod_place(environ: Mapping[str, str]) -> Place | None:
+    num_ranks = environ.get("PET_NPROC_PER_NODE", "1")
+    num_pods = environ.get("PET_NNODES", "1")
+    if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= environ.keys():
+        rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+        address, port = _text(environ, "MASTER_ADDR"), _number(environ, "MASTER_PORT", _TORCH_PORT)
+    elif {"PET_NODE_RANK", "PET_MASTER_ADDR"} <= environ.keys() and num_pods.isdecimal():
+        rank, world_size = _number(environ, "PET_NODE_RANK"), int(num_pods)
+        address, port = _text(environ, "PET_MASTER_ADDR"), _number(environ, "PET_MASTER_PORT", _TORCH_PORT)
+    elif num_pods not in ("", "1"):
+        rank, world_size, address, port = 0, 0, "", 0
+    else:
+        return None
+    if (num_ranks.isdecimal() and int(num_ranks) > 1) or world_size == 0:
+        raise NoWorldError(
+            f"PET_NNODES={num_pods} and PET_NPROC_PER_NODE={num_ranks} ask for an agent in this pod, which starts its "
+            "ranks; let the pod run `unisono run script.py` (or torchrun), which reads these variables"
+        )
+    if world_size == 1:
+        return None
+    is_pod = "KUBERNETES_SERVICE_HOST" in environ or any(name.startswith("PET_") for name in environ)
+    launcher = "a Kubernetes pod" if is_pod else "the variables RANK and WORLD_SIZE"
+    return Place(launcher, rank, world_size, 0, 1, rank, address, port)
+
+
+def _pod_agent(environ: Mapping[str, str]) -> AgentPlace | None:
+    if not ({"PET_NNODES", "PET_RDZV_ENDPOINT", "PET_MASTER_ADDR"} & environ.keys()):
+        return None
+    address = environ.get("PET_MASTER_ADDR", "")
+    port = _number(environ, "PET_MASTER_PORT", _TORCH_PORT)
+    nproc = environ.get("PET_NPROC_PER_NODE", "")
+    return AgentPlace(
+        launcher="the PET_ variables",
+        num_nodes=environ.get("PET_NNODES", "1"),
+        node_rank=_number(environ, "PET_NODE_RANK") if "PET_NODE_RANK" in environ else None,
+        endpoint=environ.get("PET_RDZV_ENDPOINT") or (f"{address}:{port}" if address else ""),
+        run_id=environ.get("PET_RDZV_ID"),
+        nproc=_number(environ, "PET_NPROC_PER_NODE") if nproc.isdecimal() else None,  # or "auto", "gpu", "cpu"
+        max_restarts=_number(environ, "PET_MAX_RESTARTS") if "PET_MAX_RESTARTS" in environ else None,
+    )
+
+
+# SLURM.
+
+
+def _slurm_place(environ: Mapping[str, str]) -> Place | None:
+    if not is_slurm_step(environ):
+        return None
+    world_size = _number(environ, "SLURM_STEP_NUM_TASKS", _number(environ, "SLURM_NTASKS", 1))
+    if world_size == 1:
+        return None
+    node_rank = _number(environ, "SLURM_NODEID")
+    tasks = _tasks_per_node(environ)
+    return Place(
+        launcher="a SLURM step",
+        rank=_number(environ, "SLURM_PROCID"),
+        world_size=world_size,
+        local_rank=_number(environ, "SLURM_LOCALID"),
+        local_world_size=tasks[node_rank] if node_rank < len(tasks) else _number(environ, "SLURM_NTASKS_PER_NODE", 1),
+        node_rank=node_rank,
+        restart_count=_number(environ, "SLURM_RESTART_COUNT", 0),
+        address=environ.get("MASTER_ADDR") or _first_host(environ),
+        port=_number(environ, "MASTER_PORT", _slurm_port(environ)),
+    )
+
+
+def _slurm_agent(environ: Mapping[str, str]) -> AgentPlace | None:
+    if not is_slurm_step(environ):
+        return None
+    num_nodes = _number(environ, "SLURM_STEP_NUM_NODES", _number(environ, "SLURM_NNODES", 1))
+    num_tasks = _number(environ, "SLURM_STEP_NUM_TASKS", num_nodes)
+    if num_nodes == 1 and num_tasks == 1:
+        return None
+    if num_tasks != num_nodes:
+        raise ValueError(
+            f"SLURM_STEP_NUM_TASKS={num_tasks} on {num_nodes} node(s): the step starts several agents on a node, and "
+            "each would start all workers; use srun --ntasks-per-node=1 unisono run ..."
+        )
+    return AgentPlace(
+        launcher="the SLURM step",
+        num_nodes=str(num_nodes),
+        node_rank=_number(environ, "SLURM_NODEID"),
+        endpoint=f"{_first_host(environ)}:{_slurm_port(environ)}",
+        run_id=f"{_number(environ, 'SLURM_JOB_ID', 0)}.{_number(environ, 'SLURM_STEP_ID', 0)}",
+    )
+
+
+def _tasks_per_node(environ: Mapping[str, str]) -> list[int]:
+    name = "SLURM_STEP_TASKS_PER_NODE"
+    try:
+        return expand_counts(environ[name]) if name in environ else []
+    except ValueError as error:
+        raise ValueError(f"{name}={environ[name]!r} tells no tasks of nodes ({error})") from None
+
+
+def _first_host(environ: Mapping[str, str]) -> str:
+    name = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in environ else "SLURM_JOB_NODELIST"
+    try:
+        return expand_hosts(_text(environ, name))[0]
+    except ValueError as error:
+        raise ValueError(f"{name}={environ.get(name)!r} names no hosts ({error})") from None
+
+
+def _slurm_port(environ: Mapping[str, str]) -> int:
+    """A port that jobs and steps sharing a machine do not share: the same for all tasks of this step."""
+    return 20000 + (_number(environ, "SLURM_JOB_ID", 0) + 997 * _number(environ, "SLURM_STEP_ID", 0)) % 10000
+
+
+# Reading.
+
+
+def _text(environ: Mapping[str, str], name: str) -> str:
+    if not environ.get(name):
+        raise ValueError(f"{name} is not set, though the other variables of a launcher are; set it, or unset them all")
+    return environ[name]
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    if default is not None and name not in environ:
+        return default
+    text = _text(environ, name)
+    if not text.isdecimal():
+        raise ValueError(f"{name}={text!r} is no whole number from 0 on; a launcher sets it, so unset it if none did")
+    return int(text)
+
+
+def _checked(place: Place) -> Place:
+    for what, index, count in [
+        ("rank", place.rank, place.world_size),
+        ("local rank", place.local_rank, place.local_world_size),
+    ]:
+        if not 0 <= index < count:
+            raise ValueError(
+                f"{place.launcher} announces {what} {index} of {count}; ranks go from 0 to {count - 1}. "
+                "Variables of two launchers may be mixed up: `unisono doctor` lists them"
+            )
+    return place

@@ -1,0 +1,328 @@
+"""One group of workers, from its start to its last exit.
+
+*Threads:* the supervisor's alone. It waits for whatever comes first: a worker's message, an exit, a request of the
+caller's, the next deadline. Nothing polls.
+
+Invariants:
+1. One failure stops the group: SIGTERM, then after the grace SIGKILL to what is left. A failure that only says that a
+   peer broke the world waits a moment for the peer's own report.
+2. A worker's outcome is complete or absent; a worker without one has died, and its exit status says how.
+3. When `run` ends, no worker of the group lives, and its directory is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from unisono.errors import UnisonoError, WorkerHungError, describe_exit
+from unisono.launch import wire
+from unisono.launch.hang import HangWatch, hung_error
+from unisono.launch.memory import OomWatch
+from unisono.launch.monitor import Monitor
+from unisono.launch.nursery import open_group
+from unisono.launch.output import Output, OutputOptions
+from unisono.launch.rendezvous import Rendezvous
+from unisono.launch.reports import Kind, Pulse
+from unisono.launch.verdict import Worker, conclude, death
+from unisono.launch.worker import OUTER_DIRECTORY, TELL_STACKS, Job, stacks_path
+from unisono.outcome import Outcome, this_process
+
+_END_S = 30.0  # how long the workers have, after the last outcome, for what their programs do at the end
+_SETTLE_S = 1.0  # how long a report of a broken world waits for the report of who broke it
+_STACKS_S = 0.5  # how long the workers of a group that hangs have to write their stacks
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How a job is seen through; `spawn` tells what each means."""
+
+    start_method: str = "zygote"
+    grace_s: float = 5.0
+    daemon: bool = False
+    max_restarts: int = 0
+    hang_timeout_s: float | None = None
+    log_dir: Path | None = None
+    output: OutputOptions = field(default_factory=OutputOptions)
+    monitor_interval_s: float = 1.0
+
+
+class Group:
+    """The workers of one attempt.
+
+    Args:
+        job: what they run.
+        place: where they meet.
+        policy: how they are started and ended.
+        hang_watch: when the group hangs.
+        output, monitor: take the workers' streams, and look at their processes.
+        on_started: called when all workers have a pid.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        place: Rendezvous,
+        policy: Policy,
+        hang_watch: HangWatch,
+        output: Output,
+        monitor: Monitor,
+        on_started: Callable[[], None],
+    ) -> None:
+        self.workers: list[Worker] = []
+        self.hung: WorkerHungError | None = None
+        self._job = job
+        self._place = place
+        self._policy = policy
+        self._hang_watch = hang_watch
+        self._output = output
+        self._monitor = monitor
+        self._on_started = on_started
+        self._oom_watch = OomWatch()
+        self._zygote: socket.socket | None = None
+        self._signals = [signal.SIGTERM, signal.SIGKILL]  # what to send next
+        self._deadline: float | None = None  # when to send it
+        self._stacks_due: float | None = None  # when the workers of a group that seems to hang will have told them
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether a signal has been sent, or is about to be, that is to end the group."""
+        return len(self._signals) < 2 or self._deadline is not None
+
+    def run(self, wake: socket.socket, obey: Callable[[], None]) -> Outcome[list[Any]]:
+        """Start the workers and stay until all have ended; `obey` is called when `wake` can be read."""
+        self._place.write_job(self._job)
+        with selectors.DefaultSelector() as self._selector:
+            self._zygote = open_group(self._place.directory, self._policy.start_method)
+            self._selector.register(self._zygote, selectors.EVENT_READ, self._hear)
+            self._selector.register(wake, selectors.EVENT_READ, obey)
+            try:
+                self._start()
+                while not all(worker.has_ended for worker in self.workers):
+                    self._step()
+            finally:
+                for worker in self.workers:
+                    self._close_pipe(worker)
+                self._monitor.close()  # before the directory is gone that it writes to
+                self._close_group()
+                self._output.close()
+        tails = {worker.rank: self._output.tail(worker.rank) for worker in self.workers}
+        return conclude(self.workers, tails, self.hung)
+
+    def interrupt(self) -> None:
+        """Stop as Ctrl-C does; the second time, kill."""
+        self._stop_with(signal.SIGINT)
+
+    def stop(self) -> None:
+        """Stop with SIGTERM; the second time, kill."""
+        self._stop_with(signal.SIGTERM)
+
+    def ask_to_stop(self) -> None:
+        """Let the workers that heed a stop come to it at their next step."""
+        self._signal(signal.SIGTERM, [worker for worker in self.workers if worker.heeds_stop], to_sessions=False)
+
+    def _stop_with(self, signum: signal.Signals) -> None:
+        if len(self._signals) < 2:  # asked before: no more patience
+            self._signals = [signal.SIGKILL]
+        else:
+            self._signals[0] = signum
+        self._set_deadline(0.0)
+
+    def _start(self) -> None:
+        assert self._zygote is not None
+        for rank in range(self._job.nprocs):
+            reading, writing = os.pipe()
+            os.set_blocking(reading, False)
+            self.workers.append(worker := Worker(rank, reading))
+            self._selector.register(reading, selectors.EVENT_READ, worker)
+            try:
+                streams = self._output.open(rank)
+                message = {"op": "fork", "rank": rank, "job": str(self._place.job)}
+                wire.send(self._zygote, message, (writing, *streams))
+            except ConnectionError:  # the zygote is gone; its end of file follows
+                break
+            finally:
+                os.close(writing)
+                self._output.handed_over(rank)
+        while any(worker.pid is None and not worker.has_ended for worker in self.workers):
+            self._step()
+        self._on_started()
+
+    def _step(self) -> None:
+        events = self._selector.select(self._time_left())
+        for key, _ in events:
+            if isinstance(key.data, Worker):
+                self._read(key.data)
+        for key, _ in events:  # after the pipes: an outcome explains an exit better than its status does
+            if not isinstance(key.data, Worker):
+                key.data()
+        now = time.monotonic()
+        if self._deadline is not None and now >= self._deadline:
+            self._send_next_signal()
+        if (hung_at := self._hung_at()) is not None and now >= hung_at:
+            self._face_the_hang(now)
+
+    def _time_left(self) -> float | None:
+        deadlines = [each for each in (self._deadline, self._hung_at()) if each is not None]
+        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+
+    def _hung_at(self) -> float | None:
+        if self.is_stopping:
+            return None
+        return self._hang_watch.deadline() if self._stacks_due is None else self._stacks_due
+
+    def _read(self, worker: Worker) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while worker.pipe >= 0:
+                data = os.read(worker.pipe, 1 << 20)
+                for kind, message in worker.inbox.add(data):
+                    self._take(worker, kind, message)
+                if not data or worker.outcome is not None:
+                    self._close_pipe(worker)
+
+    def _take(self, worker: Worker, kind: Kind, message: bytes) -> None:
+        if kind is Kind.PULSE:
+            pulse: Pulse = pickle.loads(message)
+            self._hang_watch.hear(worker.rank, pulse, time.monotonic())
+            if pulse.device_bytes is not None:
+                self._monitor.tell_device_memory(worker.rank, pulse.device_bytes)
+        elif kind is Kind.HEEDS_STOP:
+            worker.heeds_stop = True
+        elif kind is Kind.STOPPED:
+            worker.has_agreed_to_stop = True
+        else:
+            self._hang_watch.forget(worker.rank, time.monotonic())
+            worker.outcome = Outcome.from_bytes(message)
+            if worker.outcome.error is not None:
+                self._note_failure(worker.outcome.is_secondary)
+            elif all(each.outcome is not None for each in self.workers):
+                self._set_deadline(_END_S)  # done; whoever does not end by itself then is helped
+
+    def _hear(self) -> None:
+        assert self._zygote is not None
+        try:
+            message, _ = wire.receive(self._zygote)
+        except EOFError:
+            self._lose_zygote()
+            return
+        worker = self.workers[message["rank"]]
+        if message["op"] == "forked":
+            worker.pid = message["pid"]
+            self._monitor.watch(worker.rank, message["pid"])
+        elif message["op"] == "exit":
+            self._end(worker, message["status"], describe_exit(message["status"]))
+        else:
+            self._end(worker, None, f"could not be started ({message['text']})")
+
+    def _lose_zygote(self) -> None:
+        """The zygote is gone; the parent-death signal has taken the workers along, but not what they had started."""
+        assert self._zygote is not None
+        self._selector.unregister(self._zygote)
+        if all(worker.pid is None for worker in self.workers):
+            raise UnisonoError(
+                "the process that workers are forked from ended before it forked one; what it printed stands above"
+            )
+        for worker in self.workers:
+            if not worker.has_ended:
+                if worker.pid is not None:
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.killpg(worker.pid, signal.SIGKILL)
+                self._end(worker, None, "ended because the process that it was forked from has died")
+        self._kill_marked()
+
+    def _kill_marked(self) -> None:
+        """Kill what workers have started outside their sessions; its environment names the group's directory."""
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(OUTER_DIRECTORY, "").startswith(str(self._place.directory)):
+                    process.kill()
+
+    def _end(self, worker: Worker, status: int | None, how: str) -> None:
+        self._read(worker)  # what it wrote before it ended is still in the pipe
+        worker.has_ended = True
+        self._hang_watch.forget(worker.rank, time.monotonic())
+        if worker.outcome is None:
+            worker.was_stopped = len(self._signals) < 2
+            is_killed = status == -signal.SIGKILL and not worker.was_stopped
+            memory = self._oom_watch.verdict(self._monitor.curve(worker.rank)) if is_killed else ""
+            device = f"{self._job.backend}:{worker.rank}"
+            where = (
+                f"rank {worker.rank} of {self._job.nprocs}, {device}, {this_process(worker.pid)}, "
+                f"restart {self._job.restart_count}"
+            )
+            worker.outcome = Outcome.failure(death(worker, status, how, memory), where)
+            if not worker.was_stopped:
+                self._note_failure(is_secondary=False)
+
+    def _note_failure(self, is_secondary: bool) -> None:
+        if len(self._signals) == 2:
+            self._set_deadline(_SETTLE_S if is_secondary else 0.0)
+
+    def _face_the_hang(self, now: float) -> None:
+        """Ask for the stacks; a moment later, unless a rank has moved, say who is late and stop the group."""
+        running = self._running()
+        if self._stacks_due is None:
+            self._stacks_due = now + _STACKS_S
+            self._signal(TELL_STACKS, running, to_sessions=False)
+            return
+        self._stacks_due = None
+        deadline = self._hang_watch.deadline()
+        if deadline is None or now < deadline:
+            return
+        stacks = {}
+        for worker in running:
+            with contextlib.suppress(OSError):
+                stacks[worker.rank] = stacks_path(self._place.directory, worker.rank).read_text(errors="replace")
+        ranks = [worker.rank for worker in running]
+        self.hung = hung_error(self._hang_watch.pulses, stacks, ranks, self._hang_watch.limit_s)
+        self._set_deadline(0.0)
+
+    def _running(self) -> list[Worker]:
+        return [worker for worker in self.workers if not worker.has_ended and worker.outcome is None]
+
+    def _set_deadline(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        self._deadline = deadline if self._deadline is None else min(deadline, self._deadline)
+
+    def _send_next_signal(self) -> None:
+        self._deadline = None
+        if self._signals:
+            signum = self._signals.pop(0)
+            deaf = [worker for worker in self.workers if worker.heeds_stop and signum == signal.SIGTERM]
+            self._signal(signal.SIGKILL, deaf)  # they would take SIGTERM for a request, and a collective is in the way
+            self._signal(signum, [worker for worker in self.workers if worker not in deaf])
+            self._set_deadline(self._policy.grace_s)
+
+    def _signal(self, signum: int, workers: list[Worker], to_sessions: bool = True) -> None:
+        """Signal workers; their sessions, too, that is their loader workers and what else they have started."""
+        assert self._zygote is not None
+        ranks = [worker.rank for worker in workers]
+        message = {"op": "signal", "signal": int(signum), "ranks": ranks, "to_sessions": to_sessions}
+        with contextlib.suppress(OSError):
+            wire.send(self._zygote, message)
+
+    def _close_group(self) -> None:
+        """Close our end, and wait for the zygote's, which tells that no worker is left."""
+        assert self._zygote is not None
+        with self._zygote, contextlib.suppress(OSError, EOFError):
+            self._zygote.shutdown(socket.SHUT_WR)
+            while True:
+                wire.receive(self._zygote)
+
+    def _close_pipe(self, worker: Worker) -> None:
+        if worker.pipe >= 0:
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(worker.pipe)
+            os.close(worker.pipe)
+            worker.pipe = -1

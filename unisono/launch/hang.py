@@ -1,0 +1,151 @@
+"""When a group hangs, and who is late: from the workers' pulses and stacks to a sentence.
+
+A group hangs when none of its ranks has made progress for too long. One slow rank is no hang: while it validates alone,
+say, its own batches are progress. How long is too long is the user's to say; unless told, it is the time-out of the
+collectives, and only where a rank waits in one, so that the report comes shortly before the transport gives up.
+
+*Threads:* the supervisor's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from unisono.errors import WorkerHungError
+from unisono.launch.reports import Pulse
+
+_BEFORE = 0.8  # of the collectives' time-out: who waits gives up a little later, with less to tell
+
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*$", re.MULTILINE)
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
+_WAITS_IN = ("/torch/distributed/", "/unisono/comm/", "/torch/autograd/graph.py")  # DDP reduces in the backward pass
+_STACK_LINES = 12
+
+
+@dataclass
+class HangWatch:
+    """How long the group has stood still, from the first pulse on: all ranks have joined by then.
+
+    Args:
+        hang_timeout_s: without progress of any rank; None takes most of `timeout_s`, and only where a rank waits.
+        timeout_s: that of the collectives.
+    """
+
+    hang_timeout_s: float | None
+    timeout_s: float
+    pulses: dict[int, Pulse] = field(default_factory=dict)  # of the ranks that have not ended
+    _progress_at: float = 0.0
+
+    def hear(self, rank: int, pulse: Pulse, now: float) -> None:
+        """A rank's pulse has come."""
+        before = self.pulses.get(rank)
+        if before is None or before.progress != pulse.progress:
+            self._progress_at = now
+        self.pulses[rank] = pulse
+
+    def forget(self, rank: int, now: float) -> None:
+        """A rank has come to its end, which is progress."""
+        self.pulses.pop(rank, None)
+        self._progress_at = now
+
+    @property
+    def limit_s(self) -> float:
+        """How long the group may stand still."""
+        return _BEFORE * self.timeout_s if self.hang_timeout_s is None else self.hang_timeout_s
+
+    def deadline(self) -> float | None:
+        """When the group will have hung, unless something happens before."""
+        is_judged = self.hang_timeout_s is not None or any(pulse.doing for pulse in self.pulses.values())
+        if not self.pulses or not is_judged:
+            return None
+        return self._progress_at + self.limit_s
+
+
+def hung_error(
+    pulses: Mapping[int, Pulse], stacks: Mapping[int, str], ranks: list[int], limit_s: float
+) -> WorkerHungError:
+    """The error of a group that hangs.
+
+    Args:
+        pulses: the latest of each rank.
+        stacks: each rank's stacks, as faulthandler writes them.
+        ranks: those that have not ended.
+        limit_s: how long nothing has moved, at least.
+    """
+    doing = {rank: _doing(rank, pulses, stacks) for rank in ranks}
+    waiting = {rank: what for rank, what in doing.items() if what}
+    late = [rank for rank in ranks if rank not in waiting]
+    if waiting and late:
+        verdict = f"{_named(late)} late: {_places(late, stacks)}; {_grouped(waiting)}"
+    else:
+        late = _behind(pulses, ranks)  # an accelerator's rank waits wherever it needs a result
+        behind = "" if len(late) == len(ranks) else f" ({_named(late)} behind the others)"
+        if waiting:
+            verdict = f"all ranks wait, and not for the same: {_grouped(waiting)}{behind}"
+        else:
+            verdict = f"no rank is in a collective: {_places(ranks, stacks)}{behind}"
+    error = WorkerHungError(
+        f"no rank has made progress for {limit_s:.4g} s, and {verdict}. If this is how long it takes, pass a longer "
+        "hang_timeout_s; collectives, batches and steps count as progress",
+        late,
+        dict(stacks),
+    )
+    for rank in ranks:
+        error.add_note(f"rank {rank}:\n{_shown(stacks.get(rank, ''))}")
+    return error
+
+
+def main_stack(stacks: str) -> str:
+    """The stack of the main thread, which faulthandler writes last."""
+    starts = [match.start() for match in _THREAD.finditer(stacks)]
+    return stacks[starts[-1] :].rstrip() if starts else stacks.rstrip()
+
+
+def _doing(rank: int, pulses: Mapping[int, Pulse], stacks: Mapping[int, str]) -> str:
+    """The collective that a rank is in, in words: ours tell themselves, those of torch are found on the stack."""
+    if (pulse := pulses.get(rank)) is not None and pulse.doing:
+        return pulse.doing
+    frames = _FRAME.finditer(main_stack(stacks.get(rank, "")))
+    inside = takewhile(lambda frame: any(part in frame["file"] for part in _WAITS_IN), frames)
+    names = [frame["name"] for frame in inside if frame["name"] != "wrapper"]
+    return f"{names[-1]}()" if names else ""
+
+
+def _places(ranks: list[int], stacks: Mapping[int, str]) -> str:
+    return "; ".join(f"rank {rank} {_place(stacks.get(rank, ''))}" for rank in ranks)
+
+
+def _place(stacks: str) -> str:
+    frames = list(_FRAME.finditer(main_stack(stacks)))
+    if not frames:
+        return "does not tell where it is: it is stopped, or its main thread has ended"
+    own = next((frame for frame in frames if "/lib/python" not in frame["file"]), frames[0])
+    return f'is in {own["name"]} ("{own["file"]}", line {own["line"]})'
+
+
+def _behind(pulses: Mapping[int, Pulse], ranks: list[int]) -> list[int]:
+    progress = {rank: pulses[rank].progress for rank in ranks if rank in pulses}
+    return [rank for rank, each in progress.items() if each == min(progress.values())]
+
+
+def _grouped(waiting: Mapping[int, str]) -> str:
+    """Which ranks wait in which collective."""
+    ranks: dict[str, list[int]] = {}
+    for rank, what in waiting.items():
+        ranks.setdefault(what, []).append(rank)
+    return ", ".join(f"{_named(each, 'waits', 'wait')} in {what}" for what, each in ranks.items())
+
+
+def _named(ranks: list[int], singular: str = "is", plural: str = "are") -> str:
+    return f"rank {ranks[0]} {singular}" if len(ranks) == 1 else f"ranks {ranks} {plural}"
+
+
+def _shown(stacks: str) -> str:
+    """The main thread's stack down to the user's function."""
+    lines = main_stack(stacks).splitlines()
+    ours = next((place for place, line in enumerate(lines) if "/unisono/launch/worker.py" in line), len(lines))
+    lines = lines[1:ours]
+    return "\n".join(f"  {line}" for line in lines[:_STACK_LINES]) or "  it did not tell its stack"

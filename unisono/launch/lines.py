@@ -1,0 +1,60 @@
+"""The lines of several streams, made into one that people can read. Pure: bytes in, bytes out.
+
+"\\r" ends a line as "\\n" does, so a progress bar moves, and what comes after it gets its mark again. The line of one
+worker that is not over is ended by a newline before another's. No byte is lost.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable
+
+
+class LineSplitter:
+    """Cuts a stream of bytes into lines, the same ones however it arrives.
+
+    A line ends with "\\n", "\\r\\n" or "\\r", or is `limit` bytes long. What has no end yet is held.
+    """
+
+    def __init__(self, limit: int = 65536) -> None:
+        self.held = b""
+        # A "\r" is an end once it is known that no "\n" follows.
+        self._piece = re.compile(rb"[^\r\n]{0,%d}+(?:\n|\r\n|\r(?=[^\n]))|[^\r\n]{%d}" % (limit - 1, limit))
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Take some bytes, and give the lines that they complete."""
+        data, start, pieces = self.held + data, 0, []
+        while match := self._piece.match(data, start):
+            pieces.append(match[0])
+            start = match.end()
+        self.held = data[start:]
+        return pieces
+
+    def release(self) -> bytes:
+        """Give what is held, end or not."""
+        held, self.held = self.held, b""
+        return held
+
+
+class LineMixer:
+    """Makes one readable stream of the lines of many sources."""
+
+    def __init__(self) -> None:
+        self._source: Hashable = None
+        self._end = b"\n"  # of the line written last; empty: it goes on
+
+    def add(self, source: Hashable, prefix: bytes, piece: bytes) -> bytes:
+        """The bytes to write for a piece of a line: itself, behind what must stand before it."""
+        is_own = source == self._source
+        is_bar_on_bar = self._end == b"\r" and piece.endswith(b"\r")  # they share a line, as they would on a terminal
+        newline = b"" if is_own or self._end == b"\n" or is_bar_on_bar else b"\n"
+        prefix = b"" if is_own and not self._end else prefix
+        self._source = source
+        self._end = piece[-1:] if piece.endswith((b"\n", b"\r")) else b""
+        return newline + prefix + piece
+
+    def end_line(self) -> bytes:
+        """What must be written so that the next line stands for itself."""
+        newline = b"" if self._end == b"\n" else b"\n"
+        self._end = b"\n"
+        return newline

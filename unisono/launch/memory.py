@@ -1,0 +1,124 @@
+"""Was it the kernel's out-of-memory killer? A worker's death by SIGKILL, told with its memory's last minutes.
+
+The killer sends the same signal as `kill -9` does and leaves no word with the process, but the kernel counts its
+victims: in their control group, and on the machine, where those of other containers count too. It counts before it
+kills, so whoever has seen the death finds it counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from unisono.backends.cgroups import cgroup_directories, read_number
+from unisono.launch.monitor import Sample
+
+_ROOT = Path("/")
+_COUNTERS = ("memory.events", "memory.oom_control")  # of the control groups' versions 2 and 1
+_LIMITS = ("memory.max", "memory.limit_in_bytes")
+_SHOWN = 6  # points of the curve
+_NEAR = 0.05  # of the way from the lowest point to the last: what is so near to the lowest has not begun to grow
+_GROWN = 1.1  # times the lowest point, from which on memory has grown
+_WAY_OUT = (
+    "a smaller batch, fewer loader workers (num_workers), less prefetch (prefetch_factor, loader_prefetch_size) or "
+    "fewer ranks on this machine take less"
+)
+
+
+class OomWatch:
+    """Notes the kernel's counts of out-of-memory kills now, to compare them with those after a worker's death.
+
+    Args:
+        pid: the worker, or any process of its control group; None stands for the calling process.
+        root: of the file system.
+    """
+
+    def __init__(self, pid: int | None = None, root: Path = _ROOT) -> None:
+        group = next((each for each in cgroup_directories("memory", pid, root) if each.is_dir()), None)
+        self._group = [group / name for name in _COUNTERS] if group else []
+        self._machine = [root / "proc/vmstat"]
+        self._limit = memory_limit(pid, root)
+        self._before = _kills(self._group), _kills(self._machine)
+
+    def verdict(self, curve: Sequence[Sample]) -> str:
+        """What to append to "rank 1 (pid 5) was killed by SIGKILL": whether memory was the reason, and its story.
+
+        Args:
+            curve: the worker's samples, oldest first, as `Monitor.curve` gives them.
+        """
+        in_group, on_machine = _rise(self._before[0], self._group), _rise(self._before[1], self._machine)
+        if in_group is None and on_machine is None:
+            return f"; this system does not tell whether its out-of-memory killer did it{_last_seen(curve)}"
+        if not in_group and not on_machine:
+            return (
+                "; the kernel counted no out-of-memory kill meanwhile, so another process has sent the signal "
+                f"(kill -9, a scheduler, the end of a container){_last_seen(curve)}"
+            )
+        certainty = "" if in_group else "most likely " if in_group is None else "perhaps "
+        ground = f"{in_group} in its control group" if in_group else f"{on_machine} on the machine"
+        nbytes, owner = self._limit
+        return (
+            f"; {certainty}the kernel's out-of-memory killer ended it ({ground} since the start): {_story(curve)}; the "
+            f"limit {owner} is {_size(nbytes)}, for all that runs there; {_WAY_OUT}"
+        )
+
+
+def memory_limit(pid: int | None = None, root: Path = _ROOT) -> tuple[int, str]:
+    """The bytes of memory that a process can have at most, and whose limit it is, in words.
+
+    Args:
+        pid: of the process; None is the calling one.
+        root: of the file system.
+    """
+    directories = cgroup_directories("memory", pid, root)
+    told = [read_number(directory / name) for directory in directories for name in _LIMITS]
+    group = min((nbytes for nbytes in told if nbytes is not None), default=None)
+    machine = psutil.virtual_memory().total
+    return (machine, "of the machine") if group is None or group >= machine else (group, "of its control group")
+
+
+def _kills(paths: Iterable[Path]) -> int | None:
+    """The count in the first of these files that tells one; None where none does."""
+    for path in paths:
+        with suppress(OSError, ValueError):
+            for line in path.read_text().splitlines():
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
+    return None
+
+
+def _rise(before: int | None, paths: Iterable[Path]) -> int | None:
+    after = _kills(paths)
+    return None if before is None or after is None else after - before
+
+
+def _story(curve: Sequence[Sample]) -> str:
+    """How the memory grew."""
+    if len(curve) < 2:
+        return f"how its memory grew is not known{_last_seen(curve)}"
+    lowest, last = min(sample.rss for sample in curve), curve[-1].rss
+    if last < _GROWN * lowest:
+        return f"its own memory had not grown, so something else has taken what there was{_last_seen(curve)}"
+    near = lowest + _NEAR * (last - lowest)
+    grown = curve[max(place for place, sample in enumerate(curve) if sample.rss <= near) :]
+    count = min(_SHOWN, len(grown))
+    points = [grown[place * (len(grown) - 1) // (count - 1)].rss for place in range(count)]
+    seconds = grown[-1].at - grown[0].at
+    return f"its memory grew from {_size(points[0])} to {_size(last)} in {seconds:.1f} s ({_sizes(points)})"
+
+
+def _last_seen(curve: Sequence[Sample]) -> str:
+    return f"; it had {_size(curve[-1].rss)} of memory when it was last looked at" if curve else ""
+
+
+def _size(nbytes: int) -> str:
+    return _sizes([nbytes])
+
+
+def _sizes(values: Sequence[int]) -> str:
+    """In the unit of the largest: ``_sizes([2**29, 2**31]) == "0.5, 2.0 GiB"``."""
+    unit, shift, digits = ("GiB", 30, 1) if max(values) >= 1 << 30 else ("MiB", 20, 0)
+    return ", ".join(f"{value / (1 << shift):.{digits}f}" for value in values) + f" {unit}"

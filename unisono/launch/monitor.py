@@ -1,0 +1,276 @@
+"""The monitor: what each worker and the processes below it use, sampled from outside.
+
+Its samples tell how memory grew before a worker died, they feed the report, and lie in a file for whoever looks later.
+
+*Threads:* one daemon thread, `unisono-monitor`, started with the first worker, measures; any thread may ask and tell.
+
+Invariants:
+1. Measuring takes a hundredth of one core at most: after a round the thread rests a hundred times as long as the round
+   has kept a core busy. The proportional set size, which costs most, has a budget of its own.
+2. A process that vanishes while it is looked at counts for nothing; a worker that is gone gets no more samples.
+3. The thread ends at once when the monitor is closed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+SAMPLES_PATH = "UNISONO_SAMPLES"
+"""In a worker's environment: the file with its group's samples."""
+
+_CURVE = 120  # samples of each worker that are kept
+_REST = 100  # times as long as measuring took
+_PSS_EVERY = 10.0  # intervals
+_SETTLE_S = 0.2  # before the first round, in which the group's other workers start
+_ALL_ROUNDS = 1000  # so many are written; from then on one in ten
+
+_Children = dict[int, list[psutil.Process]]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a worker and the processes below it used at one moment.
+
+    Attributes:
+        rank: of the worker.
+        at: when, as `time.time` tells it.
+        cpu_percent: of one core, since the sample before; 0 in a worker's first one.
+        rss: bytes of memory; what several of the processes share is counted for each.
+        pss: the same, what is shared counted in parts; None where it was not measured.
+        num_children: the processes below the worker.
+        read_bytes, write_bytes: from and to storage since the start; None where the system does not tell.
+        device_bytes: memory on the worker's device, where the worker has told it.
+        pid: of the worker.
+    """
+
+    rank: int
+    at: float
+    cpu_percent: float
+    rss: int
+    pss: int | None
+    num_children: int
+    read_bytes: int | None
+    write_bytes: int | None
+    device_bytes: int | None = None
+    pid: int = 0
+
+
+@dataclass
+class _Watched:
+    """A worker under watch; `process` is None once it is gone."""
+
+    rank: int
+    process: psutil.Process | None
+    curve: deque[Sample] = field(default_factory=lambda: deque(maxlen=_CURVE))
+    spent: tuple[float, float] | None = None  # when it was looked at last, and the CPU seconds of its tree up to then
+
+
+class Monitor:
+    """Samples the workers that it is told of, until it is closed.
+
+    Args:
+        path: where samples are appended, one JSON object a line; None keeps them in memory only.
+        interval_s: seconds from one round of samples to the next, at least.
+    """
+
+    def __init__(self, path: Path | None, interval_s: float = 1.0) -> None:
+        self._path = path
+        self._interval_s = interval_s
+        self._watched: dict[int, _Watched] = {}
+        self._device_bytes: dict[int, int] = {}
+        self._num_rounds = 0
+        self._pss_due = 0.0
+        self._lock = threading.Lock()
+        self._is_closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, rank: int, pid: int) -> None:
+        """Sample this process from now on, as the worker of that rank, and forget the one before it."""
+        process = None
+        with suppress(psutil.Error):  # it has ended by now
+            process = psutil.Process(pid)
+        with self._lock:
+            self._watched[rank] = _Watched(rank, process)
+            self._device_bytes.pop(rank, None)
+            if self._thread is None and not self._is_closed.is_set():
+                self._thread = threading.Thread(target=_sample, args=(self,), name="unisono-monitor", daemon=True)
+                self._thread.start()
+
+    def tell_device_memory(self, rank: int, nbytes: int) -> None:
+        """What a worker has reported of its device; it stands in its samples from now on."""
+        with self._lock:
+            self._device_bytes[rank] = nbytes
+
+    def curve(self, rank: int) -> list[Sample]:
+        """The latest samples of a worker, oldest first; also after its end."""
+        with self._lock:
+            return list(self._watched[rank].curve) if rank in self._watched else []
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        self._is_closed.set()
+        with self._lock:
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+
+    # Everything below runs on the monitor's thread.
+
+    def _look_at_all(self) -> None:
+        with self._lock:
+            living = {each.rank: each for each in self._watched.values() if each.process is not None}
+            told = self._device_bytes.copy()
+        trees = _trees(each.process for each in living.values() if each.process is not None)
+        samples = {}
+        for rank, each in living.items():
+            assert each.process is not None
+            sample = _measure(each, trees[each.process.pid])
+            if sample is None:
+                each.process = None
+            else:
+                samples[rank] = replace(sample, device_bytes=told.get(rank))
+        if time.monotonic() >= self._pss_due:
+            spent = time.thread_time()
+            samples = {rank: replace(each, pss=_pss(trees[each.pid])) for rank, each in samples.items()}
+            rest = max(_PSS_EVERY * self._interval_s, _REST * (time.thread_time() - spent))
+            self._pss_due = time.monotonic() + rest
+        with self._lock:
+            for rank, sample in samples.items():
+                living[rank].curve.append(sample)
+        self._write(samples.values())
+        self._num_rounds += 1
+
+    def _write(self, samples: Iterable[Sample]) -> None:
+        if self._path is None or (self._num_rounds >= _ALL_ROUNDS and self._num_rounds % 10):
+            return
+        lines = "".join(json.dumps(asdict(each)) + "\n" for each in samples)
+        try:
+            with self._path.open("a") as file:
+                file.write(lines)
+        except OSError as error:
+            logger.warning("samples of the workers are written to %s no longer: %s", self._path, error)
+            self._path = None
+
+
+def _sample(monitor: Monitor) -> None:
+    """Body of the monitor's thread: a round and a rest, until the monitor is closed."""
+    rest = min(_SETTLE_S, monitor._interval_s)
+    while not monitor._is_closed.wait(rest):
+        spent = time.thread_time()
+        monitor._look_at_all()
+        rest = max(monitor._interval_s, _REST * (time.thread_time() - spent))
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """The samples that a monitor has written, oldest first. A line that is still being written is left out.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    samples = []
+    for line in path.read_text().splitlines(keepends=True):
+        with suppress(ValueError, TypeError):
+            if line.endswith("\n"):
+                samples.append(Sample(**json.loads(line)))
+    return samples
+
+
+def own_samples(rank: int) -> list[Sample]:
+    """The samples of the calling process as the worker of that rank; none where nobody watches it."""
+    path = os.environ.get(SAMPLES_PATH)
+    if not path:
+        return []
+    with suppress(OSError):
+        return [sample for sample in read_samples(Path(path)) if (sample.rank, sample.pid) == (rank, os.getpid())]
+    return []
+
+
+def _trees(roots: Iterable[psutil.Process]) -> dict[int, list[psutil.Process]]:
+    """Each process with all below it, by its pid: from one look at all processes of the machine."""
+    children: _Children = defaultdict(list)
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            children[process.ppid()].append(process)
+    trees = {}
+    for root in roots:
+        trees[root.pid] = tree = [root]
+        for process in tree:  # which grows meanwhile
+            tree += children.pop(process.pid, ())
+    return trees
+
+
+class _Use(NamedTuple):
+    """What one process uses; `cpu_seconds` with those of its children that have ended."""
+
+    cpu_seconds: float
+    rss: int
+    io: tuple[int, int] | None
+
+
+def _measure(watched: _Watched, tree: list[psutil.Process]) -> Sample | None:
+    """What the tree uses; None when its root is gone."""
+    now, uses = time.monotonic(), [_look(process) for process in tree]
+    root, known = uses[0], [use for use in uses if use is not None]
+    if root is None or not root.rss:  # without memory it is a zombie, or just becomes one
+        return None
+    seconds = sum(use.cpu_seconds for use in known)
+    before, watched.spent = watched.spent, (now, seconds)
+    read, written = (sum(use.io[way] for use in known if use.io) if root.io else None for way in (0, 1))
+    return Sample(
+        rank=watched.rank,
+        at=time.time(),
+        cpu_percent=_percent(seconds - before[1], now - before[0]) if before else 0.0,
+        rss=sum(use.rss for use in known),
+        pss=None,
+        num_children=len(known) - 1,
+        read_bytes=read,
+        write_bytes=written,
+        pid=tree[0].pid,
+    )
+
+
+def _look(process: psutil.Process) -> _Use | None:
+    try:
+        with process.oneshot():
+            if not process.is_running():
+                return None
+            rss, times, io = process.memory_info().rss, process.cpu_times(), None
+            with suppress(psutil.Error, AttributeError):  # not told on macOS, nor of another user's process
+                counters = process.io_counters()
+                io = counters.read_bytes, counters.write_bytes
+    except (psutil.Error, OSError):
+        return None
+    ended = getattr(times, "children_user", 0.0) + getattr(times, "children_system", 0.0)
+    return _Use(times.user + times.system + ended, rss, io)
+
+
+def _percent(spent: float, elapsed: float) -> float:
+    """Of one core. A process that leaves the tree takes its seconds along, so they can become fewer."""
+    return round(100 * max(0.0, spent) / elapsed, 1) if elapsed > 0 else 0.0
+
+
+def _pss(tree: list[psutil.Process]) -> int | None:
+    """Proportional set size of the tree; None where the system does not tell that of each process."""
+    total = 0
+    for process in tree:
+        try:
+            total += process.memory_full_info().pss
+        except psutil.NoSuchProcess:  # zombies too
+            continue
+        except (psutil.Error, OSError, AttributeError):
+            return None
+    return total

@@ -1,0 +1,177 @@
+"""The directory that a run leaves behind: logs for people, and its course for whoever looks at it, live or later.
+
+    <log_dir>/latest -> 2026-11-21_174601_4242       the run that was begun last, where links can be made
+    <log_dir>/2026-11-21_174601_4242/                UTC, and the pid of the calling process
+        run.json                                     what the run is, and its state; replaced as a whole
+        events.jsonl                                 what happened to its workers, a line each
+        samples.jsonl                                what its monitor saw, a line each
+        rank-0.stdout, rank-0.stderr, ...            what the workers wrote, byte for byte
+
+*Threads:* any thread may write. An event is one `write` in append mode; a lock covers the state.
+
+Invariants:
+1. Only `create` raises. Later a full disk is told once, as a warning of `logging`, and never ends a run.
+2. A reader finds the old `run.json` or the new one, and of the other files every line but perhaps the last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal
+
+State = Literal["running", "finished", "failed", "stopped"]
+Stream = Literal["stdout", "stderr"]
+
+logger = logging.getLogger(__name__)
+
+
+class RunDirectory:
+    """One run's directory, for the process that writes it; see `create`."""
+
+    def __init__(self, path: Path, facts: dict[str, Any]) -> None:
+        self.path = path
+        self._facts = {**facts, "state": "running", "started_at": _now(), "ended_at": None}
+        self._lock = threading.Lock()
+        self._has_warned = False
+        self._write_facts()
+
+    @classmethod
+    def create(cls, log_dir: str | Path, facts: dict[str, Any]) -> RunDirectory:
+        """Make a new directory for a run in `log_dir`, which is made where it is missing.
+
+        Args:
+            log_dir: where runs are kept, one directory each.
+            facts: what the run is (its command, number of workers, versions, ...); JSON, and the text of what is not.
+
+        Raises:
+            NotADirectoryError, PermissionError, OSError: `log_dir` cannot hold it.
+        """
+        if not isinstance(log_dir, str | Path):
+            raise TypeError(f"log_dir={log_dir!r} is a {type(log_dir).__name__}; pass the path of a directory")
+        if not str(log_dir):
+            raise ValueError('log_dir="" names no directory; pass "." for the current one, or None to keep nothing')
+        parent = Path(log_dir).absolute()  # a later chdir must not lead elsewhere
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            run = cls(_make_unique(parent), facts)
+        except OSError as error:
+            code = errno.ENOTDIR if isinstance(error, FileExistsError) else error.errno
+            raise OSError(
+                code,
+                f"log_dir={str(log_dir)!r} cannot hold the files of a run ({error.strerror}: {error.filename}); "
+                "pass a directory that is there, or can be made, and that this user may write to",
+            ) from error
+        _point_latest_at(run.path)
+        return run
+
+    @property
+    def samples(self) -> Path:
+        """Where the monitor writes what it sees, a line of JSON each time."""
+        return self.path / "samples.jsonl"
+
+    def log(self, rank: int, stream: Stream) -> Path:
+        """Where all that a worker writes to one of its streams is kept; restarts append to it."""
+        return self.path / f"rank-{rank}.{stream}"
+
+    def event(self, name: str, /, **facts: Any) -> None:
+        """Add one line to the events: the time, the name ("started", "failed", "ended", ...), and the facts."""
+        line = _to_json({"time": _now(), "event": name, **facts}) + "\n"
+        with self._warning_once():
+            descriptor = os.open(self.path / "events.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            with open(descriptor, "wb", buffering=0) as file:
+                file.write(line.encode())
+
+    def finish(self, state: State, **facts: Any) -> None:
+        """Say how the run has ended, and what else is known of it now."""
+        with self._lock, self._warning_once():
+            self._facts |= {**facts, "state": state, "ended_at": _now()}
+            self._write_facts()
+
+    def _write_facts(self) -> None:
+        fresh = self.path / ".run.json"
+        fresh.write_text(_to_json(self._facts, indent=2) + "\n", encoding="utf-8")
+        os.replace(fresh, self.path / "run.json")
+
+    @contextlib.contextmanager
+    def _warning_once(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning("%s is incomplete from here on, the run goes on: %s", self.path, error)
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """What a run directory tells.
+
+    Attributes:
+        facts: of `run.json`: what the run is, `state`, `started_at`, `ended_at` (ISO, UTC; None while it runs). A run
+            whose calling process was killed says "running" for ever.
+        events, samples: in the order in which they were written.
+    """
+
+    path: Path
+    facts: dict[str, Any]
+    events: list[dict[str, Any]]
+    samples: list[dict[str, Any]]
+
+
+def read_run(path: str | Path) -> RecordedRun:
+    """Read a run directory, also while the run goes on; FileNotFoundError where there is no `run.json`."""
+    path = Path(path)
+    facts = json.loads((path / "run.json").read_text(encoding="utf-8"))
+    return RecordedRun(path, facts, _read_lines(path / "events.jsonl"), _read_lines(path / "samples.jsonl"))
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file, as far as there is one; a line that was not written to its end is passed over."""
+    found = []
+    with contextlib.suppress(FileNotFoundError):
+        for line in path.read_bytes().splitlines():
+            with contextlib.suppress(ValueError):  # no JSON, or no UTF-8
+                found.append(json.loads(line))
+    return [line for line in found if isinstance(line, dict)]
+
+
+def _make_unique(parent: Path) -> Path:
+    """Make a directory named by time and process; a second run of the same second gets a number."""
+    name = f"{datetime.now(UTC):%Y-%m-%d_%H%M%S}_{os.getpid()}"
+    for number in count(1):
+        path = parent / (name if number == 1 else f"{name}_{number}")
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path
+    raise AssertionError("numbers do not end")
+
+
+def _point_latest_at(path: Path) -> None:
+    """Let `latest` lead to a run, by a relative link: the whole log directory can be moved."""
+    fresh = path.parent / f".latest-{path.name}"
+    with contextlib.suppress(OSError):  # no links here, or something else has that name
+        os.symlink(path.name, fresh)
+        try:
+            os.replace(fresh, path.parent / "latest")
+        except OSError:
+            os.unlink(fresh)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def _to_json(facts: dict[str, Any], indent: int | None = None) -> str:
+    return json.dumps(facts, indent=indent, default=str)

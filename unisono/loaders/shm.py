@@ -1,0 +1,109 @@
+"""/dev/shm, the memory through which tensors come from loader workers: containers often have 64 MB of it.
+
+Where it is full, a batch cannot be sent, and who writes into what it has no room for is killed by SIGBUS.
+
+*Threads:* the reader's, in the parent; `share` runs in the loader workers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unisono.outcome import add_note_once, chain_of
+from unisono.tree import leaves
+
+SHM = Path("/dev/shm")
+
+_FULL = "unable to allocate shared memory"  # torch's words
+_DEFAULT_PREFETCH = 2  # torch's
+_WAY_OUT = (
+    "give it more (docker run --shm-size=8g or --ipc=host; in Kubernetes an emptyDir with medium: Memory mounted "
+    "there), or pass fewer num_workers, a smaller prefetch_factor or a smaller batch_size"
+)
+
+logger = logging.getLogger(__name__)
+
+
+class Room:
+    """What the loader workers of one pool find there, and whether it is enough.
+
+    Args:
+        num_workers, prefetch_factor: so many workers, and so many batches that each makes ahead.
+        waiting: so many batches wait for the loop, once they are received.
+
+    Attributes:
+        is_tight: whether those that wait had better be taken out of there.
+    """
+
+    def __init__(self, num_workers: int, prefetch_factor: int | None, waiting: int) -> None:
+        self._num_workers = num_workers
+        self._in_flight = num_workers * (prefetch_factor or _DEFAULT_PREFETCH)
+        self._waiting = waiting
+        self._free: int | None = None
+        self._has_checked = False
+        self.is_tight = False
+
+    def look(self) -> None:
+        """Before the workers start: how much is free."""
+        if not self._has_checked:
+            found = _free_and_size()
+            self._free = found and found[0]
+
+    def check(self, batch: Any) -> None:
+        """With the first batch, warn where as many as can be on their way do not fit."""
+        if self._has_checked:
+            return
+        self._has_checked = True
+        nbytes = sum(leaf.nbytes for leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.is_shared())
+        needed = self._in_flight * nbytes
+        if self._free is None:
+            return
+        self.is_tight = needed + self._waiting * nbytes > self._free
+        if needed > self._free:
+            logger.warning(
+                "%s had %s free when the loader workers started, and %d batches of %s, which num_workers=%d may have "
+                "on their way at once, need %s, for each rank on this machine; where it gets full, loading fails; %s",
+                *(SHM, _megabytes(self._free), self._in_flight, _megabytes(nbytes), self._num_workers),
+                *(_megabytes(needed), _WAY_OUT),
+            )
+
+
+def share(batch: Any) -> None:
+    """Put the tensors of a batch there now, in the thread that can tell where it fails.
+
+    The thread by which torch would do it prints the error and drops the batch, and its receiver waits for ever.
+    """
+    for leaf in leaves(batch):
+        if isinstance(leaf, torch.Tensor) and leaf.is_cpu and leaf.untyped_storage().nbytes():
+            leaf.share_memory_()
+
+
+def explain(error: BaseException) -> None:
+    """Note on an error that says that there was no room, in torch's words, what there is and what to do."""
+    if any(_FULL in str(each) for each in chain_of(error)):
+        add_note_once(error, why_full())
+
+
+def why_full() -> str:
+    """What there is, and what to do, in words."""
+    found = _free_and_size()
+    sizes = f", of {_megabytes(found[1])} with {_megabytes(found[0])} free now," if found else ""
+    return f"{SHM}{sizes} had no room for the batches that loader workers send; {_WAY_OUT}"
+
+
+def _free_and_size() -> tuple[int, int] | None:
+    """In bytes; None where there is no such place."""
+    try:
+        status = os.statvfs(SHM)
+    except (OSError, AttributeError):
+        return None
+    return status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
+
+
+def _megabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e6:,.1f} MB"
