@@ -22,7 +22,7 @@ import torch.distributed as dist
 from hypothesis import settings
 
 from unisono import world
-from unisono.launch import nursery as nurseries
+from unisono.launch.starting import nursery as nurseries
 
 pytest_plugins = ["pytester"]
 

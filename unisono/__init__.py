@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from unisono.errors import WorkerDiedError as WorkerDiedError
     from unisono.errors import WorkerHungError as WorkerHungError
     from unisono.launch.context import ProcessContext as ProcessContext
-    from unisono.launch.joining import join_world as join_world
-    from unisono.launch.nursery import warm as warm
+    from unisono.launch.hosts.joining import join_world as join_world
     from unisono.launch.spawn import spawn as spawn
+    from unisono.launch.starting.nursery import warm as warm
     from unisono.loaders.device_iterator import DeviceIterator as DeviceIterator
     from unisono.loaders.parallel_loader import DeviceLoader as DeviceLoader
     from unisono.loaders.parallel_loader import ParallelLoader as ParallelLoader
@@ -84,8 +84,8 @@ _HOMES = {
         "WorkerHungError",
     ],
     "unisono.launch.context": ["ProcessContext"],
-    "unisono.launch.joining": ["join_world"],
-    "unisono.launch.nursery": ["warm"],
+    "unisono.launch.hosts.joining": ["join_world"],
+    "unisono.launch.starting.nursery": ["warm"],
     "unisono.launch.spawn": ["spawn"],
     "unisono.loaders.device_iterator": ["DeviceIterator"],
     "unisono.loaders.parallel_loader": ["DeviceLoader", "ParallelLoader"],

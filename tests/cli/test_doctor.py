@@ -20,7 +20,7 @@ import pytest
 from unisono.cli import network_checks, worker_checks
 from unisono.cli.doctor import add_parser
 from unisono.cli.findings import Check, Finding, examine
-from unisono.launch.disturbances import disturbances
+from unisono.launch.hosts.disturbances import disturbances
 
 MAIN = """
 import argparse, sys

@@ -16,7 +16,7 @@ from faults import Line, Script
 
 from unisono.cli import run as command
 from unisono.cli.main import main
-from unisono.launch.environment import AgentPlace
+from unisono.launch.hosts.environment import AgentPlace
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -76,11 +76,11 @@ def test_a_function_of_a_module_is_called_with_the_rank(run, script):
 
 def test_spawn_in_a_script_runs_in_the_workers_that_are_there(run, script):
     name = script(
-        "from unisono.launch.joining import join_world, run_announced\n"
+        "from unisono import join_world, spawn\n"
         "from unisono.backends import pick_backend\n"
         "from datetime import timedelta\n"
         "assert join_world().world_size == 2\n"
-        "print(run_announced(lambda rank: rank * 2, (), None, pick_backend('cpu'), timedelta(seconds=60)))"
+        "print(spawn(lambda rank: rank * 2, ()))"
     )
     code, output, errors = run("-n", "2", "--backend", "cpu", "--no-prefix", name)
     assert code == 0, errors

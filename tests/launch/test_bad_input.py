@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from unisono.backends import check_index
-from unisono.launch import nursery
 from unisono.launch import spawn as spawn_module
 from unisono.launch.spawn import spawn
+from unisono.launch.starting import nursery
 
 
 @pytest.fixture(autouse=True)

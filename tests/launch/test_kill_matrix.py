@@ -187,7 +187,7 @@ if pid:
 def test_two_hundred_groups_leave_no_trace(tmp_path: Path, ear: Ear) -> None:
     source = """
 import gc, json, tempfile
-from unisono.launch.nursery import zygote_pid
+from unisono.launch.starting.nursery import zygote_pid
 
 def footprint():
     gc.collect()

@@ -15,8 +15,8 @@ from faults import Script
 
 from unisono.backends.cores import fair_num_threads, usable_cores
 from unisono.errors import WorkerDiedError
-from unisono.launch.run_directory import read_run
 from unisono.launch.spawn import spawn
+from unisono.launch.watching.run_directory import read_run
 from unisono.world import current_world
 
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from faults import grandchild, survivors
 
 from unisono.errors import WorkerDiedError
-from unisono.launch import nursery
 from unisono.launch.spawn import ProcessContext, spawn
+from unisono.launch.starting import nursery
 from unisono.world import current_world
 
 

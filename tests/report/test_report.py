@@ -35,7 +35,7 @@ from unisono import (
     print_report,
 )
 from unisono import timeline as timelines
-from unisono.launch.monitor import SAMPLES_PATH, Monitor, Sample
+from unisono.launch.watching.monitor import SAMPLES_PATH, Monitor, Sample
 from unisono.loaders.stages import Lane
 from unisono.report.picture import save_picture
 from unisono.report.summary import CAUSES, LABELS, LOOP_PHASES, PEERS, SOURCE, TRANSFER, RankSummary, summarise

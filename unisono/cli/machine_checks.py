@@ -20,9 +20,9 @@ import torch
 from unisono.backends import NAMES, get_backend
 from unisono.backends.cores import allowed_cores, cpu_quota, fair_num_threads, usable_cores
 from unisono.cli.findings import Finding, State
-from unisono.launch.disturbances import disturbances
-from unisono.launch.environment import announced_agent, announced_place
-from unisono.launch.memory import memory_limit
+from unisono.launch.hosts.disturbances import disturbances
+from unisono.launch.hosts.environment import announced_agent, announced_place
+from unisono.launch.watching.memory import memory_limit
 
 OLDEST_TORCH = (2, 9)
 SHARED_MEMORY = Path("/dev/shm")

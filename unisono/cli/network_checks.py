@@ -12,7 +12,7 @@ from typing import TypeVar
 import psutil
 
 from unisono.cli.findings import Finding
-from unisono.launch.addresses import interface_of
+from unisono.launch.hosts.addresses import interface_of
 
 SLOW_LOOKUP_S = 1.0
 CONNECT_S = 3.0

@@ -1,8 +1,8 @@
 """`unisono run`: a script, or a function, as one worker per device, here or on several machines.
 
 On one machine it is `spawn` with the script as its function. With several it is torch's agent, one on each machine
-(`launch/elastic.py`); what the machines need to know of one another is given by options, or found in the environment
-that Kubernetes or a SLURM step leaves.
+(`launch/hosts/elastic.py`); what the machines need to know of one another is given by options, or found in the
+environment that Kubernetes or a SLURM step leaves.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from unisono.errors import RemoteError, RemoteTraceback, UnisonoError, WorkerDiedError
 
 if TYPE_CHECKING:
-    from unisono.launch.elastic import ElasticOptions
-    from unisono.launch.environment import AgentPlace
+    from unisono.launch.hosts.elastic import ElasticOptions
+    from unisono.launch.hosts.environment import AgentPlace
 
 _LEADING = re.compile(rf'  File "({re.escape(os.path.dirname(os.path.dirname(__file__)))}/|<frozen runpy>)')
 _EXAMPLES = """
@@ -78,7 +78,7 @@ def _add_failing(group: Any) -> None:
         "--hang-timeout", type=_seconds, metavar="S", help="stop when no rank makes progress for S seconds"
     )
     group.add_argument(
-        "--grace", type=_seconds, metavar="S", help="between SIGTERM and SIGKILL (5; 30 with several machines)"
+        "--grace", type=_seconds, metavar="S", help="between SIGTERM and SIGKILL (5; 25 with several machines)"
     )
 
 
@@ -101,8 +101,8 @@ def _add_machines(group: Any) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Do what the arguments say; the exit code."""
-    from unisono.launch.environment import announced_agent
-    from unisono.launch.target import check_target
+    from unisono.launch.hosts.environment import announced_agent
+    from unisono.launch.hosts.target import check_target
 
     try:
         check_target(parsed.target)
@@ -112,14 +112,14 @@ def run(parsed: argparse.Namespace) -> int:
         return _refuse(parsed, error)
     if options is None:
         return _run_here(parsed, nproc)
-    from unisono.launch.elastic import run_elastic
+    from unisono.launch.hosts.elastic import run_elastic
 
     return run_elastic(options, parsed.target, parsed.arguments)
 
 
 def _run_here(parsed: argparse.Namespace, nproc: int | None) -> int:
+    from unisono.launch.hosts.target import run_target
     from unisono.launch.spawn import spawn
-    from unisono.launch.target import run_target
 
     try:
         spawn(
@@ -159,8 +159,8 @@ def _elastic_options(parsed: argparse.Namespace, place: AgentPlace | None) -> El
         if value is not None:
             raise ValueError(f"{name} is for workers of one machine; with several there is --timeout")
     from unisono.backends import pick_backend
-    from unisono.launch.elastic import ElasticOptions
-    from unisono.launch.endpoint import split_endpoint
+    from unisono.launch.hosts.elastic import ElasticOptions
+    from unisono.launch.hosts.endpoint import split_endpoint
 
     family = pick_backend(parsed.backend)
     split_endpoint(endpoint)
@@ -181,7 +181,7 @@ def _elastic_options(parsed: argparse.Namespace, place: AgentPlace | None) -> El
         prefix=not parsed.no_prefix,
         backend=parsed.backend,
         timeout_s=parsed.timeout,
-        grace_s=parsed.grace or 30.0,
+        grace_s=parsed.grace or 25.0,
         is_checked=parsed.checked,
     )
 

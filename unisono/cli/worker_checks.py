@@ -14,7 +14,7 @@ import torch
 
 from unisono.backends import NAMES, get_backend
 from unisono.cli.findings import Finding
-from unisono.launch.environment import announced_agent, announced_place
+from unisono.launch.hosts.environment import announced_agent, announced_place
 from unisono.launch.spawn import spawn
 from unisono.parallel.collectives import all_reduce
 from unisono.protocols import Backend

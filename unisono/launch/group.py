@@ -20,42 +20,28 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import psutil
 
 from unisono.errors import UnisonoError, WorkerHungError, describe_exit
-from unisono.launch import wire
 from unisono.launch.hang import HangWatch, hung_error
-from unisono.launch.memory import OomWatch
-from unisono.launch.monitor import Monitor
-from unisono.launch.nursery import open_group
-from unisono.launch.output import Output, OutputOptions
+from unisono.launch.hosts.environment import OUTER_DIRECTORY
+from unisono.launch.policy import Policy
 from unisono.launch.rendezvous import Rendezvous
 from unisono.launch.reports import Kind, Pulse
+from unisono.launch.starting import wire
+from unisono.launch.starting.nursery import open_group
 from unisono.launch.verdict import Worker, conclude, death
-from unisono.launch.worker import OUTER_DIRECTORY, TELL_STACKS, Job, stacks_path
+from unisono.launch.watching.memory import OomWatch
+from unisono.launch.watching.monitor import Monitor
+from unisono.launch.watching.output import Output
+from unisono.launch.worker import TELL_STACKS, Job, stacks_path
 from unisono.outcome import Outcome, this_process
 
 _END_S = 30.0  # how long the workers have, after the last outcome, for what their programs do at the end
 _SETTLE_S = 1.0  # how long a report of a broken world waits for the report of who broke it
 _STACKS_S = 0.5  # how long the workers of a group that hangs have to write their stacks
-
-
-@dataclass(frozen=True)
-class Policy:
-    """How a job is seen through; `spawn` tells what each means."""
-
-    start_method: str = "zygote"
-    grace_s: float = 5.0
-    daemon: bool = False
-    max_restarts: int = 0
-    hang_timeout_s: float | None = None
-    log_dir: Path | None = None
-    output: OutputOptions = field(default_factory=OutputOptions)
-    monitor_interval_s: float = 1.0
 
 
 class Group:

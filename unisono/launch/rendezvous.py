@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from unisono.launch.worker import OUTER_DIRECTORY, Job
+from unisono.launch.hosts.environment import OUTER_DIRECTORY
+from unisono.launch.worker import Job
 
 
 @dataclass(frozen=True)

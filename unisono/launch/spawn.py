@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Collection, Sequence
@@ -10,6 +11,7 @@ from datetime import timedelta
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 from unisono.backends import pick_backend
+from unisono.errors import UnisonoError
 from unisono.launch.arguments import (
     check_call,
     check_count,
@@ -24,13 +26,17 @@ from unisono.launch.arguments import (
     pickle_call,
 )
 from unisono.launch.context import ProcessContext
-from unisono.launch.group import Policy
-from unisono.launch.output import OutputOptions
+from unisono.launch.hosts.environment import announced_place
+from unisono.launch.hosts.joining import run_announced
+from unisono.launch.policy import Policy
 from unisono.launch.supervisor import Supervisor
+from unisono.launch.watching.output import OutputOptions
 from unisono.launch.worker import Job, exit_error, refuse_while_loading
 from unisono.outcome import add_note_once
 from unisono.protocols import Backend
 from unisono.world import solo_world, use_world
+
+logger = logging.getLogger(__name__)
 
 
 class SpawnOptions(TypedDict, total=False):
@@ -140,6 +146,9 @@ def spawn(
     family = pick_backend(backend)
     count = check_nprocs(nprocs, family)
     check_timeout(timeout)
+    if announced_place() is not None:
+        _tell_idle_options(join, max_restarts=max_restarts, hang_timeout_s=hang_timeout_s, log_dir=log_dir)
+        return run_announced(fn, args, nprocs, family, timeout, checked)
     if prefix is not None and not isinstance(prefix, bool):
         raise TypeError(f"prefix={prefix!r} is a {type(prefix).__name__}; pass True, False or None")
     threads = pick_num_threads(num_threads, num_loader_workers, count)
@@ -179,6 +188,21 @@ def spawn(
 
 
 _PULSE_S = 1.0  # between two looks at how far a worker is
+
+
+def _tell_idle_options(join: bool, **options: object) -> None:
+    """What only the one who starts the workers can do is not passed over in silence where that is somebody else."""
+    if not join:
+        raise UnisonoError(
+            "spawn(join=False) would start workers and go on, but a launcher has started this process as one of its "
+            "workers: pass join=True, or run the script without a launcher"
+        )
+    if given := [name for name, value in options.items() if value]:
+        logger.warning(
+            "spawn(%s) is up to the launcher that has started this process as one of its workers; `unisono run` has "
+            "--max-restarts, --hang-timeout and --log-dir",
+            ", ".join(f"{name}=..." for name in given),
+        )
 
 
 def _settle_streams() -> None:

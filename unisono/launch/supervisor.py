@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import StoppedError, UnpicklableError
-from unisono.launch.group import Group, Policy
+from unisono.launch.group import Group
 from unisono.launch.hang import HangWatch
-from unisono.launch.monitor import Monitor
-from unisono.launch.output import Output
+from unisono.launch.policy import Policy
 from unisono.launch.rendezvous import Rendezvous, rendezvous
-from unisono.launch.run_directory import RunDirectory
+from unisono.launch.watching.monitor import Monitor
+from unisono.launch.watching.output import Output
+from unisono.launch.watching.run_directory import RunDirectory
 from unisono.launch.worker import Job
 from unisono.outcome import Outcome
 

@@ -37,14 +37,13 @@ from unisono import preemption
 from unisono.backends import get_backend
 from unisono.comm.processes import ProcessCommunicator
 from unisono.errors import UnisonoError, UnpicklableError, WorkerDiedError
-from unisono.launch.monitor import SAMPLES_PATH
+from unisono.launch.hosts.environment import OUTER_DIRECTORY
 from unisono.launch.pulse import beating
 from unisono.launch.reports import Kind, Reporter
+from unisono.launch.watching.monitor import SAMPLES_PATH
 from unisono.outcome import Outcome, chain_of, this_process
 from unisono.pickling import loads_call
 from unisono.world import World, set_process_world
-
-OUTER_DIRECTORY = "UNISONO_RENDEZVOUS"  # in a worker's environment: the directory of its group
 
 TELL_STACKS = signal.SIGUSR2  # asks a worker for its stacks, also inside C++
 
@@ -128,7 +127,7 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
     if isinstance(outcome.error, SystemExit):
         outcome = Outcome.failure(exit_error(outcome.error, rank))
     is_failure = outcome.error is not None
-    is_secondary = outcome.is_secondary or _tells_of_a_peer(outcome.error)
+    is_secondary = outcome.is_secondary or tells_of_a_peer(outcome.error)
     where = str(world) if world is not None else f"rank {rank}, {this_process()}, before it joined the world"
     for stream in (sys.stdout, sys.stderr):  # first: a failure that the caller knows of may be answered by a signal
         with contextlib.suppress(Exception):
@@ -158,7 +157,7 @@ def exit_error(error: SystemExit, rank: int) -> WorkerDiedError:
     return died
 
 
-def _tells_of_a_peer(error: BaseException | None) -> bool:
+def tells_of_a_peer(error: BaseException | None) -> bool:
     """Whether an error came from torch's transport: what the user's own torch.distributed calls raise, or DDP."""
     return error is not None and any(
         isinstance(link, dist.DistError) or (isinstance(link, RuntimeError) and "/gloo/" in str(link))
@@ -214,7 +213,7 @@ def _adopt_caller(job: Job, rank: int) -> None:
     # For the supervisor, which wants them whole and apart. The descriptor stays open as long as the process lives.
     stacks = os.open(stacks_path(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     faulthandler.register(TELL_STACKS, stacks, all_threads=True)
-    _mark_records(rank)
+    mark_records(rank)
 
 
 def stacks_path(directory: str | Path, rank: int) -> Path:
@@ -222,7 +221,7 @@ def stacks_path(directory: str | Path, rank: int) -> Path:
     return Path(directory) / f"stacks-{rank}"
 
 
-def _mark_records(rank: int) -> None:
+def mark_records(rank: int) -> None:
     """Give each record of `logging` a `rank`, for formats like "[%(rank)s] %(message)s"."""
     make = logging.getLogRecordFactory()
 

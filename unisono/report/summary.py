@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from unisono.launch.monitor import own_samples
+from unisono.launch.watching.monitor import own_samples
 from unisono.timeline import COMPUTE, FETCH, MOVE, REDUCE, STEP, Span, Waits, wait_counter
 from unisono.world import World, current_world
 

@@ -8,7 +8,7 @@ import sys
 import time
 from datetime import timedelta
 
-from unisono.launch.addresses import address_towards, addresses_of, is_this_machine
+from unisono.launch.hosts.addresses import address_towards, addresses_of, is_this_machine
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:

@@ -20,8 +20,8 @@ import psutil
 import pytest
 from faults import PATIENCE_S
 
-from unisono.launch.output import Output, OutputOptions
-from unisono.launch.run_directory import RunDirectory
+from unisono.launch.watching.output import Output, OutputOptions
+from unisono.launch.watching.run_directory import RunDirectory
 
 PLAIN = OutputOptions(prefix=False)
 
@@ -337,7 +337,7 @@ def test_a_broken_pipe_is_silent_and_the_files_go_on(pipe, shown, run):
 def test_a_broken_pipe_does_not_end_a_caller_who_has_reset_the_signal(run):
     code = """
         import os, signal
-        from unisono.launch.output import Output, OutputOptions
+        from unisono.launch.watching.output import Output, OutputOptions
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         reading, writing = os.pipe()
         output = Output(OutputOptions(), None, 1, writing)
@@ -347,7 +347,7 @@ def test_a_broken_pipe_does_not_end_a_caller_who_has_reset_the_signal(run):
         print("lives", output.tail(0))
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    ended = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, timeout=PATIENCE_S)
+    ended = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, timeout=PATIENCE_S)
     assert (ended.returncode, ended.stdout) == (0, b"lives ['line']\n")
 
 

@@ -12,14 +12,15 @@ Everything here is a function of a mapping; the process's environment is only th
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from unisono.errors import NoWorldError
-from unisono.launch.host_lists import expand_counts, expand_hosts
+from unisono.launch.hosts.host_lists import expand_counts, expand_hosts
 from unisono.world import is_slurm_step
 
-SPAWNED = "UNISONO_RENDEZVOUS"  # in the environment of a worker of `spawn`
+OUTER_DIRECTORY = "UNISONO_RENDEZVOUS"  # in the environment of a worker of `spawn`: the directory of its group
 
 _TAKEN = "UNISONO_TAKEN"  # which process has taken which place
 
@@ -63,6 +64,7 @@ class AgentPlace:
 
 
 _hosted: Place | None = None
+_is_within = False  # a function that `spawn` has called here, as the announced rank
 
 
 def announce(place: Place | None) -> None:
@@ -81,15 +83,28 @@ def announced_place(environ: Mapping[str, str] | None = None) -> Place | None:
         NoWorldError: the process is the one of its machine, and is to start several ranks there.
     """
     if environ is None:
+        if _is_within:
+            return None
         if _hosted is not None:
             return _hosted
         environ = os.environ
-    if SPAWNED in environ:
+    if OUTER_DIRECTORY in environ:
         return None
     place = _torchrun_place(environ) or _pod_place(environ) or _slurm_place(environ)
     if place is None or _is_of_another(place, environ.get(_TAKEN, "")):
         return None
     return _checked(place)
+
+
+@contextmanager
+def within() -> Iterator[None]:
+    """The block runs as the announced rank: a `spawn` in it starts workers of its own, as it does in any worker."""
+    global _is_within
+    _is_within = True
+    try:
+        yield
+    finally:
+        _is_within = False
 
 
 def take(place: Place) -> None:

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.launch import monitor as monitor_module
-from unisono.launch.monitor import SAMPLES_PATH, Monitor, Sample, own_samples, read_samples
+from unisono.launch.watching import monitor as monitor_module
+from unisono.launch.watching.monitor import SAMPLES_PATH, Monitor, Sample, own_samples, read_samples
 
 MIB = 1 << 20
 A_SAMPLE = Sample(1, 12.5, 99.0, 3 * MIB, None, 2, 10, 20, None, 77)

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from faults import Line, Script, stand_still, survivors
 
 from unisono.errors import WorkerDiedError
-from unisono.launch import nursery
 from unisono.launch.spawn import spawn
+from unisono.launch.starting import nursery
 from unisono.world import current_world
 
 SCRIPT = """
@@ -153,7 +153,7 @@ except Exception as error:
 @pytest.fixture
 def bare_unix(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(BARE_UNIX)
-    return f"{tmp_path}:{Path(__file__).parents[1]}"
+    return f"{tmp_path}:{Path(__file__).parents[2]}"
 
 
 def test_fresh_interpreters_need_no_call_of_linux(tmp_path, bare_unix):

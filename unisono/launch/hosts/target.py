@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from unisono.launch.environment import Place, announce
+from unisono.launch.hosts.environment import Place, announce
 from unisono.world import World, current_world
 
 

@@ -15,8 +15,8 @@ from faults import Script, grandchild, stand_still, survivors
 
 from unisono.errors import UnisonoError, WorkerDiedError
 from unisono.launch import group as group_module
-from unisono.launch import nursery
 from unisono.launch.spawn import spawn
+from unisono.launch.starting import nursery
 from unisono.world import current_world
 
 SOON_S = 10.0

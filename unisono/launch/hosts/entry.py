@@ -6,36 +6,36 @@ subprocesses) lives on; it takes an exit with code 0 for success, whether or not
 1. The guard is the subreaper of all that the worker starts. When the worker has ended, it kills what is left, and ends
    as the worker did: the agent sees one process.
 2. The guard is told when the agent dies, and kills everything; the kernel kills the worker when the guard dies.
-3. A worker that ends with code 0 without having said that it is done has failed.
+3. What the agent asks the worker, by a signal, it asks this process too, which kills the worker when the grace is over:
+   the agent's own SIGKILL would come to the guard as well, and strays would live on.
+4. A worker that ends with code 0 without having said that it is done has failed.
 
 The guard has one thread and imports no torch: it is there in 50 ms and takes 10 MB.
 
-    python -m unisono.launch.entry TARGET [ARGUMENTS]        what else there is to tell stands in `SETTINGS`
+    python -m unisono.launch.hosts.entry TARGET [ARGUMENTS]        what else there is to tell stands in `SETTINGS`
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import resource
 import shutil
 import signal
 import sys
+import traceback
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import NoReturn
 
-import psutil
-
 from unisono.errors import describe_exit
-from unisono.launch.failure_file import Failure, write_failure
+from unisono.launch.hosts.failure_file import Failure, write_failure
+from unisono.launch.starting.reaping import become_reaper, bury_children, die_with_parent
 
 SETTINGS = "UNISONO_AGENT"  # the variable with what the agent tells its workers
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _AGENT_DIED = signal.SIGUSR2
 _ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # what the agent passes on to its workers
 
@@ -48,6 +48,7 @@ class Settings:
         agent: its pid.
         directory: what is to be removed when the agent is killed; empty for nothing.
         timeout_s: of the process group, a last resort.
+        grace_s: what a worker has after it was asked to end.
         backend: the device family; None picks one.
         is_checked: whether collectives are compared before they run.
     """
@@ -55,6 +56,7 @@ class Settings:
     agent: int
     directory: str
     timeout_s: float
+    grace_s: float
     backend: str | None
     is_checked: bool
 
@@ -70,14 +72,23 @@ def main() -> NoReturn:
     """Fork the worker, watch it to its end, and end like it."""
     settings = Settings.from_environ()
     asked: list[int] = []  # the signals that the agent has sent
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        asked.append(signum)
+        signal.setitimer(signal.ITIMER_REAL, settings.grace_s)
+
     _die_with(settings)
+    signal.signal(signal.SIGALRM, lambda *_: os.kill(worker, signal.SIGKILL))  # it has not been waited for
     for signum in _ASKING:
-        signal.signal(signum, lambda number, _: asked.append(number))
+        signal.signal(signum, note)
     done_r, done_w = os.pipe()
     worker = _fork_worker(settings, done_w)
     os.close(done_w)
+    if hasattr(os, "waitid"):
+        os.waitid(os.P_PID, worker, os.WEXITED | os.WNOWAIT)  # as long as it is unburied, nobody else has its pid
+    signal.setitimer(signal.ITIMER_REAL, 0)
     status = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
-    kill_children()  # now nobody holds the other end of the pipe
+    bury_children()  # now nobody holds the other end of the pipe
     is_done = os.read(done_r, 1) != b""
     if status != 0 or not is_done:
         _tell_failure(worker, status, is_secondary=bool(asked))
@@ -89,10 +100,10 @@ def _fork_worker(settings: Settings, done: int) -> int:
         guard = os.getpid()
         pid = os.fork()
         if pid == 0:
-            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            die_with_parent(signal.SIGKILL)
             if os.getppid() != guard:  # it died before the signal was asked for
                 os._exit(1)
-            for signum in (*_ASKING, _AGENT_DIED):
+            for signum in (*_ASKING, _AGENT_DIED, signal.SIGALRM):
                 signal.signal(signum, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
     if pid == 0:
@@ -102,9 +113,11 @@ def _fork_worker(settings: Settings, done: int) -> int:
 
 def _be_worker(settings: Settings, done: int) -> NoReturn:
     try:
-        from unisono.launch.member import run_member  # imports torch, which the guard does without
+        from unisono.launch.hosts.member import run_member  # imports torch, which the guard does without
 
         run_member(sys.argv[1], sys.argv[2:], settings, done)
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(1)  # whatever happens, the worker never goes on as a second guard
 
@@ -114,25 +127,15 @@ def _die_with(settings: Settings) -> None:
 
     def end(signum: int, frame: FrameType | None) -> None:
         if os.getppid() != settings.agent:  # and not a signal that somebody has sent
-            kill_children()
+            bury_children()
             if settings.directory:
                 shutil.rmtree(settings.directory, ignore_errors=True)
             os._exit(1)
 
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    become_reaper()
     signal.signal(_AGENT_DIED, end)
-    _prctl(_PR_SET_PDEATHSIG, _AGENT_DIED)
+    die_with_parent(_AGENT_DIED)
     end(_AGENT_DIED, None)  # it may have died before the signal was asked for
-
-
-def kill_children() -> None:
-    """SIGKILL and bury all children of this process; what they leave becomes a child too, until nothing is left."""
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            for child in psutil.Process().children():
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    child.kill()
-            os.waitpid(-1, 0)
 
 
 def _tell_failure(worker: int, status: int, is_secondary: bool) -> None:
@@ -172,10 +175,6 @@ def _blocked(signums: tuple[signal.Signals, ...]) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signums)
-
-
-def _prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
 if __name__ == "__main__":

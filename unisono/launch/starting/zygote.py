@@ -30,7 +30,6 @@ second: a fork waits for its end.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import os
@@ -47,23 +46,18 @@ from typing import NoReturn
 
 import psutil
 
-from unisono.launch import wire
+from unisono.launch.starting import wire
+from unisono.launch.starting.reaping import (
+    become_reaper,
+    bury_children,
+    die_with_parent,
+    kill_children,
+    kill_session,
+    kill_tree,
+)
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _IDLE_S = 0.5  # without a request: the workers that were asked for have their cores by now
-
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def process_control(option: int, value: int) -> None:
-    """Linux's prctl; nothing on another Unix, where what it promises is missing.
-
-    There, workers outlive a caller and a zygote that are killed at the same moment, and what left its worker's session
-    outlives it.
-    """
-    if hasattr(_libc, "prctl"):
-        _libc.prctl(option, value, 0, 0, 0)
 
 
 @dataclass
@@ -170,7 +164,7 @@ class Zygote:
         try:
             zygote = os.getppid()
             os.setsid()
-            process_control(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            die_with_parent(signal.SIGKILL)
             if os.getppid() != zygote:  # it died before the signal was asked for
                 os._exit(1)
             signal.set_wakeup_fd(-1)
@@ -246,10 +240,7 @@ class Zygote:
 
     def _end(self) -> NoReturn:
         """Kill everything."""
-        with contextlib.suppress(ChildProcessError):
-            while True:  # what a dying process still managed to start is a child of this one when the wait returns
-                kill_children()
-                os.waitpid(-1, 0)
+        bury_children()
         for group in self.groups.values():
             shutil.rmtree(group.directory, ignore_errors=True)
         os._exit(0)
@@ -260,30 +251,6 @@ def _tell(group: _Group, message: dict[str, object]) -> None:
         wire.send(group.sock, message)
 
 
-def kill_session(pid: int, signum: int) -> None:
-    """Send a signal to the process group that the worker leads: itself and its loader workers."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        try:
-            os.killpg(pid, signum)
-        except ProcessLookupError:  # just forked, it leads none yet
-            os.kill(pid, signum)
-
-
-def kill_tree(process: psutil.Process) -> None:
-    """SIGKILL a process and all its descendants, whatever their session; it first, or it would see a dead child."""
-    with contextlib.suppress(psutil.Error):
-        for victim in [process, *process.children(recursive=True)]:
-            with contextlib.suppress(psutil.Error):
-                victim.kill()
-
-
-def kill_children() -> None:
-    """SIGKILL all children of this process and what descends from them."""
-    with contextlib.suppress(psutil.Error):
-        for child in psutil.Process().children():
-            kill_tree(child)
-
-
 def _preload() -> None:
     """Body of the preloading thread: the first optimizer of a process imports this, for more than a second."""
     with contextlib.suppress(Exception):
@@ -292,7 +259,7 @@ def _preload() -> None:
 
 def main(control_fd: int, caller: int, start_method: str) -> NoReturn:
     """Run the zygote on its end of the control socket; `caller` is the pid of the calling process."""
-    process_control(_PR_SET_CHILD_SUBREAPER, 1)
+    become_reaper()
     for signum in _STOPPING:  # whoever stops everything at once means the workers; this one ends with its caller
         signal.signal(signum, signal.SIG_IGN)
     control = socket.socket(fileno=control_fd)

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from unisono.backends.cgroups import cgroup_directories
 from unisono.errors import WorkerDiedError
-from unisono.launch.memory import OomWatch, memory_limit
-from unisono.launch.monitor import Monitor, Sample
 from unisono.launch.spawn import spawn
+from unisono.launch.watching.memory import OomWatch, memory_limit
+from unisono.launch.watching.monitor import Monitor, Sample
 from unisono.world import current_world
 
 GIB = 1 << 30
@@ -174,7 +174,7 @@ def until(condition) -> None:
 
 
 def test_a_real_victim_of_the_out_of_memory_killer_is_known_as_one(group, monkeypatch):
-    monkeypatch.setattr("unisono.launch.monitor._REST", 0)
+    monkeypatch.setattr("unisono.launch.watching.monitor._REST", 0)
     confine(group)
     monitor = Monitor(None, interval_s=0.01)
     with growing_in(group) as process, contextlib.closing(monitor):
@@ -218,9 +218,7 @@ def test_a_worker_that_the_killer_has_ended_is_told_with_the_story_of_its_memory
                 time.sleep(0.25)  # the monitor looks each second
         current_world().comm.barrier()
 
-    with pytest.raises(
-        WorkerDiedError, match="rank 1 .* was killed by SIGKILL before fn returned; .*out-of-memory"
-    ) as e:
+    with pytest.raises(WorkerDiedError, match=r"rank 1 .* killed by SIGKILL before fn returned; .*out-of-memory") as e:
         spawn(grow, nprocs=2)
     assert "its memory grew from " in str(e.value)
     assert "a smaller batch, fewer loader workers" in str(e.value)

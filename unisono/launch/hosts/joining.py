@@ -27,8 +27,8 @@ import torch.distributed as dist
 from unisono.backends import pick_backend
 from unisono.backends.cores import fair_num_threads
 from unisono.comm.processes import ProcessCommunicator
-from unisono.launch.addresses import address_towards, interface_of
-from unisono.launch.environment import Place, announced_place, take
+from unisono.launch.hosts.addresses import address_towards, interface_of
+from unisono.launch.hosts.environment import Place, announced_place, take, within
 from unisono.launch.worker import exit_error
 from unisono.outcome import add_note_once
 from unisono.protocols import Backend
@@ -71,7 +71,12 @@ def join_world(timeout: timedelta = _LAST_RESORT, backend: str | None = None, *,
 
 
 def run_announced(
-    fn: Callable[..., Any], args: Sequence[Any], nprocs: int | None, family: Backend, timeout: timedelta
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    nprocs: int | None,
+    family: Backend,
+    timeout: timedelta,
+    checked: bool = False,
 ) -> list[Any]:
     """Be one of the workers that `spawn(fn, args)` would start, where a launcher has started them already.
 
@@ -89,9 +94,11 @@ def run_announced(
             f"nprocs={nprocs}, but by {place.launcher} there are {place.local_world_size} worker(s) on this machine, "
             "and this process is one of them; leave nprocs out, or set the number where the script is started"
         )
-    world = join_world(timeout, family.name)
+    world = join_world(timeout, family.name, checked=checked)
     try:
-        return world.comm.all_gather_object(fn(world.rank, *args))
+        with within():
+            result = fn(world.rank, *args)
+        return world.comm.all_gather_object(result)
     except BaseException as error:
         failure = exit_error(error, world.rank) if isinstance(error, SystemExit) else error
         add_note_once(failure, str(world))

@@ -26,7 +26,7 @@ def is_this_machine(host: str) -> bool:
 def address_towards(host: str, port: int) -> str | None:
     """This machine's address on the way to a host, as others see it; None where there is no way. Nothing is sent.
 
-    A machine often knows its own name as 127.0.1.1, which is of no use to others: then it is the address on the way out.
+    A machine often knows its own name as 127.0.1.1, of no use to others: then it is the address on the way out.
     """
     for address in addresses_of(host):
         found = _source_towards(address, port)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.launch.run_directory import RunDirectory, read_run
+from unisono.launch.watching.run_directory import RunDirectory, read_run
 
 
 def test_a_run_is_named_by_time_and_process_and_latest_leads_to_it(tmp_path):
@@ -147,11 +147,11 @@ def test_a_directory_that_cannot_be_written_any_more_is_told_once_and_ends_nothi
 
 def test_a_run_of_a_killed_caller_says_running(tmp_path):
     code = (
-        "import os, signal; from unisono.launch.run_directory import RunDirectory\n"
+        "import os, signal; from unisono.launch.watching.run_directory import RunDirectory\n"
         f"RunDirectory.create({str(tmp_path)!r}, {{}}).event('started', pids=[1])\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, timeout=60).returncode == -9
     run = read_run(tmp_path / "latest")
     assert (run.facts["state"], run.events[0]["pids"]) == ("running", [1])

@@ -18,11 +18,11 @@ from agents import agent, free_port, kill_all
 from faults import Script
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from unisono.launch import endpoint as endpoints
-from unisono.launch.addresses import address_towards, interface_of, is_this_machine
-from unisono.launch.elastic import ElasticOptions, rendezvous_settings, root_cause, run_elastic
-from unisono.launch.endpoint import local_address, serves_endpoint, split_endpoint, wait_served
-from unisono.launch.failure_file import Failure, write_failure
+from unisono.launch.hosts import endpoint as endpoints
+from unisono.launch.hosts.addresses import address_towards, interface_of, is_this_machine
+from unisono.launch.hosts.elastic import ElasticOptions, rendezvous_settings, root_cause, run_elastic
+from unisono.launch.hosts.endpoint import local_address, serves_endpoint, split_endpoint, wait_served
+from unisono.launch.hosts.failure_file import Failure, write_failure
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="parent-death signals are Linux's")
 
@@ -70,7 +70,7 @@ def test_a_machine_that_knows_its_name_as_a_loopback_address_tells_others_anothe
     outward = address_towards(OTHER, 1)
     if outward is None:
         pytest.skip("this machine has no way out")
-    monkeypatch.setattr("unisono.launch.addresses.addresses_of", lambda host: ["127.0.1.1"])
+    monkeypatch.setattr("unisono.launch.hosts.addresses.addresses_of", lambda host: ["127.0.1.1"])
     assert local_address("node1:29400") == outward
 
 
@@ -240,13 +240,15 @@ def test_output_is_kept_and_shown_for_the_chosen_ranks(run_member, tmp_path):
 # Agents in processes of their own.
 
 STANDING = """
-import os, subprocess, sys
+import os, signal, sys
 from pathlib import Path
 import torch, unisono
 from faults import Line, grandchild, stand_still
 loader = torch.utils.data.DataLoader(range(4), num_workers=1, persistent_workers=True)
 next(iter(loader))
 grandchild()
+if sys.argv[2] == "ignore":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 Line(Path(sys.argv[1])).say("running", unisono.rank(), os.getpid())
 if unisono.rank() == 0:
     unisono.all_reduce(torch.ones(1))
@@ -255,12 +257,12 @@ stand_still()
 
 
 @pytest.fixture
-def standing(tmp_path: Path) -> Callable[[], Script]:
+def standing(tmp_path: Path) -> Callable[..., Script]:
     (tmp_path / "standing.py").write_text(STANDING)
 
-    def start() -> Script:
+    def start(how: str = "die") -> Script:
         command = ["run", "-n", "2", "--backend", "cpu", "--nnodes", "1", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
-        command += ["--grace", "1", str(tmp_path / "standing.py"), str(tmp_path / "line")]
+        command += ["--grace", "1", str(tmp_path / "standing.py"), str(tmp_path / "line"), how]
         return agent(tmp_path / "agent", *command)
 
     return start
@@ -272,10 +274,21 @@ def test_nothing_survives_the_agent(tmp_path, standing, line, ear, signum):
         assert [words[:2] for words in ear.hear_all(2)] == [["running", "0"], ["running", "1"]]
         assert len(script.living()) == 1 + 2 * 4  # the agent; guards, workers, loader workers, grandchildren
         script.kill(signum)
-        assert script.survivors(2.0 if signum == signal.SIGKILL else 4.0) == []
-        code, _, errors = script.end()
+        began = time.monotonic()
+        code, _, errors = script.end() if signum != signal.SIGKILL else (-9, "", "")
+        assert script.survivors() == []
+        assert time.monotonic() - began < 10
         assert code == {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}[signum], errors
         assert script.leftovers() == []
+
+
+def test_a_worker_that_ignores_its_end_is_killed_after_the_grace_with_all_it_has_started(standing, line, ear):
+    with standing("ignore") as script:
+        assert len(ear.hear_all(2)) == 2
+        script.kill(signal.SIGTERM)
+        code, _, errors = script.end()
+        assert code == 143, errors
+        assert script.survivors(0.5) == []
 
 
 def test_nothing_of_a_killed_worker_survives_it(standing, line, ear):
@@ -363,9 +376,9 @@ def train(index):
     return [unisono.world_size(), model.weight.sum().item()]
 
 from unisono.backends import pick_backend
-from unisono.launch.joining import run_announced
+from unisono import spawn
 from datetime import timedelta
-results = run_announced(train, (), None, pick_backend("cpu"), timedelta(seconds=60))
+results = spawn(train, ())
 Line(Path(sys.argv[1])).say("done", unisono.rank(), unisono.current_world().node_rank, json.dumps(results))
 """
 
@@ -380,6 +393,7 @@ def two_agents(tmp_path: Path, nodes: str, standing: str) -> tuple[Script, Scrip
     return one, agent(tmp_path / "two", *command, "--rdzv-conf", "is_host=false", *script, HOST="two")
 
 
+@pytest.mark.slow
 def test_two_agents_train_one_model_though_a_worker_dies_once(tmp_path, line, ear):
     one, two = two_agents(tmp_path, "2", "die")  # stale addresses of the first round would break the second
     with one, two:

@@ -30,11 +30,11 @@ from typing import NoReturn
 
 from unisono import preemption
 from unisono.errors import UnisonoError
-from unisono.launch.entry import Settings
-from unisono.launch.failure_file import Failure, write_failure
-from unisono.launch.joining import depart, join_world
-from unisono.launch.target import run_target
-from unisono.launch.worker import _mark_records, _tells_of_a_peer
+from unisono.launch.hosts.entry import Settings
+from unisono.launch.hosts.failure_file import Failure, write_failure
+from unisono.launch.hosts.joining import depart, join_world
+from unisono.launch.hosts.target import run_target
+from unisono.launch.worker import mark_records, tells_of_a_peer
 from unisono.outcome import Outcome
 from unisono.world import World
 
@@ -65,7 +65,7 @@ def run_member(target: str, argv: Sequence[str], settings: Settings, done: int) 
         os._exit(code)
     atexit._run_exitfuncs()  # what the target has registered, and what waits to be flushed
     _flush()
-    if preemption.is_requested():
+    if preemption.is_agreed():
         _leave_word(_STOPPED, "", preemption.STOP_EXIT_CODE, is_secondary=True)
         os._exit(preemption.STOP_EXIT_CODE)
     os.write(done, b".")
@@ -81,7 +81,7 @@ def _prepare() -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     preemption.shield_loader_workers()
     preemption.end_when(_has_failed_sibling)
-    _mark_records(rank)
+    mark_records(rank)
 
 
 def _exit_code(error: BaseException) -> int:
@@ -92,7 +92,7 @@ def _exit_code(error: BaseException) -> int:
 
 def _tell(error: BaseException, code: int) -> None:
     """Print it as the interpreter would, and leave it for the agent."""
-    is_secondary = Outcome[None].failure(error).is_secondary or _tells_of_a_peer(error)
+    is_secondary = Outcome[None].failure(error).is_secondary or tells_of_a_peer(error)
     text = "".join(traceback.format_exception(type(error), error, _from_target(error.__traceback__)))
     message = f"{type(error).__name__}: {error}"
     if isinstance(error, SystemExit):

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from unisono.backends.cgroups import cgroup_directories, read_number
-from unisono.launch.monitor import Sample
+from unisono.launch.watching.monitor import Sample
 
 _ROOT = Path("/")
 _COUNTERS = ("memory.events", "memory.oom_control")  # of the control groups' versions 2 and 1

@@ -30,9 +30,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from unisono.launch.lines import LineSplitter
-from unisono.launch.live_stream import LiveStream
-from unisono.launch.run_directory import RunDirectory, Stream
+from unisono.launch.watching.lines import LineSplitter
+from unisono.launch.watching.live_stream import LiveStream
+from unisono.launch.watching.run_directory import RunDirectory, Stream
 
 _CHUNK = 65536  # bytes to read at once
 _TAIL = 16384  # bytes that are remembered of a stderr

@@ -26,11 +26,11 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, 
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from unisono.errors import describe_exit
-from unisono.launch.addresses import interface_of
-from unisono.launch.endpoint import local_address, serves_endpoint, wait_served
-from unisono.launch.entry import SETTINGS, Settings
-from unisono.launch.environment import SPAWNED
-from unisono.launch.failure_file import Failure, read_failure
+from unisono.launch.hosts.addresses import interface_of
+from unisono.launch.hosts.endpoint import local_address, serves_endpoint, wait_served
+from unisono.launch.hosts.entry import SETTINGS, Settings
+from unisono.launch.hosts.environment import OUTER_DIRECTORY
+from unisono.launch.hosts.failure_file import Failure, read_failure
 from unisono.preemption import STOP_EXIT_CODE
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -55,7 +55,7 @@ class ElasticOptions:
         prefix: whether each line of output begins with its rank.
         backend: the device family; None picks one.
         timeout_s: of a collective, a last resort.
-        grace_s: what workers have between SIGTERM and SIGKILL when the agent is stopped.
+        grace_s: what workers have between SIGTERM and SIGKILL, when the agent or another worker has ended.
         is_checked: whether collectives are compared before they run.
     """
 
@@ -73,7 +73,7 @@ class ElasticOptions:
     prefix: bool = True
     backend: str | None = None
     timeout_s: float = 1800.0
-    grace_s: float = 5.0
+    grace_s: float = 25.0
     is_checked: bool = False
 
 
@@ -149,12 +149,16 @@ def _launch_as(options: ElasticOptions, is_host: bool, directory: str, target: s
         local_addr=options.local_addr or local_address(options.endpoint),
         max_restarts=options.max_restarts,
         monitor_interval=0.1,
-        shutdown_timeout=max(1, math.ceil(options.grace_s)),  # torch: 30
+        shutdown_timeout=math.ceil(options.grace_s) + 2,  # the guard of each worker sees to the grace itself
         signals_to_handle=",".join(signum.name for signum in _HANDLED),
         logs_specs=_Logs(options, directory),
         log_line_prefix_template="[rank ${rank}] " if options.prefix else "${role_name}",
     )
-    command = ["-m", "unisono.launch.entry", *(text.replace("$", "$$") for text in [target, *argv])]  # it fills in ${}
+    command = [
+        "-m",
+        "unisono.launch.hosts.entry",
+        *(text.replace("$", "$$") for text in [target, *argv]),
+    ]  # it fills in ${}
     elastic_launch(config, sys.executable)(*command)
 
 
@@ -181,6 +185,7 @@ def _agent_variables(options: ElasticOptions, directory: str) -> dict[str, str |
         agent=os.getpid(),
         directory="" if options.log_dir else directory,
         timeout_s=options.timeout_s,
+        grace_s=options.grace_s,
         backend=options.backend,
         is_checked=options.is_checked,
     )
@@ -193,7 +198,7 @@ def _agent_variables(options: ElasticOptions, directory: str) -> dict[str, str |
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         "TORCHELASTIC_SIGNALS_TO_HANDLE": None,  # the agent sets it, and leaves it behind
         SETTINGS: settings.to_text(),
-        SPAWNED: None,
+        OUTER_DIRECTORY: None,
     }
 
 

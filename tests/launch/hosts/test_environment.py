@@ -13,16 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.errors import NoWorldError
-from unisono.launch.environment import (
-    SPAWNED,
+from unisono.launch.hosts.environment import (
+    OUTER_DIRECTORY,
     AgentPlace,
     Place,
     announced_agent,
     announced_place,
     take,
 )
-from unisono.launch.host_lists import expand_counts, expand_hosts
-from unisono.launch.worker import OUTER_DIRECTORY
+from unisono.launch.hosts.host_lists import expand_counts, expand_hosts
 from unisono.world import announcement
 
 TORCHRUN = {
@@ -127,8 +126,7 @@ def test_an_environment_of_no_launcher_announces_nothing(environ):
 
 
 def test_a_worker_of_spawn_is_announced_nothing():
-    assert SPAWNED == OUTER_DIRECTORY
-    assert announced_place({**TORCHRUN, SPAWNED: "/tmp/x"}) is None
+    assert announced_place({**TORCHRUN, OUTER_DIRECTORY: "/tmp/x"}) is None
 
 
 def test_what_a_rank_has_started_itself_is_not_that_rank(monkeypatch):
@@ -146,7 +144,7 @@ def test_what_a_rank_has_started_itself_is_not_that_rank(monkeypatch):
         assert "rank=2" in child.communicate(timeout=60)[0]
 
 
-ASKING = "from unisono.launch.environment import announced_place; print(announced_place())"
+ASKING = "from unisono.launch.hosts.environment import announced_place; print(announced_place())"
 
 
 @pytest.mark.parametrize(
@@ -257,7 +255,7 @@ def test_expanding_counts_undoes_compressing_them(groups):
 JOINING = """
 import sys
 import unisono
-from unisono.launch.joining import join_world, run_announced
+from unisono import join_world, spawn
 from unisono.backends import pick_backend
 from datetime import timedelta
 
@@ -267,7 +265,7 @@ def train(index, factor):
     assert world is join_world()
     return index * factor, unisono.all_reduce(torch.ones(1)).item(), world.local_rank, world.node_rank
 
-results = run_announced(train, (10,), None, pick_backend("cpu"), timedelta(seconds=60))
+results = spawn(train, (10,))
 sys.stdout.write(f"{unisono.rank()}: {results}\\n")
 """
 
@@ -322,7 +320,7 @@ def test_processes_that_slurm_or_kubernetes_has_started_join_one_world(joining, 
 FAILING = """
 from datetime import timedelta
 from unisono.backends import pick_backend
-from unisono.launch.joining import join_world, run_announced
+from unisono import join_world, spawn
 import unisono
 
 def train(index):
@@ -330,7 +328,7 @@ def train(index):
         raise LookupError("rank zero's own")
     unisono.barrier()
 
-run_announced(train, (), None, pick_backend("cpu"), timedelta(seconds=60))
+spawn(train, ())
 """
 
 
@@ -358,7 +356,7 @@ def test_a_number_of_workers_that_the_launcher_has_not_started_is_refused(tmp_pa
 
 
 def test_a_process_that_nobody_has_announced_anything_to_joins_the_world_of_one():
-    from unisono.launch.joining import join_world
+    from unisono.launch.hosts.joining import join_world
     from unisono.world import current_world
 
     assert join_world() is current_world()

@@ -12,7 +12,7 @@ import os
 import stat
 from collections.abc import Hashable
 
-from unisono.launch.lines import LineMixer
+from unisono.launch.watching.lines import LineMixer
 
 _PENDING = 1 << 18  # bytes that may wait
 _PIPE_BUF = 4096  # a pipe that takes something takes so much

@@ -17,7 +17,7 @@ import weakref
 from pathlib import Path
 
 from unisono.errors import UnisonoError
-from unisono.launch import wire
+from unisono.launch.starting import wire
 
 _lock = threading.Lock()
 _nurseries: dict[str, Nursery] = {}  # by start method
@@ -37,7 +37,7 @@ class Nursery:
         path = [entry for entry in sys.path if isinstance(entry, str)]
         start = (
             f"import sys; sys.path[:] = {path!r}; "
-            f"from unisono.launch.zygote import main; main({theirs.fileno()}, {os.getpid()}, {start_method!r})"
+            f"from unisono.launch.starting.zygote import main; main({theirs.fileno()}, {os.getpid()}, {start_method!r})"
         )
         environ = dict(os.environ)
         if start_method == "zygote":  # OpenBLAS would start threads when numpy is imported, and they survive no fork

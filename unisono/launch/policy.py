@@ -1,0 +1,22 @@
+"""Policy: how a job is started, watched and ended, as `spawn` was told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from unisono.launch.watching.output import OutputOptions
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How a job is seen through; `spawn` tells what each means."""
+
+    start_method: str = "zygote"
+    grace_s: float = 5.0
+    daemon: bool = False
+    max_restarts: int = 0
+    hang_timeout_s: float | None = None
+    log_dir: Path | None = None
+    output: OutputOptions = field(default_factory=OutputOptions)
+    monitor_interval_s: float = 1.0
