@@ -140,6 +140,10 @@ class RemoteTraceback(Exception):  # noqa: N818 - a carrier of text, not an erro
         return "\n" + self.text
 
 
+STOP_EXIT_CODE = 128 + signals.SIGTERM
+"""What a shell shows for a process that SIGTERM has ended; what a run that was asked to stop exits with."""
+
+
 class StoppedError(SystemExit):
     """The workers stopped early and in order, because a stop was asked for; a script that lets it pass ends with 143.
 
@@ -151,8 +155,11 @@ class StoppedError(SystemExit):
     """
 
     def __init__(self, results: list[object]) -> None:
-        super().__init__(128 + signals.SIGTERM)
+        super().__init__(STOP_EXIT_CODE)
         self.results = results
+
+    def __str__(self) -> str:
+        return f"the ranks stopped early, as they were asked to (exit code {self.code})"
 
 
 def describe_exit(exit_code: int | None) -> str:

@@ -48,6 +48,7 @@ def loads_call(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 class _ByName(cloudpickle.Pickler):  # type: ignore[misc] # it has no annotations
     def reducer_override(self, obj: Any) -> Any:
+        _refuse_file(obj)
         return NotImplemented if _is_named_in_main(obj) else super().reducer_override(obj)
 
 
@@ -57,9 +58,16 @@ class _ByValue(cloudpickle.Pickler):  # type: ignore[misc]
         self.names: dict[str, Any] = {}
 
     def reducer_override(self, obj: Any) -> Any:
+        _refuse_file(obj)
         if _is_named_in_main(obj):
             self.names[obj.__qualname__] = obj
         return super().reducer_override(obj)
+
+
+def _refuse_file(obj: Any) -> None:
+    """cloudpickle would send what an open text file holds now, in memory, and nobody would notice."""
+    if isinstance(obj, io.TextIOWrapper) and obj not in (sys.stdout, sys.stderr, sys.stdin):
+        raise TypeError(f"cannot pickle the open file {obj.name!r}; pass its path")
 
 
 def _is_named_in_main(obj: Any) -> bool:

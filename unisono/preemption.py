@@ -27,14 +27,14 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 from unisono.errors import UnisonoError
 
 STOP_EXIT_CODE = 128 + signal.SIGTERM
-"""What a shell shows for a process that SIGTERM has ended; what a run that was asked to stop should exit with."""
 
 _LOADER_WORKER = "torch.utils.data._utils.worker"  # the module of the function that a loader worker of torch runs
 
@@ -72,6 +72,31 @@ def heed() -> None:
     _is_heeded = True
     for callback in _callbacks:
         callback()
+
+
+@contextmanager
+def scope() -> Iterator[None]:
+    """SIGTERM is what it was after the block: whoever comes to heed it there does so no longer.
+
+    A request that the block has not answered by an agreed stop is sent again, to whatever takes SIGTERM then.
+    """
+    global _is_heeded, _is_requested, _is_agreed
+    was_heeded, was_agreed, _is_agreed = _is_heeded, _is_agreed, False
+    try:
+        yield
+    finally:
+        is_unanswered = _is_requested and not _is_agreed
+        _is_agreed = was_agreed
+        if _is_heeded and not was_heeded:
+            _is_heeded = _is_requested = False
+            signal.signal(signal.SIGTERM, _previous)
+            if is_unanswered:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+
+def takes(handler: object) -> bool:
+    """Whether that is the handler of a process that heeds SIGTERM."""
+    return handler is _note
 
 
 def is_requested() -> bool:

@@ -349,3 +349,35 @@ def test_a_failed_group_leaves_no_process(line, ear):
     pids = [int(pid) for words in ear.hear_all(2) for pid in words]
     assert len(pids) == 6
     assert survivors(pids) == []
+
+
+def test_a_killed_rank_is_blamed_though_a_peer_has_turned_the_news_into_an_error_of_its_own(soon):
+    def work(index):
+        current_world().comm.barrier()
+        if index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            current_world().comm.barrier()
+        except BrokenWorldError:
+            raise ValueError("something is wrong with the data") from None
+
+    for _ in range(5):  # whichever news comes first
+        with pytest.raises(WorkerDiedError, match=r"rank 1 .* was killed by SIGKILL") as caught:
+            spawn(work, nprocs=2)
+        assert not any("ranks [1] were stopped" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("mode", ["r", "w"])
+def test_an_open_file_is_no_argument_and_no_result(tmp_path, mode):
+    (tmp_path / "data").write_text("rows")
+    with (tmp_path / "data").open(mode) as file, pytest.raises(UnpicklableError, match=r"args\[0\], a TextIOWrapper"):
+        spawn(lambda index, file: None, args=(file,), nprocs=2)
+    with pytest.raises(UnpicklableError, match="the result, a TextIOWrapper, cannot be sent"):
+        spawn(lambda index: (tmp_path / "data").open(mode), nprocs=2)
+
+
+def test_sys_exit_with_any_code_is_told_with_what_the_system_makes_of_it():
+    for code, seen in ((-1, 255), (256, 0), ("no data", 1)):
+        with pytest.raises(WorkerDiedError, match=re.escape(f"called sys.exit({code!r})")) as caught:
+            spawn(lambda index, code: sys.exit(code), args=(code,), nprocs=2)
+        assert caught.value.exit_code == seen

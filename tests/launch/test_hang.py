@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 import time
 from datetime import timedelta
 
@@ -136,6 +137,41 @@ def test_a_failure_wins_over_the_hang_that_it_ends_in(line, ear):
         spawn(work, nprocs=2, hang_timeout_s=1.0)
 
 
+def test_what_the_workers_do_when_they_are_stopped_does_not_hide_the_hang(soon):
+    def work(index):
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        if index == 1:
+            compute_slowly()
+        current_world().comm.barrier()
+
+    with pytest.raises(WorkerHungError, match="rank 1 is late"):
+        spawn(work, nprocs=2, hang_timeout_s=1.0)
+
+
+def test_a_rank_that_waits_for_one_that_has_returned_is_told_within_seconds_though_another_is_busy():
+    def work(index):
+        if index == 1:
+            current_world().comm.barrier()
+        elif index == 2:
+            compute_slowly()
+
+    began = time.monotonic()
+    with pytest.raises(WorkerHungError, match=r"rank 0 has returned, while rank 1 waits in barrier\(\)") as caught:
+        spawn(work, nprocs=3)
+    assert caught.value.ranks == [0]
+    assert time.monotonic() - began < 15
+
+
+@pytest.mark.parametrize("options", [{"timeout": timedelta(days=300)}, {"hang_timeout_s": 1e7}, {"grace_s": 1e7}])
+def test_durations_of_many_weeks_are_waited_for(options):
+    def work(index):
+        current_world().comm.barrier()
+        raise LookupError("the user's own")
+
+    with pytest.raises(LookupError, match="the user's own"):
+        spawn(work, nprocs=2, **options)
+
+
 # The arithmetic, and the words.
 
 
@@ -162,6 +198,14 @@ def test_unless_told_only_a_rank_that_waits_can_hang():
     assert watch.deadline() is None
 
 
+def test_with_checked_collectives_half_a_minute_is_long():
+    watch = HangWatch(hang_timeout_s=None, timeout_s=1800.0, is_checked=True)
+    watch.hear(0, Pulse(1, "barrier()"), 0.0)
+    assert watch.deadline() == 30.0
+    watch.forget(1, 2.0, has_returned=True)
+    assert watch.deadline() == 7.0
+
+
 STACKS = """Thread 0x1 (most recent call first):
   File "/x/torch/distributed/distributed_c10d.py", line 9 in all_reduce
   File "/x/helper.py", line 3 in run
@@ -175,13 +219,13 @@ Current thread 0x2 (most recent call first):
 def test_only_the_main_thread_tells_what_a_rank_does():
     assert main_stack(STACKS.format("/home/me/data.py", "load")).startswith("Current thread 0x2")
     stacks = {0: STACKS.format("/x/torch/distributed/distributed_c10d.py", "barrier"), 1: STACKS.format("d.py", "load")}
-    error = hung_error({}, stacks, [0, 1], 60.0)
+    error = hung_error(HangWatch(60.0, 100.0), stacks, [0, 1])
     assert 'rank 1 is late: rank 1 is in load ("d.py", line 7); rank 0 waits in barrier()' in str(error)
 
 
 def test_ranks_in_different_collectives_are_told_with_the_one_that_is_behind():
     pulses = {0: Pulse(7, "barrier()"), 1: Pulse(7, "barrier()"), 2: Pulse(4, "all_reduce(float32[1], 'sum')")}
-    error = hung_error(pulses, {}, [0, 1, 2], 60.0)
+    error = hung_error(HangWatch(60.0, 100.0, pulses=pulses), {}, [0, 1, 2])
     assert (
         "all ranks wait, and not for the same: ranks [0, 1] wait in barrier(), rank 2 waits in "
         "all_reduce(float32[1], 'sum') (rank 2 is behind the others)"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from faults import Script
 
@@ -78,4 +80,20 @@ def test_a_spawn_at_the_import_of_its_own_module_is_an_error_and_no_endless_tree
         assert code == 1
         assert "unisono.errors.UnpicklableError: fn or its arguments cannot be rebuilt in the worker" in errors
         assert "put that call under `if __name__ == " in errors
+        assert script.survivors() == []
+
+
+BOMB = """
+from unisono import spawn
+import worker_module
+spawn(worker_module.work, nprocs=2)
+"""
+
+
+def test_a_module_that_spawns_when_a_worker_imports_it_later_comes_to_an_end(tmp_path):
+    (tmp_path / "worker_module.py").write_text("def work(index):\n    import script\n")
+    with Script(BOMB, tmp_path, PYTHONPATH=f"{tmp_path}:{Path(__file__).parents[1]}") as script:
+        code, _, errors = script.end(90)
+        assert code == 1
+        assert "spawn is called in a worker of a worker, 3 deep" in errors
         assert script.survivors() == []

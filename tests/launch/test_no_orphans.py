@@ -18,6 +18,7 @@ from faults import Line, Script, grandchild, stand_still, survivors
 
 from unisono.errors import WorkerDiedError
 from unisono.launch.spawn import spawn
+from unisono.world import current_world
 
 GRACE_S = 0.5
 SOON_S = 4.0
@@ -28,6 +29,7 @@ from pathlib import Path
 import torch, torch.distributed as dist
 from faults import Gate, Line, grandchild, stand_still
 from unisono.launch.spawn import spawn
+from unisono.world import current_world
 
 line = Line(Path("line").absolute())
 
@@ -295,3 +297,22 @@ def test_an_interrupt_right_after_the_forks_is_not_lost():
         with pytest.raises((KeyboardInterrupt, WorkerDiedError)):
             context.join()
         assert time.monotonic() - began < SOON_S
+
+
+def test_what_left_its_session_ends_with_its_group_though_another_group_goes_on(line, ear, gate, let_pass):
+    other = spawn(lambda index: gate.wait(), nprocs=2, join=False)
+    other.pids()
+
+    def work(index):
+        if index == 0:
+            line.say(grandchild())
+            current_world().comm.barrier()
+            stand_still()
+        current_world().comm.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(WorkerDiedError):
+        spawn(work, nprocs=2)
+    assert survivors([int(pid) for pid in ear.hear()]) == []
+    let_pass(2)
+    other.join()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import sys
 from collections.abc import Callable, Collection, Sequence
@@ -17,6 +16,8 @@ from unisono.pickling import dumps_call
 from unisono.protocols import Backend
 
 logger = logging.getLogger(__name__)
+
+_YEAR_S = 365 * 24 * 3600
 
 START_METHODS = ("zygote", "spawn")
 _REFUSED = {
@@ -58,8 +59,8 @@ def check_duration(seconds: float, name: str, is_zero_allowed: bool = True) -> f
     """Seconds, finite and not negative."""
     if isinstance(seconds, bool) or not isinstance(seconds, int | float):
         raise TypeError(f"{name}={seconds!r} is a {type(seconds).__name__}; pass seconds")
-    if not (math.isfinite(seconds) and (seconds > 0 or (is_zero_allowed and seconds == 0))):
-        raise ValueError(f"{name}={seconds!r} is no duration; pass seconds from 0 on")
+    if not (0 < seconds <= _YEAR_S or (is_zero_allowed and seconds == 0)):
+        raise ValueError(f"{name}={seconds!r} is no duration; pass seconds from 0 to {_YEAR_S}, a year")
     return seconds
 
 
@@ -68,6 +69,8 @@ def check_timeout(timeout: timedelta) -> None:
         raise TypeError(f"timeout={timeout!r} is a {type(timeout).__name__}; pass a datetime.timedelta")
     if timeout <= timedelta():
         raise ValueError(f"timeout={timeout!r} leaves a collective no time; pass a positive timedelta")
+    if timeout.total_seconds() > _YEAR_S:
+        raise ValueError(f"timeout={timeout!r} is more than a year; the process group takes no such time-out")
 
 
 def check_start_method(start_method: str | None) -> str:
@@ -94,6 +97,8 @@ def check_log_dir(log_dir: str | os.PathLike[str] | None) -> Path | None:
         return None
     if not isinstance(log_dir, str | os.PathLike):
         raise TypeError(f"log_dir={log_dir!r} is a {type(log_dir).__name__}; pass the path of a directory")
+    if not os.fspath(log_dir):
+        raise ValueError('log_dir="" names no directory; pass "." for the current one, or None to keep nothing')
     return Path(log_dir)
 
 
@@ -115,8 +120,9 @@ def pick_num_threads(num_threads: int | None, num_loader_workers: int, count: in
     if num_threads is not None:
         return check_count(num_threads, "num_threads", 1, "pass a whole number from 1 on, or None for a fair share")
     asked = os.environ.get("OMP_NUM_THREADS", "")
-    threads = int(asked) if asked.isdecimal() and int(asked) else fair_num_threads(count, num_loader_workers)
-    reason = "as OMP_NUM_THREADS says" if asked.isdecimal() else f"a fair share of the cores for {count} workers"
+    is_asked = asked.isdecimal() and int(asked) > 0
+    threads = int(asked) if is_asked else fair_num_threads(count, num_loader_workers)
+    reason = "as OMP_NUM_THREADS says" if is_asked else f"a fair share of the cores for {count} workers"
     logger.info("%d CPU threads per worker, %s; spawn(..., num_threads=n) sets another number", threads, reason)
     return threads
 

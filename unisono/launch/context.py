@@ -8,16 +8,28 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any
 
+from unisono import preemption
 from unisono.launch.supervisor import Supervisor
 
 
 class ProcessContext:
-    """The running workers of `spawn(..., join=False)`."""
+    """The running workers of `spawn(..., join=False)`. A context manager: joins, or stops on an error."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
+
+    def __enter__(self) -> ProcessContext:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is None:
+            self.join()
+        else:
+            self.stop()
+            self._supervisor.wait()
 
     def pids(self) -> list[int | None]:
         """The workers' process ids, by rank; after a restart, those of the new ones."""
@@ -51,7 +63,11 @@ class ProcessContext:
         return self._supervisor.result() if is_over else None
 
     def stop(self) -> None:
-        """Stop the workers (SIGTERM, then SIGKILL after the grace); `join` then raises WorkerDiedError."""
+        """Stop the workers: SIGTERM, then SIGKILL after the grace.
+
+        `join` then raises WorkerDiedError; or StoppedError, where workers that call `should_stop` have come to their
+        early end within the grace.
+        """
         self._supervisor.stop()
 
     def start(self) -> None:
@@ -76,21 +92,30 @@ class ProcessContext:
 
 @contextmanager
 def _sigterm_asks(supervisor: Supervisor) -> Iterator[None]:
-    """SIGTERM asks workers that heed it to stop; where none does, it ends this process, and so the workers."""
-    is_ours = threading.current_thread() is threading.main_thread()
-    if not is_ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+    """SIGTERM asks workers that heed it to stop; where none does, it ends this process, and so the workers.
+
+    A process that heeds SIGTERM itself goes on doing so.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    is_heeding = preemption.takes(before)
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or not (is_heeding or before is signal.SIG_DFL):
         yield
         return
 
-    def handle(*_: object) -> None:
-        if supervisor.heeds_stop():
+    def handle(signum: int, frame: FrameType | None) -> None:
+        if is_heeding or supervisor.heeds_stop():
             supervisor.ask_to_stop()
+            if callable(before):
+                before(signum, frame)
         else:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, handle)
     try:
+        if is_heeding and preemption.is_requested():
+            supervisor.ask_to_stop()
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, before)

@@ -13,6 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pickle
 import selectors
@@ -26,12 +27,13 @@ import psutil
 
 from unisono.errors import UnisonoError, WorkerHungError, describe_exit
 from unisono.launch.hang import HangWatch, hung_error
-from unisono.launch.hosts.environment import OUTER_DIRECTORY
 from unisono.launch.policy import Policy
 from unisono.launch.rendezvous import Rendezvous
 from unisono.launch.reports import Kind, Pulse
 from unisono.launch.starting import wire
+from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.launch.starting.nursery import open_group
+from unisono.launch.starting.reaping import kill_marked
 from unisono.launch.verdict import Worker, conclude, death
 from unisono.launch.watching.memory import OomWatch
 from unisono.launch.watching.monitor import Monitor
@@ -41,6 +43,7 @@ from unisono.outcome import Outcome, this_process
 
 _END_S = 30.0  # how long the workers have, after the last outcome, for what their programs do at the end
 _SETTLE_S = 1.0  # how long a report of a broken world waits for the report of who broke it
+_LONG_S = 3600.0  # to wait at once: what waits for the next event takes no more than some weeks
 _STACKS_S = 0.5  # how long the workers of a group that hangs have to write their stacks
 
 
@@ -78,13 +81,16 @@ class Group:
         self._oom_watch = OomWatch()
         self._zygote: socket.socket | None = None
         self._signals = [signal.SIGTERM, signal.SIGKILL]  # what to send next
+        self._sent: list[signal.Signals] = []
+        self._stopped_at = math.inf  # when the first was sent, `time.monotonic()`; workers' clocks are the same
+        self._is_stop_wanted = False  # the caller has asked for an early end
         self._deadline: float | None = None  # when to send it
         self._stacks_due: float | None = None  # when the workers of a group that seems to hang will have told them
 
     @property
     def is_stopping(self) -> bool:
         """Whether a signal has been sent, or is about to be, that is to end the group."""
-        return len(self._signals) < 2 or self._deadline is not None
+        return bool(self._sent) or self._deadline is not None
 
     def run(self, wake: socket.socket, obey: Callable[[], None]) -> Outcome[list[Any]]:
         """Start the workers and stay until all have ended; `obey` is called when `wake` can be read."""
@@ -115,11 +121,13 @@ class Group:
         self._stop_with(signal.SIGTERM)
 
     def ask_to_stop(self) -> None:
-        """Let the workers that heed a stop come to it at their next step."""
+        """Let the workers that heed a stop come to it at their next step; those that heed it later, then."""
+        self._is_stop_wanted = True
         self._signal(signal.SIGTERM, [worker for worker in self.workers if worker.heeds_stop], to_sessions=False)
 
     def _stop_with(self, signum: signal.Signals) -> None:
-        if len(self._signals) < 2:  # asked before: no more patience
+        self._is_stop_wanted = True
+        if self._sent:  # asked before: no more patience
             self._signals = [signal.SIGKILL]
         else:
             self._signals[0] = signum
@@ -161,7 +169,7 @@ class Group:
 
     def _time_left(self) -> float | None:
         deadlines = [each for each in (self._deadline, self._hung_at()) if each is not None]
-        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        return max(0.0, min(*deadlines, _LONG_S + time.monotonic()) - time.monotonic()) if deadlines else None
 
     def _hung_at(self) -> float | None:
         if self.is_stopping:
@@ -185,12 +193,16 @@ class Group:
                 self._monitor.tell_device_memory(worker.rank, pulse.device_bytes)
         elif kind is Kind.HEEDS_STOP:
             worker.heeds_stop = True
+            if self._is_stop_wanted:
+                self._signal(signal.SIGTERM, [worker], to_sessions=False)
         elif kind is Kind.STOPPED:
             worker.has_agreed_to_stop = True
         else:
-            self._hang_watch.forget(worker.rank, time.monotonic())
             worker.outcome = Outcome.from_bytes(message)
-            if worker.outcome.error is not None:
+            is_failure = worker.outcome.error is not None
+            self._hang_watch.forget(worker.rank, time.monotonic(), has_returned=not is_failure)
+            worker.was_stopped = is_failure and worker.outcome.at > self._stopped_at
+            if is_failure:
                 self._note_failure(worker.outcome.is_secondary)
             elif all(each.outcome is not None for each in self.workers):
                 self._set_deadline(_END_S)  # done; whoever does not end by itself then is helped
@@ -225,21 +237,15 @@ class Group:
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.killpg(worker.pid, signal.SIGKILL)
                 self._end(worker, None, "ended because the process that it was forked from has died")
-        self._kill_marked()
-
-    def _kill_marked(self) -> None:
-        """Kill what workers have started outside their sessions; its environment names the group's directory."""
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.environ().get(OUTER_DIRECTORY, "").startswith(str(self._place.directory)):
-                    process.kill()
+        kill_marked(psutil.process_iter(), OUTER_DIRECTORY, str(self._place.directory))
 
     def _end(self, worker: Worker, status: int | None, how: str) -> None:
         self._read(worker)  # what it wrote before it ended is still in the pipe
         worker.has_ended = True
-        self._hang_watch.forget(worker.rank, time.monotonic())
         if worker.outcome is None:
-            worker.was_stopped = len(self._signals) < 2
+            self._hang_watch.forget(worker.rank, time.monotonic())
+            is_foreign = status is not None and status < 0 and -status not in self._sent
+            worker.was_stopped = bool(self._sent) and not is_foreign
             is_killed = status == -signal.SIGKILL and not worker.was_stopped
             memory = self._oom_watch.verdict(self._monitor.curve(worker.rank)) if is_killed else ""
             device = f"{self._job.backend}:{worker.rank}"
@@ -252,7 +258,7 @@ class Group:
                 self._note_failure(is_secondary=False)
 
     def _note_failure(self, is_secondary: bool) -> None:
-        if len(self._signals) == 2:
+        if not self._sent:
             self._set_deadline(_SETTLE_S if is_secondary else 0.0)
 
     def _face_the_hang(self, now: float) -> None:
@@ -271,7 +277,7 @@ class Group:
             with contextlib.suppress(OSError):
                 stacks[worker.rank] = stacks_path(self._place.directory, worker.rank).read_text(errors="replace")
         ranks = [worker.rank for worker in running]
-        self.hung = hung_error(self._hang_watch.pulses, stacks, ranks, self._hang_watch.limit_s)
+        self.hung = hung_error(self._hang_watch, stacks, ranks)
         self._set_deadline(0.0)
 
     def _running(self) -> list[Worker]:
@@ -285,8 +291,12 @@ class Group:
         self._deadline = None
         if self._signals:
             signum = self._signals.pop(0)
-            deaf = [worker for worker in self.workers if worker.heeds_stop and signum == signal.SIGTERM]
-            self._signal(signal.SIGKILL, deaf)  # they would take SIGTERM for a request, and a collective is in the way
+            self._stopped_at = min(self._stopped_at, time.monotonic())
+            # Whoever heeds SIGTERM takes it for a request. The caller's stop is one; after a failure none is answered.
+            is_deaf = signum == signal.SIGTERM and not self._is_stop_wanted
+            deaf = [worker for worker in self.workers if worker.heeds_stop and is_deaf]
+            self._sent += [signum, signal.SIGKILL] if deaf else [signum]
+            self._signal(signal.SIGKILL, deaf)
             self._signal(signum, [worker for worker in self.workers if worker not in deaf])
             self._set_deadline(self._policy.grace_s)
 

@@ -17,6 +17,8 @@ from itertools import takewhile
 from unisono.errors import WorkerHungError
 from unisono.launch.reports import Pulse
 
+_RETURNED_S = 5.0  # who waits in a collective after a peer has returned may be moving the last of its data, no more
+_CHECKED_S = 30.0  # with checked collectives
 _BEFORE = 0.8  # of the collectives' time-out: who waits gives up a little later, with less to tell
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*$", re.MULTILINE)
@@ -32,11 +34,14 @@ class HangWatch:
     Args:
         hang_timeout_s: without progress of any rank; None takes most of `timeout_s`, and only where a rank waits.
         timeout_s: that of the collectives.
+        is_checked: whether they are compared; then None takes less, for somebody is looking for a mistake.
     """
 
     hang_timeout_s: float | None
     timeout_s: float
+    is_checked: bool = False
     pulses: dict[int, Pulse] = field(default_factory=dict)  # of the ranks that have not ended
+    returned: set[int] = field(default_factory=set)  # the ranks that take part no more
     _progress_at: float = 0.0
 
     def hear(self, rank: int, pulse: Pulse, now: float) -> None:
@@ -46,39 +51,49 @@ class HangWatch:
             self._progress_at = now
         self.pulses[rank] = pulse
 
-    def forget(self, rank: int, now: float) -> None:
+    def forget(self, rank: int, now: float, has_returned: bool = False) -> None:
         """A rank has come to its end, which is progress."""
         self.pulses.pop(rank, None)
         self._progress_at = now
+        if has_returned:
+            self.returned.add(rank)
 
     @property
     def limit_s(self) -> float:
         """How long the group may stand still."""
-        return _BEFORE * self.timeout_s if self.hang_timeout_s is None else self.hang_timeout_s
+        limits = [_BEFORE * self.timeout_s if self.hang_timeout_s is None else self.hang_timeout_s]
+        if self.hang_timeout_s is None and self.is_checked:
+            limits.append(_CHECKED_S)
+        if self.returned and self._is_waiting():
+            limits.append(_RETURNED_S)
+        return min(limits)
 
     def deadline(self) -> float | None:
         """When the group will have hung, unless something happens before."""
-        is_judged = self.hang_timeout_s is not None or any(pulse.doing for pulse in self.pulses.values())
-        if not self.pulses or not is_judged:
+        if not self.pulses or not (self.hang_timeout_s is not None or self._is_waiting()):
             return None
         return self._progress_at + self.limit_s
 
+    def _is_waiting(self) -> bool:
+        return any(pulse.doing for pulse in self.pulses.values())
 
-def hung_error(
-    pulses: Mapping[int, Pulse], stacks: Mapping[int, str], ranks: list[int], limit_s: float
-) -> WorkerHungError:
+
+def hung_error(watch: HangWatch, stacks: Mapping[int, str], ranks: list[int]) -> WorkerHungError:
     """The error of a group that hangs.
 
     Args:
-        pulses: the latest of each rank.
+        watch: that has told so.
         stacks: each rank's stacks, as faulthandler writes them.
         ranks: those that have not ended.
-        limit_s: how long nothing has moved, at least.
     """
+    pulses = watch.pulses
     doing = {rank: _doing(rank, pulses, stacks) for rank in ranks}
     waiting = {rank: what for rank, what in doing.items() if what}
     late = [rank for rank in ranks if rank not in waiting]
-    if waiting and late:
+    if waiting and watch.returned:
+        late = sorted(watch.returned)
+        verdict = f"{_named(late, 'has', 'have')} returned, while {_grouped(waiting)}"
+    elif waiting and late:
         verdict = f"{_named(late)} late: {_places(late, stacks)}; {_grouped(waiting)}"
     else:
         late = _behind(pulses, ranks)  # an accelerator's rank waits wherever it needs a result
@@ -88,8 +103,8 @@ def hung_error(
         else:
             verdict = f"no rank is in a collective: {_places(ranks, stacks)}{behind}"
     error = WorkerHungError(
-        f"no rank has made progress for {limit_s:.4g} s, and {verdict}. If this is how long it takes, pass a longer "
-        "hang_timeout_s; collectives, batches and steps count as progress",
+        f"no rank has made progress for {watch.limit_s:.4g} s, and {verdict}. If this is how long it takes, pass a "
+        "longer hang_timeout_s; collectives, batches and steps count as progress",
         late,
         dict(stacks),
     )
@@ -121,7 +136,7 @@ def _places(ranks: list[int], stacks: Mapping[int, str]) -> str:
 def _place(stacks: str) -> str:
     frames = list(_FRAME.finditer(main_stack(stacks)))
     if not frames:
-        return "does not tell where it is: it is stopped, or its main thread has ended"
+        return "does not tell where it is: it is stopped, or its stack could not be had"
     own = next((frame for frame in frames if "/lib/python" not in frame["file"]), frames[0])
     return f'is in {own["name"]} ("{own["file"]}", line {own["line"]})'
 

@@ -19,4 +19,3 @@ class Policy:
     hang_timeout_s: float | None = None
     log_dir: Path | None = None
     output: OutputOptions = field(default_factory=OutputOptions)
-    monitor_interval_s: float = 1.0

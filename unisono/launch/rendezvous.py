@@ -16,8 +16,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from unisono.launch.hosts.environment import OUTER_DIRECTORY
+from unisono.errors import UnisonoError
+from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.launch.worker import Job
+
+_PREFIX = "unisono-"
+_MAX_DEPTH = 3  # groups in groups; each level multiplies the workers
 
 
 @dataclass(frozen=True)
@@ -41,8 +45,13 @@ class Rendezvous:
 @contextmanager
 def rendezvous() -> Iterator[Rendezvous]:
     """A rendezvous for one group, gone when the block ends. (The zygote removes it when the caller is killed.)"""
-    outer = os.environ.get(OUTER_DIRECTORY)
-    directory = tempfile.mkdtemp(prefix="unisono-", dir=outer if outer and os.path.isdir(outer) else None)
+    outer = os.environ.get(OUTER_DIRECTORY, "")
+    if len([part for part in Path(outer).parts if part.startswith(_PREFIX)]) >= _MAX_DEPTH:
+        raise UnisonoError(
+            f"spawn is called in a worker of a worker, {_MAX_DEPTH} deep; where that is not meant, a module that the "
+            'workers import calls spawn at its top level: put that call under `if __name__ == "__main__":`'
+        )
+    directory = tempfile.mkdtemp(prefix=_PREFIX, dir=outer if outer and os.path.isdir(outer) else None)
     try:
         yield Rendezvous(Path(directory))
     finally:

@@ -10,8 +10,9 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Literal, TypedDict, Unpack, overload
 
+from unisono import preemption
 from unisono.backends import pick_backend
-from unisono.errors import UnisonoError
+from unisono.errors import StoppedError, UnisonoError
 from unisono.launch.arguments import (
     check_call,
     check_count,
@@ -217,9 +218,14 @@ def _settle_streams() -> None:
 
 def _run_inline(fn: Callable[..., Any], args: Sequence[Any], family: Backend) -> Any:
     world = solo_world(family)
-    with use_world(world):
+    with preemption.scope(), use_world(world):
         try:
-            return fn(0, *args)
+            result = fn(0, *args)
+            if preemption.is_agreed():
+                raise StoppedError([result])
+            return result
+        except StoppedError:
+            raise
         except SystemExit as error:
             raise exit_error(error, 0) from error
         except BaseException as error:

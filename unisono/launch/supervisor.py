@@ -15,6 +15,7 @@ import contextlib
 import logging
 import socket
 import threading
+import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ class Supervisor:
             self._run = RunDirectory.create(policy.log_dir, job.facts())
         self._wake_r, self._wake_w = socket.socketpair()
         self._requests: list[str] = []
-        self._was_asked = False
+        self._was_asked = self._was_preempted = False
         self._has_begun = False
         self._lock = threading.RLock()  # a signal's handler may ask while the thread below it does
         self._has_started, self._has_ended = threading.Event(), threading.Event()
@@ -95,7 +96,8 @@ class Supervisor:
         self._ask("stop")
 
     def ask_to_stop(self) -> None:
-        """Ask the workers that heed it to come to an early end."""
+        """Ask the workers that heed it to come to an early end; the job's, too, if they are past their last question."""
+        self._was_preempted = True
         self._ask("ask_to_stop")
 
     def _ask(self, request: str) -> None:
@@ -114,11 +116,29 @@ class Supervisor:
             for restart_count in range(self._policy.max_restarts + 1):
                 attempted = Outcome.capture(self._attempt, restart_count)
                 verdict = attempted.value or Outcome(error=attempted.error)
-                is_last = restart_count == self._policy.max_restarts or self._was_asked
-                if verdict.error is None or is_last or isinstance(verdict.error, UnpicklableError):
+                self._record_failures(verdict)
+                if restart_count == self._policy.max_restarts or not self._may_restart(verdict.error):
                     break
                 self._tell_restart(verdict, restart_count + 1)
         return self._close(verdict)
+
+    def _record_failures(self, verdict: Outcome[list[Any]]) -> None:
+        """What ended the ranks goes into their logs, which have only what they wrote themselves."""
+        if self._run is None or verdict.error is None or self._group is None:
+            return
+        self._run.event("failed", error=f"{type(verdict.error).__name__}: {verdict.error}", where=verdict.where)
+        for worker in self._group.workers:
+            if worker.outcome is not None and worker.outcome.error is not None:
+                self._run.append(worker.rank, "".join(traceback.format_exception(worker.outcome.error)))
+
+    def _may_restart(self, error: BaseException | None) -> bool:
+        """Whether another attempt is wanted, and could end otherwise."""
+        if error is None or self._was_asked or self._has_agreed_to_stop():
+            return False
+        return not isinstance(error, UnpicklableError | StoppedError)
+
+    def _has_agreed_to_stop(self) -> bool:
+        return self._group is not None and any(worker.has_agreed_to_stop for worker in self._group.workers)
 
     def _attempt(self, restart_count: int) -> Outcome[list[Any]]:
         with rendezvous() as place:
@@ -127,9 +147,9 @@ class Supervisor:
     def _run_group(self, place: Rendezvous, restart_count: int) -> Outcome[list[Any]]:
         samples = place.directory / "samples" if self._run is None else self._run.samples
         job = replace(self._job, store=str(place.store), restart_count=restart_count, samples=str(samples))
-        monitor = Monitor(samples, self._policy.monitor_interval_s)
+        monitor = Monitor(samples)
         output = Output(self._policy.output, self._run)
-        watch = HangWatch(self._policy.hang_timeout_s, job.timeout.total_seconds())
+        watch = HangWatch(self._policy.hang_timeout_s, job.timeout.total_seconds(), job.is_checked)
         with contextlib.closing(monitor), contextlib.closing(output):
             self._group = Group(job, place, self._policy, watch, output, monitor, self._note_start)
             return self._group.run(self._wake_r, self._obey)
@@ -151,16 +171,19 @@ class Supervisor:
     def _tell_restart(self, verdict: Outcome[list[Any]], restart_count: int) -> None:
         error = verdict.error
         logger.warning(
-            "restart %d of %d, because of %s: %s (%s)",
-            *(restart_count, self._policy.max_restarts, type(error).__name__, error, verdict.where),
+            "restart %d of %d, because of %s: %s%s",
+            *(restart_count, self._policy.max_restarts, type(error).__name__, error),
+            f" ({verdict.where})" if verdict.where else "",
+            exc_info=error if isinstance(error, Exception) and error.__cause__ is not None else None,
         )
         if self._run is not None:
-            self._run.event("restarted", restart_count=restart_count, error=repr(error), where=verdict.where)
+            self._run.event("restarted", restart_count=restart_count, where=verdict.where)
 
     def _close(self, verdict: Outcome[list[Any]]) -> Outcome[list[Any]]:
-        workers = self._group.workers if self._group is not None else []
-        if verdict.error is None and any(worker.has_agreed_to_stop for worker in workers):
-            verdict = Outcome(error=StoppedError(verdict.value or []))
+        if verdict.error is None and (self._has_agreed_to_stop() or self._was_preempted):
+            stopped = StoppedError(verdict.value or [])
+            logger.warning("%s", stopped)
+            verdict = Outcome(error=stopped)
         if self._run is not None:
             error = verdict.error
             facts = {} if error is None else {"error": f"{type(error).__name__}: {error}", "where": verdict.where}

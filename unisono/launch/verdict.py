@@ -23,6 +23,11 @@ _ADVICE: dict[int | None, str] = {
 }
 
 
+# Not SIGABRT, with which a transport may end the peers of a rank that has failed.
+_DEADLY = [-signum for signum in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)]
+_NEWS_S = 1.0  # how long the news of a death takes at most
+
+
 @dataclass
 class Worker:
     """What is known of one worker."""
@@ -59,9 +64,9 @@ def conclude(workers: Sequence[Worker], tails: dict[int, list[str]], hung: BaseE
     own = {rank: outcome for rank, outcome in failures.items() if not workers[rank].was_stopped}
     errors = {rank: outcome.error for rank, outcome in failures.items()}
     stopped = [worker.rank for worker in workers if worker.was_stopped]
-    if hung is not None and all(outcome.is_secondary for outcome in own.values()):
+    if hung is not None and all(outcome.is_secondary for outcome in own.values()):  # what followed was our making
         return Outcome(error=_with_failures(hung, errors))
-    cause = first_cause(own or failures)
+    cause = _first_cause(own or failures)
     error = failures[cause].error
     assert error is not None
     add_note_once(error, failures[cause].where)
@@ -74,6 +79,22 @@ def conclude(workers: Sequence[Worker], tails: dict[int, list[str]], hung: BaseE
         add_note_once(error, f"the last lines of rank {cause} on stderr:\n" + "\n".join(f"  {line}" for line in tail))
     _with_failures(error, errors)
     return failures[cause]
+
+
+def _first_cause(own: dict[int, Outcome[Any]]) -> int:
+    """As `outcome.first_cause`, but that a rank which somebody else's signal has ended comes first.
+
+    Its peers learn of it sooner than we do, and may have raised errors that do not say so.
+    """
+    first = first_cause(own)
+    killed = {
+        rank: outcome
+        for rank, outcome in own.items()
+        if isinstance(outcome.error, WorkerDiedError)
+        and outcome.error.exit_code in _DEADLY
+        and outcome.at <= own[first].at + _NEWS_S
+    }
+    return first_cause(killed) if killed else first
 
 
 def _with_failures(error: BaseException, errors: dict[int, BaseException | None]) -> BaseException:

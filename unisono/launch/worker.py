@@ -36,16 +36,17 @@ import torch.utils.data  # here, so that every fork has it
 from unisono import preemption
 from unisono.backends import get_backend
 from unisono.comm.processes import ProcessCommunicator
-from unisono.errors import UnisonoError, UnpicklableError, WorkerDiedError
-from unisono.launch.hosts.environment import OUTER_DIRECTORY
+from unisono.errors import StoppedError, UnisonoError, UnpicklableError, WorkerDiedError
 from unisono.launch.pulse import beating
 from unisono.launch.reports import Kind, Reporter
+from unisono.launch.starting.marks import OUTER_DIRECTORY
+from unisono.launch.starting.reaping import name_process
 from unisono.launch.watching.monitor import SAMPLES_PATH
 from unisono.outcome import Outcome, chain_of, this_process
 from unisono.pickling import loads_call
 from unisono.world import World, set_process_world
 
-TELL_STACKS = signal.SIGUSR2  # asks a worker for its stacks, also inside C++
+TELL_STACKS = getattr(signal, "SIGRTMIN", 28) + 7  # asks a worker for its stacks, also inside C++; USR2 is the user's
 
 _LEAVE_S = 5  # how long a worker that has told its outcome may take to leave the world
 
@@ -108,6 +109,7 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
     """Be worker `rank` of the job in that file; what there is to tell goes to `report_fd`."""
     world: World | None = None
     reporter = Reporter(report_fd)
+    name_process(f"unisono-rank-{rank}")
     try:
         job: Job = pickle.loads(Path(job_file).read_bytes())
         _adopt_caller(job, rank)
@@ -124,7 +126,7 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
     except BaseException as error:
         outcome = Outcome.failure(error)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # fn has come to its end, and that is told first
-    if isinstance(outcome.error, SystemExit):
+    if isinstance(outcome.error, SystemExit) and not isinstance(outcome.error, StoppedError):
         outcome = Outcome.failure(exit_error(outcome.error, rank))
     is_failure = outcome.error is not None
     is_secondary = outcome.is_secondary or tells_of_a_peer(outcome.error)
@@ -149,7 +151,8 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
 
 def exit_error(error: SystemExit, rank: int) -> WorkerDiedError:
     """What `sys.exit` in a worker is to the caller: a worker that ended without a result."""
-    code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    # What the system would make of it; 0 with a result missing is still no success.
+    code = error.code % 256 if isinstance(error.code, int) else int(error.code is not None)
     died = WorkerDiedError(
         f"rank {rank} called sys.exit({error.code!r}) before fn returned; return from fn instead", rank, code
     )

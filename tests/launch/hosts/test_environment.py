@@ -256,8 +256,6 @@ JOINING = """
 import sys
 import unisono
 from unisono import join_world, spawn
-from unisono.backends import pick_backend
-from datetime import timedelta
 
 def train(index, factor):
     import torch
@@ -318,17 +316,15 @@ def test_processes_that_slurm_or_kubernetes_has_started_join_one_world(joining, 
 
 
 FAILING = """
-from datetime import timedelta
-from unisono.backends import pick_backend
-from unisono import join_world, spawn
 import unisono
+from unisono import spawn
 
 def train(index):
     if index == 0:
         raise LookupError("rank zero's own")
     unisono.barrier()
 
-spawn(train, ())
+spawn(train)
 """
 
 
@@ -346,7 +342,7 @@ def test_the_reason_of_a_failure_reaches_the_peers_though_rank_zero_holds_the_st
 
 
 def test_a_number_of_workers_that_the_launcher_has_not_started_is_refused(tmp_path):
-    (tmp_path / "train.py").write_text(JOINING.replace("(10,), None", "(10,), 3"))
+    (tmp_path / "train.py").write_text(JOINING.replace("(10,))", "(10,), 3)"))
     variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
     with start(tmp_path / "train.py", variables) as process:
         errors = process.communicate(timeout=60)[1]

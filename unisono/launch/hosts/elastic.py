@@ -29,8 +29,8 @@ from unisono.errors import describe_exit
 from unisono.launch.hosts.addresses import interface_of
 from unisono.launch.hosts.endpoint import local_address, serves_endpoint, wait_served
 from unisono.launch.hosts.entry import SETTINGS, Settings
-from unisono.launch.hosts.environment import OUTER_DIRECTORY
 from unisono.launch.hosts.failure_file import Failure, read_failure
+from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.preemption import STOP_EXIT_CODE
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)

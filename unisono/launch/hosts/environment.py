@@ -18,9 +18,8 @@ from dataclasses import dataclass
 
 from unisono.errors import NoWorldError
 from unisono.launch.hosts.host_lists import expand_counts, expand_hosts
+from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.world import is_slurm_step
-
-OUTER_DIRECTORY = "UNISONO_RENDEZVOUS"  # in the environment of a worker of `spawn`: the directory of its group
 
 _TAKEN = "UNISONO_TAKEN"  # which process has taken which place
 

@@ -18,19 +18,23 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from unisono import preemption
 from unisono.backends import pick_backend
 from unisono.backends.cores import fair_num_threads
 from unisono.comm.processes import ProcessCommunicator
+from unisono.errors import StoppedError
 from unisono.launch.hosts.addresses import address_towards, interface_of
 from unisono.launch.hosts.environment import Place, announced_place, take, within
+from unisono.launch.hosts.returning import returning_together
 from unisono.launch.worker import exit_error
-from unisono.outcome import add_note_once
+from unisono.outcome import Outcome, add_note_once
 from unisono.protocols import Backend
 from unisono.world import World, current_world, process_world, set_process_world
 
@@ -85,6 +89,8 @@ def run_announced(
 
     Raises:
         ValueError: `nprocs` is not the number of ranks on this machine.
+        StoppedError: the ranks came to an agreed early end; it has their results.
+        BrokenWorldError: a peer failed, or the ranks did not return from the same collectives.
         BaseException: what `fn` raised here, with a note that says where; the peers get a BrokenWorldError.
     """
     place = announced_place()
@@ -96,9 +102,9 @@ def run_announced(
         )
     world = join_world(timeout, family.name, checked=checked)
     try:
-        with within():
+        with within(), _returning_together(world, timeout):
             result = fn(world.rank, *args)
-        return world.comm.all_gather_object(result)
+        results = _gather(world, result)
     except BaseException as error:
         failure = exit_error(error, world.rank) if isinstance(error, SystemExit) else error
         add_note_once(failure, str(world))
@@ -107,6 +113,20 @@ def run_announced(
         if failure is error:
             raise
         raise failure from error
+    if preemption.is_agreed():
+        raise StoppedError(results)
+    return results
+
+
+def _returning_together(world: World, timeout: timedelta) -> AbstractContextManager[None]:
+    is_alone = not isinstance(world.comm, ProcessCommunicator)
+    return contextlib.nullcontext() if is_alone else returning_together(world.comm, timeout)
+
+
+def _gather(world: World, result: Any) -> list[Any]:
+    """Every rank's result, on every rank; one that cannot travel is an error that names it."""
+    gathered: list[bytes] = world.comm.all_gather_object(Outcome(value=result).to_bytes())
+    return [Outcome.from_bytes(data).unwrap() for data in gathered]
 
 
 def depart(world: World, error: BaseException | None = None) -> None:

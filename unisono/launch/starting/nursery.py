@@ -75,7 +75,7 @@ class Nursery:
         self._control.close()  # which it takes for our end
         try:
             self._process.wait(5)
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):  # at the exit, after Ctrl-C twice, say
             self._process.kill()
             self._process.wait()
 
@@ -136,4 +136,5 @@ def _forget_in_child() -> None:
     _lock.release()
 
 
-os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_forget_in_child)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_forget_in_child)

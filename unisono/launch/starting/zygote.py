@@ -47,16 +47,19 @@ from typing import NoReturn
 import psutil
 
 from unisono.launch.starting import wire
+from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.launch.starting.reaping import (
     become_reaper,
     bury_children,
     die_with_parent,
     kill_children,
+    kill_marked,
     kill_session,
     kill_tree,
+    name_process,
 )
 
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _IDLE_S = 0.5  # without a request: the workers that were asked for have their cores by now
 
 
@@ -233,6 +236,8 @@ class Zygote:
             os.waitpid(pid, 0)
         group.ranks.clear()
         self._kill_strays()
+        with contextlib.suppress(psutil.Error):  # the strays of this group, where another one has workers
+            kill_marked(psutil.Process().children(recursive=True), OUTER_DIRECTORY, group.directory)
         shutil.rmtree(group.directory, ignore_errors=True)
         self.selector.unregister(group.sock.fileno())
         del self.groups[group.sock.fileno()]
@@ -260,7 +265,8 @@ def _preload() -> None:
 def main(control_fd: int, caller: int, start_method: str) -> NoReturn:
     """Run the zygote on its end of the control socket; `caller` is the pid of the calling process."""
     become_reaper()
-    for signum in _STOPPING:  # whoever stops everything at once means the workers; this one ends with its caller
+    name_process("unisono-zygote")
+    for signum in _STOPPING:  # whoever signals everything at once means the workers; this one ends with its caller
         signal.signal(signum, signal.SIG_IGN)
     control = socket.socket(fileno=control_fd)
     if os.getppid() != caller:

@@ -56,10 +56,6 @@ class RunDirectory:
         Raises:
             NotADirectoryError, PermissionError, OSError: `log_dir` cannot hold it.
         """
-        if not isinstance(log_dir, str | Path):
-            raise TypeError(f"log_dir={log_dir!r} is a {type(log_dir).__name__}; pass the path of a directory")
-        if not str(log_dir):
-            raise ValueError('log_dir="" names no directory; pass "." for the current one, or None to keep nothing')
         parent = Path(log_dir).absolute()  # a later chdir must not lead elsewhere
         try:
             parent.mkdir(parents=True, exist_ok=True)
@@ -84,12 +80,17 @@ class RunDirectory:
         return self.path / f"rank-{rank}.{stream}"
 
     def event(self, name: str, /, **facts: Any) -> None:
-        """Add one line to the events: the time, the name ("started", "failed", "ended", ...), and the facts."""
+        """Add one line to the events: the time, the name ("started", "failed", "restarted"), and the facts."""
         line = _to_json({"time": _now(), "event": name, **facts}) + "\n"
         with self._warning_once():
             descriptor = os.open(self.path / "events.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
             with open(descriptor, "wb", buffering=0) as file:
                 file.write(line.encode())
+
+    def append(self, rank: int, text: str) -> None:
+        """Write below what a rank has written to its stderr, as the end of its story."""
+        with self._warning_once(), self.log(rank, "stderr").open("a") as file:
+            file.write(text)
 
     def finish(self, state: State, **facts: Any) -> None:
         """Say how the run has ended, and what else is known of it now."""

@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from faults import Script, survivors
+from faults import Script, stand_still, survivors
 
 from unisono.errors import StoppedError, WorkerDiedError
 from unisono.launch.spawn import spawn
@@ -48,7 +48,8 @@ def test_sigterm_to_the_caller_lets_the_ranks_save_and_ends_it_with_143(tmp_path
         ear.hear_all(2)
         script.kill(signal.SIGTERM)
         code, output, errors = script.end()
-        assert (code, output, errors) == (143, "", "")
+        assert (code, output) == (143, "")
+        assert errors == "the ranks stopped early, as they were asked to (exit code 143)\n"
         assert (tmp_path / "checkpoint").exists()
         assert script.survivors() == []
 
@@ -113,7 +114,20 @@ def test_stop_still_stops_those_that_heed_sigterm(line, ear):
     context = spawn(train, args=(line,), nprocs=2, join=False)
     ear.hear_all(2)
     context.stop()
-    with pytest.raises(WorkerDiedError):
+    with pytest.raises(StoppedError):
+        context.join()
+
+
+def test_stop_kills_after_the_grace_those_that_heed_sigterm_and_never_ask_again(line, ear):
+    def work(index):
+        should_stop()
+        line.say(index)
+        stand_still()
+
+    context = spawn(work, nprocs=2, join=False, grace_s=0.3)
+    ear.hear_all(2)
+    context.stop()
+    with pytest.raises(WorkerDiedError, match="SIGKILL"):
         context.join()
 
 
@@ -121,3 +135,103 @@ def test_the_handler_of_the_caller_is_as_it_was():
     before = signal.getsignal(signal.SIGTERM)
     spawn(lambda index: current_world().comm.all_reduce(torch.ones(1)), nprocs=2)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+ALONE = """
+import os, signal
+from unisono import should_stop, spawn
+
+def train(index):
+    for step in range(1000):
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if should_stop():
+            return step
+
+def plain(index):
+    return index
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("rest", "code", "output"),
+    [
+        ("spawn(train, nprocs=1); print('not reached')", 143, ""),
+        ("try: spawn(train, nprocs=1)\nexcept SystemExit as stop: print(stop.code, stop.results)", 0, "143 [3]\n"),
+        (
+            "try: spawn(train, nprocs=1)\nexcept SystemExit: pass\nos.kill(os.getpid(), signal.SIGTERM)\nprint('deaf')",
+            -signal.SIGTERM,
+            "",
+        ),
+        (
+            "try: spawn(train, nprocs=1)\nexcept SystemExit: pass\nprint(spawn(lambda i: should_stop(), nprocs=1))",
+            0,
+            "[False]\n",
+        ),
+    ],
+    ids=["its exit code", "its results", "afterwards SIGTERM ends", "afterwards nothing is asked"],
+)
+def test_a_group_of_one_in_the_calling_process_stops_alike(tmp_path, rest, code, output):
+    with Script(ALONE + rest, tmp_path) as script:
+        assert script.end()[:2] == (code, output)
+
+
+LATE = """
+import os
+from pathlib import Path
+from faults import Gate, Line
+from unisono import should_stop, spawn
+
+line, gate = Line(Path("line").absolute()), Gate(Path("gate").absolute())
+
+def train(index):
+    should_stop()
+    line.say("past the last question")
+    gate.wait()
+    return "done"
+
+{begin}
+try:
+    spawn(train, nprocs=2)
+except SystemExit as stop:
+    print(stop.code, stop.results)
+"""
+
+
+@pytest.mark.parametrize("begin", ["", "should_stop()  # the caller heeds SIGTERM itself"], ids=["plain", "heeding"])
+def test_a_stop_that_comes_after_the_last_question_is_not_lost(tmp_path, line, ear, gate, let_pass, begin):
+    with Script(LATE.format(begin=begin), tmp_path) as script:
+        ear.hear_all(2)
+        script.kill(signal.SIGTERM)
+        let_pass(2)
+        assert script.end()[:2] == (0, "143 ['done', 'done']\n")
+
+
+def test_an_agreed_stop_whose_save_fails_is_not_restarted(line, ear):
+    def work(index, line):
+        train(index, line)
+        if index == 0:
+            raise OSError("no space left")
+        return index
+
+    context = spawn(work, args=(line,), nprocs=2, join=False, max_restarts=3)
+    pids = [int(pid) for _, pid in ear.hear_all(2)]
+    os.kill(pids[1], signal.SIGTERM)
+    with pytest.raises(OSError, match="no space left") as caught:
+        context.join()
+    assert caught.value.__notes__[0].endswith("restart 0")
+
+
+def test_an_agreed_stop_of_an_inner_group_passes_through_the_outer_one():
+    def inner(index):
+        should_stop()
+        if index == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        while not should_stop():
+            pass
+        return index
+
+    with pytest.raises(StoppedError) as caught:
+        spawn(lambda index: spawn(inner, nprocs=2), nprocs=2)
+    assert caught.value.results == [0, 1]

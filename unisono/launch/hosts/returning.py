@@ -1,0 +1,166 @@
+"""Coming back from `fn` together, in ranks that a launcher has started: who is back, and who still waits for it.
+
+A worker of `spawn` that returns leaves the process group, which wakes the peers that wait for it. Here the script goes
+on after `fn`, with more collectives, so the group must stay; and a rank that is back must not enter a collective of its
+own, or it would meet a peer in another one. So the ranks meet in the group's store:
+
+1. The first that is back writes how many collectives it has entered. A rank that is still in `fn` and has entered more
+   waits for one that will not come: its watch says so, as trouble.
+2. A rank that fails in `fn`, or comes back from another number of collectives, says so, as trouble.
+3. A rank that is back waits for all to be back, or for trouble, which it raises, and so breaks the world for all.
+
+Whatever a rank has to say about trouble, it says before it is counted as back. So once all are back, all know the same,
+and the next collective of each is the next one of every other.
+
+*Threads:* the rank's own; the watch, during `fn`, is a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from unisono.comm.processes import ProcessCommunicator
+from unisono.errors import BrokenWorldError
+from unisono.outcome import Outcome
+
+_WATCH_S = 0.25  # between two looks of the watch
+_SHORTEST_S, _LONGEST_S = 0.002, 0.1  # between two looks of a rank that is back, at first and in the end
+
+_num_calls = 0  # of `spawn` here; every rank counts alike
+
+
+class Returning:
+    """One call of `fn` by all ranks.
+
+    Args:
+        comm: the rank's own.
+        store: of the default process group.
+        number: of the call.
+        timeout: how long a rank that is back waits for the others; a last resort.
+    """
+
+    def __init__(
+        self, comm: ProcessCommunicator, store: dist.distributed_c10d.Store, number: int, timeout: timedelta
+    ) -> None:
+        self.comm = comm
+        self._store = store
+        self._timeout = timeout
+        self._first, self._count, self._all, self._trouble = (
+            f"unisono/spawn/{number}/{name}" for name in ("first", "count", "all", "trouble")
+        )
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """During the block this rank tells when it waits for one that is back; and what the block raises, it tells."""
+        is_over = threading.Event()
+        thread = threading.Thread(target=_watch, args=(self, is_over), name="unisono-returns", daemon=True)
+        thread.start()
+        try:
+            yield
+        except BaseException as error:
+            self._tell_trouble(error)
+            raise
+        finally:
+            is_over.set()
+            thread.join()
+
+    def wait_all(self) -> None:
+        """This rank is back; wait for the others.
+
+        Raises:
+            BrokenWorldError: one has failed, waits in vain, comes from other collectives, or did not come in time.
+        """
+        own = self.comm.num_calls
+        rank, entered = _parsed(self._store.compare_set(self._first, "", f"{self.comm.rank} {own}"))
+        if entered != own:
+            self._tell_trouble(
+                BrokenWorldError(
+                    f"rank {self.comm.rank} has returned from fn after {own} collectives, rank {rank} after {entered}; "
+                    "every rank must call the same collectives"
+                )
+            )
+        if self._store.add(self._count, 1) == self.comm.size:
+            self._store.set(self._all, "1")
+        self._wait_told()
+        if self._store.check([self._trouble]):
+            self._raise_trouble()
+
+    def first_back(self) -> tuple[int, int] | None:
+        """The rank that was back first, and how many collectives it had entered; None where none is back."""
+        return _parsed(self._store.get(self._first)) if self._store.check([self._first]) else None
+
+    def tell_waiting(self, first: int) -> None:
+        """This rank is in a collective that the one who was back first will never enter."""
+        current = self.comm.current
+        where = f"waits in {current}" if current else "has entered a further collective"
+        self._tell_trouble(
+            BrokenWorldError(
+                f"rank {first} has returned from fn, but rank {self.comm.rank} {where}, which needs every rank"
+            )
+        )
+
+    def _wait_told(self) -> None:
+        """Wait until all are back, or somebody has trouble."""
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        pause = _SHORTEST_S
+        while not self._store.check([self._all]) and not self._store.check([self._trouble]):
+            if time.monotonic() > deadline:
+                raise BrokenWorldError(
+                    f"rank {self.comm.rank} has returned from fn, and after {self._timeout} not every peer has, nor "
+                    "said why; one is gone or stuck, or needs longer: spawn(..., timeout=...)"
+                )
+            time.sleep(pause)  # not Store.wait, which bears no interrupt and prints warnings when its time is over
+            pause = min(pause * 1.5, _LONGEST_S)
+
+    def _tell_trouble(self, error: BaseException) -> None:
+        with contextlib.suppress(RuntimeError):  # the store may be gone with its host
+            data: Any = Outcome.failure(error, f"rank {self.comm.rank}").to_bytes()  # annotated as str, takes bytes
+            if not self._store.check([self._trouble]):
+                self._store.set(self._trouble, data)
+
+    def _raise_trouble(self) -> None:
+        trouble = Outcome.from_bytes(self._store.get(self._trouble))
+        error = trouble.error
+        if isinstance(error, BrokenWorldError):
+            raise BrokenWorldError(str(error)) from error.__cause__
+        raise BrokenWorldError(
+            f"rank {self.comm.rank} has returned from fn, but {trouble.where} failed with {type(error).__name__}: {error}"
+        ) from error
+
+
+@contextlib.contextmanager
+def returning_together(comm: ProcessCommunicator, timeout: timedelta) -> Iterator[None]:
+    """Run `fn` in the block; after it every rank has come to the block's end, or the world is about to break.
+
+    Raises:
+        BrokenWorldError: not every rank has returned, or not from the same collectives.
+    """
+    global _num_calls
+    _num_calls += 1
+    returning = Returning(comm, dist.distributed_c10d._get_default_store(), _num_calls, timeout)
+    with returning.watched():
+        yield
+    returning.wait_all()
+
+
+def _watch(returning: Returning, is_over: threading.Event) -> None:
+    """Body of the watch's thread."""
+    first: tuple[int, int] | None = None
+    with contextlib.suppress(RuntimeError):  # the store may be gone with its host, and nobody is there to be told
+        while not is_over.wait(_WATCH_S):
+            first = first or returning.first_back()
+            if first is not None and returning.comm.num_calls > first[1]:
+                returning.tell_waiting(first[0])
+                return
+
+
+def _parsed(first: bytes) -> tuple[int, int]:
+    rank, entered = first.split()
+    return int(rank), int(entered)
