@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -87,6 +88,85 @@ def test_spawn_in_a_script_runs_in_the_workers_that_are_there(run, script):
     assert output.splitlines() == ["[0, 2]", "[0, 2]"]
 
 
+RETURNING = """
+import time, unisono
+def train(rank):
+    world = unisono.current_world()
+    {body}
+for _ in range(2):
+    print(unisono.spawn(train))
+print("went on", unisono.all_gather_object(unisono.rank()))
+"""
+
+
+def test_a_rank_that_has_returned_waits_for_slow_peers_and_the_script_goes_on(run, script):
+    slow = "unisono.barrier(); time.sleep(0.6 * rank); return rank"  # longer than the watch's interval
+    code, output, errors = run("-n", "2", "--backend", "cpu", "--no-prefix", script(RETURNING.format(body=slow)))
+    assert code == 0, errors
+    assert sorted(output.splitlines()) == ["[0, 1]"] * 4 + ["went on [0, 1]"] * 2
+
+
+@pytest.mark.parametrize("call", ["barrier()", "all_gather_object({'loss': 1})", "all_gather(torch.tensor([5]))"])
+def test_a_rank_that_returns_while_another_waits_for_it_breaks_the_world_and_nobody_gets_a_result(run, script, call):
+    body = f"import torch; print('got', world.comm.{call} if rank else 'nothing', flush=True)"
+    began = time.monotonic()
+    code, output, errors = run("-n", "2", "--backend", "cpu", "--no-prefix", script(RETURNING.format(body=body)))
+    assert code == 1
+    assert output.splitlines() == ["got nothing"]
+    assert re.search(r"rank 0 has returned from fn, but rank 1 waits in (barrier|all_gather)", errors)
+    assert time.monotonic() - began < 10
+
+
+def test_ranks_that_return_from_different_collectives_are_told(run, script):
+    body = "world.comm.broadcast_object(1) if rank == 0 else None"  # whose root waits for nobody
+    code, output, errors = run("-n", "2", "--backend", "cpu", script(RETURNING.format(body=body)))
+    assert (code, output) == (1, "")
+    assert "has returned from fn" in errors
+
+
+def test_the_failure_of_a_peer_reaches_a_rank_that_has_returned(run, script):
+    code, output, errors = run("-n", "2", "--backend", "cpu", script(RETURNING.format(body="1 / rank")))
+    assert (code, output) == (1, "")
+    assert "ZeroDivisionError: division by zero" in errors
+    assert "rank 0 of 2, cpu:0" in errors
+
+
+def test_a_result_that_cannot_travel_is_named(run, script):
+    code, output, errors = run("-n", "2", "--backend", "cpu", script(RETURNING.format(body="return (n for n in ())")))
+    assert (code, output) == (1, "")
+    assert "the result, a generator, cannot be sent" in errors
+
+
+def test_a_script_advises_nobody_to_return_from_a_function(run, script):
+    code, _, errors = run("-n", "2", "--backend", "cpu", script("import sys\nsys.exit(3)"))
+    assert code == 3
+    assert re.search(r"unisono: rank [01] ended by sys.exit\(3\)\n", errors)
+
+
+STOPPING = """
+import os, signal, unisono
+def train(rank):
+    unisono.should_stop()
+    os.kill(os.getpid(), signal.SIGTERM)
+    while not unisono.should_stop():
+        pass
+    print("saves", rank)
+unisono.spawn(train)
+print("second stage")
+"""
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_what_comes_after_an_agreed_stop_in_the_script_does_not_run(tmp_path, num_workers):
+    (tmp_path / "stopping.py").write_text(STOPPING)
+    command = [sys.executable, "-m", "unisono", "run", "-n", str(num_workers), "--backend", "cpu", "--no-prefix"]
+    found = subprocess.run(
+        [*command, "--max-restarts", "1", "stopping.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert found.returncode == 143, found.stderr
+    assert sorted(found.stdout.splitlines()) == [f"saves {rank}" for rank in range(num_workers)]
+
+
 def test_only_the_chosen_ranks_are_shown_and_all_are_kept(run, script, tmp_path):
     name = script("import unisono\nprint('from', unisono.rank())")
     code, output, _ = run("-n", "2", "--backend", "cpu", "--log-ranks", "1", "--log-dir", "logs", name)
@@ -120,6 +200,8 @@ def test_workers_are_started_again(run, script):
         ("sys.exit()", 0),
         ("sys.exit(0)", 0),
         ("sys.exit(7)", 7),
+        ("sys.exit(-1)", 255),
+        ("sys.exit(256)", 1),
         ("sys.exit('bad')", 1),
         ("os._exit(3)", 3),
         ("os._exit(0)", 1),

@@ -12,6 +12,7 @@ from faults import Script, stand_still, survivors
 
 from unisono.errors import StoppedError, WorkerDiedError
 from unisono.launch.spawn import spawn
+from unisono.launch.watching.run_directory import read_run
 from unisono.parallel.stopping import should_stop
 from unisono.world import current_world
 
@@ -87,11 +88,13 @@ def test_sigterm_to_one_rank_stops_all_at_the_same_step_and_their_results_are_ke
 
 def test_a_group_that_does_not_heed_sigterm_is_ended_by_it(tmp_path, line, ear):
     source = SCRIPT.replace("    should_stop()\n", "").replace("if should_stop():", "if False:")
+    source = source.replace("nprocs=2", "nprocs=2, log_dir='logs'")
     with Script(source, tmp_path) as script:
         ear.hear_all(2)
         script.kill(signal.SIGTERM)
         assert script.end()[0] == -signal.SIGTERM
         assert script.survivors() == []
+    assert read_run(tmp_path / "logs" / "latest").facts["state"] == "stopped"
 
 
 def test_a_rank_that_heeds_sigterm_is_stopped_all_the_same_when_a_peer_fails(line, ear):

@@ -38,8 +38,9 @@ on two machines, the same on each (node1 is one of them); with 1:2 one may come 
 with SLURM, one agent per node; nothing else to be said:
   srun --ntasks-per-node=1 unisono run train.py
 
-exit codes: 0 all is well; n when a worker ended by sys.exit(n), 1 when it failed otherwise; 128 + n when signal n ended
-it; 2 the command was given wrongly; 130 after Ctrl-C; 143 when the ranks stopped early, as they were asked to.
+exit codes: 0 all is well; n when a worker ended by sys.exit(n), modulo 256 and never 0; 1 when it failed otherwise;
+128 + n when signal n ended it; 2 the command was given wrongly; 130 after Ctrl-C; 143 when the ranks stopped early, as
+they were asked to.
 """
 
 
@@ -118,12 +119,12 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _run_here(parsed: argparse.Namespace, nproc: int | None) -> int:
-    from unisono.launch.hosts.target import run_target
+    from unisono.launch.hosts.target import run_worker_target
     from unisono.launch.spawn import spawn
 
     try:
         spawn(
-            run_target,
+            run_worker_target,
             (parsed.target, parsed.arguments),
             nproc,
             backend=parsed.backend,
@@ -209,7 +210,7 @@ def _tell(error: Exception) -> int:
     notes = [note for note in getattr(error, "__notes__", []) if note not in text]
     print("\n".join([text.rstrip(), *notes]), file=sys.stderr, flush=True)
     if isinstance(error, WorkerDiedError) and error.exit_code:
-        return 128 - error.exit_code if error.exit_code < 0 else error.exit_code
+        return 128 - error.exit_code if error.exit_code < 0 else error.exit_code % 256 or 1
     return 1
 
 

@@ -75,10 +75,6 @@ def check_timeout(timeout: timedelta) -> None:
 
 def check_start_method(start_method: str | None) -> str:
     """How workers are started: what was asked for, or the fastest that the platform has."""
-    if not hasattr(os, "fork"):
-        raise UnisonoError(
-            f"workers need a Unix, and this is {sys.platform}; use DataParallel, whose replicas are threads, or WSL"
-        )
     if start_method is None:
         return "zygote" if sys.platform == "linux" else "spawn"  # elsewhere a fork that has imported torch is unsafe
     if start_method in _REFUSED:
@@ -90,6 +86,15 @@ def check_start_method(start_method: str | None) -> str:
         known = ", ".join(map(repr, START_METHODS))
         raise ValueError(f"start_method={start_method!r} does not exist; choose one of {known}, or None")
     return start_method
+
+
+def check_platform() -> None:
+    """Refuse to start processes where they could not be supervised."""
+    if not hasattr(os, "fork"):
+        raise UnisonoError(
+            f"workers need a Unix, and this is {sys.platform}; use nprocs=1, DataParallel, whose replicas are threads, "
+            "or WSL"
+        )
 
 
 def check_log_dir(log_dir: str | os.PathLike[str] | None) -> Path | None:

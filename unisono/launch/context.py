@@ -109,6 +109,7 @@ def _sigterm_asks(supervisor: Supervisor) -> Iterator[None]:
             if callable(before):
                 before(signum, frame)
         else:
+            supervisor.note_end("SIGTERM")
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
 

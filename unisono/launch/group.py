@@ -248,14 +248,14 @@ class Group:
             worker.was_stopped = bool(self._sent) and not is_foreign
             is_killed = status == -signal.SIGKILL and not worker.was_stopped
             memory = self._oom_watch.verdict(self._monitor.curve(worker.rank)) if is_killed else ""
-            device = f"{self._job.backend}:{worker.rank}"
-            where = (
-                f"rank {worker.rank} of {self._job.nprocs}, {device}, {this_process(worker.pid)}, "
-                f"restart {self._job.restart_count}"
-            )
-            worker.outcome = Outcome.failure(death(worker, status, how, memory), where)
+            worker.outcome = Outcome.failure(death(worker, status, how, memory), self._where(worker))
             if not worker.was_stopped:
                 self._note_failure(is_secondary=False)
+
+    def _where(self, worker: Worker) -> str:
+        """As `str(world)` of that rank; device and node are those that it would have had."""
+        place = f"rank {worker.rank} of {self._job.nprocs}, {self._job.backend}:{worker.rank}"
+        return f"{place}, {this_process(worker.pid)}, restart {self._job.restart_count}"
 
     def _note_failure(self, is_secondary: bool) -> None:
         if not self._sent:
@@ -272,12 +272,9 @@ class Group:
         deadline = self._hang_watch.deadline()
         if deadline is None or now < deadline:
             return
-        stacks = {}
-        for worker in running:
-            with contextlib.suppress(OSError):
-                stacks[worker.rank] = stacks_path(self._place.directory, worker.rank).read_text(errors="replace")
-        ranks = [worker.rank for worker in running]
-        self.hung = hung_error(self._hang_watch, stacks, ranks)
+        paths = {worker.rank: stacks_path(self._place.directory, worker.rank) for worker in running}
+        stacks = {rank: path.read_text(errors="replace") for rank, path in paths.items() if path.exists()}
+        self.hung = hung_error(self._hang_watch, stacks, list(paths))
         self._set_deadline(0.0)
 
     def _running(self) -> list[Worker]:

@@ -20,6 +20,7 @@ from unisono.launch.arguments import (
     check_log_dir,
     check_log_ranks,
     check_nprocs,
+    check_platform,
     check_start_method,
     check_timeout,
     pick_cores,
@@ -170,6 +171,7 @@ def spawn(
     )
     if count == 1 and join and not needs_process:
         return [_run_inline(fn, args, family)]
+    check_platform()
     job = Job(
         call=pickle_call(fn, tuple(args)),
         nprocs=count,

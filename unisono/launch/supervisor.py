@@ -96,9 +96,14 @@ class Supervisor:
         self._ask("stop")
 
     def ask_to_stop(self) -> None:
-        """Ask the workers that heed it to come to an early end; the job's, too, if they are past their last question."""
+        """Ask the workers that heed it for an early end; past their last question, their end counts as one."""
         self._was_preempted = True
         self._ask("ask_to_stop")
+
+    def note_end(self, reason: str) -> None:
+        """This process is about to be ended, and its workers with it: the run's directory shall say so."""
+        if self._run is not None:
+            self._run.finish("stopped", error=f"the calling process was ended by {reason}")
 
     def _ask(self, request: str) -> None:
         with self._lock:

@@ -24,7 +24,7 @@ _ADVICE: dict[int | None, str] = {
 
 
 # Not SIGABRT, with which a transport may end the peers of a rank that has failed.
-_DEADLY = [-signum for signum in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)]
+_DEADLY = [-each for each in signal.Signals if each.name in ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")]
 _NEWS_S = 1.0  # how long the news of a death takes at most
 
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import resource
+import math
 import signal
 import threading
 import traceback
@@ -18,6 +18,11 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import signal_handling
 from torch.utils.data._utils import worker as torch_worker
+
+try:
+    import resource
+except ImportError:  # Windows, which has no such limits
+    resource = None  # type: ignore[assignment]
 
 from unisono.errors import BusyError, describe_exit
 from unisono.loaders.fetching import Fetcher, Request, few
@@ -195,9 +200,9 @@ class Served:
         Or the descriptors, of which each shared tensor holds one.
         """
         if self._is_freed is None:
-            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            limit = math.inf if resource is None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             tensors = sum(isinstance(leaf, torch.Tensor) for leaf in leaves(value))
-            self._is_freed = self._room.is_tight or tensors * _WAITING > limit // 2
+            self._is_freed = self._room.is_tight or tensors * _WAITING > limit / 2
         if not self._is_freed:
             return value
         return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, value)

@@ -188,7 +188,7 @@ def _show(held: tuple[str, str, int, str] | None, name: str) -> str:
     if held is None:
         return "missing"
     own_name, form, bits, total = held
-    return f"{form} of sum {total} (bits {bits:x})" if own_name == name else f"{own_name}, {form}"
+    return f"{form} of sum {total} (bits {bits % 2**64:016x})" if own_name == name else f"{own_name}, {form}"
 
 
 def _drifted(found: _Difference, number: int) -> ReplicasDifferError:

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 from agents import agent, free_port, kill_all
-from faults import Script
+from faults import Ear, Script
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from unisono.launch.hosts import endpoint as endpoints
@@ -310,23 +310,26 @@ from unisono.parallel.stopping import should_stop
 should_stop()
 loader = torch.utils.data.DataLoader(range(10**9), num_workers=1)
 line = Line(Path(sys.argv[1]))
-line.say("running", unisono.rank(), os.getpid())
+line.say("running", unisono.rank(), os.getpid(), unisono.current_world().restart_count)
 for step, batch in enumerate(loader):
     if should_stop():
         line.say("saves", unisono.rank())
         break
     if sys.argv[2] == "stand" and unisono.rank() == 0:
         stand_still()
+if sys.argv[2] == "fail" and unisono.rank() == 1:
+    raise OSError("no space to save")
+line.say("ends", unisono.rank())
 """
 
 
 @pytest.fixture
-def heeding(tmp_path: Path) -> Callable[[str], Script]:
+def heeding(tmp_path: Path) -> Callable[..., Script]:
     (tmp_path / "heeding.py").write_text(HEEDING)
 
-    def start(how: str) -> Script:
+    def start(how: str, *more: str) -> Script:
         command = ["run", "-n", "2", "--backend", "cpu", "--nnodes", "1", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
-        return agent(tmp_path / "agent", *command, str(tmp_path / "heeding.py"), str(tmp_path / "line"), how)
+        return agent(tmp_path / "agent", *command, *more, str(tmp_path / "heeding.py"), str(tmp_path / "line"), how)
 
     return start
 
@@ -335,9 +338,60 @@ def test_workers_that_heed_a_stop_save_before_the_agent_ends(heeding, line, ear)
     with heeding("go on") as script:
         assert [words[0] for words in ear.hear_all(2)] == ["running", "running"]
         script.kill(signal.SIGTERM)
-        assert ear.hear_all(2) == [["saves", "0"], ["saves", "1"]]
+        assert ear.hear_all(4) == [["ends", "0"], ["ends", "1"], ["saves", "0"], ["saves", "1"]]
         assert script.end()[0] == 143
         assert script.survivors() == []
+
+
+def is_silent(ear: Ear) -> bool:
+    try:
+        ear.hear(0.0)
+    except AssertionError:
+        return True
+    return False
+
+
+def test_an_agreed_stop_is_not_taken_for_a_failure(heeding, line, ear):
+    with heeding("go on", "--max-restarts", "2") as script:
+        told = ear.hear_all(2)
+        os.kill(int(told[1][2]), signal.SIGTERM)  # to one worker
+        assert [words[0] for words in ear.hear_all(4)] == ["ends", "ends", "saves", "saves"]
+        code, _, errors = script.end()
+        assert code == 143
+        assert "unisono: the ranks stopped early, as they were asked to" in errors
+        assert is_silent(ear)
+
+
+@pytest.mark.parametrize(("how", "code"), [("stand", 143), ("fail", 143)])
+def test_an_agent_that_was_asked_ends_though_its_workers_do_not_end_well(heeding, line, ear, how, code):
+    with heeding(how, "--max-restarts", "2", "--grace", "1") as script:
+        assert {words[0] for words in ear.hear_all(2)} == {"running"}
+        began = time.monotonic()
+        script.kill(signal.SIGTERM)
+        ended = script.end()
+        assert ended[0] == code, ended
+        assert time.monotonic() - began < 15
+        assert script.survivors() == []
+
+
+@pytest.mark.parametrize("nodes", ["2", "1:2"])
+def test_agents_of_all_machines_end_together_when_one_is_asked_to_stop(tmp_path, line, ear, nodes):
+    (tmp_path / "heeding.py").write_text(HEEDING)
+    command = ["run", "-n", "1", "--backend", "cpu", "--nnodes", nodes, "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    command += ["--max-restarts", "2", "--rdzv-conf", "last_call_timeout=10"]
+    script = [str(tmp_path / "heeding.py"), str(tmp_path / "line"), "go on"]
+    one = agent(tmp_path / "one", *command, "--node-rank", "0", *script)
+    two = agent(tmp_path / "two", *command, "--node-rank", "1", *script)
+    with one, two:
+        assert [words[:2] for words in ear.hear_all(2)] == [["running", "0"], ["running", "1"]]
+        began = time.monotonic()
+        two.kill(signal.SIGTERM)
+        assert [words[0] for words in ear.hear_all(4)] == ["ends", "ends", "saves", "saves"]
+        ended = [script.end() for script in (one, two)]
+        assert [code for code, _, _ in ended] == [143, 143], ended
+        assert time.monotonic() - began < 15
+        assert is_silent(ear)
+        assert one.survivors() == [] == two.survivors()
 
 
 def test_a_worker_that_heeds_stops_is_ended_all_the_same_when_another_has_failed(heeding, line, ear):

@@ -341,6 +341,64 @@ def test_the_reason_of_a_failure_reaches_the_peers_though_rank_zero_holds_the_st
     assert "BrokenWorldError: rank 1 cannot complete barrier(): rank 0 failed with LookupError" in errors[1]
 
 
+def run_two(script: Path) -> list[tuple[int, str, str]]:
+    """As two processes that only have the variables; the exit code, the output and the errors of each."""
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    ended = []
+    for process in [start(script, {**variables, "RANK": str(rank)}) for rank in range(2)]:
+        with process:
+            output, errors = process.communicate(timeout=60)
+            ended.append((process.returncode, output, errors))
+    return ended
+
+
+RETURNING = """
+import unisono
+
+def train(index):
+    if index != early:
+        print("got", unisono.current_world().comm.all_gather_object("late"))
+    return "early"
+
+print(unisono.spawn(train))
+"""
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_an_early_return_breaks_the_world_and_its_result_is_no_peer_s(tmp_path, early):
+    (tmp_path / "returning.py").write_text(f"early = {early}\n{RETURNING}")
+    ended = run_two(tmp_path / "returning.py")
+    reason = f"rank {early} has returned from fn, but rank {1 - early} waits in all_gather_object()"
+    for code, output, errors in ended:
+        assert (code, output) == (1, "")
+        assert reason in errors
+
+
+STOPPING = """
+import os, signal, unisono
+
+def train(index):
+    unisono.should_stop()
+    if index == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    while not unisono.should_stop():
+        pass
+    return index
+
+try:
+    unisono.spawn(train)
+    print("second stage")
+except unisono.StoppedError as stop:
+    print("stopped with", stop.results)
+    raise
+"""
+
+
+def test_an_agreed_stop_ends_the_script_of_every_rank(tmp_path):
+    (tmp_path / "stopping.py").write_text(STOPPING)
+    assert [ended[:2] for ended in run_two(tmp_path / "stopping.py")] == [(143, "stopped with [0, 1]\n")] * 2
+
+
 def test_a_number_of_workers_that_the_launcher_has_not_started_is_refused(tmp_path):
     (tmp_path / "train.py").write_text(JOINING.replace("(10,))", "(10,), 3)"))
     variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}

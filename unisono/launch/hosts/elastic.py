@@ -25,13 +25,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from unisono.errors import describe_exit
+from unisono.errors import STOP_EXIT_CODE, describe_exit
 from unisono.launch.hosts.addresses import interface_of
+from unisono.launch.hosts.asking import StopWish
 from unisono.launch.hosts.endpoint import local_address, serves_endpoint, wait_served
 from unisono.launch.hosts.entry import SETTINGS, Settings
 from unisono.launch.hosts.failure_file import Failure, read_failure
 from unisono.launch.starting.marks import OUTER_DIRECTORY
-from unisono.preemption import STOP_EXIT_CODE
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _AGENT_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher")
@@ -82,15 +82,20 @@ def run_elastic(options: ElasticOptions, target: str, argv: Sequence[str]) -> in
 
     Returns:
         0, or what the first failed worker here ended with (128 + n for signal n), or 128 + n when signal n has stopped
-        this agent. What went wrong has been printed to stderr.
+        this agent, or 143 when the ranks of all machines have agreed to stop. What went wrong is on stderr.
     """
-    with _directory(options) as directory, _kept_handlers(), _variables(_agent_variables(options, directory)):
+    with (
+        _directory(options) as directory,
+        _kept_handlers(),
+        _variables(_agent_variables(options, directory)),
+        (wish := StopWish(options.grace_s)).heard(),
+    ):
         _quieten()
         sys.stdout.flush()
         with contextlib.suppress(AttributeError):
             sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # the agent writes lines to it
         try:
-            _launch(options, directory, target, argv)
+            _launch(options, _Logs(options, directory, wish), target, argv)
         except ChildFailedError as error:
             return _report(error.failures, options)
         except SignalException as stop:
@@ -104,6 +109,9 @@ def run_elastic(options: ElasticOptions, target: str, argv: Sequence[str]) -> in
                 f"{error}{f' ({error.__cause__})' if error.__cause__ else ''}"
             )
             return 1
+        if wish.is_granted:
+            _say("the ranks stopped early, as they were asked to")
+            return STOP_EXIT_CODE
     return 0
 
 
@@ -121,19 +129,19 @@ def rendezvous_settings(options: ElasticOptions, is_host: bool) -> dict[str, str
     return {**chosen, **options.rdzv_conf}
 
 
-def _launch(options: ElasticOptions, directory: str, target: str, argv: Sequence[str]) -> None:
+def _launch(options: ElasticOptions, logs: _Logs, target: str, argv: Sequence[str]) -> None:
     is_host = serves_endpoint(options.endpoint, options.node_rank)
     if "is_host" in options.rdzv_conf:
         is_host = options.rdzv_conf["is_host"].lower() in ("1", "true", "t", "yes", "y")  # as torch reads it
     try:
-        _launch_as(options, is_host, directory, target, argv)
+        _launch_as(options, is_host, logs, target, argv)
     except RendezvousConnectionError:
         if not is_host:
             raise
-        _launch_as(options, False, directory, target, argv)  # another agent of this machine was faster
+        _launch_as(options, False, logs, target, argv)  # another agent of this machine was faster
 
 
-def _launch_as(options: ElasticOptions, is_host: bool, directory: str, target: str, argv: Sequence[str]) -> None:
+def _launch_as(options: ElasticOptions, is_host: bool, logs: _Logs, target: str, argv: Sequence[str]) -> None:
     settings = rendezvous_settings(options, is_host)
     if not is_host:
         wait_served(options.endpoint, float(settings.get("join_timeout", 600)))
@@ -150,8 +158,8 @@ def _launch_as(options: ElasticOptions, is_host: bool, directory: str, target: s
         max_restarts=options.max_restarts,
         monitor_interval=0.1,
         shutdown_timeout=math.ceil(options.grace_s) + 2,  # the guard of each worker sees to the grace itself
-        signals_to_handle=",".join(signum.name for signum in _HANDLED),
-        logs_specs=_Logs(options, directory),
+        signals_to_handle=",".join(signum.name for signum in _HANDLED if signum != signal.SIGTERM),
+        logs_specs=logs,
         log_line_prefix_template="[rank ${rank}] " if options.prefix else "${role_name}",
     )
     command = [
@@ -163,18 +171,21 @@ def _launch_as(options: ElasticOptions, is_host: bool, directory: str, target: s
 
 
 class _Logs(DefaultLogsSpecs):
-    """Where the workers' output goes. Torch filters by local rank; the ranks themselves are known here only."""
+    """Where the workers' files go. Torch filters by local rank; the ranks themselves are known here only."""
 
-    def __init__(self, options: ElasticOptions, directory: str) -> None:
+    def __init__(self, options: ElasticOptions, directory: str, wish: StopWish) -> None:
         is_captured = options.prefix or options.log_dir is not None
         super().__init__(directory, tee=Std.ALL if is_captured else Std.NONE)
         self._ranks = options.log_ranks
+        self._wish = wish
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         if self._ranks is not None:
             shown = {local for local, environ in envs.items() if int(environ["RANK"]) in self._ranks}
             self._local_ranks_filter = shown or {-1}  # an empty filter would show all
-        return super().reify(envs)
+        found = super().reify(envs)
+        self._wish.of(found.error_files.values())
+        return found
 
 
 def _agent_variables(options: ElasticOptions, directory: str) -> dict[str, str | None]:
@@ -267,9 +278,6 @@ def _failure_of(rank: int, failure: ProcessFailure) -> Failure:
 
 def _report(failures: Mapping[int, ProcessFailure], options: ElasticOptions) -> int:
     cause = root_cause(failures)
-    if cause.exit_code == STOP_EXIT_CODE:
-        _say(cause.message)
-        return STOP_EXIT_CODE
     others = sorted(failures.keys() - {cause.rank})
     lines = [f"failed: {cause.where}: {cause.message}"]
     if cause.is_secondary:

@@ -2,6 +2,8 @@
 
 The file has the form that torch's own `record` writes, so any launcher built on the agent shows our traceback. Our
 facts, beside it, say which failure was first and which only followed from a peer's.
+
+What a worker has to tell that is no failure, it tells by a mark: an empty file with that name at its end.
 """
 
 from __future__ import annotations
@@ -12,9 +14,12 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 _OURS = "unisono"
+
+Mark = Literal["heeds", "stopped"]  # SIGTERM is a wish to it; it has come to an agreed early end
 
 
 @dataclass(frozen=True)
@@ -64,3 +69,19 @@ def read_failure(content: Mapping[str, Any]) -> Failure | None:
     """Our facts in what the agent has read, if the worker left any."""
     facts = content.get(_OURS)
     return Failure(**facts) if isinstance(facts, dict) else None
+
+
+def has_failed(path: str) -> bool:
+    """Whether the worker that would leave word of a failure there has done so."""
+    return os.path.exists(path)
+
+
+def leave_mark(mark: Mark) -> None:
+    """Tell that of this worker."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        Path(f"{path}.{mark}").touch()
+
+
+def is_marked(path: str, mark: Mark) -> bool:
+    """Whether the worker that would leave word of a failure there has told that of itself."""
+    return os.path.exists(f"{path}.{mark}")

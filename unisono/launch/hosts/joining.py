@@ -119,8 +119,9 @@ def run_announced(
 
 
 def _returning_together(world: World, timeout: timedelta) -> AbstractContextManager[None]:
-    is_alone = not isinstance(world.comm, ProcessCommunicator)
-    return contextlib.nullcontext() if is_alone else returning_together(world.comm, timeout)
+    if isinstance(world.comm, ProcessCommunicator):
+        return returning_together(world.comm, timeout)
+    return contextlib.nullcontext()
 
 
 def _gather(world: World, result: Any) -> list[Any]:

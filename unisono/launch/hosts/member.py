@@ -5,7 +5,7 @@
 2. A failure is told first, on stderr and in the file that the agent reads; then the world is broken with that reason,
    so that the peers, on whatever machine, can name it.
 3. A good end is told to the guard, when the rank has left the world and what the target has left to be done is done.
-   One that came early, because it was asked for, ends with 143: schedulers and the agent take it for no success.
+   One that came early, because it was asked for, is a good end too, or the agent would start all anew; it is marked.
 4. It ends by `os._exit`, like a worker of `spawn`.
 
 Nothing escapes sideways: an exception is told, a sudden death is seen by the guard.
@@ -31,15 +31,14 @@ from typing import NoReturn
 from unisono import preemption
 from unisono.errors import UnisonoError
 from unisono.launch.hosts.entry import Settings
-from unisono.launch.hosts.failure_file import Failure, write_failure
+from unisono.launch.hosts.failure_file import Failure, leave_mark, write_failure
 from unisono.launch.hosts.joining import depart, join_world
-from unisono.launch.hosts.target import run_target
+from unisono.launch.hosts.target import exit_code_of, run_target
 from unisono.launch.worker import mark_records, tells_of_a_peer
 from unisono.outcome import Outcome
 from unisono.world import World
 
 _LEADING = (__file__, run_target.__code__.co_filename, "<frozen runpy>")
-_STOPPED = "the ranks stopped early, as they were asked to"
 _LEAVE_S = 15  # how long a worker that has told its end may take to leave the world
 
 
@@ -66,8 +65,7 @@ def run_member(target: str, argv: Sequence[str], settings: Settings, done: int) 
     atexit._run_exitfuncs()  # what the target has registered, and what waits to be flushed
     _flush()
     if preemption.is_agreed():
-        _leave_word(_STOPPED, "", preemption.STOP_EXIT_CODE, is_secondary=True)
-        os._exit(preemption.STOP_EXIT_CODE)
+        leave_mark("stopped")
     os.write(done, b".")
     os._exit(0)
 
@@ -81,12 +79,13 @@ def _prepare() -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     preemption.shield_loader_workers()
     preemption.end_when(_has_failed_sibling)
+    preemption.on_heed(lambda: leave_mark("heeds"))
     mark_records(rank)
 
 
 def _exit_code(error: BaseException) -> int:
-    if isinstance(error, SystemExit) and isinstance(error.code, int):
-        return error.code % 256 or 1
+    if isinstance(error, SystemExit):
+        return exit_code_of(error)
     return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
 
 

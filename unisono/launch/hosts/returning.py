@@ -130,9 +130,8 @@ class Returning:
         error = trouble.error
         if isinstance(error, BrokenWorldError):
             raise BrokenWorldError(str(error)) from error.__cause__
-        raise BrokenWorldError(
-            f"rank {self.comm.rank} has returned from fn, but {trouble.where} failed with {type(error).__name__}: {error}"
-        ) from error
+        what = f"{trouble.where} failed with {type(error).__name__}: {error}"
+        raise BrokenWorldError(f"rank {self.comm.rank} has returned from fn, but {what}") from error
 
 
 @contextlib.contextmanager

@@ -15,6 +15,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from unisono import preemption
+from unisono.errors import StoppedError, WorkerDiedError
 from unisono.launch.hosts.environment import Place, announce
 from unisono.world import World, current_world
 
@@ -61,6 +63,8 @@ def find_function(target: str) -> Any:
 def run_target(rank: int, target: str, argv: Sequence[str]) -> None:
     """Run it in this process, which has its world; `sys.exit(0)` is a good end, as for any script.
 
+    So is an early end that the ranks have agreed on: whoever runs the target finds it noted (`preemption.is_agreed`).
+
     Raises:
         BaseException: what the target raised; SystemExit with another code than 0 too.
     """
@@ -73,10 +77,32 @@ def run_target(rank: int, target: str, argv: Sequence[str]) -> None:
         else:
             find_function(target)(rank)
     except SystemExit as error:
-        if error.code not in (None, 0):
+        is_stop = isinstance(error, StoppedError) and preemption.is_agreed()
+        if error.code not in (None, 0) and not is_stop:
             raise
     finally:
         announce(None)
+
+
+def run_worker_target(rank: int, target: str, argv: Sequence[str]) -> None:
+    """Run it as a worker of `spawn`, whose words about `sys.exit` are for functions: a script may call it.
+
+    Raises:
+        WorkerDiedError: the target called `sys.exit` with another code than 0.
+        BaseException: what the target raised.
+    """
+    try:
+        run_target(rank, target, argv)
+    except StoppedError:
+        raise
+    except SystemExit as error:
+        text = f"rank {rank} ended by sys.exit({error.code!r})"
+        raise WorkerDiedError(text, rank, exit_code_of(error)) from error
+
+
+def exit_code_of(error: SystemExit) -> int:
+    """What a process ends with by that failure: a byte, as the system keeps no more, but never 0."""
+    return error.code % 256 or 1 if isinstance(error.code, int) else 1
 
 
 def _place_of(world: World) -> Place:

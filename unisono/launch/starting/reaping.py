@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import psutil
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
-_libc = ctypes.CDLL(None, use_errno=True)
+_libc = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
 
 
 def become_reaper() -> None:
@@ -33,8 +33,7 @@ def die_with_parent(signum: signal.Signals) -> None:
 
 def name_process(name: str) -> None:
     """The name that `ps -o comm` and `top` show, 15 characters at most. Linux only; elsewhere nothing."""
-    if hasattr(_libc, "prctl"):
-        _libc.prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()[:15]), 0, 0, 0)
+    _process_control(_PR_SET_NAME, ctypes.c_char_p(name.encode()[:15]))
 
 
 def kill_session(pid: int, signum: int) -> None:
@@ -77,6 +76,6 @@ def bury_children() -> None:
             os.waitpid(-1, 0)
 
 
-def _process_control(option: int, value: int) -> None:
-    if hasattr(_libc, "prctl"):
+def _process_control(option: int, value: int | ctypes.c_char_p) -> None:
+    if _libc is not None and hasattr(_libc, "prctl"):
         _libc.prctl(option, value, 0, 0, 0)
