@@ -11,7 +11,7 @@ from textwrap import dedent
 
 import pytest
 
-from unisono.preemption import STOP_EXIT_CODE
+from unisono.errors import STOP_EXIT_CODE
 
 PATIENCE_S = 60
 TERM = """

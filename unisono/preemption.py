@@ -34,8 +34,6 @@ from typing import Any
 
 from unisono.errors import UnisonoError
 
-STOP_EXIT_CODE = 128 + signal.SIGTERM
-
 _LOADER_WORKER = "torch.utils.data._utils.worker"  # the module of the function that a loader worker of torch runs
 
 _is_requested = False

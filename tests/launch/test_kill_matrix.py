@@ -39,6 +39,7 @@ BORNE = {
     ("zygote", signal.SIGTERM): "who ends a service, or a job, signals all; the caller decides",
     ("zygote", signal.SIGHUP): "a terminal that closes is the caller's to handle",
     ("rank 0", signal.SIGINT): "Python hears of it when the collective ends",
+    ("loader worker", signal.SIGTERM): "in a worker they leave that signal to it, which may want to save first",
     ("loader worker", signal.SIGINT): "torch's loader workers leave quietly; whoever reads from them is told",
 }
 

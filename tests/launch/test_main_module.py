@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 
 import pytest
 from faults import Script
+
+from unisono.errors import UnisonoError
+from unisono.launch.spawn import spawn
 
 SCRIPT = """
 import io, os, pickle, sys, time
@@ -83,17 +86,12 @@ def test_a_spawn_at_the_import_of_its_own_module_is_an_error_and_no_endless_tree
         assert script.survivors() == []
 
 
-BOMB = """
-from unisono import spawn
-import worker_module
-spawn(worker_module.work, nprocs=2)
-"""
-
-
-def test_a_module_that_spawns_when_a_worker_imports_it_later_comes_to_an_end(tmp_path):
-    (tmp_path / "worker_module.py").write_text("def work(index):\n    import script\n")
-    with Script(BOMB, tmp_path, PYTHONPATH=f"{tmp_path}:{Path(__file__).parents[1]}") as script:
-        code, _, errors = script.end(90)
-        assert code == 1
-        assert "spawn is called in a worker of a worker, 3 deep" in errors
-        assert script.survivors() == []
+def test_groups_in_groups_come_to_an_end(tmp_path, monkeypatch):
+    """Where a module that a worker imports later spawns at its top level, each group would start further ones."""
+    depth = spawn(
+        lambda index: spawn(lambda inner: os.environ["UNISONO_RENDEZVOUS"].count("/unisono-"), nprocs=2), nprocs=2
+    )
+    assert spawn(lambda index: spawn(depth, nprocs=2), nprocs=2) == [[2, 2], [2, 2]]
+    monkeypatch.setenv("UNISONO_RENDEZVOUS", str(tmp_path / "unisono-a" / "unisono-b" / "unisono-c"))
+    with pytest.raises(UnisonoError, match=r"in a worker of a worker, 3 deep; .* put that call under"):
+        spawn(lambda index: None, nprocs=2)

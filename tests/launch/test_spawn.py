@@ -207,23 +207,6 @@ def test_groups_run_side_by_side_from_several_threads(line, ear, gate, let_pass)
     assert found == {name: [(name, index, 1 + 20 * name) for index in range(2)] for name in range(3)}
 
 
-def test_fifty_spawns_leave_nothing_behind():
-    def count():
-        process = psutil.Process()
-        children = {child.pid for child in process.children(recursive=True)}
-        return process.num_fds(), threading.active_count(), children
-
-    def zygote_fds():
-        return psutil.Process(nursery.zygote_pid()).num_fds()
-
-    spawn(lambda index: index, nprocs=2)
-    before, zygote_before = count(), zygote_fds()
-    for _ in range(50):
-        assert spawn(lambda index: index, nprocs=2) == [0, 1]
-    assert count() == before
-    assert zygote_fds() == zygote_before
-
-
 def test_a_context_gives_pids_at_once_and_results_at_the_end(gate, let_pass):
     def wait(index):
         gate.wait()

@@ -6,8 +6,9 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
@@ -17,9 +18,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import unisono
 from unisono import preemption
-from unisono.errors import UnisonoError
+from unisono.errors import StoppedError, UnisonoError
 from unisono.parallel.stopping import should_stop
 from unisono.world import current_world, solo_world
+
+T = TypeVar("T")
 
 NUMBERS = TensorDataset(torch.arange(400))
 
@@ -78,6 +81,13 @@ def test_once_agreed_it_stays_so_in_that_world_and_meets_nobody(heeded):
 # Processes.
 
 
+def run_to_its_stop(body: Callable[[], T]) -> list[T]:
+    """What the ranks return that have agreed to stop."""
+    with pytest.raises(StoppedError) as stopped:
+        PROCESSES_2.run(body)
+    return stopped.value.results
+
+
 def test_workers_stop_after_the_same_step_when_one_of_them_gets_sigterm():
     def body() -> tuple[int, bool]:
         step = 0
@@ -87,7 +97,7 @@ def test_workers_stop_after_the_same_step_when_one_of_them_gets_sigterm():
                 os.kill(os.getpid(), signal.SIGTERM)
         return step, preemption.is_requested()
 
-    assert PROCESSES_2.run(body) == [(5, False), (5, True)]
+    assert run_to_its_stop(body) == [(5, False), (5, True)]
 
 
 @pytest.mark.parametrize("asked", [[1], [0, 1]], ids=["one session", "every session"])
@@ -105,7 +115,7 @@ def test_loader_workers_live_until_the_loop_has_come_to_its_stop_and_saved(asked
         rest = [next(loaded) for _ in range(50)]  # a validation before it saves, say
         return step, len(rest)
 
-    found = PROCESSES_2.run(body)
+    found = run_to_its_stop(body)
     assert found[0] == found[1]
     assert 0 < found[0][0] <= 6
     assert found[0][1] == 50
@@ -131,7 +141,7 @@ while True:
             line.say("trains")
         if should_stop():
             Path("checkpoint").write_text(str(count))
-            sys.exit(preemption.STOP_EXIT_CODE)
+            sys.exit(143)
 """
 
 THREADS = """

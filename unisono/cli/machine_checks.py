@@ -66,7 +66,7 @@ def devices() -> Iterator[Finding]:
         more = "; logical: nprocs and devices may name more" if family.name == NAMES[-1] else ""
         yield Finding("devices", "ok", f"{names} (collectives by {family.process_group_backend}){more}")
     if missing := [each.name for each in families if not each.is_available()]:
-        yield Finding("devices", "ok", f"none of {', '.join(missing)}")
+        yield Finding("devices", "ok", f"no {', no '.join(missing)}")
 
 
 def cores() -> Iterator[Finding]:

@@ -90,7 +90,8 @@ def run_announced(
     Raises:
         ValueError: `nprocs` is not the number of ranks on this machine.
         StoppedError: the ranks came to an agreed early end; it has their results.
-        BrokenWorldError: a peer failed, or the ranks did not return from the same collectives.
+        CollectiveMismatchError: a rank has returned, while another waits for it in a collective.
+        BrokenWorldError: a peer failed.
         BaseException: what `fn` raised here, with a note that says where; the peers get a BrokenWorldError.
     """
     place = announced_place()

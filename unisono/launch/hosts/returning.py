@@ -27,7 +27,7 @@ from typing import Any
 import torch.distributed as dist
 
 from unisono.comm.processes import ProcessCommunicator
-from unisono.errors import BrokenWorldError
+from unisono.errors import BrokenWorldError, CollectiveMismatchError
 from unisono.outcome import Outcome
 
 _WATCH_S = 0.25  # between two looks of the watch
@@ -58,15 +58,12 @@ class Returning:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """During the block this rank tells when it waits for one that is back; and what the block raises, it tells."""
+        """During the block this rank tells when it waits for one that is back."""
         is_over = threading.Event()
         thread = threading.Thread(target=_watch, args=(self, is_over), name="unisono-returns", daemon=True)
         thread.start()
         try:
             yield
-        except BaseException as error:
-            self._tell_trouble(error)
-            raise
         finally:
             is_over.set()
             thread.join()
@@ -75,13 +72,14 @@ class Returning:
         """This rank is back; wait for the others.
 
         Raises:
-            BrokenWorldError: one has failed, waits in vain, comes from other collectives, or did not come in time.
+            CollectiveMismatchError: one waits in vain for another, or comes from other collectives.
+            BrokenWorldError: one has failed, or did not come in time.
         """
         own = self.comm.num_calls
         rank, entered = _parsed(self._store.compare_set(self._first, "", f"{self.comm.rank} {own}"))
         if entered != own:
-            self._tell_trouble(
-                BrokenWorldError(
+            self.tell(
+                CollectiveMismatchError(
                     f"rank {self.comm.rank} has returned from fn after {own} collectives, rank {rank} after {entered}; "
                     "every rank must call the same collectives"
                 )
@@ -100,11 +98,18 @@ class Returning:
         """This rank is in a collective that the one who was back first will never enter."""
         current = self.comm.current
         where = f"waits in {current}" if current else "has entered a further collective"
-        self._tell_trouble(
-            BrokenWorldError(
+        self.tell(
+            CollectiveMismatchError(
                 f"rank {first} has returned from fn, but rank {self.comm.rank} {where}, which needs every rank"
             )
         )
+
+    def tell(self, error: BaseException) -> None:
+        """Let the others know of trouble; what they know already stays."""
+        with contextlib.suppress(RuntimeError):  # the store may be gone with its host
+            data: Any = Outcome.failure(error, f"rank {self.comm.rank}").to_bytes()  # annotated as str, takes bytes
+            if not self._store.check([self._trouble]):
+                self._store.set(self._trouble, data)
 
     def _wait_told(self) -> None:
         """Wait until all are back, or somebody has trouble."""
@@ -119,17 +124,11 @@ class Returning:
             time.sleep(pause)  # not Store.wait, which bears no interrupt and prints warnings when its time is over
             pause = min(pause * 1.5, _LONGEST_S)
 
-    def _tell_trouble(self, error: BaseException) -> None:
-        with contextlib.suppress(RuntimeError):  # the store may be gone with its host
-            data: Any = Outcome.failure(error, f"rank {self.comm.rank}").to_bytes()  # annotated as str, takes bytes
-            if not self._store.check([self._trouble]):
-                self._store.set(self._trouble, data)
-
     def _raise_trouble(self) -> None:
         trouble = Outcome.from_bytes(self._store.get(self._trouble))
         error = trouble.error
-        if isinstance(error, BrokenWorldError):
-            raise BrokenWorldError(str(error)) from error.__cause__
+        if isinstance(error, CollectiveMismatchError):
+            raise CollectiveMismatchError(str(error))
         what = f"{trouble.where} failed with {type(error).__name__}: {error}"
         raise BrokenWorldError(f"rank {self.comm.rank} has returned from fn, but {what}") from error
 
@@ -139,14 +138,18 @@ def returning_together(comm: ProcessCommunicator, timeout: timedelta) -> Iterato
     """Run `fn` in the block; after it every rank has come to the block's end, or the world is about to break.
 
     Raises:
-        BrokenWorldError: not every rank has returned, or not from the same collectives.
+        BrokenWorldError, CollectiveMismatchError: not every rank has returned, or not from the same collectives.
     """
     global _num_calls
     _num_calls += 1
     returning = Returning(comm, dist.distributed_c10d._get_default_store(), _num_calls, timeout)
-    with returning.watched():
-        yield
-    returning.wait_all()
+    try:
+        with returning.watched():
+            yield
+        returning.wait_all()
+    except BaseException as error:
+        returning.tell(error)
+        raise
 
 
 def _watch(returning: Returning, is_over: threading.Event) -> None:
