@@ -88,9 +88,10 @@ def test_a_spawn_at_the_import_of_its_own_module_is_an_error_and_no_endless_tree
 
 def test_groups_in_groups_come_to_an_end(tmp_path, monkeypatch):
     """Where a module that a worker imports later spawns at its top level, each group would start further ones."""
-    depth = spawn(
-        lambda index: spawn(lambda inner: os.environ["UNISONO_RENDEZVOUS"].count("/unisono-"), nprocs=2), nprocs=2
-    )
+
+    def depth(index):
+        return os.environ["UNISONO_RENDEZVOUS"].count("/unisono-")
+
     assert spawn(lambda index: spawn(depth, nprocs=2), nprocs=2) == [[2, 2], [2, 2]]
     monkeypatch.setenv("UNISONO_RENDEZVOUS", str(tmp_path / "unisono-a" / "unisono-b" / "unisono-c"))
     with pytest.raises(UnisonoError, match=r"in a worker of a worker, 3 deep; .* put that call under"):

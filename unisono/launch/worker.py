@@ -69,7 +69,8 @@ class Job:
         restart_count: how often the group has been restarted.
         store: the path of the rendezvous file, known once there is a rendezvous.
         samples: the path of the monitor's samples.
-        rng_state: of the caller's torch generator, which each worker begins with, as an inline call does.
+        rng_state: of the caller's torch generator, which each worker begins with, as an inline call does; bytes, since
+            a tensor would take ten milliseconds to be unpickled.
         environ, directory, path, argv: the caller's.
     """
 
@@ -84,7 +85,7 @@ class Job:
     restart_count: int = 0
     store: str = ""
     samples: str = ""
-    rng_state: torch.Tensor = field(default_factory=torch.get_rng_state)
+    rng_state: bytes = field(default_factory=lambda: torch.get_rng_state().numpy().tobytes())
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     directory: str = field(default_factory=os.getcwd)
     path: list[str] = field(default_factory=lambda: list(sys.path))
@@ -243,7 +244,7 @@ def _join_world(job: Job, rank: int) -> World:
     device = backend.device(rank)
     backend.activate(device)
     torch.set_num_threads(job.num_threads)
-    torch.set_rng_state(job.rng_state)
+    torch.set_rng_state(torch.frombuffer(bytearray(job.rng_state), dtype=torch.uint8))
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # for what the worker starts; this process has read them
         os.environ.setdefault(name, str(job.num_threads))
     with _explained(rank):
