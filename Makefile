@@ -1,16 +1,19 @@
-# make demo | test | check | bench     Everything is installed into .venv, at the versions in constraints.txt.
+# make demo | test | test-all | check | bench   Everything is installed into .venv, at the versions in constraints.txt.
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test check bench clean
+.PHONY: demo test test-all check bench clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/train_digits.py --mode processes --devices 2
 
 test: $(VENV)/.test
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(VENV)/.test
 	$(BIN)/python -m pytest
 
 check: $(VENV)/.test $(VENV)/.check

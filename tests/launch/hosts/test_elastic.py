@@ -24,7 +24,10 @@ from unisono.launch.hosts.elastic import ElasticOptions, rendezvous_settings, ro
 from unisono.launch.hosts.endpoint import local_address, serves_endpoint, split_endpoint, wait_served
 from unisono.launch.hosts.failure_file import Failure, write_failure
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="parent-death signals are Linux's")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="parent-death signals are Linux's"),
+    pytest.mark.slow,  # all of them together: each starts agents
+]
 
 OTHER = "192.0.2.7"  # nobody has it
 
@@ -447,7 +450,6 @@ def two_agents(tmp_path: Path, nodes: str, standing: str) -> tuple[Script, Scrip
     return one, agent(tmp_path / "two", *command, "--rdzv-conf", "is_host=false", *script, HOST="two")
 
 
-@pytest.mark.slow
 def test_two_agents_train_one_model_though_a_worker_dies_once(tmp_path, line, ear):
     one, two = two_agents(tmp_path, "2", "die")  # stale addresses of the first round would break the second
     with one, two:
@@ -461,7 +463,6 @@ def test_two_agents_train_one_model_though_a_worker_dies_once(tmp_path, line, ea
         assert results[0][0][0] == 2
 
 
-@pytest.mark.slow
 def test_training_goes_on_with_one_agent_when_the_other_is_killed(tmp_path, line, ear):
     one, two = two_agents(tmp_path, "1:2", "two")
     with one, two:
