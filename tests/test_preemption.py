@@ -264,10 +264,10 @@ def test_a_loader_worker_that_is_stuck_is_ended_by_its_parent():
         worker, = values._workers
         let_a_stranger_term(worker.pid)
         worker.join(0.2)
-        print(worker.exitcode)
+        print(worker.exitcode, flush=True)
         worker.terminate()
         worker.join()
-        print(worker.exitcode)
+        print(worker.exitcode, flush=True)
         os._exit(0)
         """,
         LOADERS,
