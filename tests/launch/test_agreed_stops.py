@@ -10,6 +10,7 @@ import pytest
 import torch
 from faults import Script, stand_still, survivors
 
+from unisono import preemption
 from unisono.errors import StoppedError, WorkerDiedError
 from unisono.launch.spawn import spawn
 from unisono.launch.watching.run_directory import read_run
@@ -111,6 +112,27 @@ def test_a_rank_that_heeds_sigterm_is_stopped_all_the_same_when_a_peer_fails(lin
         spawn(work, nprocs=2)
     assert time.monotonic() - began < SOON_S
     assert survivors([int(pid) for [pid] in ear.hear_all(2)]) == []
+
+
+def test_a_peer_that_fails_after_a_request_ends_the_others_at_once(line, ear):
+    def work(index):
+        should_stop()
+        line.say(index, os.getpid())
+        while index == 1 and not preemption.is_requested():
+            time.sleep(0.01)
+        if index == 1:
+            raise OSError("no space left")
+        while True:
+            time.sleep(0.01)
+
+    context = spawn(work, nprocs=2, join=False, grace_s=60.0)
+    pids = {int(rank): int(pid) for rank, pid in ear.hear_all(2)}
+    began = time.monotonic()
+    context._supervisor.ask_to_stop()
+    with pytest.raises(OSError, match="no space left"):
+        context.join()
+    assert time.monotonic() - began < SOON_S
+    assert survivors(list(pids.values())) == []
 
 
 def test_stop_still_stops_those_that_heed_sigterm(line, ear):

@@ -81,10 +81,11 @@ class Group:
         self._oom_watch = OomWatch()
         self._zygote: socket.socket | None = None
         self._signals = [signal.SIGTERM, signal.SIGKILL]  # what to send next
+        self._deadline: float | None = None  # when to send it
         self._sent: list[signal.Signals] = []
         self._stopped_at = math.inf  # when the first was sent, `time.monotonic()`; workers' clocks are the same
         self._is_stop_wanted = False  # the caller has asked for an early end
-        self._deadline: float | None = None  # when to send it
+        self._was_stopped = False  # by the caller, who gives the workers their grace
         self._stacks_due: float | None = None  # when the workers of a group that seems to hang will have told them
 
     @property
@@ -126,7 +127,7 @@ class Group:
         self._signal(signal.SIGTERM, [worker for worker in self.workers if worker.heeds_stop], to_sessions=False)
 
     def _stop_with(self, signum: signal.Signals) -> None:
-        self._is_stop_wanted = True
+        self._was_stopped = True
         if self._sent:  # asked before: no more patience
             self._signals = [signal.SIGKILL]
         else:
@@ -290,7 +291,7 @@ class Group:
             signum = self._signals.pop(0)
             self._stopped_at = min(self._stopped_at, time.monotonic())
             # Whoever heeds SIGTERM takes it for a request. The caller's stop is one; after a failure none is answered.
-            is_deaf = signum == signal.SIGTERM and not self._is_stop_wanted
+            is_deaf = signum == signal.SIGTERM and not self._was_stopped
             deaf = [worker for worker in self.workers if worker.heeds_stop and is_deaf]
             self._sent += [signum, signal.SIGKILL] if deaf else [signum]
             self._signal(signal.SIGKILL, deaf)
