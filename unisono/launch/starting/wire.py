@@ -10,6 +10,7 @@ from typing import Any
 
 _HEADER = struct.Struct("!I")  # the length of the message that follows
 _MAX_FDS = 8
+_QUIET = getattr(socket, "MSG_NOSIGNAL", 0)  # Python ignores SIGPIPE anyway, unless somebody has changed that
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
@@ -24,9 +25,6 @@ def send(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     sock.sendmsg([_HEADER.pack(len(data))], rights, _QUIET)
     sock.sendall(data, _QUIET)
-
-
-_QUIET = getattr(socket, "MSG_NOSIGNAL", 0)  # Python ignores SIGPIPE anyway, unless somebody has changed that
 
 
 def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
