@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
@@ -21,7 +20,7 @@ from unisono.backends.cgroups import cgroup_directories
 from unisono.errors import WorkerDiedError
 from unisono.launch.spawn import spawn
 from unisono.launch.watching.memory import OomWatch, memory_limit
-from unisono.launch.watching.monitor import Monitor, Sample
+from unisono.launch.watching.monitor import Monitor, Sample, own_samples
 from unisono.world import current_world
 
 GIB = 1 << 30
@@ -206,16 +205,19 @@ def test_a_kill_by_hand_is_not_taken_for_the_killers():
     )
 
 
-def test_a_worker_that_the_killer_has_ended_is_told_with_the_story_of_its_memory(group):
+def test_a_worker_that_the_killer_has_ended_is_told_with_the_story_of_its_memory(group, monkeypatch):
+    monkeypatch.setattr("unisono.launch.watching.monitor._REST", 0)
     confine(group)
 
     def grow(index):
         if index == 1:
             (group / "cgroup.procs").write_text(str(os.getpid()))
             held = []
+            for num_samples in (1, 3):  # one from before it grows, one that began after
+                until(lambda: len(own_samples(index)) >= num_samples)
+                held += [bytearray(b"x") * STEP for _ in range(LIMIT // STEP // 2)]
             while True:
-                held.append(bytearray(os.urandom(1)) * STEP)
-                time.sleep(0.25)  # the monitor looks each second
+                held.append(bytearray(b"x") * STEP)
         current_world().comm.barrier()
 
     with pytest.raises(WorkerDiedError, match=r"rank 1 .* killed by SIGKILL before fn returned; .*out-of-memory") as e:
