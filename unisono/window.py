@@ -17,8 +17,10 @@ share is ever used.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -38,12 +40,26 @@ class Share(NamedTuple):
     mark: int = 0
 
 
+class Latest(NamedTuple):
+    """The batch that a rank received last: `samples` of the round's `total`, None where nobody knows that.
+
+    `key` tells it from every other one; `is_last()` whether it ends its loop, and may wait for the loader to tell.
+    """
+
+    key: tuple[int, int]
+    samples: int
+    total: int | None
+    mark: int
+    is_last: Callable[[], bool]
+
+
 @cache
 def warn_of_unequal_shares() -> None:
     """Log, once in a process, that one number cannot weigh several batches exactly."""
     logger.warning(
         "several batches came between two optimizer steps, not all dealt in one proportion (a tail was split), and "
-        "are weighted by their sum, which is close, not exact; a loader with drop_last=True has no tail"
+        "are weighted by their sum, which is close, not exact; unisono.backward(loss) instead of loss.backward() "
+        "weighs each batch exactly"
     )
 
 
@@ -56,9 +72,15 @@ class _Counts(NamedTuple):
 
 
 class Pass:
-    """What one loop over a loader has delivered to this rank."""
+    """What one loop over a loader has delivered to this rank.
 
-    def __init__(self) -> None:
+    Args:
+        is_last: whether the batch that was delivered last is the loop's last one.
+    """
+
+    def __init__(self, is_last: Callable[[], bool] = lambda: False) -> None:
+        self._number = next(_numbers)
+        self._is_last = is_last
         self._now = self._before = _Counts()
         self._is_known = True
         self.is_evaluation = True
@@ -95,6 +117,18 @@ class Pass:
             warn_of_unequal_shares()
         return Share(samples / total, now.batches - taken.batches, self._mark)
 
+    def take(self, optimizer: object) -> None:
+        """That optimizer steps now, with a share of its own."""
+        self._taken[optimizer] = self._now
+
+    def latest(self) -> Latest | None:
+        """The batch that was delivered last."""
+        if not self._now.batches:
+            return None
+        samples, total = self._now.samples - self._before.samples, self._now.total - self._before.total
+        known = total if self._is_known else None
+        return Latest((self._number, self._now.batches), samples, known, self._mark, self._is_last)
+
     def has_left(self, optimizer: object) -> bool:
         """Whether it delivered batches that the optimizer has not stepped on."""
         return self._taken.get(optimizer, _Counts()).batches < self._now.batches
@@ -112,9 +146,9 @@ class Window:
         """Whether no loop over a loader has begun."""
         return self._latest is None and not self._open
 
-    def begin(self) -> Pass:
-        """A loop begins, inside those that are open."""
-        begun = Pass()
+    def begin(self, is_last: Callable[[], bool] = lambda: False) -> Pass:
+        """A loop begins, inside those that are open; `is_last` as for `Pass`."""
+        begun = Pass(is_last)
         self._open.append(begun)
         return begun
 
@@ -123,6 +157,20 @@ class Window:
         if ended in self._open:
             self._open.remove(ended)
             self._latest = self._latest if ended.is_evaluation else ended
+
+    @property
+    def _current(self) -> Pass | None:
+        """The innermost open loop, or the one that ended last."""
+        return self._open[-1] if self._open else self._latest
+
+    def latest(self) -> Latest | None:
+        """The batch that gradients come from now; None where there is none."""
+        return self._current.latest() if self._current is not None else None
+
+    def take(self, optimizer: object) -> None:
+        """That optimizer steps now, with a share of its own."""
+        if self._current is not None:
+            self._current.take(optimizer)
 
     def share_for(self, optimizer: object) -> Share | None:
         """This rank's share for a step of that optimizer, now; None where no loader tells."""
@@ -133,6 +181,7 @@ class Window:
         return None
 
 
+_numbers = itertools.count()
 _lock = threading.Lock()
 _windows: WeakKeyDictionary[World, Window] = WeakKeyDictionary()
 

@@ -140,7 +140,7 @@ def test_a_sparse_gradient_is_refused_before_anything_is_sent(mode):
         return ""
 
     for message in [*mode.run(body), *SOLO.run(body)]:
-        assert "the gradient of parameter 1, shape [5, 2], is torch.sparse_coo" in message
+        assert "the gradient of parameter 1 of shape [5, 2] is torch.sparse_coo" in message
         assert "sparse=False" in message
 
 

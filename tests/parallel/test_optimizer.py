@@ -449,7 +449,9 @@ class Counting(CpuBackend):
 
 def test_a_barrier_ends_the_devices_step_once():
     world = dataclasses.replace(solo_world(), backend=Counting())
-    optimizer = torch.optim.SGD(model().parameters(), lr=0.1)
+    network = model()
+    network(torch.ones(1, 5).double()).sum().backward()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     optimizer_step(optimizer, world=world)
     assert world.backend.steps == 0
     optimizer_step(optimizer, barrier=True, world=world)
@@ -518,6 +520,7 @@ def test_a_step_after_a_loop_is_on_batches_from_elsewhere(pair, is_left_early):
         weight = nn.Parameter(torch.zeros(1))
         optimizer = torch.optim.SGD([weight], lr=1.0)
         for _ in batches:
+            weight.grad = torch.zeros(1)
             optimizer_step(optimizer)
             if is_left_early:
                 break

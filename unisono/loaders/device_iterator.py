@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sized
+from functools import partial
 from typing import Any
 
 from unisono.loaders.channel import EndOfChannel
 from unisono.loaders.resume import State
 from unisono.loaders.stages import Delivery, Lane
+from unisono.outcome import Outcome
 from unisono.timeline import COMPUTE, FETCH, Loop
 from unisono.window import Pass, window_of
 from unisono.world import World
@@ -38,6 +41,7 @@ class DeviceIterator:
         self._window = window_of(world)
         self._loop: Loop | None = None
         self._pass: Pass | None = None
+        self._ahead: Outcome[Delivery] | None = None
         self.valid_samples = 0
         self._total: int | None = None
         lane.iterators.add(id(self))
@@ -53,13 +57,14 @@ class DeviceIterator:
         track = lane.timeline.loop()
         loop, running = self._loop, self._pass  # another thread may close this iterator, and end the pass
         if loop is None or running is None or loop.track is not track:
-            self._loop, self._pass = loop, running = Loop(track), self._window.begin()
+            self._loop, self._pass = loop, running = Loop(track), self._window.begin(partial(_is_last, weakref.ref(self)))
         else:
             track.switch(FETCH)
         began, queued = track.since, lane.sent - lane.received
         try:
             lane.backend.mark_step(lane.device)
-            delivery = self._receive()
+            ahead, self._ahead = self._ahead, None
+            delivery = self._receive() if ahead is None else ahead.unwrap()
             lane.backend.wait_ready(delivery.token)
         except BaseException as error:
             loop.end()
@@ -86,6 +91,21 @@ class DeviceIterator:
         track.count_wait(delivery.stamps.divide(began, track.since), lane.is_direct)
         return delivery.batch
 
+    def is_last(self) -> bool:
+        """Whether the batch that was delivered last is the last one; waits until the loader knows.
+
+        Ranks that read one stream find it out together, so all of them ask, or none.
+        """
+        if self._loop is None:
+            return True
+        if self._ahead is None:
+            with self._loop.track.span(FETCH):
+                try:
+                    self._ahead = Outcome(value=self._receive())
+                except Exception as error:
+                    self._ahead = Outcome.failure(error)
+        return isinstance(self._ahead.error, EndOfChannel)
+
     @property
     def weight(self) -> float | None:
         return self.valid_samples / self._total if self._total else None
@@ -109,8 +129,15 @@ class DeviceIterator:
 
     def _abandon_loop(self) -> None:
         self._lane.progress.is_left = True
+        self._ahead = None
         if self._pass is not None:
             self._window.end(self._pass)
             self._pass = None
         if self._loop is not None and self._loop.abandon():
             self._loop = None
+
+
+def _is_last(iterator: weakref.ref[DeviceIterator]) -> bool:
+    """For the window, which must not keep the iterator alive: a loop that is left ends with it."""
+    alive = iterator()
+    return alive is None or alive.is_last()

@@ -18,6 +18,7 @@ from torch import nn
 
 from unisono.comm.operations import name_ranks
 from unisono.errors import CollectiveMismatchError, ReplicasDifferError
+from unisono.parallel.names import in_brackets
 from unisono.timeline import REDUCE
 from unisono.world import World, current_world
 
@@ -34,7 +35,10 @@ def check_agreement(parameters: Sequence[torch.Tensor], world: World) -> None:
     Raises:
         CollectiveMismatchError: shapes, types or values differ; the message names the first difference.
     """
-    named = {f"the optimizer's parameter {place}": parameter for place, parameter in enumerate(parameters)}
+    named = {
+        f"the optimizer's parameter {place}{in_brackets(parameter)}": parameter
+        for place, parameter in enumerate(parameters)
+    }
     found = _first_difference(named, world)
     if found is not None:
         raise CollectiveMismatchError(

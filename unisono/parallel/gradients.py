@@ -5,7 +5,8 @@ A rank's gradient g_r is that of the mean over its own n_r samples. With N sampl
     grad of the mean over N samples  =  sum over r of (n_r / N) g_r
 
 so each rank scales its gradient by its share n_r / N and the sum over the ranks is exact, however unevenly the batch
-was dealt. Where no share is known, it is the plain mean over the ranks, n_r / N = 1 / size.
+was dealt. Where no share is known, it is the plain mean over the ranks, n_r / N = 1 / size. For gradients that weigh
+something else already, `weights.py` has the factor.
 
 Gradients travel in flat buckets, one reduction each. The first bucket carries a few numbers more: how many batches each
 rank took and of which round, the shares, whose sum must be 1, and which parameters have a gradient. So ranks that stand
@@ -15,34 +16,47 @@ paired with another one.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from unisono.errors import CollectiveMismatchError
+from unisono.parallel.names import name_of
 from unisono.window import Share
 from unisono.world import World
 
+logger = logging.getLogger(__name__)
+
+_warned = WeakTensorKeyDictionary()
 _MARKS = 251  # the largest prime that even bfloat16 holds exactly
 
 BUCKET_BYTES = 64 * 2**20  # large enough to be bound by bandwidth, small enough not to double a model's memory
 
 
-def reduce_gradients(parameters: Sequence[torch.Tensor], world: World, share: Share | None) -> None:
+def reduce_gradients(
+    parameters: Sequence[torch.Tensor], world: World, share: Share | None, factor: float | None = None
+) -> None:
     """Replace the gradients, in place, by the weighted sum over the ranks.
 
     Args:
         parameters: the same ones in the same order on each rank.
         share: this rank's part of the global batch; None where it is unknown.
+        factor: of this rank's gradients; None takes its part.
 
     Raises:
         TypeError: a gradient is sparse.
+        RuntimeError: no parameter has a gradient, on any rank.
         CollectiveMismatchError: the ranks stand in different rounds: they took different numbers of batches, or their
             shares do not add up to 1, or their rounds are not the same.
     """
     _refuse_sparse(parameters)
     if world.comm.size == 1 or not parameters:
+        scale_gradients(parameters, 1.0 if factor is None else factor)
+        check_presence(parameters)
         return
+    factor = part_of(share, world) if factor is None else factor
     size = world.comm.size
     places = [0.0] * 2 * size  # of each rank its batches and its mark, which the sum over the ranks keeps apart
     if share is not None:
@@ -50,15 +64,36 @@ def reduce_gradients(parameters: Sequence[torch.Tensor], world: World, share: Sh
     presence = [float(parameter.grad is not None) for parameter in parameters]
     notes = [*places, share.part if share else 0.0, *presence]
     for number, bucket in enumerate(_buckets(parameters)):
-        flat = _flatten(bucket, part_of(share, world), notes if number == 0 else [])
+        flat = _flatten(bucket, factor, notes if number == 0 else [])
         world.comm.all_reduce(flat)
         if number == 0:
             flat, summed = flat[: -len(notes)], flat[-len(notes) :].real if flat.is_complex() else flat[-len(notes) :]
             counts = summed.tolist()
             _check_shares(counts[:size], counts[size : 2 * size], counts[2 * size], flat.dtype)
-            counts = counts[2 * size + 1 :]
-            present = {id(parameter) for parameter, count in zip(parameters, counts, strict=True) if count}
+            present = _present(parameters, counts[2 * size + 1 :], world)
         _unflatten(flat, bucket, present)
+    check_presence(parameters)
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Sequence[torch.Tensor], factor: float) -> None:
+    """Multiply the gradients, in place."""
+    gradients = [each.grad for each in parameters if each.grad is not None]
+    if factor != 1 and gradients:
+        torch._foreach_mul_(gradients, factor)
+
+
+def check_presence(parameters: Sequence[torch.Tensor]) -> None:
+    """Refuse to step on nothing; after the reduction all ranks have the same gradients, so all refuse or none does.
+
+    Raises:
+        RuntimeError: no parameter has a gradient.
+    """
+    if parameters and all(each.grad is None for each in parameters):
+        raise RuntimeError(
+            f"none of the optimizer's {len(parameters)} parameters has a gradient, on any rank; call loss.backward() "
+            "before the step, on a loss that depends on them, and zero_grad() after it"
+        )
 
 
 def part_of(share: Share | None, world: World) -> float:
@@ -66,12 +101,27 @@ def part_of(share: Share | None, world: World) -> float:
     return share.part if share else 1 / world.comm.size
 
 
+def _present(parameters: Sequence[torch.Tensor], counts: list[float], world: World) -> set[int]:
+    """The parameters that have a gradient somewhere; rank zero warns, once, of those that some ranks lack."""
+    size = world.comm.size
+    for parameter, count in zip(parameters, counts, strict=True):
+        if 0 < round(count) < size and world.rank == 0 and parameter not in _warned:
+            _warned[parameter] = True
+            logger.warning(
+                "%s has a gradient on %d of %d ranks only; on the others it counts as zero",
+                name_of(parameter, parameters),
+                round(count),
+                size,
+            )
+    return {id(parameter) for parameter, count in zip(parameters, counts, strict=True) if count}
+
+
 def _refuse_sparse(parameters: Sequence[torch.Tensor]) -> None:
-    for place, parameter in enumerate(parameters):
+    for parameter in parameters:
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
             raise TypeError(
-                f"the gradient of parameter {place}, shape {list(parameter.shape)}, is {parameter.grad.layout}; only "
-                "dense gradients are reduced, so make the layer with sparse=False"
+                f"the gradient of {name_of(parameter, parameters)} is {parameter.grad.layout}; only dense gradients are "
+                "reduced, so make the layer with sparse=False"
             )
 
 

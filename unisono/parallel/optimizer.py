@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 
 from unisono.parallel.agreement import check_agreement
 from unisono.parallel.gradients import part_of, reduce_gradients
+from unisono.parallel.names import trained_parameters
+from unisono.parallel.weights import share_of, tally_of
 from unisono.timeline import REDUCE, STEP
 from unisono.window import Share, window_of
 from unisono.world import World, current_world
@@ -21,25 +23,32 @@ logger = logging.getLogger(__name__)
 _agreed: WeakKeyDictionary[World, WeakSet[Optimizer]] = WeakKeyDictionary()
 """The optimizers whose parameters have been compared, by the rank that did."""
 
+prepared: WeakKeyDictionary[Optimizer, Callable[..., Any]] = WeakKeyDictionary()
+"""The step of each optimizer that an Accelerator has prepared: it reduces by itself."""
+
 
 def optimizer_step(
     optimizer: Optimizer,
     barrier: bool = False,
     optimizer_args: Mapping[str, Any] | None = None,
     *,
+    weight: float | torch.Tensor | None = None,
     world: World | None = None,
 ) -> Any:
     """Reduce the gradients of the optimizer's parameters over all ranks and call `optimizer.step(**optimizer_args)`.
 
     The gradient that is applied is that of the mean loss over all samples that the ranks received from a loader of this
-    package since their last step, however unevenly they were dealt. Batches from elsewhere count equally per rank. The
-    learning rate is never scaled.
+    package, however unevenly they were dealt; batches from elsewhere count equally per rank. Gradients that several
+    plain `loss.backward()` have added up stay a sum of such means, as on one device; several
+    `unisono.backward(loss)` make the mean over all of their samples. The learning rate is never scaled.
 
     Args:
         optimizer: over the same parameters, in the same order, on each rank.
         barrier: end the device's step here; lazy devices need it where no loader of this package does it.
         optimizer_args: keyword arguments of `optimizer.step`. A "closure" is called by it, on every rank, and its
             gradients and its loss are reduced each time.
+        weight: what this rank's loss is the mean over, where that is not its samples: the tokens that count, say. For
+            gradients of one plain `loss.backward()`; for several there is `unisono.backward(loss, weight)`.
         world: None takes the current one.
 
     Returns:
@@ -47,6 +56,8 @@ def optimizer_step(
 
     Raises:
         TypeError: `optimizer` is none, or a gradient is sparse.
+        RuntimeError: no parameter has a gradient.
+        ValueError: a weight is no weight, or all are zero.
         CollectiveMismatchError: the ranks' models differ, or the ranks took different numbers of batches.
         BrokenWorldError: a peer failed or departed.
     """
@@ -54,34 +65,67 @@ def optimizer_step(
         raise TypeError(f"optimizer={optimizer!r} is a {type(optimizer).__name__}; pass a torch.optim.Optimizer")
     world = world or current_world()
     arguments = dict(optimizer_args or {})
-    share = window_of(world).share_for(optimizer)
-    parameters = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+    if optimizer in prepared:
+        if weight is not None:
+            raise ValueError("a prepared optimizer's gradients have their weights; pass backward(loss, weight=...)")
+        return prepared[optimizer](**arguments)
+    share, factor = _share(optimizer, weight, world)
+    parameters = trained_parameters(optimizer)
     track = world.timeline.loop()
     with track.span(REDUCE):
-        agreed = _agreed.setdefault(world, WeakSet())
-        if world.comm.size > 1 and optimizer not in agreed:
-            check_agreement(parameters, world)
-            agreed.add(optimizer)
-            if world.rank == 0 and window_of(world).is_unused:
-                logger.warning(
-                    "optimizer_step in a world of %d ranks, whose batches come from no loader of this package: they "
-                    "count equally, and a plain DataLoader gives each rank all of the data; DeviceLoader cuts it",
-                    world.world_size,
-                )
+        check_once(optimizer, parameters, world)
         if arguments.get("closure") is not None:
-            arguments["closure"] = _reducing(arguments["closure"], parameters, world, share)
+            arguments["closure"] = reducing(
+                arguments["closure"], lambda: reduce_gradients(parameters, world, share, factor), share, world
+            )
         else:
-            reduce_gradients(parameters, world, share)
+            reduce_gradients(parameters, world, share, factor)
     with track.span(STEP):
         result = optimizer.step(**arguments)
         if barrier:
             world.backend.mark_step(world.device)
+    tally_of(world).close(optimizer)
     track.count("steps")
     return result
 
 
-def _reducing(
-    closure: Callable[[], Any], parameters: list[torch.Tensor], world: World, share: Share | None
+def _share(
+    optimizer: Optimizer, weight: float | torch.Tensor | None, world: World
+) -> tuple[Share | None, float | None]:
+    """This rank's share of the step, and the factor of its gradients where that is another number."""
+    tally, window = tally_of(world), window_of(world)
+    if not tally.holds_for(optimizer):
+        if weight is None:
+            return window.share_for(optimizer), None
+        window.take(optimizer)
+        return share_of(weight, world)
+    if weight is not None:
+        raise ValueError("backward() has weighted these gradients; give the weight to backward(loss, weight=...) alone")
+    window.take(optimizer)
+    return tally.share()
+
+
+def check_once(optimizer: Optimizer, parameters: Sequence[torch.Tensor], world: World) -> None:
+    """Before an optimizer's first step: do all ranks have the same model?
+
+    Raises:
+        CollectiveMismatchError: they do not.
+    """
+    agreed = _agreed.setdefault(world, WeakSet())
+    if world.comm.size == 1 or optimizer in agreed:
+        return
+    check_agreement(parameters, world)
+    agreed.add(optimizer)
+    if world.rank == 0 and window_of(world).is_unused:
+        logger.warning(
+            "optimizer_step in a world of %d ranks, whose batches come from no loader of this package: they "
+            "count equally, and a plain DataLoader gives each rank all of the data; DeviceLoader cuts it",
+            world.world_size,
+        )
+
+
+def reducing(
+    closure: Callable[[], Any], reduce: Callable[[], None], share: Share | None, world: World
 ) -> Callable[[], Any]:
     """A closure whose gradients, and whose loss, are those of the global batch: the optimizer decides by them, and all
     ranks must decide alike."""
@@ -89,7 +133,7 @@ def _reducing(
     def reduced() -> Any:
         loss = closure()
         with world.timeline.loop().span(REDUCE):
-            reduce_gradients(parameters, world, share)
+            reduce()
             return world.comm.all_reduce(torch.as_tensor(loss, device=world.device).detach() * part_of(share, world))
 
     return reduced

@@ -1,0 +1,38 @@
+"""What a parameter is called: optimizers hold parameters without names, and messages should have them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
+
+_names = WeakTensorKeyDictionary()
+
+
+def remember_names(module: nn.Module) -> None:
+    """Let messages call that module's parameters by their names in it."""
+    for name, parameter in module.named_parameters():
+        _names[parameter] = name
+
+
+def trained_parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    """All parameters of the optimizer that take gradients, in its order."""
+    return [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+
+
+def in_brackets(parameter: torch.Tensor) -> str:
+    """" (its name)", and nothing where it has none."""
+    name = _names.get(parameter)
+    return f" ({name})" if name else ""
+
+
+def name_of(parameter: torch.Tensor, parameters: Sequence[torch.Tensor]) -> str:
+    """The parameter in words: by its name, or else by its place among `parameters`."""
+    name = _names.get(parameter)
+    if name is not None:
+        return repr(name)
+    place = next((place for place, each in enumerate(parameters) if each is parameter), None)
+    return f"parameter {place} of shape {list(parameter.shape)}"
