@@ -1,99 +1,234 @@
-"""Steps per second of the example's loop on N processes, against the same loop hand-written with torch's DDP.
+"""Steps per second on N processes: ours, against the same loop by torch's DDP, by accelerate and by Lightning Fabric.
 
-    python bench/steps.py [--blocks 30] [--workers 2]
+    python bench/steps.py [--blocks 30] [--workers 2] [--networks cnn transformer]
 
-Both loops run in the same workers, in turns of one epoch, over the same data, model, optimizer and batch size. The
-ratio is ours / DDP: larger is faster.
+All loops run in the same workers and over the same process group, which accelerate and Fabric adopt, in turns of one
+epoch: the same data, first weights, optimizer and batch size, one thread per worker, whole batches only. Each has the
+loader that its way of doing it gives. `Accelerator, DDP's loader` tells what of a difference is the loader's. The peers
+are those that can be imported. Ratios are ours / theirs: larger is faster.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from blocks import ratio_line
+from blocks import conditions, interleave, ratio_line
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
-from unisono import DeviceLoader, barrier, optimizer_step, spawn
+from unisono import Accelerator, DeviceLoader, barrier, optimizer_step, spawn
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from train_digits import build_loaders, build_model
 
+DDP, ACCELERATE, FABRIC = "DDP", "accelerate", "Fabric"
+FACADE, BARE, PLAIN_LOADER = "Accelerator", "optimizer_step", "Accelerator, DDP's loader"
+
 Epoch = Callable[[], int]
 
 
-def unisono_epochs(ranks: int) -> Epoch:
-    model = build_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
-    loader = DeviceLoader(build_loaders(ranks)[0])
+@dataclass(frozen=True)
+class Job:
+    """What is trained; each call makes another one, equal to the first.
+
+    Attributes:
+        batch_size: of all ranks together.
+    """
+
+    network: Callable[[], nn.Module]
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
+    data: Dataset[Any]
+    batch_size: int
+
+    def parts(self) -> tuple[nn.Module, Optimizer]:
+        torch.manual_seed(0)
+        model = self.network()
+        return model, self.optimizer(model.parameters())
+
+    def loader(self, ranks: int) -> DataLoader[Any]:
+        return DataLoader(self.data, batch_size=self.batch_size // ranks, shuffle=True)
+
+    def split_loader(self, ranks: int) -> DataLoader[Any]:
+        sampler: DistributedSampler[Any] = DistributedSampler(self.data)
+        return DataLoader(self.data, batch_size=self.batch_size // ranks, sampler=sampler)
+
+
+class Transformer(nn.Module):
+    """Predicts the next of a row of bytes: 64 at a time, three layers of width 128."""
+
+    def __init__(self, rows: int = 64, width: int = 128, layers: int = 3) -> None:
+        super().__init__()
+        self.embed, self.place = nn.Embedding(256, width), nn.Parameter(torch.zeros(rows, width))
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 256)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(rows))
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        hidden = self.layers(self.embed(text) + self.place, mask=self.mask, is_causal=True)
+        return self.head(hidden)  # type: ignore[no-any-return]
+
+
+def small_cnn() -> Job:
+    """The example's: 0.15 million parameters, images of 8 x 8."""
+
+    def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
+        return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=1e-4)
+
+    digits: Any = build_loaders(1)[0].dataset
+    inputs, labels = (torch.stack(column) for column in zip(*(digits[row] for row in range(22 * 64)), strict=True))
+    return Job(build_model, sgd, TensorDataset(inputs, labels), 64)
+
+
+def small_transformer() -> Job:
+    """0.7 million parameters, over this project's own text."""
+
+    def adam_w(parameters: Iterable[nn.Parameter]) -> Optimizer:
+        return torch.optim.AdamW(parameters, lr=3e-4)
+
+    pages = sorted((Path(__file__).parent.parent / "docs").rglob("*.md"))
+    text = torch.frombuffer(bytearray(b"".join(page.read_bytes() for page in pages)), dtype=torch.uint8)
+    rows = text[: 12 * 16 * 65].view(-1, 65).long()
+    return Job(Transformer, adam_w, TensorDataset(rows[:, :-1].clone(), rows[:, 1:].clone()), 16)
+
+
+JOBS = {"cnn": small_cnn, "transformer": small_transformer}
+
+
+def epochs(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loader: Iterable[Any],
+    backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
+    step: Callable[[Optimizer], Any] = lambda optimizer: optimizer.step(),
+) -> Epoch:
+    """The loop, which is the same for all."""
+    sampler = getattr(loader, "sampler", None)
+    number = 0
 
     def epoch() -> int:
-        steps = 0
-        for images, labels in loader:
+        nonlocal number
+        if isinstance(sampler, DistributedSampler):
+            sampler.set_epoch(number)
+        number, steps = number + 1, 0
+        for inputs, targets in loader:
             optimizer.zero_grad()
-            F.cross_entropy(model(images), labels).backward()
-            optimizer_step(optimizer)
+            backward(F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten()))
+            step(optimizer)
             steps += 1
         return steps
 
     return epoch
 
 
-def ddp_epochs(ranks: int) -> Epoch:
-    plain: nn.Module = build_model()
-    model = DistributedDataParallel(plain)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
-    source = build_loaders(ranks)[0]
-    sampler: DistributedSampler[Any] = DistributedSampler(source.dataset)
-    loader: DataLoader[Any] = DataLoader(source.dataset, batch_size=source.batch_size, sampler=sampler)
-    numbers: Iterator[int] = iter(range(1 << 30))
-
-    def epoch() -> int:
-        sampler.set_epoch(next(numbers))
-        steps = 0
-        for images, labels in loader:
-            optimizer.zero_grad()
-            F.cross_entropy(model(images), labels).backward()
-            optimizer.step()
-            steps += 1
-        return steps
-
-    return epoch
+def by_ddp(job: Job, ranks: int) -> Epoch:
+    model, _ = job.parts()
+    model = DistributedDataParallel(model)
+    return epochs(model, job.optimizer(model.parameters()), job.split_loader(ranks))
 
 
-def measure(index: int, ranks: int, blocks: int) -> dict[str, list[float]]:
-    """Steps per second of each variant, block by block."""
-    variants = {"unisono": unisono_epochs(ranks), "DDP": ddp_epochs(ranks)}
-    rates: dict[str, list[float]] = {name: [] for name in variants}
-    for block in range(blocks + 2):
-        for name in sorted(variants, reverse=bool(block % 2)):
+def by_accelerator(job: Job, ranks: int) -> Epoch:
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(*job.parts(), job.loader(ranks))
+    return epochs(model, optimizer, loader, accelerator.backward)
+
+
+def by_accelerator_without_loader(job: Job, ranks: int) -> Epoch:
+    accelerator = Accelerator()
+    model, optimizer = accelerator.prepare(*job.parts())
+    return epochs(model, optimizer, job.split_loader(ranks), accelerator.backward)
+
+
+def by_optimizer_step(job: Job, ranks: int) -> Epoch:
+    return epochs(*job.parts(), DeviceLoader(job.loader(ranks)), step=optimizer_step)
+
+
+def by_accelerate(job: Job, ranks: int) -> Epoch:
+    accelerator = import_module("accelerate").Accelerator(cpu=True)
+    model, optimizer, loader = accelerator.prepare(*job.parts(), job.loader(ranks))
+    return epochs(model, optimizer, loader, accelerator.backward)
+
+
+def by_fabric(job: Job, ranks: int) -> Epoch:
+    fabric = import_module("lightning_fabric").Fabric(accelerator="cpu", devices=ranks, strategy="ddp")
+    fabric.launch()
+    model, optimizer = fabric.setup(*job.parts())
+    return epochs(model, optimizer, fabric.setup_dataloaders(job.loader(ranks)), fabric.backward)
+
+
+def variants_of(job: Job, ranks: int) -> dict[str, Epoch]:
+    """Every way there is here."""
+    made = {FACADE: by_accelerator(job, ranks), DDP: by_ddp(job, ranks)}
+    if find_spec("accelerate"):
+        made[ACCELERATE] = by_accelerate(job, ranks)
+    if find_spec("lightning_fabric"):
+        made[FABRIC] = by_fabric(job, ranks)
+    made[BARE] = by_optimizer_step(job, ranks)
+    made[PLAIN_LOADER] = by_accelerator_without_loader(job, ranks)
+    return made
+
+
+def measure(index: int, ranks: int, blocks: int, network: str) -> tuple[int, dict[str, list[float]]]:
+    """The steps of an epoch, and the rates of each variant in steps per second, block by block."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    variants = variants_of(JOBS[network](), ranks)
+    torch.set_num_threads(1)  # accelerate sets its own number
+    steps: set[int] = set()
+
+    def timed(epoch: Epoch) -> Callable[[], float]:
+        def run() -> float:
             barrier()
             start = time.perf_counter()
-            steps = variants[name]()
+            taken = epoch()
             barrier()
-            if block >= 2:  # the first ones warm up
-                rates[name].append(steps / (time.perf_counter() - start))
-    return rates
+            steps.add(taken)
+            return taken / (time.perf_counter() - start)
+
+        return run
+
+    rates = interleave({name: timed(epoch) for name, epoch in variants.items()}, blocks, warm_up=2)
+    (count,) = steps
+    return count, rates
+
+
+def show(network: str, workers: int, steps: int, rates: dict[str, list[float]]) -> None:
+    pairs: Sequence[tuple[str, str]] = [
+        *((FACADE, peer) for peer in (DDP, ACCELERATE, FABRIC)),
+        *((BARE, peer) for peer in (DDP, ACCELERATE, FABRIC)),
+        (PLAIN_LOADER, DDP),
+    ]
+    print(f"\n{network}, {workers} processes, {steps} steps per epoch; {conditions()}")
+    print("median steps/s: " + ", ".join(f"{name} {median(values):.1f}" for name, values in rates.items()))
+    for ours, theirs in pairs:
+        if theirs in rates:
+            print(ratio_line(f"{ours} / {theirs}", rates[ours], rates[theirs]), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=30)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--networks", nargs="+", choices=JOBS, default=list(JOBS))
     arguments = parser.parse_args()
-    rates = spawn(measure, args=(arguments.workers, arguments.blocks), nprocs=arguments.workers)[0]
-    for name, values in rates.items():
-        print(f"{name:<10} median {median(values):6.1f} steps/s")
-    print(ratio_line(f"unisono / DDP, {arguments.workers} processes", rates["unisono"], rates["DDP"]))
+    for network in arguments.networks:
+        steps, rates = spawn(measure, args=(arguments.workers, arguments.blocks, network), nprocs=arguments.workers)[0]
+        show(network, arguments.workers, steps, rates)
 
 
 if __name__ == "__main__":

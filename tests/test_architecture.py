@@ -27,7 +27,7 @@ FLOOR = {
     **dict.fromkeys(["errors", "protocols", "pickling", "preemption", "outcome", "randomness", "tree", "timeline"], 0),
     **dict.fromkeys(["backends", "comm"], 1),
     **dict.fromkeys(["world", "window"], 2),
-    **dict.fromkeys(["loaders", "parallel", "launch", "checkpoint", "precision"], 3),
+    **dict.fromkeys(["loaders", "parallel", "launch", "checkpoint", "precision", "placement"], 3),
     **dict.fromkeys(["accelerator", "report"], 4),
     **dict.fromkeys(["cli", "compat"], 5),
     **dict.fromkeys(["", "__main__"], 6),  # the package's own names
@@ -182,7 +182,8 @@ def named_modes(module: Module) -> list[str]:
 
 
 def process_groups(module: Module) -> list[str]:
-    if module.part in ("comm", "launch", "world"):
+    """torch.distributed, outside the worlds of processes and the room that joins its strategies."""
+    if module.part in ("comm", "launch", "world") or module.name.startswith("unisono.parallel.strategies."):
         return []
     found = [
         module.at(each.node, "imports torch.distributed")

@@ -10,11 +10,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from unisono.accelerator import Accelerator as Accelerator
     from unisono.backends import available_devices as available_devices
+    from unisono.backends.device import Device as Device
     from unisono.errors import BrokenWorldError as BrokenWorldError
     from unisono.errors import BusyError as BusyError
     from unisono.errors import ClosedError as ClosedError
     from unisono.errors import CollectiveMismatchError as CollectiveMismatchError
+    from unisono.errors import MixedPlacementError as MixedPlacementError
+    from unisono.errors import NonFiniteGradientError as NonFiniteGradientError
     from unisono.errors import NoWorldError as NoWorldError
     from unisono.errors import RemoteError as RemoteError
     from unisono.errors import RemoteTraceback as RemoteTraceback
@@ -52,6 +56,14 @@ if TYPE_CHECKING:
     from unisono.parallel.data_parallel import DataParallel as DataParallel
     from unisono.parallel.optimizer import optimizer_step as optimizer_step
     from unisono.parallel.stopping import should_stop as should_stop
+    from unisono.parallel.weights import backward as backward
+    from unisono.placement.barrier import lazy_barrier as lazy_barrier
+    from unisono.placement.copying import copy_to as copy_to
+    from unisono.placement.copying import scalar_like as scalar_like
+    from unisono.placement.mixing import strict as strict
+    from unisono.precision import is_reduced_precision as is_reduced_precision
+    from unisono.precision import to_full_precision as to_full_precision
+    from unisono.precision import to_reduced_precision as to_reduced_precision
     from unisono.report.picture import save_picture as save_picture
     from unisono.report.summary import Report as Report
     from unisono.report.summary import gather_report as gather_report
@@ -63,12 +75,15 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "unisono.accelerator": ["Accelerator"],
     "unisono.backends": ["available_devices"],
     "unisono.errors": [
         "BrokenWorldError",
         "BusyError",
         "ClosedError",
         "CollectiveMismatchError",
+        "MixedPlacementError",
+        "NonFiniteGradientError",
         "NoWorldError",
         "RemoteError",
         "RemoteTraceback",
@@ -106,6 +121,12 @@ _HOMES = {
     "unisono.parallel.data_parallel": ["Context", "DataParallel"],
     "unisono.parallel.optimizer": ["optimizer_step"],
     "unisono.parallel.stopping": ["should_stop"],
+    "unisono.parallel.weights": ["backward"],
+    "unisono.precision": ["is_reduced_precision", "to_full_precision", "to_reduced_precision"],
+    "unisono.placement.copying": ["copy_to", "scalar_like"],
+    "unisono.placement.mixing": ["strict"],
+    "unisono.placement.barrier": ["lazy_barrier"],
+    "unisono.backends.device": ["Device"],
     "unisono.report.picture": ["save_picture"],
     "unisono.report.summary": ["Report", "gather_report"],
     "unisono.report.text": ["print_report"],

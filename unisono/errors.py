@@ -7,6 +7,8 @@ Who is to blame is told by the type::
     ├── BrokenWorldError          a peer failed or departed; __cause__ is the first cause where it is known
     ├── CollectiveMismatchError   two ranks called different collectives
     ├── ReplicasDifferError       the ranks no longer hold the same model
+    ├── MixedPlacementError       an operation under `strict` mixes devices or precisions
+    ├── NonFiniteGradientError    a gradient is NaN or infinite on one rank, so on all
     ├── ClosedError               you closed it
     ├── BusyError                 two used it at once
     ├── WorkerDiedError           a worker ended without a Python exception: a signal, an exit
@@ -61,6 +63,14 @@ class ReplicasDifferError(UnisonoError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class MixedPlacementError(UnisonoError):
+    """An operation inside `strict` has tensors on several devices, or in several precisions."""
+
+
+class NonFiniteGradientError(UnisonoError, ArithmeticError):
+    """A gradient is NaN or infinite on at least one rank; raised on every rank, before the step."""
 
 
 class ClosedError(UnisonoError):

@@ -105,6 +105,11 @@ def _torch_place() -> list[int]:
     return place
 
 
+def is_seeding() -> bool:
+    """Whether the calling thread is in a `seeded` block."""
+    return _seeding._is_owned()  # type: ignore[attr-defined, no-any-return] # typeshed omits it
+
+
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Seed the three generators for the block, and put them back as they were."""

@@ -17,11 +17,11 @@ share is ever used.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 from collections.abc import Callable
 from functools import cache
+from itertools import chain, count
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -30,6 +30,8 @@ import torch
 from unisono.world import World
 
 logger = logging.getLogger(__name__)
+
+_REMEMBERED = 8  # loops that have ended
 
 
 class Share(NamedTuple):
@@ -43,7 +45,8 @@ class Share(NamedTuple):
 class Latest(NamedTuple):
     """The batch that a rank received last: `samples` of the round's `total`, None where nobody knows that.
 
-    `key` tells it from every other one; `is_last()` whether it ends its loop, and may wait for the loader to tell.
+    `key` tells it from every other one; `is_last()` whether it ends its loop, and may wait for the loader to tell;
+    `is_over` whether the loop has ended.
     """
 
     key: tuple[int, int]
@@ -51,6 +54,7 @@ class Latest(NamedTuple):
     total: int | None
     mark: int
     is_last: Callable[[], bool]
+    is_over: bool = False
 
 
 @cache
@@ -61,6 +65,15 @@ def warn_of_unequal_shares() -> None:
         "are weighted by their sum, which is close, not exact; unisono.backward(loss) instead of loss.backward() "
         "weighs each batch exactly"
     )
+
+
+class Rows(NamedTuple):
+    """Which rows count, of the last batches of a loop; whether that is one batch, and whether these are all of it."""
+
+    of: Pass
+    counted: list[int]
+    is_one: bool
+    is_whole: bool
 
 
 class _Counts(NamedTuple):
@@ -76,24 +89,40 @@ class Pass:
 
     Args:
         is_last: whether the batch that was delivered last is the loop's last one.
+
+    Attributes:
+        at: when the last batch was delivered, in an order of all passes.
+        is_evaluation: all batches were delivered with gradients off.
+        is_gathered: `Window.last_rows` has told of it.
     """
 
     def __init__(self, is_last: Callable[[], bool] = lambda: False) -> None:
         self._number = next(_numbers)
         self._is_last = is_last
+        self._runs: list[
+            tuple[int, int, int]
+        ] = []  # batches that had so many samples, and rows, and how many such came
+        self.at = 0
         self._now = self._before = _Counts()
         self._is_known = True
         self.is_evaluation = True
+        self.is_gathered = False
         self._mark = 0
         self._taken: WeakKeyDictionary[object, _Counts] = WeakKeyDictionary()
 
-    def add(self, samples: int, total: int | None, mark: int = 0) -> None:
+    def add(self, samples: int, total: int | None, mark: int = 0, repeated: int = 0) -> None:
         """A batch with `samples` of the round's `total` samples was delivered, just now in the loop's thread.
 
         Args:
             total: None where nobody knows it.
             mark: the same on all ranks where they stand in the same round.
+            repeated: rows of the batch that come behind its samples and do not count.
         """
+        self.at = next(_numbers)
+        run = (samples, samples + repeated, 1)
+        if self._runs and self._runs[-1][:2] == run[:2]:
+            run = (*run[:2], self._runs.pop()[2] + 1)
+        self._runs.append(run)
         self._is_known = self._is_known and total is not None
         self.is_evaluation = self.is_evaluation and not torch.is_grad_enabled()
         now = self._now
@@ -129,6 +158,25 @@ class Pass:
         known = total if self._is_known else None
         return Latest((self._number, self._now.batches), samples, known, self._mark, self._is_last)
 
+    def last_rows(self, rows: int) -> Rows | None:
+        """Those that count of the last few batches, if these have so many rows together."""
+        counted: list[range] = []
+        left = rows
+        for samples, height, times in reversed(self._runs):
+            for _ in range(times):
+                if left < height:
+                    return None
+                left -= height
+                counted.append(range(left, left + samples))
+                if left == 0:
+                    is_whole = len(counted) == self._now.batches
+                    return Rows(self, list(chain(*reversed(counted))), len(counted) == 1, is_whole)
+        return None
+
+    def recent_rows(self) -> list[int]:
+        """How many rows the latest few batches had, the latest last."""
+        return [height for _, height, times in self._runs[-3:] for _ in range(min(times, 3))][-3:]
+
     def has_left(self, optimizer: object) -> bool:
         """Whether it delivered batches that the optimizer has not stepped on."""
         return self._taken.get(optimizer, _Counts()).batches < self._now.batches
@@ -139,6 +187,7 @@ class Window:
 
     def __init__(self) -> None:
         self._open: list[Pass] = []
+        self._ended: list[Pass] = []  # the last ones
         self._latest: Pass | None = None
 
     @property
@@ -156,6 +205,7 @@ class Window:
         """That loop has ended, or was left. Idempotent."""
         if ended in self._open:
             self._open.remove(ended)
+            self._ended = [*self._ended[1 - _REMEMBERED :], ended]
             self._latest = self._latest if ended.is_evaluation else ended
 
     @property
@@ -165,7 +215,41 @@ class Window:
 
     def latest(self) -> Latest | None:
         """The batch that gradients come from now; None where there is none."""
-        return self._current.latest() if self._current is not None else None
+        latest = self._current.latest() if self._current is not None else None
+        return latest and latest._replace(is_over=not self._open)
+
+    def last_rows(self, rows: int) -> list[int] | None:
+        """Which rows count, where so many are those of some last batches of a loop; None where they are of none.
+
+        They are taken for the batch that was received last; else for a whole loop, one that has not been asked for
+        before others; else for some last batches of a loop.
+
+        Raises:
+            ValueError: they may be those of two loops, and count differently.
+        """
+        passes = sorted([*self._open, *self._ended], key=lambda each: -each.at)
+        fitting = [found for each in passes if (found := each.last_rows(rows)) is not None]
+        whole = [each for each in fitting if each.is_whole]
+        waiting = [each for each in whole if not each.of.is_gathered]
+        if fitting and fitting[0].is_one and fitting[0].of is passes[0]:
+            best = [fitting[0], *(each for each in waiting if each.of.is_evaluation)]
+        else:
+            best = waiting or whole[:1] or fitting[:1]
+        if any(each.counted != best[0].counted for each in best):
+            counts = " or ".join(str(len(each.counted)) for each in best)
+            raise ValueError(
+                f"values with {rows} samples may be those of several loops, and {counts} of them count; gather what a "
+                "loop has made before the next one begins, or pass valid_samples"
+            )
+        for each in best[:1]:
+            each.of.is_gathered = True
+            return each.counted
+        return None
+
+    def recent_rows(self) -> list[int]:
+        """As for `Pass`, of the loop that received a batch last."""
+        latest = max([*self._open, *self._ended], key=lambda each: each.at, default=None)
+        return latest.recent_rows() if latest is not None else []
 
     def take(self, optimizer: object) -> None:
         """That optimizer steps now, with a share of its own."""
@@ -181,7 +265,7 @@ class Window:
         return None
 
 
-_numbers = itertools.count()
+_numbers = count()
 _lock = threading.Lock()
 _windows: WeakKeyDictionary[World, Window] = WeakKeyDictionary()
 

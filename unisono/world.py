@@ -55,6 +55,11 @@ class World:
     restart_count: int = 0
     timeline: Timeline = field(default_factory=Timeline)
 
+    @property
+    def is_of_processes(self) -> bool:
+        """Whether each rank has a process to itself, and torch's process group joins them."""
+        return isinstance(self.comm, ProcessCommunicator)
+
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.world_size}, {self.device}, {this_process()}, restart {self.restart_count}"
 
@@ -168,6 +173,13 @@ def thread_worlds(
             zip(devices, ThreadCommunicator.group(size, timeout), strict=True),
         )
     ]
+
+
+def meet_anew(worlds: list[World]) -> None:
+    """Let the threads of these worlds, which have all ended, meet as if for the first time."""
+    seats = [world.comm for world in worlds if isinstance(world.comm, ThreadCommunicator)]
+    if seats:
+        ThreadCommunicator.meet_anew(seats)
 
 
 def _adopted_world() -> World:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -19,10 +20,12 @@ from modes import PROCESSES_2
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
+from tracing import interrupting
 
 import unisono
 from unisono import BrokenWorldError, BusyError, ClosedError, Context, DataParallel, DeviceLoader, current_world
 from unisono.backends.cores import usable_cores
+from unisono.window import window_of
 
 PATIENCE_S = 20.0
 TWO = ["cpu:0", "cpu:1"]
@@ -253,6 +256,212 @@ def test_a_training_over_two_calls_gives_every_replica_equal_bits():
         replicas(train, DataLoader(data, batch_size=3))
     for model in replicas.models[1:]:
         assert torch.equal(model.weight, replicas.models[0].weight)
+
+
+# What the replicas see of their caller.
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [torch.no_grad, torch.inference_mode, torch.enable_grad, lambda: torch.autocast("cpu", torch.bfloat16)],
+    ids=["no_grad", "inference_mode", "enable_grad", "autocast"],
+)
+@pytest.mark.parametrize("devices", [TWO, []], ids=str)
+def test_the_replicas_run_under_the_callers_grad_mode_and_autocast_for_the_call(mode, devices):
+    replicas = DataParallel(network(), devices)
+
+    def look(model, *_):
+        output = model(torch.ones(1, 3))
+        return output.requires_grad, output.dtype, torch.is_inference(output)
+
+    plain = look(network())
+    with mode():
+        expected = look(network())
+        assert replicas(look, []) == [expected] * max(1, len(devices))
+        assert replicas.run_on_replicas(look) == [expected] * max(1, len(devices))
+    assert replicas(look, []) == [plain] * max(1, len(devices))
+
+
+def test_a_mode_that_a_loop_leaves_switched_on_is_off_in_the_next_call():
+    replicas = DataParallel(network(), TWO)
+    replicas.run_on_replicas(lambda *_: torch.set_grad_enabled(False))
+    assert replicas.run_on_replicas(lambda *_: torch.is_grad_enabled()) == [True, True]
+
+
+def test_the_replicas_see_the_callers_context_variables_and_change_their_own_copies():
+    replicas, variable = DataParallel(network(), TWO), ContextVar("variable", default="unset")
+    token = variable.set("mine")
+    try:
+
+        def read_and_set(model, device, context):
+            seen = variable.get()
+            variable.set("theirs")
+            return seen, unisono.world_size()
+
+        for _ in range(2):
+            assert replicas.run_on_replicas(read_and_set) == [("mine", 2), ("mine", 2)]
+        assert variable.get() == "mine"
+    finally:
+        variable.reset(token)
+
+
+def test_an_evaluation_under_no_grad_around_the_call_is_no_part_of_a_step():
+    replicas = DataParallel(network(), TWO)
+    worlds = []
+
+    def count(model, loader, device, context):
+        worlds.append(current_world())
+        return sum(1 for _ in loader)
+
+    with torch.no_grad():
+        assert replicas(count, [torch.ones(2, 3)] * 4) == [2, 2]
+    assert [window_of(world).share_for(object()) for world in worlds] == [None, None]
+
+
+# Without a loader.
+
+
+@pytest.mark.parametrize("devices", [TWO, []], ids=str)
+def test_any_function_runs_on_all_replicas_without_a_loader(devices):
+    replicas = DataParallel(network(), devices)
+
+    def fn(model, device, context):
+        context.calls = context.getattr_or("calls", 0) + 1
+        return model, device, context.calls, unisono.rank(), unisono.all_reduce(torch.tensor(1)).item()
+
+    size = max(1, len(devices))
+    for call in (1, 2):
+        for rank, found in enumerate(replicas.run_on_replicas(fn)):
+            assert found == (replicas.models[rank], torch.device("cpu", rank), call, rank, size)
+
+
+def test_a_failure_without_a_loader_is_the_callers_and_wakes_the_others():
+    replicas = DataParallel(network(), TWO)
+
+    def fail(model, device, context):
+        if device.index == 1:
+            raise KeyError("mine")
+        unisono.barrier()
+
+    with pytest.raises(KeyError, match="mine") as caught:
+        replicas.run_on_replicas(fail)
+    assert any(note.startswith("rank 1 of 2, cpu:1, pid ") for note in caught.value.__notes__)
+    assert replicas.run_on_replicas(lambda *_: 1) == [1, 1]
+
+
+def test_what_is_no_function_is_refused_without_a_loader_too():
+    with pytest.raises(TypeError, match="fn=3 is a int; pass a function"):
+        DataParallel(network(), TWO).run_on_replicas(3)
+
+
+def test_a_run_without_a_loader_is_one_at_a_time_like_any_other():
+    replicas = DataParallel(network(), TWO)
+
+    def loop(*_):
+        with pytest.raises(BusyError, match="runs one at a time"):
+            replicas.run_on_replicas(lambda *_: None)
+        assert not replicas.is_usable
+        return "refused"
+
+    assert replicas(loop, []) == ["refused"] * 2
+    assert replicas.is_usable
+
+
+def test_an_empty_list_starts_no_thread_after_the_first_call(monkeypatch):
+    replicas = DataParallel(network(), TWO)
+    assert replicas(lambda model, loader, *_: list(loader), []) == [[], []]
+    started, start = [], threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: (started.append(thread.name), start(thread)))
+    for empty in ([], ()):
+        assert replicas(lambda model, loader, *_: (list(loader), len(loader)), empty) == [([], 0), ([], 0)]
+    replicas.run_on_replicas(lambda *_: None)
+    assert started == []
+
+
+# Its state.
+
+
+@pytest.mark.parametrize("devices", [TWO, []], ids=str)
+def test_its_state_is_the_networks_and_loading_it_reaches_every_replica(devices):
+    module, replicas = network(), DataParallel(network(), devices)
+    assert replicas.state_dict().keys() == module.state_dict().keys()
+    missing, unexpected = replicas.load_state_dict(module.state_dict())
+    assert missing == unexpected == []
+    for model in replicas.models:
+        assert torch.equal(model.weight, module.weight)
+        assert model.weight is not module.weight
+    assert torch.equal(replicas.state_dict()["weight"], module.weight)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        replicas.load_state_dict({})
+    assert replicas.load_state_dict({}, strict=False).missing_keys == ["weight", "bias"]
+
+
+def test_a_loop_may_take_the_state_and_must_not_load_it():
+    replicas = DataParallel(network(), TWO)
+
+    def loop(*_):
+        state = replicas.state_dict()
+        with pytest.raises(BusyError):
+            replicas.load_state_dict(state)
+        return sorted(state)
+
+    assert replicas(loop, []) == [["bias", "weight"]] * 2
+
+
+# What a failed call leaves.
+
+
+def fill_one(model: nn.Module, device: torch.device, context: Context) -> None:
+    if device.index == 1:
+        with torch.no_grad():
+            model.bias.fill_(7)
+        raise KeyError("mine")
+
+
+def test_a_failure_that_lets_the_replicas_drift_apart_says_so_and_how_to_mend_it():
+    replicas = DataParallel(network(), TWO)
+    assert replicas.are_alike()
+    with pytest.raises(KeyError) as caught:
+        replicas.run_on_replicas(fill_one)
+    (note,) = [note for note in caught.value.__notes__ if "no longer alike" in note]
+    assert "('bias' is the first that differs)" in note
+    assert "replicas.load_state_dict(replicas.state_dict())" in note
+    assert replicas.is_usable
+    assert not replicas.are_alike()
+    replicas.load_state_dict(replicas.state_dict())
+    assert replicas.are_alike()
+
+
+def test_a_failure_that_leaves_them_alike_says_nothing():
+    replicas = DataParallel(nn.Sequential(network(), nn.BatchNorm1d(2)), TWO)
+
+    def fail(model, device, context):
+        model(torch.rand(4, 3))  # statistics of its own
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError) as caught:
+        replicas.run_on_replicas(fail)
+    assert not any("alike" in note for note in caught.value.__notes__)
+    assert replicas.are_alike()
+
+
+def test_where_it_cannot_be_told_whether_they_are_alike_the_cause_is_raised_all_the_same():
+    replicas = DataParallel(nn.LazyLinear(2), TWO)
+    with pytest.raises(KeyError, match="mine") as caught:
+        replicas.run_on_replicas(lambda *_: {}["mine"])
+    assert any("whether the replicas are still alike cannot be told" in note for note in caught.value.__notes__)
+
+
+def test_values_that_are_no_numbers_are_compared_bit_by_bit():
+    replicas = DataParallel(network(), TWO)
+    with torch.no_grad():
+        for model in replicas.models:
+            model.weight[0, 0] = float("nan")
+    assert replicas.are_alike()
+    with torch.no_grad():
+        replicas.models[1].weight[1, 0] = float("nan")
+    assert not replicas.are_alike()
+    assert DataParallel(nn.Identity(), TWO).are_alike()
 
 
 # The native run.
@@ -494,6 +703,78 @@ def test_an_interrupt_of_the_caller_ends_the_waiting_in_collectives():
     replicas = interrupted(loop, [])
     assert seen == [True]
     assert replicas(lambda *_: unisono.world_size(), []) == [2, 2]
+
+
+def test_an_interrupt_of_replicas_in_plain_python_ends_them_at_their_next_collective():
+    is_broken, seen = threading.Event(), []
+
+    def fn(model, device, context):
+        if device.index == 0:
+            interrupt_main_thread()
+        while True:
+            sum(range(10_000))  # plain Python, until a collective tells that the world is broken
+            try:
+                unisono.barrier()
+            except BrokenWorldError as error:
+                is_broken.set()
+                seen.append(type(error.__cause__))
+                raise
+
+    replicas = DataParallel(network(), TWO)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        replicas.run_on_replicas(fn)
+    assert seen == [KeyboardInterrupt] * 2
+    assert not getattr(caught.value, "__notes__", [])
+    assert replicas.is_usable
+    assert replicas.run_on_replicas(lambda *_: unisono.world_size()) == [2, 2]
+
+
+def test_a_second_interrupt_leaves_a_loop_that_does_not_end_and_the_object_says_so():
+    replicas, gate, once = DataParallel(network(), TWO), threading.Event(), threading.Event()
+
+    def stay(model, device, context):
+        if device.index == 1:
+            return
+        interrupt_main_thread()
+        once.wait(0.5)  # the main thread is told, and waits again
+        interrupt_main_thread()
+        gate.wait(PATIENCE_S)
+
+    try:
+        with pytest.raises(KeyboardInterrupt) as caught:
+            replicas.run_on_replicas(stay)
+        assert caught.value.__notes__ == ["replicas [0] still run the loop; is_usable tells when they have returned"]
+        assert not replicas.is_usable
+        for use in (lambda: replicas(lambda *_: 1, []), lambda: replicas.load_state_dict(replicas.state_dict())):
+            with pytest.raises(
+                BusyError, match=r"replicas \[0\] still run the loop of a call that was interrupted twice"
+            ):
+                use()
+    finally:
+        gate.set()
+    deadline = time.monotonic() + PATIENCE_S
+    while not replicas.is_usable and time.monotonic() < deadline:
+        threading.Event().wait(0.01)
+    assert replicas.run_on_replicas(lambda *_: 1) == [1, 1]
+
+
+@pytest.mark.parametrize("loader", [None, [], [1, 2]], ids=str)
+def test_wherever_an_interrupt_strikes_the_object_is_usable_afterwards(loader):
+    replicas, at, is_reached = DataParallel(network(), TWO), 0, True
+
+    def call() -> None:
+        if loader is None:
+            replicas.run_on_replicas(lambda *_: unisono.barrier())
+        else:
+            replicas(lambda *_: unisono.barrier(), loader)
+
+    call()
+    while is_reached:
+        is_reached = interrupting(at, ("parallel/data_parallel.py", "parallel/replicas.py"), call)
+        assert replicas.is_usable
+        assert replicas.run_on_replicas(lambda *_: unisono.all_reduce(torch.tensor(1)).item()) == [2, 2]
+        at += 1
+    assert at > 10
 
 
 def test_dropping_it_ends_its_threads():

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 
 import pytest
 from interrupts import interrupt_main_thread
+from tracing import interrupting
 
+from unisono.errors import BusyError
 from unisono.outcome import Outcome
 from unisono.parallel import replicas
 from unisono.parallel.replicas import ReplicaThreads
@@ -147,3 +150,51 @@ def test_an_outcome_whose_news_an_interrupt_loses_is_there_all_the_same(monkeypa
     running.start()
     running.join(PATIENCE_S)
     assert raised == [KeyboardInterrupt]
+
+
+def test_wherever_an_interrupt_strikes_all_have_run_or_none_and_the_next_call_works():
+    at, is_reached, partial_runs = 0, True, []
+    threads = ReplicaThreads(2)
+    while is_reached:
+        threads = threads if at % 7 else ReplicaThreads(2)  # where it starts its threads, too
+        together, ran = threading.Barrier(2), []
+
+        def body(number: int, together: threading.Barrier = together, ran: list[int] = ran) -> None:
+            ran.append(number)
+            together.wait(PATIENCE_S)  # who came alone would wait here
+
+        is_reached = interrupting(
+            at,
+            ("parallel/replicas.py",),
+            lambda threads=threads, body=body: threads.run([lambda: body(0), lambda: body(1)], lambda error: None),
+        )
+        if len(ran) not in (0, 2):
+            partial_runs.append(at)
+        assert threads.running == []
+        assert [outcome.unwrap() for outcome in threads.run([lambda: 1, lambda: 2], unexpected)] == [1, 2]
+        at += 1
+    assert not partial_runs
+    assert at > 10
+
+
+def test_after_a_second_interrupt_the_next_call_is_refused_until_the_threads_have_come_back():
+    threads, gate, has_first = ReplicaThreads(2), threading.Event(), threading.Event()
+
+    def body() -> None:
+        interrupt_main_thread()
+        has_first.wait(PATIENCE_S)
+        interrupt_main_thread()
+        gate.wait(PATIENCE_S)
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            threads.run([body, lambda: None], lambda error: has_first.set())
+        assert threads.running == [0]
+        with pytest.raises(BusyError, match=r"replicas \[0\] still run the loop of a call that was interrupted twice"):
+            threads.run([lambda: 1] * 2, unexpected)
+    finally:
+        gate.set()
+    deadline = time.monotonic() + PATIENCE_S
+    while threads.running and time.monotonic() < deadline:
+        threading.Event().wait(0.01)
+    assert [outcome.unwrap() for outcome in threads.run([lambda: 1] * 2, unexpected)] == [1, 1]

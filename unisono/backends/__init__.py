@@ -17,6 +17,9 @@ from unisono.protocols import Backend
 NAMES = ("cuda", "mps", "cpu")
 """In the order in which `pick_backend` tries them: accelerators first, cpu last."""
 
+CPU = "cpu"
+"""The family that every machine has."""
+
 
 @cache
 def get_backend(name: str) -> Backend:

@@ -1,25 +1,28 @@
-"""Ranks as threads of one process: collectives through shared memory."""
+"""Ranks as threads of one process: collectives through shared memory.
+
+Small tensors are combined by the last thread to come, in one meeting. With large ones each thread does its part on
+everybody's tensors, between two meetings: before the first they are not complete, and until the second nobody may
+change his own.
+
+Invariants:
+1. A thread that fails between the two meetings breaks the world, so nobody goes on with a result that is half there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import reduce
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from unisono.comm.folding import SharedFold, all_reduction, fold, is_worth_sharing
+from unisono.comm.gate import compiling
 from unisono.comm.meeting import Meeting
 from unisono.comm.operations import Call, check_reduction, check_root, check_scatter, check_tensor, pack, unpack
 from unisono.protocols import ReduceOp
 
-_FOLDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "sum": torch.Tensor.add_,
-    "mean": torch.Tensor.add_,
-    "product": torch.Tensor.mul_,
-    "min": lambda total, other: torch.minimum(total, other, out=total),
-    "max": lambda total, other: torch.maximum(total, other, out=total),
-}
+R = TypeVar("R")
 
 
 class ThreadCommunicator:
@@ -36,32 +39,54 @@ class ThreadCommunicator:
         meeting = Meeting(size, timeout)
         return [cls(meeting, rank) for rank in range(size)]
 
+    @staticmethod
+    def meet_anew(group: Sequence[ThreadCommunicator], timeout: timedelta = timedelta(minutes=30)) -> None:
+        """Give a group, none of which is in use, a new meeting: nobody has left it, and nothing is broken."""
+        meeting = Meeting(len(group), timeout)
+        for each in group:
+            each._meeting = meeting
+
     @torch.no_grad()
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
         check_reduction(tensor, op)
-        total = self._exchange(Call.on("all_reduce", tensor, op), tensor, lambda all_: _fold(all_, op))
-        return tensor.copy_(total)
+        call = Call.on("all_reduce", tensor, op)
+        begun = self._exchange(call, tensor, lambda all_: all_reduction(all_, op))
+        if isinstance(begun, SharedFold):
+            self._work(call, begun.work)
+        elif begun is not None:
+            tensor.copy_(begun)
+        return tensor
 
     @torch.no_grad()
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         check_tensor(tensor, "all_gather")
-        copies = self._exchange(Call.on("all_gather", tensor), tensor, lambda all_: [each.clone() for each in all_])
-        return [each.to(tensor.device, copy=True) for each in copies]
+        call = Call.on("all_gather", tensor)
+        shown = self._exchange(call, tensor, lambda all_: _shown(all_) or [each.clone() for each in all_])
+        if isinstance(shown, _Shown):
+            return self._work(call, lambda: [each.detach().clone() for each in shown])
+        return [each.to(tensor.device, copy=True) for each in shown]
 
     @torch.no_grad()
     def reduce_scatter(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
         check_reduction(tensor, op, "reduce_scatter")
         check_scatter(tensor, self.size)
-        total = self._exchange(Call.on("reduce_scatter", tensor, op), tensor, lambda all_: _fold(all_, op))
-        part: torch.Tensor = total.chunk(self.size)[self.rank]
+        call = Call.on("reduce_scatter", tensor, op)
+        found = self._exchange(call, tensor, lambda all_: _shown(all_) or fold(all_, op))
+        if isinstance(found, _Shown):
+            return self._work(call, lambda: fold([each.chunk(self.size)[self.rank] for each in found], op))
+        part: torch.Tensor = found.chunk(self.size)[self.rank]
         return part.to(tensor.device, copy=True)
 
     @torch.no_grad()
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
         check_tensor(tensor, "broadcast")
         check_root(root, self.size)
-        source = self._exchange(Call.on("broadcast", tensor, root), tensor, lambda all_: all_[root].clone())
-        return tensor.copy_(source)
+        call = Call.on("broadcast", tensor, root)
+        found = self._exchange(call, tensor, lambda all_: _shown(all_) or all_[root].clone())
+        if isinstance(found, _Shown):
+            self._work(call, lambda: tensor if self.rank == root else tensor.copy_(found[root]))
+            return tensor
+        return tensor.copy_(found)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return [unpack(data) for data in self._exchange(Call("all_gather_object"), pack(value), list)]
@@ -81,11 +106,25 @@ class ThreadCommunicator:
         self._meeting.leave(self.rank)
 
     def _exchange(self, call: Call, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
-        return self._meeting.exchange(self.rank, call, value, combine)
+        if not compiling.is_inside:
+            return self._meeting.exchange(self.rank, call, value, combine)
+        with compiling.outside():
+            return self._meeting.exchange(self.rank, call, value, combine)
+
+    def _work(self, call: Call, work: Callable[[], R]) -> R:
+        """Do this rank's part of `call` on the tensors of all, and return when all have done theirs."""
+        try:
+            result = work()
+        except BaseException as error:
+            self.abort(error)
+            raise
+        self._exchange(call, None, lambda all_: None)
+        return result
 
 
-def _fold(tensors: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
-    """Reduce in rank order, so that a repeated run gives the same bits."""
-    first = tensors[0].detach().clone()
-    total = reduce(lambda total, other: _FOLDS[op](total, other.to(total.device)), tensors[1:], first)
-    return total.div_(len(tensors)) if op == "mean" else total
+class _Shown(tuple[torch.Tensor, ...]):
+    """The ranks' own tensors, to be read by all until they meet again."""
+
+
+def _shown(tensors: list[torch.Tensor]) -> _Shown | None:
+    return _Shown(tensors) if is_worth_sharing(tensors) else None

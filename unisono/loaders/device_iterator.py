@@ -57,7 +57,8 @@ class DeviceIterator:
         track = lane.timeline.loop()
         loop, running = self._loop, self._pass  # another thread may close this iterator, and end the pass
         if loop is None or running is None or loop.track is not track:
-            self._loop, self._pass = loop, running = Loop(track), self._window.begin(partial(_is_last, weakref.ref(self)))
+            is_last = partial(_is_last, weakref.ref(self))
+            self._loop, self._pass = loop, running = Loop(track), self._window.begin(is_last)
         else:
             track.switch(FETCH)
         began, queued = track.since, lane.sent - lane.received
@@ -80,7 +81,7 @@ class DeviceIterator:
         claim = delivery.claim
         self.valid_samples, self._total = claim.samples, claim.total
         lane.progress.advance(delivery.position, claim.samples, claim.total)
-        running.add(claim.samples, claim.total, claim.mark)
+        running.add(claim.samples, claim.total, claim.mark, claim.repeated)
         counts = track.counts
         counts["samples"] += claim.samples
         counts["batches"] += 1

@@ -3,17 +3,20 @@
 Semantics of PyTorch/XLA's thread-based `DataParallel`, but for its faults: a replica that raises, raises in the caller;
 no batch is dropped; plain batches come out in every case; any list of devices will do.
 
-Who owns what: the object owns the replicas, a context and a timeline for each, and the threads. Each call makes a new
-meeting for them, so a call that failed leaves a usable object.
+Who owns what: the object owns the replicas, a context, a timeline and random generators for each, and the threads. Each
+call makes a new meeting for them, so a call that failed leaves an object that can be called again, though its replicas
+may have drifted apart: the error's note tells.
 
-*Threads:* one call at a time; `loop_fn` runs in the replica threads, at once.
+*Threads:* one call at a time; `loop_fn` runs in the replica threads, at once, under the caller's grad mode, autocast
+and context variables.
 """
 
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -26,9 +29,15 @@ from unisono.errors import BusyError
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.parallel_loader import ParallelLoader
 from unisono.outcome import add_note_once
+from unisono.parallel.caller_state import CallerState
+from unisono.parallel.generators import ReplicaGenerators
+from unisono.parallel.likeness import first_difference
+from unisono.parallel.optimizer import forget_agreement
 from unisono.parallel.replicas import ReplicaThreads
+from unisono.parallel.weights import tally_of
+from unisono.randomness import seed_of
 from unisono.timeline import Timeline
-from unisono.world import World, current_world, solo_world, thread_worlds, use_world
+from unisono.world import World, current_world, meet_anew, solo_world, thread_worlds, use_world
 
 T = TypeVar("T")
 
@@ -65,6 +74,8 @@ class DataParallel:
     Attributes:
         devices: the devices, as strings.
         models: the replicas, in the same order.
+        generators: what each replica draws from on the CPU: dropout, `torch.rand`. Seeded by `torch.initial_seed()`, as
+            it is now, and the rank; `torch.manual_seed` in a replica seeds its own. Empty for a native run.
 
     Raises:
         TypeError: `network` is no module and makes none, or `device_ids` is no list of devices.
@@ -96,8 +107,13 @@ class DataParallel:
         self._resolved = resolved
         self._contexts = [Context(device) for _, device in resolved]
         self._timelines = [Timeline() for _ in resolved]
+        self._randomness = [
+            ReplicaGenerators(seed_of("replica", torch.initial_seed(), rank), backend, device)
+            for rank, (backend, device) in enumerate([] if self._is_native else resolved)
+        ]
+        self.generators = [each.cpu for each in self._randomness]
         self._threads = ReplicaThreads(len(resolved))
-        self._busy = threading.Lock()
+        self._calls: dict[object, None] = {}  # the mark of the call that runs, then of those that are being refused
 
     def __call__(
         self,
@@ -118,89 +134,205 @@ class DataParallel:
             What the calls returned, in device order.
 
         Raises:
-            BusyError: a call of this object is running.
+            BusyError: a call of this object is running, or was interrupted twice and has not ended yet.
             RuntimeError: this is a worker, or a replica, of several.
-            BaseException: what the first failing replica raised, in its own type; the object can be used again.
+            BaseException: what the first failing replica raised, in its own type. The object can be used again; if the
+                replicas' parameters are no longer alike, a note says so, and how to make them.
         """
         if not callable(loop_fn):
             raise TypeError(f"loop_fn={loop_fn!r} is a {type(loop_fn).__name__}; pass a function")
-        if not self._busy.acquire(blocking=False):
-            raise BusyError("this DataParallel is running a loop, and runs one at a time; make another one")
+        mark = object()
         try:
-            _refuse_ranks(current_world())
-            if self._is_native:
-                return [self._run_native(loop_fn, loader, fixed_batch_size, batchdim)]
-            return self._run_replicas(loop_fn, loader, fixed_batch_size, batchdim)
+            self._enter(mark)
+            worlds = self._worlds()
+            with self._passing(loader, fixed_batch_size, batchdim, worlds) as loaders:
+
+                def part(rank: int) -> T:
+                    return loop_fn(self.models[rank], loaders[rank], worlds[rank].device, self._contexts[rank])
+
+                return self._play(part, worlds, loaders)
         finally:
-            self._busy.release()
+            self._calls.pop(mark, None)
 
-    def _run_native(
-        self, loop_fn: LoopFn[T], loader: Iterable[Any] | ParallelLoader, fixed_batch_size: bool, batchdim: int
-    ) -> T:
-        backend, device = self._resolved[0]
-        world = solo_world(backend, device, self._timelines[0])
-        with use_world(world), self._pass(loader, fixed_batch_size, batchdim, [world]) as parallel:
-            return loop_fn(self.models[0], parallel.per_device_loader(device), device, self._contexts[0])
+    def run_on_replicas(self, fn: Callable[[nn.Module, torch.device, Context], T]) -> list[T]:
+        """Call `fn(model, device, context)` once per device, all at the same time, in its replica's world.
 
-    def _run_replicas(
-        self, loop_fn: LoopFn[T], loader: Iterable[Any] | ParallelLoader, fixed_batch_size: bool, batchdim: int
-    ) -> list[T]:
-        devices = [device for _, device in self._resolved]
-        worlds = thread_worlds(devices, self._timelines)
-        num_threads = fair_num_threads(len(devices))
-        with self._pass(loader, fixed_batch_size, batchdim, worlds) as parallel, kept_num_threads():
-            loaders = [parallel.per_device_loader(device) for device in devices]
-            failed: list[int] = []
-            bodies = [
-                _body(loop_fn, world, model, loaders, context, num_threads, failed)
-                for world, model, context in zip(worlds, self.models, self._contexts, strict=True)
-            ]
+        Returns, and raises, as calling the object does; there is no loader.
+        """
+        if not callable(fn):
+            raise TypeError(f"fn={fn!r} is a {type(fn).__name__}; pass a function")
+        mark = object()
+        try:
+            self._enter(mark)
+            worlds = self._worlds()
 
-            def interrupt(error: BaseException) -> None:
-                worlds[0].comm.abort(error)
-                parallel.close()
+            def part(rank: int) -> T:
+                return fn(self.models[rank], worlds[rank].device, self._contexts[rank])
 
-            outcomes = self._threads.run(bodies, interrupt)
-        if failed:
-            cause = next((rank for rank in failed if not outcomes[rank].is_secondary), failed[0])
-            outcomes[cause].unwrap()
-        return [outcome.unwrap() for outcome in outcomes]
+            return self._play(part, worlds, [])
+        finally:
+            self._calls.pop(mark, None)
 
-    def _pass(
-        self, loader: Iterable[Any] | ParallelLoader, fixed_batch_size: bool, batchdim: int, loops: list[World]
-    ) -> ParallelLoader:
-        """A new pass over the loader, for loops that run in those worlds."""
+    @property
+    def is_usable(self) -> bool:
+        """Whether a call would run now: none is running, and no replica is still in one that was interrupted twice."""
+        return not self._calls and not self._threads.running
+
+    def are_alike(self) -> bool:
+        """Whether all replicas hold the same parameters, bit by bit. Buffers do not count: BatchNorm's may differ."""
+        return first_difference(self.models) is None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The network's state, of the first replica; the names are those of the network that was given."""
+        return self.models[0].state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
+        """Load the network's state into every replica; as `nn.Module.load_state_dict`.
+
+        Raises:
+            BusyError: a call is running; a loop loads into its own model, on each replica.
+        """
+        mark = object()
+        try:
+            self._enter(mark)
+            first, *_ = [model.load_state_dict(state, strict) for model in self.models]
+            return first
+        finally:
+            self._calls.pop(mark, None)
+
+    def _enter(self, mark: object) -> None:
+        """Let one call in at a time. The caller takes its mark away in one operation, so that no interrupt leaves it.
+
+        Raises:
+            BusyError: another one is in, or was left by its caller.
+        """
+        self._calls[mark] = None
+        first, *_ = self._calls  # in one operation, too: others come and go
+        if first is not mark:
+            raise BusyError("this DataParallel is running a loop, and runs one at a time; make another one")
+        self._threads.check_idle()
+
+    def _worlds(self) -> list[World]:
+        """The replicas' worlds, the same in each call: what a loop keeps in its context goes on to hold."""
+        _refuse_ranks(current_world())
+        meet_anew(self._own_worlds)
+        for world in self._own_worlds:
+            tally_of(world).clear()
+        return self._own_worlds
+
+    @cached_property
+    def _own_worlds(self) -> list[World]:
+        if self._is_native:
+            return [solo_world(*self._resolved[0], self._timelines[0])]
+        return thread_worlds([device for _, device in self._resolved], self._timelines)
+
+    @contextmanager
+    def _passing(
+        self, loader: Iterable[Any] | ParallelLoader, fixed_batch_size: bool, batchdim: int, worlds: list[World]
+    ) -> Iterator[list[DeviceIterator]]:
+        """The iterators of a new pass over the loader, for loops that run in those worlds."""
+        with ExitStack() as stack:
+            passes = self._passes(loader, fixed_batch_size, batchdim, worlds)
+            for each in dict.fromkeys(passes):
+                stack.enter_context(each)
+            yield [each.per_device_loader(device) for each, device in zip(passes, self.devices, strict=True)]
+
+    def _passes(
+        self, loader: Iterable[Any] | ParallelLoader, fixed_batch_size: bool, batchdim: int, worlds: list[World]
+    ) -> list[ParallelLoader]:
+        """What gives each device its batches: one pass for all, or nothing to each, for which no thread is started."""
+        if isinstance(loader, list | tuple) and not loader:
+            return [each.again([world]) for each, world in zip(self._nothing, worlds, strict=True)]
         if not isinstance(loader, ParallelLoader):
-            return ParallelLoader(loader, self.devices, batchdim, fixed_batch_size, loops=loops)
-        if loader.devices != self.devices:
+            one = ParallelLoader(loader, self.devices, batchdim, fixed_batch_size, loops=worlds)
+        elif loader.devices != self.devices:
             raise ValueError(f"the ParallelLoader is over {loader.devices}, this DataParallel over {self.devices}")
-        if fixed_batch_size or batchdim:
+        elif fixed_batch_size or batchdim:
             raise ValueError("fixed_batch_size and batchdim are arguments of the ParallelLoader that was given")
-        return loader.again(loops)
+        else:
+            one = loader.again(worlds)
+        return [one] * len(self.devices)
+
+    @cached_property
+    def _nothing(self) -> list[ParallelLoader]:
+        return [ParallelLoader((), [device], loader_prefetch_size=0) for device in self.devices]
+
+    @cached_property
+    def _num_threads(self) -> int:
+        return fair_num_threads(len(self.devices))
+
+    def _play(self, part: Callable[[int], T], worlds: list[World], loaders: Sequence[DeviceIterator]) -> list[T]:
+        """Call `part(rank)` for every rank: here for a native run, else in the replica threads."""
+        if self._is_native:
+            with use_world(worlds[0]):
+                return [part(0)]
+        failed: list[int] = []
+        families = {world.device.type for world in worlds}
+        bodies = [
+            _body(part, world, CallerState.of_this_thread(families), generators, self._num_threads, loaders, failed)
+            for world, generators in zip(worlds, self._randomness, strict=True)
+        ]
+
+        def interrupt(error: BaseException) -> None:
+            worlds[0].comm.abort(error)
+            for each in loaders:
+                each.close()
+
+        try:
+            with kept_num_threads():
+                outcomes = self._threads.run(bodies, interrupt)
+            if failed:
+                cause = next((rank for rank in failed if not outcomes[rank].is_secondary), failed[0])
+                outcomes[cause].unwrap()
+            return [outcome.unwrap() for outcome in outcomes]
+        except BaseException as error:
+            if self._threads.running:  # interrupted twice, the second time perhaps before they were told of the first
+                interrupt(error)
+            forget_agreement(worlds)
+            add_note_once(error, self._what_is_left())
+            raise
+
+    def _what_is_left(self) -> str:
+        """What a failed call has made of the object, in words; nothing where it is as good as before."""
+        if running := self._threads.running:
+            return f"replicas {running} still run the loop; is_usable tells when they have returned"
+        try:
+            name = first_difference(self.models)
+        except Exception as reason:  # a device that fails at everything from now on, a lazy layer without weights
+            return f"whether the replicas are still alike cannot be told ({type(reason).__name__}: {reason})"
+        if name is None:
+            return ""
+        return (
+            f"the replicas' parameters are no longer alike ({name!r} is the first that differs); "
+            "replicas.load_state_dict(replicas.state_dict()) gives every replica those of the first"
+        )
 
 
 def _body(
-    loop_fn: LoopFn[T],
+    part: Callable[[int], T],
     world: World,
-    model: nn.Module,
-    loaders: Sequence[DeviceIterator],
-    context: Context,
+    caller: CallerState,
+    generators: ReplicaGenerators,
     num_threads: int,
+    loaders: Sequence[DeviceIterator],
     failed: list[int],
 ) -> Callable[[], T]:
-    """What one replica thread runs: the loop in its world, which it leaves, or breaks when it fails.
+    """What one replica thread runs: its part in its world, which it leaves, or breaks when it fails.
 
     A failure closes the loaders of all, since the others may never come to a collective. Before that it notes its rank
     in `failed`, so that whom it woke with an error stands behind it.
     """
-    device_loader = loaders[world.rank]
+
+    def play() -> T:
+        with use_world(world):
+            world.backend.activate(world.device)
+            torch.set_num_threads(num_threads)
+            with generators.in_use():
+                return part(world.rank)
 
     def body() -> T:
         try:
-            with use_world(world):
-                world.backend.activate(world.device)
-                torch.set_num_threads(num_threads)
-                result = loop_fn(model, device_loader, world.device, context)
+            result = caller.run(play)
             world.comm.leave()
             return result
         except BaseException as error:
@@ -211,7 +343,8 @@ def _body(
                 each.close()
             raise
         finally:
-            device_loader.close()  # what is still dealt to this replica falls away; the others go on
+            if loaders:
+                loaders[world.rank].close()  # what is still dealt to this replica falls away; the others go on
 
     return body
 

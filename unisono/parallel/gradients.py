@@ -36,7 +36,12 @@ BUCKET_BYTES = 64 * 2**20  # large enough to be bound by bandwidth, small enough
 
 
 def reduce_gradients(
-    parameters: Sequence[torch.Tensor], world: World, share: Share | None, factor: float | None = None
+    parameters: Sequence[torch.Tensor],
+    world: World,
+    share: Share | None,
+    factor: float | None = None,
+    *,
+    is_part: bool = False,
 ) -> None:
     """Replace the gradients, in place, by the weighted sum over the ranks.
 
@@ -44,6 +49,7 @@ def reduce_gradients(
         parameters: the same ones in the same order on each rank.
         share: this rank's part of the global batch; None where it is unknown.
         factor: of this rank's gradients; None takes its part.
+        is_part: the step has further parameters, so that none of these need have a gradient.
 
     Raises:
         TypeError: a gradient is sparse.
@@ -54,15 +60,12 @@ def reduce_gradients(
     _refuse_sparse(parameters)
     if world.comm.size == 1 or not parameters:
         scale_gradients(parameters, 1.0 if factor is None else factor)
-        check_presence(parameters)
+        if not is_part:
+            check_presence(parameters)
         return
     factor = part_of(share, world) if factor is None else factor
     size = world.comm.size
-    places = [0.0] * 2 * size  # of each rank its batches and its mark, which the sum over the ranks keeps apart
-    if share is not None:
-        places[world.comm.rank], places[size + world.comm.rank] = float(share.batches), float(share.mark % _MARKS)
-    presence = [float(parameter.grad is not None) for parameter in parameters]
-    notes = [*places, share.part if share else 0.0, *presence]
+    notes = [*_notes(share, world), *(float(parameter.grad is not None) for parameter in parameters)]
     for number, bucket in enumerate(_buckets(parameters)):
         flat = _flatten(bucket, factor, notes if number == 0 else [])
         world.comm.all_reduce(flat)
@@ -72,14 +75,17 @@ def reduce_gradients(
             _check_shares(counts[:size], counts[size : 2 * size], counts[2 * size], flat.dtype)
             present = _present(parameters, counts[2 * size + 1 :], world)
         _unflatten(flat, bucket, present)
-    check_presence(parameters)
+    if not is_part:
+        check_presence(parameters)
 
 
 @torch.no_grad()
 def scale_gradients(parameters: Sequence[torch.Tensor], factor: float) -> None:
-    """Multiply the gradients, in place."""
+    """Multiply the gradients, in place; by 0 also what is not finite."""
     gradients = [each.grad for each in parameters if each.grad is not None]
-    if factor != 1 and gradients:
+    if gradients and factor == 0:
+        torch._foreach_zero_(gradients)
+    elif gradients and factor != 1:
         torch._foreach_mul_(gradients, factor)
 
 
@@ -94,6 +100,29 @@ def check_presence(parameters: Sequence[torch.Tensor]) -> None:
             f"none of the optimizer's {len(parameters)} parameters has a gradient, on any rank; call loss.backward() "
             "before the step, on a loss that depends on them, and zero_grad() after it"
         )
+
+
+def check_rounds(world: World, share: Share | None) -> None:
+    """Compare the ranks' rounds where the backward pass has reduced, and could not. A small collective.
+
+    Raises:
+        CollectiveMismatchError: as `reduce_gradients`.
+    """
+    size = world.comm.size
+    if size == 1:
+        return
+    notes = torch.tensor(_notes(share, world), device=world.device)
+    counts = world.comm.all_reduce(notes).tolist()
+    _check_shares(counts[:size], counts[size : 2 * size], counts[2 * size], notes.dtype)
+
+
+def _notes(share: Share | None, world: World) -> list[float]:
+    """Of each rank its batches and its mark, which the sum over the ranks keeps apart; and the sum of the shares."""
+    size = world.comm.size
+    places = [0.0] * 2 * size
+    if share is not None:
+        places[world.comm.rank], places[size + world.comm.rank] = float(share.batches), float(share.mark % _MARKS)
+    return [*places, share.part if share else 0.0]
 
 
 def part_of(share: Share | None, world: World) -> float:
@@ -120,8 +149,8 @@ def _refuse_sparse(parameters: Sequence[torch.Tensor]) -> None:
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
             raise TypeError(
-                f"the gradient of {name_of(parameter, parameters)} is {parameter.grad.layout}; only dense gradients are "
-                "reduced, so make the layer with sparse=False"
+                f"the gradient of {name_of(parameter, parameters)} is {parameter.grad.layout}; only dense gradients "
+                "are reduced, so make the layer with sparse=False"
             )
 
 
@@ -145,7 +174,8 @@ def _flatten(bucket: list[torch.Tensor], scale: float, notes: list[float]) -> to
     """The bucket's gradients, scaled, end to end in one new vector, then the notes."""
     pieces = [(torch.zeros_like(each) if each.grad is None else each.grad).reshape(-1) for each in bucket]
     flat = torch.cat([*pieces, pieces[0].new_tensor(notes)])
-    flat[: len(flat) - len(notes)].mul_(scale)
+    scaled = flat[: len(flat) - len(notes)]
+    scaled.mul_(scale) if scale else scaled.zero_()  # the mean over no samples may be NaN
     return flat
 
 

@@ -24,7 +24,7 @@ def trained_parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def in_brackets(parameter: torch.Tensor) -> str:
-    """" (its name)", and nothing where it has none."""
+    """ " (its name)", and nothing where it has none."""
     name = _names.get(parameter)
     return f" ({name})" if name else ""
 

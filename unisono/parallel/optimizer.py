@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 _agreed: WeakKeyDictionary[World, WeakSet[Optimizer]] = WeakKeyDictionary()
 """The optimizers whose parameters have been compared, by the rank that did."""
 
-prepared: WeakKeyDictionary[Optimizer, Callable[..., Any]] = WeakKeyDictionary()
-"""The step of each optimizer that an Accelerator has prepared: it reduces by itself."""
+prepared: WeakSet[Optimizer] = WeakSet()
+"""The optimizers that an Accelerator has prepared: their steps reduce by themselves."""
 
 
 def optimizer_step(
@@ -68,16 +68,14 @@ def optimizer_step(
     if optimizer in prepared:
         if weight is not None:
             raise ValueError("a prepared optimizer's gradients have their weights; pass backward(loss, weight=...)")
-        return prepared[optimizer](**arguments)
+        return optimizer.step(**arguments)
     share, factor = _share(optimizer, weight, world)
     parameters = trained_parameters(optimizer)
     track = world.timeline.loop()
     with track.span(REDUCE):
         check_once(optimizer, parameters, world)
         if arguments.get("closure") is not None:
-            arguments["closure"] = reducing(
-                arguments["closure"], lambda: reduce_gradients(parameters, world, share, factor), share, world
-            )
+            arguments["closure"] = _reducing(optimizer, arguments["closure"], share, world)
         else:
             reduce_gradients(parameters, world, share, factor)
     with track.span(STEP):
@@ -94,7 +92,7 @@ def _share(
 ) -> tuple[Share | None, float | None]:
     """This rank's share of the step, and the factor of its gradients where that is another number."""
     tally, window = tally_of(world), window_of(world)
-    if not tally.holds_for(optimizer):
+    if not tally.is_held(optimizer):
         if weight is None:
             return window.share_for(optimizer), None
         window.take(optimizer)
@@ -124,16 +122,43 @@ def check_once(optimizer: Optimizer, parameters: Sequence[torch.Tensor], world: 
         )
 
 
+def _reducing(optimizer: Optimizer, closure: Callable[[], Any], share: Share | None, world: World) -> Callable[[], Any]:
+    """A closure for `optimizer`, where each call is a step of its own; `share` is that of plain `loss.backward()`."""
+    tally, parameters = tally_of(world), trained_parameters(optimizer)
+
+    def begin() -> None:
+        tally.clear()
+
+    def reduce() -> Share | None:
+        own, factor = tally.share() if tally.is_held(optimizer) else (share, None)
+        reduce_gradients(parameters, world, own, factor)
+        return own
+
+    return reducing(closure, begin, reduce, world)
+
+
+def forget_agreement(worlds: Iterable[World]) -> None:
+    """Something went wrong in these worlds: compare the models again before the next step."""
+    for world in worlds:
+        _agreed.pop(world, None)
+
+
 def reducing(
-    closure: Callable[[], Any], reduce: Callable[[], None], share: Share | None, world: World
+    closure: Callable[[], Any], begin: Callable[[], None], reduce: Callable[[], Share | None], world: World
 ) -> Callable[[], Any]:
     """A closure whose gradients, and whose loss, are those of the global batch: the optimizer decides by them, and all
-    ranks must decide alike."""
+    ranks must decide alike.
+
+    Args:
+        begin: comes before the closure.
+        reduce: reduces the gradients that it has left, and tells this rank's share.
+    """
 
     def reduced() -> Any:
-        loss = closure()
+        begin()
+        loss = torch.as_tensor(closure(), device=world.device).detach()
         with world.timeline.loop().span(REDUCE):
-            reduce()
-            return world.comm.all_reduce(torch.as_tensor(loss, device=world.device).detach() * part_of(share, world))
+            part = part_of(reduce(), world)
+            return world.comm.all_reduce(loss * part if part else torch.zeros_like(loss))
 
     return reduced

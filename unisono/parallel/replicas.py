@@ -5,28 +5,66 @@
 Invariants:
 1. Each piece of work yields exactly one `Outcome`.
 2. The threads hold their queues only, so an owner that is dropped ends them.
+3. Either every thread gets its piece of a call or none does, wherever an interrupt strikes: who never came would be
+   waited for in the others' collectives.
+4. Work that its caller did not wait for is still known: no further call begins before it has ended.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from operator import call
 from queue import SimpleQueue
 from typing import Any
 
+from unisono.errors import BusyError
 from unisono.outcome import Outcome
 
-_Work = tuple[int, Callable[[], Any], dict[int, Outcome[Any]], "SimpleQueue[None]"]
+
+@dataclass(frozen=True)
+class _Call:
+    """Functions for all threads, and what becomes of them."""
+
+    bodies: Sequence[Callable[[], Any]]
+    outcomes: dict[int, Outcome[Any]] = field(default_factory=dict)
+    news: SimpleQueue[None] = field(default_factory=lambda: SimpleQueue())
+
+    @property
+    def is_over(self) -> bool:
+        return len(self.outcomes) == len(self.bodies)
 
 
 class ReplicaThreads:
     """`count` threads, started at the first use."""
 
     def __init__(self, count: int) -> None:
-        self._queues: list[SimpleQueue[_Work | None]] = [SimpleQueue() for _ in range(count)]
-        self._has_started = False
+        self._queues: list[SimpleQueue[_Call | None]] = [SimpleQueue() for _ in range(count)]
+        self._started: set[int] = set()
+        self._call: _Call | None = None  # that goes on, or was left
         weakref.finalize(self, _dismiss, self._queues)
+
+    @property
+    def running(self) -> list[int]:
+        """The threads that are still at work."""
+        made = self._call
+        return [] if made is None else [number for number in range(len(made.bodies)) if number not in made.outcomes]
+
+    def check_idle(self) -> None:
+        """Refuse to go on while threads are still at work.
+
+        Raises:
+            BusyError: a call was interrupted twice, and some thread has not come back from it yet.
+        """
+        if running := self.running:
+            raise BusyError(
+                f"replicas {running} still run the loop of a call that was interrupted twice; they can be used again "
+                "when it has returned"
+            )
 
     def run(
         self, bodies: Sequence[Callable[[], Any]], on_interrupt: Callable[[BaseException], None]
@@ -37,41 +75,53 @@ class ReplicaThreads:
             bodies: one function per thread.
             on_interrupt: called with what interrupted the waiting (`KeyboardInterrupt`), to make the functions end;
                 then they are waited for, until a second interrupt.
+
+        Raises:
+            BusyError: as `check_idle`.
         """
+        self.check_idle()
         self._start()
-        outcomes: dict[int, Outcome[Any]] = {}
-        news: SimpleQueue[None] = SimpleQueue()
-        for number, (queue, body) in enumerate(zip(self._queues, bodies, strict=True)):
-            queue.put((number, body, outcomes, news))
+        made = _Call(bodies)
+        has_begun: list[bool] = []
+        orders = [partial(setattr, self, "_call", made), partial(has_begun.append, True)]
+        orders += [partial(queue.put, made) for queue in self._queues]
         interrupt: BaseException | None = None
-        while len(outcomes) < len(bodies):  # not by counting the news, of which an interrupt may lose one
+        while True:
             try:
-                news.get()
+                if not has_begun:
+                    deque(map(call, orders), maxlen=0)  # one call of C, before or after which an interrupt comes
+                while not made.is_over:  # not by counting the news, which an interrupt may lose
+                    made.news.get()
+                break
             except BaseException as error:
-                if interrupt is not None:
+                if interrupt is not None or not has_begun:
                     raise
                 interrupt = error
                 on_interrupt(error)
+        self._call = None
         if interrupt is not None:
             raise interrupt
-        return [outcomes[number] for number in range(len(bodies))]
+        return [made.outcomes[number] for number in range(len(bodies))]
 
     def _start(self) -> None:
-        if not self._has_started:
-            self._has_started = True
-            for number, queue in enumerate(self._queues):
-                threading.Thread(target=serve, args=(queue,), name=f"unisono-replica-{number}", daemon=True).start()
+        for number, queue in enumerate(self._queues):
+            if number not in self._started:  # an interrupt may come in between: then two threads serve one queue
+                threading.Thread(
+                    target=serve, args=(queue, number), name=f"unisono-replica-{number}", daemon=True
+                ).start()
+                self._started.add(number)
 
 
-def serve(queue: SimpleQueue[_Work | None]) -> None:
-    """Body of a replica thread: run what comes, put each outcome where it is awaited and tell, end at None."""
-    while (work := queue.get()) is not None:
-        number, body, outcomes, news = work
-        outcomes[number] = Outcome.capture(body)
-        news.put(None)
-        del work, body, outcomes, news  # hold nothing of the last call while waiting for the next
+def serve(queue: SimpleQueue[_Call | None], number: int) -> None:
+    """Body of a replica thread: run what comes, put the outcome where it is awaited; who is last tells. End at None."""
+    while (made := queue.get()) is not None:
+        made.outcomes[number] = Outcome.capture(made.bodies[number])
+        if made.is_over:
+            made.news.put(None)
+        del made  # hold nothing of the last call while waiting for the next
+    queue.put(None)  # for another thread that serves it
 
 
-def _dismiss(queues: Sequence[SimpleQueue[_Work | None]]) -> None:
+def _dismiss(queues: Sequence[SimpleQueue[_Call | None]]) -> None:
     for queue in queues:
         queue.put(None)

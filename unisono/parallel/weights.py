@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.optim import Optimizer
 
-from unisono.window import Share, window_of
+from unisono.window import Latest, Share, window_of
 from unisono.world import World, current_world
 
 
@@ -43,8 +44,12 @@ def backward(loss: torch.Tensor, weight: float | torch.Tensor | None = None, *, 
     Raises:
         ValueError: the weight is negative or not finite, or does not fit those given before in this step.
     """
-    factor = tally_of(world or current_world()).note(weight)
-    (loss if factor == 1 else loss * factor).backward()  # type: ignore[no-untyped-call]
+    weighted(loss, tally_of(world or current_world()).note(weight)).backward()
+
+
+def weighted(loss: torch.Tensor, factor: float) -> torch.Tensor:
+    """The loss times what `Tally.note` has told."""
+    return loss if factor == 1 else loss * factor
 
 
 class Tally:
@@ -55,14 +60,16 @@ class Tally:
 
     Attributes:
         microbatches: how many there are.
+        spent: the last batch of a loop that is over, which was stepped on: what comes now comes from elsewhere.
     """
 
     def __init__(self, world: World) -> None:
         self._window = window_of(world)
-        self._comm = world.comm
-        self._device = world.device
+        self._world = weakref.ref(world)  # tallies are kept by their worlds
+        self._size = world.comm.size
         self._key: object = None
-        self._is_open = False
+        before = self._window.latest()
+        self.spent: object = before.key if before is not None and before.is_over else None
         self._stepped: WeakSet[Optimizer] = WeakSet()
         self._begin()
 
@@ -74,28 +81,33 @@ class Tally:
         self._total: float | None = None  # of all ranks, where it is known without asking
         self._is_given = False
         self._mark = 0
-        self._is_open = True
+        self._is_open, self._is_ending = True, False
         self._stepped.clear()
 
-    def note(self, weight: float | torch.Tensor | None) -> float:
+    def note(self, weight: float | torch.Tensor | None, key: object = None) -> float:
         """Count a microbatch, the batch that the loop received last; return the factor for its loss.
 
         Another loss of the same batch counts it once, and so does one behind another optimizer's step.
+
+        Args:
+            key: tells one microbatch from another where there is no loop.
         """
-        latest = self._window.latest()
-        key = latest.key if latest is not None else None
+        latest = self.latest()
+        if latest is not None and latest.is_over and latest.key == self._key and not self._is_open:
+            self.spent, latest = latest.key, None
+        key = latest.key if latest is not None else key
         is_new = key is None or key != self._key
         own, total = _checked(weight), None
         if own is None:
-            own, total = (latest.samples, latest.total) if latest and latest.total else (1, self._comm.size)
+            own, total = (latest.samples, latest.total) if latest and latest.total else (1, self._size)
         is_other = self._is_given != (weight is not None) or own != self._last
-        if not self._is_open and (is_new or is_other):
+        if (not self._is_open and (is_new or is_other)) or (self._is_ending and is_new):
             is_new = True
             self._begin()
         elif self.microbatches and self._is_given != (weight is not None):
             raise ValueError(
-                "one microbatch of this step has a weight of its own, another one has none; pass backward(..., weight=) "
-                "for each of them, or for none"
+                "one microbatch of this step has a weight of its own, another one has none; pass backward(..., "
+                "weight=) for each of them, or for none"
             )
         elif not is_new and own != self._last:
             raise ValueError(
@@ -107,38 +119,55 @@ class Tally:
             self.microbatches += 1
             self._is_given, self._last, self._mark = weight is not None, own, latest.mark if latest else 0
             self._own += own
-            self._total = (self._total or 0) + total if total is not None else None
+            self._total = (self._total or 0.0) + total if total is not None else None
             self._unit = self._unit or own or None
         return own / self._unit if self._unit else 0.0
 
-    def is_new(self) -> bool:
-        """Whether the next `note` counts a further microbatch in an open step."""
+    def latest(self) -> Latest | None:
+        """The batch that gradients come from now; None where no loop has delivered it."""
         latest = self._window.latest()
-        return self._is_open and self.microbatches > 0 and (latest is None or latest.key != self._key)
+        return None if latest is not None and latest.key == self.spent else latest
 
-    def holds_for(self, optimizer: Optimizer) -> bool:
-        """Whether the gradients of that optimizer, about to step, were made by `backward`."""
-        if self._is_open or not self.microbatches:
-            return self.microbatches > 0
-        latest = self._window.latest()
+    def would_add(self) -> bool:
+        """Whether the next `note` adds a further microbatch to the step."""
+        latest = self.latest()
+        is_new = latest is None or latest.key != self._key
+        return self._is_open and not self._is_ending and self.microbatches > 0 and is_new
+
+    def is_held(self, optimizer: Optimizer | None = None) -> bool:
+        """Whether the gradients that are held, and that optimizer is about to apply, were made by `backward`."""
+        if not self.microbatches:
+            return False
+        if self._is_open and not self._is_ending:
+            return True
+        latest = self.latest()
         return optimizer not in self._stepped and (latest.key if latest else None) == self._key
 
+    def is_of(self, key: object) -> bool:
+        """Whether the microbatch that was counted last is the batch with that key."""
+        return key is not None and key == self._key
+
+    @property
+    def unit(self) -> float:
+        """The weight of a loss whose factor is 1."""
+        return self._unit or 0.0
+
     def share(self) -> tuple[Share, float]:
-        """This rank's share of the weight W, and u / W, the factor of its gradients. A collective, for given weights.
+        """This rank's share of the weight W, and u / W, the factor of its gradients. A collective, once a step, where
+        weights were given.
 
         Raises:
             ValueError: all ranks' weights are zero.
         """
-        total = self._total
-        if total is None:
-            total = self._sum(self._own)
-        if not total:
+        if self._total is None:
+            self._total = self._sum(self._own)
+        if not self._total:
             raise ValueError(
                 "the weights of this step are 0 on all ranks, so there is no mean to take the gradient of; skip a "
                 "batch without anything that counts, on every rank"
             )
-        share = Share(self._own / total, self.microbatches, self._mark)
-        return share, (self._unit or 0.0) / total
+        share = Share(self._own / self._total, self.microbatches, self._mark)
+        return share, self.unit / self._total
 
     def close(self, optimizer: Optimizer) -> None:
         """That optimizer has stepped: the next microbatch begins a new step."""
@@ -146,13 +175,14 @@ class Tally:
         self._stepped.add(optimizer)
 
     def clear(self) -> None:
-        """The gradients were thrown away."""
-        self._is_open, self.microbatches = False, 0
+        """Gradients were zeroed: the next microbatch begins a new step."""
+        self._is_ending = True
 
     def _sum(self, weight: float) -> float:
-        if self._comm.size == 1:
+        world = self._world()
+        if self._size == 1 or world is None:
             return weight
-        return float(self._comm.all_reduce(torch.tensor(weight, dtype=torch.float64, device=self._device)))
+        return float(world.comm.all_reduce(torch.tensor(weight, dtype=torch.float64, device=world.device)))
 
 
 def share_of(weight: float | torch.Tensor, world: World) -> tuple[Share, float]:

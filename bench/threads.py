@@ -1,0 +1,262 @@
+"""Replicas in threads against worker processes: collectives, steps, calls and memory.
+
+    python bench/threads.py [--blocks 10] [--megabytes 100]
+
+- all_reduce between 2 and 4 threads, against gloo's between as many processes, and against the memory's own speed: the
+  same threads copy their tensors, which moves as many bytes as the least that an all_reduce must move.
+- Steps per second of DataParallel against worker processes: the example's CNN, and a model of many small operations,
+  whose threads wait for the interpreter's lock most.
+- What a call costs that has nothing to do, and how many threads it starts.
+- Memory per replica, against DistributedDataParallel: what a training holds, and what it holds at most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from blocks import conditions, interleave, ratio_line
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from unisono import DataParallel, DeviceLoader, all_reduce, barrier, optimizer_step, spawn
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+from train_digits import build_loaders, build_model
+
+REPEATS = 5
+EPOCHS = 3
+WIDTH = 2048  # of the model whose memory is measured: 6 layers, 101 MB
+
+
+def devices(ranks: int) -> list[str]:
+    return [f"cpu:{rank}" for rank in range(ranks)]
+
+
+def seconds(body: Callable[[], Any]) -> float:
+    """The median over a few repetitions, which all ranks begin together."""
+    found = []
+    for repeat in range(REPEATS + 1):
+        barrier()
+        start = time.perf_counter()
+        body()
+        barrier()
+        if repeat:  # the first one touches the memory
+            found.append(time.perf_counter() - start)
+    return median(found)
+
+
+# Collectives.
+
+
+def gloo_seconds(index: int, length: int) -> float:
+    tensor = torch.ones(length)
+    return seconds(lambda: dist.all_reduce(tensor))
+
+
+def collectives(ranks: int, length: int, blocks: int) -> None:
+    """The time of an all_reduce in threads, over that of gloo, and over that of a copy by the same threads."""
+    replicas = DataParallel(nn.Identity(), devices(ranks))
+
+    def reduce(*_: Any) -> float:
+        tensor = torch.ones(length)
+        return seconds(lambda: all_reduce(tensor))
+
+    def copy(*_: Any) -> float:
+        tensor, other = torch.ones(length), torch.empty(length)
+        return seconds(lambda: other.copy_(tensor))
+
+    times = interleave(
+        {
+            "threads": lambda: max(replicas.run_on_replicas(reduce)),
+            "gloo": lambda: max(spawn(gloo_seconds, args=(length,), nprocs=ranks, num_threads=1, backend="cpu")),
+            "copy": lambda: max(replicas.run_on_replicas(copy)),
+        },
+        blocks,
+    )
+    print(f"median ms, {ranks} ranks: " + ", ".join(f"{name} {median(t) * 1e3:.1f}" for name, t in times.items()))
+    print(ratio_line(f"gloo's time / threads', {ranks} ranks", times["gloo"], times["threads"]))
+    print(ratio_line(f"threads' time / that of a copy, {ranks} ranks", times["threads"], times["copy"]), flush=True)
+
+
+# Steps.
+
+
+def build_small_operations() -> nn.Module:
+    """30 layers of 16 features: nearly all of a step is Python and the starting of operations."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layers = [layer for _ in range(30) for layer in (nn.Linear(16, 16), nn.Tanh())]
+        return nn.Sequential(*layers, nn.Linear(16, 10))
+
+
+def small_loader(ranks: int) -> DataLoader[Any]:
+    data = TensorDataset(torch.randn(640, 16), torch.randint(10, (640,)))
+    return DataLoader(data, batch_size=16)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], DataLoader[Any]]]] = {
+    "the example's CNN": (build_model, lambda ranks: build_loaders(ranks)[0]),
+    "many small operations": (build_small_operations, small_loader),
+}
+
+
+def epoch(model: nn.Module, loader: Iterable[Any], optimizer: torch.optim.Optimizer) -> int:
+    steps = 0
+    for inputs, labels in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()  # type: ignore[no-untyped-call]
+        optimizer_step(optimizer)
+        steps += 1
+    return steps
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def process_rate(index: int, ranks: int, name: str) -> float:
+    build, load = MODELS[name]
+    model, loader = build(), DeviceLoader(load(ranks))
+    optimizer = sgd(model)
+    epoch(model, loader, optimizer)  # warms up
+    start = time.perf_counter()
+    steps = sum(epoch(model, loader, optimizer) for _ in range(EPOCHS))
+    return steps / (time.perf_counter() - start)
+
+
+def steps(name: str, ranks: int, blocks: int) -> None:
+    """The rate of steps in threads over that in processes."""
+    build, load = MODELS[name]
+    replicas, loader = DataParallel(build, devices(ranks)), load(ranks)
+
+    def train(model: nn.Module, batches: Iterable[Any], device: torch.device, context: Any) -> int:
+        return epoch(model, batches, context.getattr_or("optimizer", lambda: sgd(model)))
+
+    def thread_rate() -> float:
+        replicas(train, loader)
+        start = time.perf_counter()
+        done = sum(replicas(train, loader)[0] for _ in range(EPOCHS))
+        return done / (time.perf_counter() - start)
+
+    rates = interleave(
+        {
+            "threads": thread_rate,
+            "processes": lambda: spawn(process_rate, args=(ranks, name), nprocs=ranks, num_threads=1, backend="cpu")[0],
+        },
+        blocks,
+    )
+    print(f"median steps/s, {name}: " + ", ".join(f"{each} {median(rate):.0f}" for each, rate in rates.items()))
+    print(ratio_line(f"threads / processes, {name}", rates["threads"], rates["processes"]), flush=True)
+
+
+# Calls.
+
+
+def calls(ranks: int) -> None:
+    """Microseconds of calls that have nothing to do, after the first."""
+    replicas, started, start = DataParallel(nn.Linear(2, 2), devices(ranks)), [], threading.Thread.start
+
+    def count(thread: threading.Thread) -> None:
+        started.append(thread.name)
+        start(thread)
+
+    kinds: dict[str, Callable[[], Any]] = {
+        "an empty loader": lambda: replicas(lambda *_: None, []),
+        "run_on_replicas": lambda: replicas.run_on_replicas(lambda *_: None),
+    }
+    for name, call in kinds.items():
+        call()
+        threading.Thread.start = count  # type: ignore[method-assign, assignment]
+        times = []
+        for _ in range(500):
+            began = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - began) * 1e6)
+        threading.Thread.start = start  # type: ignore[method-assign]
+        print(f"{name:<52} {median(times):7.0f} microseconds, {len(started)} threads started", flush=True)
+
+
+# Memory.
+
+
+def build_wide() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+
+
+def held_by(body: Callable[[], Any]) -> tuple[float, float]:
+    """What this process holds more than before, after `body` and at most in it, in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from now on
+    before = psutil.Process().memory_info().rss
+    kept = body()
+    after = psutil.Process().memory_info().rss
+    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    del kept
+    return after - before, int(peak.split()[1]) * 1024 - before
+
+
+def some_steps(model: nn.Module, step: Callable[[torch.optim.Optimizer], Any]) -> nn.Module:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(3):
+        optimizer.zero_grad(set_to_none=False)
+        model(torch.ones(4, WIDTH)).sum().backward()
+        step(optimizer)
+    return model
+
+
+def in_threads(index: int, ranks: int) -> tuple[float, float]:
+    def train() -> DataParallel:
+        replicas = DataParallel(build_wide, devices(ranks))
+        replicas.run_on_replicas(lambda model, *_: some_steps(model, optimizer_step) and None)
+        return replicas
+
+    after, peak = held_by(train)
+    return after / ranks, peak / ranks
+
+
+def in_ddp(index: int) -> tuple[float, float]:
+    return held_by(lambda: some_steps(DistributedDataParallel(build_wide()), lambda optimizer: optimizer.step()))
+
+
+def memory(ranks: int, blocks: int) -> None:
+    """Bytes per replica over those of DDP, each measured in processes that have done nothing else."""
+    size = sum(parameter.nbytes for parameter in build_wide().parameters())
+    options: dict[str, Any] = {"num_threads": 1, "backend": "cpu"}
+    found: dict[str, list[tuple[float, float]]] = {"threads": [], "DDP": []}
+    for _ in range(blocks):
+        found["threads"].append(spawn(in_threads, args=(ranks,), nprocs=1, **options)[0])
+        found["DDP"].append(spawn(in_ddp, nprocs=ranks, **options)[0])
+    for place, what in enumerate(("after a step", "at most")):
+        for name, values in found.items():
+            print(f"{name}, {what}: {median(v[place] for v in values) / size:.2f} times the parameters, per replica")
+        ours, theirs = ([value[place] for value in found[name]] for name in ("threads", "DDP"))
+        print(ratio_line(f"bytes per replica, {what}: threads / DDP", ours, theirs), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=10)
+    parser.add_argument("--megabytes", type=int, default=100)
+    arguments = parser.parse_args()
+    print(conditions())
+    for ranks in (2, 4):
+        collectives(ranks, arguments.megabytes * 250_000, arguments.blocks)
+    for name in MODELS:
+        steps(name, 2, arguments.blocks)
+    calls(2)
+    memory(2, max(3, arguments.blocks // 3))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""A device as a value."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unisono.backends import available_devices
+from unisono.backends.device import KINDS, Device
+
+EAGER = st.builds(Device, st.sampled_from(KINDS), st.integers(0, 100))
+
+
+@given(device=EAGER)
+def test_a_device_goes_to_torch_and_to_text_and_back(device):
+    assert Device.of(device.torch_device) == Device.of(str(device)) == Device.of(device) == device
+    assert eval(repr(device)) == device
+    assert len({device, Device.of(str(device))}) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "device"),
+    [
+        ("cuda:1", Device("cuda", 1)),
+        ("GPU:1", Device("cuda", 1)),
+        ("CPU", Device("cpu")),
+        ("TPU:2", Device("xla", 2, "xla")),
+        (torch.device("cpu"), Device("cpu", 0, "eager")),
+    ],
+)
+def test_a_device_is_written_in_several_ways(text, device):
+    assert Device.of(text) == device
+
+
+def test_the_runtime_tells_devices_apart():
+    eager, recorded = Device("cpu", 1), Device("cpu", 1, "XLA")
+    assert eager != recorded
+    assert (str(eager), str(recorded)) == ("cpu:1", "cpu:1 by xla")
+    assert (eager.torch_device, recorded.torch_device) == (torch.device("cpu", 1), torch.device("xla", 1))
+    assert Device("xla").backend == "xla"
+
+
+def test_a_device_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Device("cpu").ordinal = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        (("vpu",), ValueError, "kind='vpu' is no kind of device; choose one of cpu, cuda, mps, xla"),
+        ((3,), TypeError, "kind=3 is a int; pass a string"),
+        (("cpu", -1), ValueError, "ordinal=-1 of cpu does not exist: ordinals start at 0"),
+        (("cpu", "1"), TypeError, "ordinal='1' is a str; pass an integer"),
+        (("cpu", True), TypeError, "ordinal=True is a bool; pass an integer"),
+        (("cpu", 0, "lazy"), ValueError, "backend='lazy' does not exist; choose one of eager, xla"),
+        (("mps", 0, "xla"), ValueError, "backend='xla' does not serve devices of kind 'mps'; leave it out"),
+        (("TPU", 0, "eager"), ValueError, "backend='eager' does not serve devices of kind 'xla'; leave it out"),
+    ],
+)
+def test_a_device_that_cannot_be_is_refused(arguments, error, words):
+    with pytest.raises(error, match=f"^{words}$"):
+        Device(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("device", "error"),
+    [("cpu:x", ValueError), ("", ValueError), (None, TypeError), (torch.device("meta"), ValueError)],
+)
+def test_what_names_no_device_is_refused(device, error):
+    with pytest.raises(error):
+        Device.of(device)
+
+
+def test_the_devices_here_begin_with_the_default(monkeypatch):
+    monkeypatch.setenv("CPU_NUM_DEVICES", "3")
+    assert list(map(str, Device.all())) == available_devices()
+    assert Device.all()[0] == Device.default() == Device.of(0)
+    assert Device.all("CPU") == [Device("cpu", index) for index in range(3)]
+    assert all(device.exists for device in Device.all())
+    assert not Device("cuda", 99).exists
+    assert not Device("mps", 99).exists

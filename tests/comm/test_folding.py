@@ -1,0 +1,203 @@
+"""Reductions that threads carry out together: the same bits whoever folds what, and nobody left when one fails."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unisono.comm import folding
+from unisono.comm.folding import SharedFold, all_reduction, fold
+from unisono.comm.operations import REDUCIBLE
+from unisono.comm.threads import ThreadCommunicator
+from unisono.errors import BrokenWorldError
+from unisono.outcome import Outcome
+
+PATIENCE_S = 20.0
+
+
+def together(*parts: Callable[[], Any]) -> list[Outcome[Any]]:
+    """Run each part in a thread of its own."""
+    outcomes: dict[int, Outcome[Any]] = {}
+
+    def run(number: int) -> None:
+        outcomes[number] = Outcome.capture(parts[number])
+
+    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(len(parts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert len(outcomes) == len(parts), "a rank still waits"
+    return [outcomes[number] for number in range(len(parts))]
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folding, "SHARED_BYTES", 0)
+    monkeypatch.setattr(folding, "BLOCK_BYTES", 64)
+
+
+def ops_of(dtype: torch.dtype) -> tuple[str, ...]:
+    if dtype.is_complex:
+        return ("sum", "mean")
+    if dtype == torch.bool:
+        return ("min", "max")
+    return ("sum", "mean", "min", "max", "product") if dtype.is_floating_point else ("sum", "min", "max", "product")
+
+
+def made(dtype: torch.dtype, length: int, rank: int) -> torch.Tensor:
+    numbers = torch.randn(length, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    return (numbers * 3).to(dtype) if dtype != torch.uint8 else (numbers.abs() * 3).to(dtype)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", REDUCIBLE, ids=str)
+def test_a_shared_fold_gives_every_rank_the_bits_of_a_fold_by_one(dtype, size, small_blocks):
+    for op in ops_of(dtype):
+        tensors = [made(dtype, 131, rank) for rank in range(size)]
+        expected = fold(tensors, op)
+        shared = SharedFold(tensors, op)
+        for outcome in together(*[shared.work] * size):
+            outcome.unwrap()
+        assert all(torch.equal(each, expected) for each in tensors)
+
+
+@given(length=st.integers(0, 300), size=st.integers(2, 4), block=st.integers(4, 400), workers=st.integers(1, 5))
+def test_every_block_is_folded_once_whatever_the_lengths_and_however_many_work(length, size, block, workers):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folding, "BLOCK_BYTES", block)
+        tensors = [torch.full((length,), float(rank + 1)) for rank in range(size)]
+        shared = SharedFold(tensors, "sum")
+        together(*[shared.work] * workers)
+        assert all(each.tolist() == [sum(range(1, size + 1))] * length for each in tensors)
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "reduce_scatter", "broadcast"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16, torch.complex64], ids=str)
+@pytest.mark.parametrize("size", [2, 3])
+def test_large_tensors_get_what_small_ones_get(name, dtype, size, monkeypatch):
+    def run() -> list[list[torch.Tensor]]:
+        def part(comm: ThreadCommunicator) -> list[torch.Tensor]:
+            found = getattr(comm, name)(made(dtype, 6 * 50, comm.rank).reshape(6, 50))
+            return found if isinstance(found, list) else [found]
+
+        return [
+            outcome.unwrap() for outcome in together(*[lambda c=c: part(c) for c in ThreadCommunicator.group(size)])
+        ]
+
+    small = run()
+    monkeypatch.setattr(folding, "SHARED_BYTES", 0)
+    monkeypatch.setattr(folding, "BLOCK_BYTES", 64)
+    for one, other in zip(small, run(), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_what_is_not_one_stretch_of_memory_is_folded_by_one(small_blocks):
+    strided = [torch.arange(12.0).reshape(3, 4)[:, 1::2] for _ in range(2)]
+    conjugated = [torch.tensor([1 + 2j, 3j]).conj() for _ in range(2)]
+    the_same = [torch.ones(8)] * 3
+    whole = torch.ones(8)
+    overlapping = [whole[:6], whole[2:]]
+    neighbours = [whole[:4], whole[4:]]
+    for tensors in (strided, conjugated, the_same, overlapping):
+        assert isinstance(all_reduction(tensors, "sum"), torch.Tensor)
+    assert isinstance(all_reduction(neighbours, "sum"), SharedFold)
+
+
+def test_one_tensor_that_all_ranks_share_counts_once_for_each(small_blocks):
+    tensor = torch.ones(100)
+    together(*[lambda c=c: c.all_reduce(tensor) for c in ThreadCommunicator.group(3)])
+    assert tensor.tolist() == [3.0] * 100
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "reduce_scatter", "broadcast"])
+def test_nobody_goes_on_before_all_have_done_their_part(name, small_blocks):
+    """A rank that comes back may write its tensor at once, while another one is still at work on it."""
+    ranks = ThreadCommunicator.group(2)
+    late, work = ranks[1], ranks[1]._work
+    may_work, is_back = threading.Event(), threading.Event()
+
+    def work_late(call: Any, body: Callable[[], Any]) -> Any:
+        def slow() -> Any:
+            assert not is_back.wait(0.1), "the other rank came back"
+            may_work.set()
+            return body()
+
+        return work(call, slow)
+
+    late._work = work_late
+
+    def run(comm: ThreadCommunicator) -> Any:
+        tensor = torch.full((64,), comm.rank + 1.0)
+        found = getattr(comm, name)(tensor)
+        if comm is not late:
+            is_back.set()
+            tensor.fill_(100)
+        return [each.unique().tolist() for each in (found if isinstance(found, list) else [found])]
+
+    found = [outcome.unwrap() for outcome in together(*[lambda c=c: run(c) for c in ranks])][1]
+    assert may_work.is_set()
+    expected = {"all_reduce": [[3.0]], "all_gather": [[1.0], [2.0]], "reduce_scatter": [[3.0]], "broadcast": [[1.0]]}
+    assert found == expected[name]
+
+
+def test_a_rank_that_fails_amid_its_part_breaks_the_world_for_all(small_blocks, monkeypatch):
+    def fail(self: SharedFold) -> None:
+        if threading.current_thread() in failing:
+            raise MemoryError("no more")
+        work(self)
+
+    work, failing = SharedFold.work, []
+    monkeypatch.setattr(SharedFold, "work", fail)
+
+    def run(comm: ThreadCommunicator) -> None:
+        if comm.rank == 1:
+            failing.append(threading.current_thread())
+        comm.all_reduce(torch.ones(64))
+
+    outcomes = together(*[lambda c=c: run(c) for c in ThreadCommunicator.group(3)])
+    assert isinstance(outcomes[1].error, MemoryError)
+    for outcome in (outcomes[0], outcomes[2]):
+        assert isinstance(outcome.error, BrokenWorldError)
+        assert isinstance(outcome.error.__cause__, MemoryError)
+
+
+def test_an_abort_between_the_two_meetings_wakes_who_waits_in_the_second(small_blocks, monkeypatch):
+    is_waiting, work = threading.Event(), SharedFold.work
+    ranks = ThreadCommunicator.group(2, timedelta(seconds=60))
+
+    def slow(self: SharedFold) -> None:
+        if threading.current_thread().name == "slow":
+            is_waiting.wait(PATIENCE_S)
+            raise LookupError("mine")
+        work(self)
+
+    monkeypatch.setattr(SharedFold, "work", slow)
+
+    def run(comm: ThreadCommunicator) -> None:
+        if comm.rank == 1:
+            threading.current_thread().name = "slow"
+            is_waiting.set()
+        comm.all_reduce(torch.ones(64))
+
+    fast, failed = together(*[lambda c=c: run(c) for c in ranks])
+    assert isinstance(failed.error, LookupError)
+    assert isinstance(fast.error, BrokenWorldError)
+    assert "rank 1 failed with LookupError: mine" in str(fast.error)
+
+
+def test_gradients_are_left_out_and_leaves_stay_leaves(small_blocks):
+    def run(comm: ThreadCommunicator) -> tuple[list[float], bool]:
+        leaf = torch.nn.Parameter(torch.ones(64))
+        comm.all_reduce(leaf)
+        return leaf.unique().tolist(), leaf.is_leaf and leaf.requires_grad
+
+    found = [outcome.unwrap() for outcome in together(*[lambda c=c: run(c) for c in ThreadCommunicator.group(2)])]
+    assert found == [([2.0], True)] * 2

@@ -1,0 +1,129 @@
+"""Optimizers that call a closure: its gradients and its loss are those of the global batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from modes import PROCESSES_2, SOLO, THREADS_3
+from torch.nn import functional as F
+from twin import Plain, assert_all_are, compare, data, loader_of, mean_loss, model
+
+from unisono import Accelerator, DeviceLoader, backward, optimizer_step
+
+
+@pytest.fixture(params=[SOLO, THREADS_3, PROCESSES_2], ids=str)
+def mode(request):
+    return request.param
+
+
+def lbfgs(network):
+    return torch.optim.LBFGS(network.parameters(), lr=0.2, max_iter=4, line_search_fn="strong_wolfe")
+
+
+def with_plain_backward(accelerator, loader):
+    network = model()
+    network, optimizer, loader = accelerator.prepare(network, lbfgs(network), loader)
+    for batch in loader:
+
+        def closure(batch=batch):
+            optimizer.zero_grad()
+            loss = mean_loss(network, batch)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    return network.state_dict()
+
+
+def with_our_backward_and_tokens(accelerator, loader):
+    network = model()
+    network, optimizer, loader = accelerator.prepare(network, lbfgs(network), loader)
+    for batch in loader:
+
+        def closure(batch=batch):
+            optimizer.zero_grad()
+            loss = mean_loss(network, batch, tokens=True)
+            accelerator.backward(loss, weight=batch[2].sum())
+            return loss
+
+        optimizer.step(closure)
+    return network.state_dict()
+
+
+def with_clipping_inside(accelerator, loader):
+    network = model()
+    network, optimizer, loader = accelerator.prepare(network, lbfgs(network), loader)
+    for batch in loader:
+
+        def closure(batch=batch):
+            optimizer.zero_grad()
+            loss = mean_loss(network, batch)
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm(network.parameters(), 0.2)
+            return loss
+
+        optimizer.step(closure)
+    return network.state_dict()
+
+
+def test_a_closure_sees_the_global_batch(mode):
+    lines = {each.__name__: each for each in (with_plain_backward, with_clipping_inside)}
+    compare(mode, lines, 23, 4)
+    compare(mode, {"tokens": with_our_backward_and_tokens}, 24, 4)
+
+
+def test_the_whole_data_set_needs_no_loader(mode):
+    def body(prepared, part):
+        network = model()
+        network, optimizer, *_ = prepared.prepare(network, lbfgs(network))
+        batch = [each[part] for each in data(24).tensors]
+
+        def closure():
+            optimizer.zero_grad()
+            loss = mean_loss(network, batch)
+            prepared.backward(loss)
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+        return network.state_dict()
+
+    def ranks_body():
+        accelerator = Accelerator()
+        return body(accelerator, slice(accelerator.world.rank, None, mode.ranks))
+
+    assert_all_are(mode.run(ranks_body), body(Plain(), slice(None)))
+
+
+def test_the_bare_step_takes_a_closure_that_calls_backward_with_a_weight(mode):
+    def body():
+        network = model()
+        optimizer = lbfgs(network)
+        for batch in DeviceLoader(loader_of(24, 4)):
+
+            def closure(batch=batch):
+                optimizer.zero_grad()
+                loss = mean_loss(network, batch, tokens=True)
+                backward(loss, weight=batch[2].sum())
+                return loss
+
+            optimizer_step(optimizer, optimizer_args={"closure": closure})
+        return network.state_dict()
+
+    assert_all_are(mode.run(body), with_our_backward_and_tokens(Plain(), loader_of(24, 4 * mode.ranks)))
+
+
+@pytest.mark.parametrize(("options", "words"), [({"accumulate": 2}, "accumulate=2"), ({"precision": "fp16"}, "fp16")])
+def test_what_does_not_go_with_a_closure_is_an_error(options, words):
+    accelerator = Accelerator(**options)
+    network = model().float()
+    network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1))
+    inputs = torch.ones(1, 5)
+    for _ in range(2):
+        loss = F.mse_loss(network(inputs), torch.ones(1, 2))
+        accelerator.backward(loss)
+        if accelerator.is_boundary:
+            with pytest.raises(RuntimeError, match=words):
+                optimizer.step(lambda: None)
+        else:
+            optimizer.step()

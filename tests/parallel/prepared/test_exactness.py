@@ -1,0 +1,50 @@
+"""Every way to train, on any number of ranks, against one device that takes each global window whole."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import twin
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from modes import PROCESSES_2, SOLO, Mode
+from twin import Case, assert_all_are, plain_run
+
+PROCESSES_3, PROCESSES_4 = Mode("processes", 3), Mode("processes", 4)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    samples, batch = draw(st.integers(1, 26)), draw(st.integers(1, 4))
+    way = draw(st.sampled_from(["accelerator", "plain", "bare"]))
+    tokens = way != "plain" and draw(st.booleans())
+    return Case(samples, batch, draw(st.integers(1, 4)), way, tokens, draw(st.none() | st.integers(1, 4)))
+
+
+def has_tokens(case: Case, ranks: int) -> bool:
+    tokens = twin.data(case.samples).tensors[2]
+    return not case.tokens or all(tokens[window].sum() for window in twin.windows(case, ranks))
+
+
+@settings(max_examples=40)
+@given(cases(), st.sampled_from([SOLO, *(Mode("threads", ranks) for ranks in (2, 3, 4))]))
+def test_threads_train_like_one_device_however_the_samples_fall(case, mode):
+    if has_tokens(case, mode.ranks):
+        assert_all_are(mode.run(lambda: twin.run(case)), plain_run(case, mode.ranks))
+
+
+@pytest.mark.parametrize("mode", [PROCESSES_2, PROCESSES_3, PROCESSES_4], ids=str)
+def test_processes_train_like_one_device_however_the_samples_fall(mode):
+    numbers = random.Random(mode.ranks)
+    drawn = [
+        Case(numbers.randint(1, 26), numbers.randint(1, 4), numbers.randint(1, 4), way, tokens, numbers.choice([None, 1, 2]))
+        for way in ("accelerator", "plain", "bare")
+        for tokens in (False, way != "plain")
+        for _ in range(6)
+    ]
+    todo = [case for case in drawn if has_tokens(case, mode.ranks)]
+    results = mode.run(lambda: [twin.run(case) for case in todo])
+    for case, states in zip(todo, zip(*results, strict=True), strict=True):
+        print(case)
+        assert_all_are(states, plain_run(case, mode.ranks))

@@ -1,0 +1,135 @@
+"""A prepared model behaves as the module that was given."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from modes import PROCESSES_2, THREADS_2
+from torch import nn
+from twin import loader_of, model, sgd
+
+from unisono import Accelerator
+
+
+class Scaled(nn.Module):
+    """Has attributes and methods of its own, a buffer, and hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 2).double()
+        self.register_buffer("offset", torch.zeros(1).double())
+        self.scale = 1.0
+
+    def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"outputs": self.linear(inputs) * self.scale + self.offset}
+
+    def double_scale(self) -> float:
+        self.scale *= 2
+        return self.scale
+
+
+@pytest.fixture
+def prepared():
+    return Accelerator().prepare(Scaled())
+
+
+def test_names_states_and_attributes_are_the_modules(prepared):
+    module = prepared.module
+    assert [name for name, _ in prepared.named_parameters()] == ["linear.weight", "linear.bias"]
+    assert [name for name, _ in prepared.named_buffers()] == ["offset"]
+    assert list(prepared.state_dict()) == list(module.state_dict()) == ["offset", "linear.weight", "linear.bias"]
+    assert list(prepared.parameters()) == list(module.parameters())
+    assert prepared.get_submodule("linear") is module.linear is prepared.linear
+    assert prepared.double_scale() == module.scale == prepared.scale == 2.0
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = prepared.nothing
+    prepared.load_state_dict({**module.state_dict(), "offset": torch.ones(1)})
+    assert module.offset == 1
+
+
+def test_what_is_set_on_it_reaches_the_module(prepared):
+    prepared.scale = 3.0
+    prepared.linear = nn.Linear(5, 2).double()
+    prepared.offset = torch.ones(1).double()
+    prepared.further = "note"
+    module, inputs = prepared.module, torch.ones(1, 5).double()
+    assert (module.scale, module.further) == (3.0, "note")
+    assert list(prepared.state_dict()) == ["offset", "linear.weight", "linear.bias"]
+    assert torch.equal(prepared(inputs)["outputs"], module.linear(inputs) * 3 + 1)
+
+
+def test_train_and_eval_and_requires_grad_reach_every_part(prepared):
+    prepared.eval()
+    assert not (prepared.training or prepared.module.training or prepared.module.linear.training)
+    assert prepared.train() is prepared
+    assert prepared.module.linear.training
+    prepared.requires_grad_(False)
+    assert not any(each.requires_grad for each in prepared.module.parameters())
+
+
+def test_a_module_in_eval_mode_stays_in_it():
+    prepared = Accelerator().prepare(Scaled().eval())
+    assert not (prepared.training or prepared.module.training)
+
+
+def test_hooks_of_the_module_and_of_the_prepared_model_are_called(prepared):
+    called = []
+    prepared.module.register_forward_hook(lambda *_: called.append("module"))
+    prepared.register_forward_hook(lambda *_: called.append("prepared"))
+    prepared(torch.ones(1, 5).double())
+    assert called == ["module", "prepared"]
+
+
+def test_a_copy_is_one_of_the_module_and_shares_nothing():
+    def body():
+        accelerator, network = Accelerator(), model()
+        network, optimizer = accelerator.prepare(network, sgd(network.parameters()))
+        network(torch.ones(1, 5).double()).sum().backward()
+        average = copy.deepcopy(network)
+        assert type(average) is nn.Sequential
+        average(torch.ones(1, 5).double()).sum().backward()
+        optimizer.step()
+        assert not torch.equal(average[0].weight, network.get_parameter("0.weight"))
+
+    for mode in (THREADS_2, PROCESSES_2):
+        mode.run(body)
+
+
+def test_unwrap_gives_the_module_and_leaves_others():
+    accelerator, network = Accelerator(), Scaled()
+    assert accelerator.unwrap(accelerator.prepare(network)) is network
+    assert accelerator.unwrap(network) is network
+
+
+def test_outputs_under_autocast_come_back_in_full_in_any_container():
+    prepared = Accelerator(precision="bf16").prepare(Scaled().float())
+    seen = []
+    prepared.module.linear.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    assert prepared(torch.ones(1, 5))["outputs"].dtype is torch.float32
+    assert seen == [torch.bfloat16]
+
+
+def test_zero_grad_of_the_model_waits_for_the_end_of_a_step_as_the_optimizers_does():
+    accelerator, network = Accelerator(accumulate=2), model()
+    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(8, 2))
+    held = []
+    for inputs, _, _ in loader:
+        network.zero_grad()
+        held.append(network.get_parameter("2.bias").grad is None)
+        accelerator.backward(network(inputs).sum())
+        optimizer.step()
+    assert held == [True, False, True, False]
+
+
+def test_a_model_whose_outputs_hold_no_gradient_runs_in_every_mode():
+    def body():
+        network = Accelerator().prepare(model())
+        with torch.no_grad():
+            first = network(torch.ones(1, 5).double())
+        return first, network(torch.ones(1, 5).double()).detach()
+
+    for mode in (THREADS_2, PROCESSES_2):
+        for first, second in mode.run(body):
+            assert torch.equal(first, second)

@@ -1,0 +1,251 @@
+"""Precision, clipping and the guard: what happens to gradients between the reduction and the step."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3
+from torch import nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR
+from twin import adam, compare, data, loader_of, model, sgd
+
+from unisono import Accelerator, NonFiniteGradientError, current_world, rank
+from unisono.parallel.gradients import reduce_gradients
+from unisono.window import Share
+
+
+@pytest.fixture(params=[SOLO, THREADS_3, PROCESSES_2], ids=str)
+def mode(request):
+    return request.param
+
+
+def clipped_by_hand(accelerator, loader):
+    network = model()
+    network, optimizer, loader = accelerator.prepare(network, adam(network.parameters()), loader)
+    norms = []
+    for inputs, targets, _ in loader:
+        optimizer.zero_grad()
+        accelerator.backward(F.mse_loss(network(inputs), targets))
+        norm = accelerator.clip_grad_norm(network.parameters(), 0.1)
+        optimizer.step()
+        norms += [norm] if norm is not None else []
+    return {**network.state_dict(), "norms": torch.stack(norms)}
+
+
+def clipped_part_by_part(accelerator, loader):
+    network = model()
+    first, last = list(network[0].parameters()), list(network[2].parameters())
+    network, optimizer, loader = accelerator.prepare(network, sgd(first + last), loader)
+    for inputs, targets, _ in loader:
+        optimizer.zero_grad()
+        F.mse_loss(network(inputs), targets).backward()
+        accelerator.clip_grad_norm(first, 0.1)
+        accelerator.clip_grad_norm(last, 0.05)
+        optimizer.step()
+    return network.state_dict()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_norm_is_that_of_the_global_batch(mode, accumulate):
+    lines = {each.__name__: each for each in (clipped_by_hand, clipped_part_by_part)}
+    compare(mode, lines, 23, 3, accumulate=accumulate)
+
+
+def test_max_grad_norm_is_clipping_by_hand(mode):
+    def body():
+        states = []
+        for options in ({"max_grad_norm": 0.1}, {}):
+            accelerator, network = Accelerator(**options), model()
+            network, optimizer, loader = accelerator.prepare(network, adam(network.parameters()), loader_of(23, 3))
+            for inputs, targets, _ in loader:
+                optimizer.zero_grad()
+                accelerator.backward(F.mse_loss(network(inputs), targets))
+                if not options:
+                    accelerator.clip_grad_norm(network, 0.1)
+                optimizer.step()
+            states.append(network.state_dict())
+        return states
+
+    for first, second in mode.run(body):
+        torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("pair", [THREADS_2, PROCESSES_2], ids=str)
+def test_clipping_and_stepping_reduce_once(pair):
+    def body():
+        accelerator, network = Accelerator(accumulate=2), model()
+        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(16, 2))
+        held = []
+        for number, (inputs, _, _) in enumerate(loader):
+            optimizer.zero_grad()
+            accelerator.backward(network(inputs).sum(1).mean())
+            for _ in range(number % 4):
+                accelerator.clip_grad_norm(network, 1e9)
+            optimizer.step()
+            held.append(network.get_parameter("2.bias").grad.clone())
+        return held
+
+    for held in pair.run(body):
+        torch.testing.assert_close(torch.stack(held[1::2]), torch.ones(2, 2).double())  # two ranks, two microbatches
+
+
+@pytest.mark.parametrize("pair", [THREADS_2, PROCESSES_2], ids=str)
+def test_an_overflow_on_one_rank_skips_the_step_on_all_and_the_scheduler_waits(pair):
+    def body():
+        accelerator = Accelerator(precision="fp16")
+        network = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        scheduler = LambdaLR(optimizer, lambda step: 0.5**step)
+        network, optimizer, scheduler = accelerator.prepare(network, optimizer, scheduler)
+        seen = []
+        for number in range(4):
+            bad = number == 1 and accelerator.world.rank == 1
+            optimizer.zero_grad()
+            before = network.weight.detach().clone()
+            loss = 0.1 * network(torch.ones(2, 4)).mean()
+            accelerator.backward(loss * torch.inf if bad else loss)
+            optimizer.step()
+            scheduler.step()
+            has_moved = not torch.equal(before, network.weight)
+            seen.append((has_moved, accelerator._scaler.get_scale(), scheduler.last_epoch))
+        return seen, network.weight.detach()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (first, weight), (second, other) = pair.run(body)
+    assert first == second == [(True, 65536, 1), (False, 65536, 1), (True, 32768, 2), (True, 32768, 3)]
+    assert torch.equal(weight, other)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_reduced_precision_is_close_and_forward_passes_run_in_it(precision, mode):
+    small = 0.01  # or the first scale overflows
+
+    def body():
+        accelerator = Accelerator(precision=precision, accumulate=2, max_grad_norm=0.5 * small)
+        network = model().float()
+        kinds = []
+        network[0].register_forward_hook(lambda module, inputs, output: kinds.append(output.dtype))
+        network, optimizer, loader = accelerator.prepare(
+            network, torch.optim.SGD(network.parameters(), lr=0.1 / small), loader_of(23, 3)
+        )
+        for inputs, targets, _ in loader:
+            optimizer.zero_grad()
+            accelerator.backward(small * F.mse_loss(network(inputs.float()), targets.float()))
+            optimizer.step()
+        with accelerator.autocast():
+            kinds.append((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+        return network.state_dict(), set(kinds)
+
+    network = model().float()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1 / small)
+    tensors = [each.float() for each in data(23).tensors]
+    step = 6 * mode.ranks
+    for start in range(0, 23, step):
+        optimizer.zero_grad()
+        (small * F.mse_loss(network(tensors[0][start : start + step]), tensors[1][start : start + step])).backward()
+        nn.utils.clip_grad_norm_(network.parameters(), 0.5 * small)
+        optimizer.step()
+    for state, kinds in mode.run(body):
+        assert kinds == {{"bf16": torch.bfloat16, "fp16": torch.float16}[precision]}
+        torch.testing.assert_close(state, network.state_dict(), rtol=0.02, atol=0.01)
+
+
+def test_two_optimizers_share_the_scaler_and_a_clipped_batch_may_be_left_out():
+    accelerator = Accelerator(precision="fp16")
+    first, second = nn.Linear(3, 3), nn.Linear(3, 1)
+    first, second, of_first, of_second, loader = accelerator.prepare(
+        first, second, *[torch.optim.SGD(each.parameters(), lr=0.1) for each in (first, second)], [loader_of(24, 4)]
+    )
+    for number, (inputs, _, _) in enumerate(loader[0]):
+        of_first.zero_grad()
+        of_second.zero_grad()
+        accelerator.backward(second(first(inputs[:, :3].float())).mean())
+        accelerator.clip_grad_norm([*first.parameters(), *second.parameters()], 1.0)
+        if number == 2:
+            continue
+        of_second.step()
+        of_first.step()
+    assert accelerator._scaler.get_scale() == 65536
+
+
+def test_plain_backward_passes_under_fp16_are_refused_with_a_loader_and_without():
+    accelerator, network = Accelerator(precision="fp16"), model().float()
+    network, optimizer, loader = accelerator.prepare(
+        network, torch.optim.SGD(network.parameters(), lr=0.1), loader_of(8, 2)
+    )
+
+    def step(inputs, backward):
+        optimizer.zero_grad()
+        backward(network(inputs.float()).sum())
+        optimizer.step()
+
+    for number, (inputs, _, _) in enumerate(loader):
+        if number % 2:
+            with pytest.raises(RuntimeError, match=r"made by loss.backward\(\); call accelerator.backward\(loss\)"):
+                step(inputs, torch.Tensor.backward)
+        else:
+            step(inputs, accelerator.backward)
+    step(torch.ones(1, 5), accelerator.backward)
+    with pytest.raises(RuntimeError, match=r"made by loss.backward\(\)"):
+        step(torch.ones(1, 5), torch.Tensor.backward)
+    step(torch.ones(1, 5), accelerator.backward)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_guard_names_parameter_and_rank_on_all_ranks_and_training_goes_on(mode, accumulate):
+    def body():
+        accelerator, network = Accelerator(nan_guard=True, accumulate=accumulate), model()
+        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(48, 2))
+        told, last = [], accelerator.world.world_size - 1
+        for number, (inputs, targets, _) in enumerate(loader):
+            optimizer.zero_grad()
+            before = copy.deepcopy(network.state_dict())
+            loss = F.mse_loss(network(inputs), targets)
+            if number == 1 and accelerator.world.rank == last:
+                loss = loss + (network.module[0].weight * torch.nan).sum()
+            accelerator.backward(loss)
+            try:
+                optimizer.step()
+            except NonFiniteGradientError as error:
+                told.append(str(error))
+                torch.testing.assert_close(network.state_dict(), before, rtol=0, atol=0)
+        return told, network.state_dict()
+
+    results = mode.run(body)
+    for told, state in results:
+        assert len(told) == 1
+        assert told[0].startswith(f"the gradient of '0.weight' is not finite on rank {mode.ranks - 1}; no step was taken")
+        torch.testing.assert_close(state, results[0][1], rtol=0, atol=0)
+        assert all(each.isfinite().all() for each in state.values())
+
+
+def test_the_guard_names_the_first_in_the_order_of_the_backward_pass():
+    accelerator, network = Accelerator(nan_guard=True), model()
+    network, optimizer = accelerator.prepare(network, sgd(network.parameters()))
+    accelerator.backward((network(torch.ones(1, 5).double()) * torch.nan).sum())
+    with pytest.raises(NonFiniteGradientError, match=r"gradient of '2\.(weight|bias)' is not finite"):
+        optimizer.step()
+
+
+def test_the_guard_sees_an_overflow_of_the_sum():
+    accelerator, network = Accelerator(nan_guard=True), nn.Linear(1, 1, bias=False).double()
+    network, optimizer = accelerator.prepare(network, sgd(network.parameters()))
+    for _ in range(2):
+        network(torch.full((1, 1), 1.2e308, dtype=torch.float64)).sum().backward()
+    with pytest.raises(NonFiniteGradientError, match="gradient of 'weight' is finite on each rank, and not in the sum"):
+        optimizer.step()
+
+
+def test_a_rank_that_weighs_nothing_may_have_a_loss_that_is_no_number():
+    def body():
+        weight = nn.Parameter(torch.ones(2).double())
+        weight.grad = torch.full((2,), torch.nan if rank() else 3.0).double()
+        reduce_gradients([weight], current_world(), Share(0.0 if rank() else 1.0, 1))
+        return weight.grad.tolist()
+
+    assert THREADS_2.run(body) == [[3.0, 3.0]] * 2

@@ -1,0 +1,282 @@
+"""Communication hooks against the gradient of the whole batch on one device, in float64 and under uneven shares."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from modes import PROCESSES_2, Mode
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from unisono.parallel.strategies.hooks import attach_hook, hook_names
+from unisono.world import current_world
+
+PROCESSES_4 = Mode("processes", 4)
+WIDTH = 24
+CUTS = {2: [0, 1, 11], 4: [0, 1, 4, 4, 11]}  # of 11 samples; one of four ranks has none
+TAKES_COMPLEX = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+DTYPES = (torch.float64, torch.complex128) if TAKES_COMPLEX else (torch.float64,)
+SEVERAL_BUCKETS = 0.002  # MB, less than a layer
+
+Gradients = list[torch.Tensor]
+
+
+@pytest.fixture(params=[PROCESSES_2, PROCESSES_4], ids=str)
+def mode(request: pytest.FixtureRequest) -> Mode:
+    return request.param
+
+
+def network(dtype: torch.dtype = torch.float64) -> nn.Module:
+    numbers = torch.Generator().manual_seed(0)
+    made = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(3)])
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=numbers, dtype=dtype) / 5)
+    return made
+
+
+def batch(dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(11, WIDTH, generator=torch.Generator().manual_seed(1), dtype=dtype)
+
+
+def loss_of(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    """The mean over the samples; 0 with a gradient of 0 where there are none."""
+    outputs = model(inputs).tanh().abs()
+    return F.mse_loss(outputs, torch.ones_like(outputs)) if len(inputs) else outputs.sum()
+
+
+def own_part(inputs: torch.Tensor) -> torch.Tensor:
+    world = current_world()
+    cuts = CUTS[world.world_size]
+    return inputs[cuts[world.rank] : cuts[world.rank + 1]]
+
+
+def own_share() -> float:
+    return len(own_part(batch())) / len(batch())
+
+
+def gradients_of(model: nn.Module) -> Gradients:
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def plain_gradients(dtype: torch.dtype = torch.float64) -> Gradients:
+    """The oracle: the whole batch on one device."""
+    model = network(dtype)
+    loss_of(model, batch(dtype)).backward()
+    return gradients_of(model)
+
+
+def hooked(
+    name: str | None,
+    scale: Callable[[], float] = own_share,
+    dtype: torch.dtype = torch.float64,
+    **options: Any,
+) -> DistributedDataParallel:
+    ddp = DistributedDataParallel(network(dtype), bucket_cap_mb=SEVERAL_BUCKETS)
+    attach_hook(ddp, name, scale, options)
+    return ddp
+
+
+def assert_same_bits(ranks: list[Any]) -> None:
+    for others in ranks[1:]:
+        torch.testing.assert_close(others, ranks[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_are_those_of_the_whole_batch_however_it_was_dealt(mode, dtype):
+    def body() -> tuple[list[Gradients], int]:
+        asked = []
+
+        def scale() -> float:
+            asked.append(True)
+            return own_share()
+
+        ddp = hooked(None, scale, dtype)
+        found = []
+        for _ in range(3):  # DDP builds its buckets anew behind the first
+            ddp.zero_grad()
+            loss_of(ddp, own_part(batch(dtype))).backward()
+            found.append(gradients_of(ddp))
+        return found, len(asked)
+
+    ranks = mode.run(body)
+    assert_same_bits([found for found, _ in ranks])
+    for step in ranks[0][0]:
+        torch.testing.assert_close(step, plain_gradients(dtype), rtol=1e-12, atol=1e-14)
+    assert [asked for _, asked in ranks] == [3] * mode.ranks, "once a backward pass, not once a bucket"
+
+
+@pytest.mark.skipif(TAKES_COMPLEX, reason="this torch takes complex gradients")
+def test_complex_gradients_are_refused_where_torch_would_reduce_them_wrongly():
+    def body() -> None:
+        ddp = hooked(None, dtype=torch.complex128)
+        loss_of(ddp, own_part(batch(torch.complex128))).backward()
+
+    with pytest.raises(ValueError, match="reduces complex gradients wrongly"):
+        PROCESSES_2.run(body)
+
+
+def test_gradients_gathered_without_reduction_are_weighted_once_with_the_last():
+    def body() -> tuple[Gradients, int]:
+        asked = []
+
+        def scale() -> float:
+            asked.append(True)
+            return own_share() / 2
+
+        ddp = hooked(None, scale)
+        with ddp.no_sync():
+            loss_of(ddp, own_part(batch())).backward()
+        loss_of(ddp, own_part(batch())).backward()
+        return gradients_of(ddp), len(asked)
+
+    for gradients, asked in PROCESSES_2.run(body):
+        torch.testing.assert_close(gradients, plain_gradients(), rtol=1e-12, atol=1e-14)
+        assert asked == 1
+
+
+def test_compressed_gradients_are_near_the_exact_ones_and_equal_on_all_ranks(mode):
+    def body() -> dict[tuple[str, torch.dtype], Gradients]:
+        found = {}
+        for name in ("fp16", "bf16"):
+            for dtype in (*DTYPES, torch.float32):
+                ddp = hooked(name, dtype=dtype)
+                loss_of(ddp, own_part(batch(dtype))).backward()
+                found[name, dtype] = gradients_of(ddp)
+        return found
+
+    ranks = mode.run(body)
+    assert_same_bits(ranks)
+    for (name, dtype), gradients in ranks[0].items():
+        precision = {"fp16": 2**-10, "bf16": 2**-7}[name]
+        largest = max(float(each.abs().max()) for each in plain_gradients(dtype))
+        torch.testing.assert_close(
+            gradients, plain_gradients(dtype), rtol=precision, atol=precision * largest * mode.ranks
+        )
+        assert not all(
+            torch.allclose(own, exact, rtol=1e-5, atol=0)
+            for own, exact in zip(gradients, plain_gradients(dtype), strict=True)
+        ), f"{name} has sent {dtype} uncompressed"
+
+
+def test_a_gradient_too_large_for_fp16_is_infinite_on_all_ranks():
+    def body() -> bool:
+        ddp = hooked("fp16", lambda: 1e9 * own_share())
+        loss_of(ddp, own_part(batch())).backward()
+        return any(bool(each.isinf().any()) for each in gradients_of(ddp))
+
+    assert PROCESSES_2.run(body) == [True, True]
+
+
+def test_powersgd_is_exact_at_first_then_exact_to_its_rank(mode):
+    def body() -> list[list[Gradients]]:
+        runs = []
+        for rank in (11, 1):  # 11 samples make gradients of rank 11 at most
+            ddp = hooked("powersgd", start_powerSGD_iter=2, matrix_approximation_rank=rank, min_compression_rate=0.1)
+            runs.append([])
+            for _ in range(4):
+                ddp.zero_grad()
+                loss_of(ddp, own_part(batch())).backward()
+                runs[-1].append(gradients_of(ddp))
+        return runs
+
+    ranks = mode.run(body)
+    assert_same_bits(ranks)
+    enough, too_low = ranks[0]
+    for step in (*enough[:2], *too_low[:2]):
+        torch.testing.assert_close(step, plain_gradients(), rtol=1e-12, atol=1e-14)
+    for step in enough[2:]:
+        torch.testing.assert_close(step, plain_gradients(), rtol=1e-6, atol=1e-8)
+    for step in too_low[2:]:
+        matrices = [each for each in step if each.ndim == 2]
+        assert [int(torch.linalg.matrix_rank(each, rtol=1e-6)) for each in matrices] == [1, 1, 1]
+        vectors = [each for each in step if each.ndim == 1]
+        torch.testing.assert_close(
+            vectors, [each for each in plain_gradients() if each.ndim == 1], rtol=1e-12, atol=1e-14
+        )
+
+
+def train(steps: int, model: nn.Module, average: Callable[[Any], None]) -> list[Gradients]:
+    """The parameters behind each step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    found = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, own_part(batch())).backward()
+        optimizer.step()
+        average(optimizer.param_groups)
+        found.append([parameter.detach().clone() for parameter in model.parameters()])
+    return found
+
+
+def test_post_local_sgd_goes_apart_between_averages_whose_mean_is_the_weighted_one():
+    def body() -> list[Gradients]:
+        ddp = DistributedDataParallel(network(), bucket_cap_mb=SEVERAL_BUCKETS)
+        averager = attach_hook(ddp, "post_local_sgd", own_share, {"start_localSGD_iter": 2, "period": 2})
+        assert averager is not None
+        return train(5, ddp, averager.average_parameters)
+
+    plain = network()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    first, second = PROCESSES_2.run(body)
+    for step in range(3):  # two together, and a local one with an average behind it: the same for one step of SGD
+        optimizer.zero_grad()
+        loss_of(plain, batch()).backward()
+        optimizer.step()
+        for steps in (first, second):
+            exact = [parameter.detach() for parameter in plain.parameters()]
+            torch.testing.assert_close(steps[step], exact, rtol=1e-12, atol=1e-14)
+    assert not torch.equal(first[3][0], second[3][0])
+    torch.testing.assert_close(first[4], second[4], rtol=0, atol=0)
+
+
+def test_post_local_sgd_reduces_inside_each_machine():
+    def body() -> Gradients:
+        world = dataclasses.replace(current_world(), local_world_size=2)
+        ddp = DistributedDataParallel(network())
+        options = {"start_localSGD_iter": 0, "period": 2}
+        attach_hook(ddp, "post_local_sgd", lambda: [0.1, 0.2, 0.3, 0.4][world.rank], options, world=world)
+        loss_of(ddp, batch()).backward()
+        return gradients_of(ddp)
+
+    for rank, gradients in enumerate(PROCESSES_4.run(body)):
+        of_machine = 2 * (0.1 + 0.2 if rank < 2 else 0.3 + 0.4)  # so that the mean over both machines is the whole
+        expected = [each * of_machine for each in plain_gradients()]
+        torch.testing.assert_close(gradients, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_names_options_and_types_that_do_not_fit_are_told():
+    def body() -> list[str]:
+        wrong: list[tuple[str, torch.dtype, dict[str, Any]]] = [
+            ("fp8", torch.float64, {}),
+            ("fp16", torch.float64, {"rank": 1}),
+            ("powersgd", torch.float64, {"rank": 1}),
+            ("powersgd", torch.complex128, {}),
+            ("post_local_sgd", torch.float64, {"every": 2}),
+        ]
+        told = []
+        for name, dtype, options in wrong:
+            with pytest.raises(ValueError) as error:
+                hooked(name, dtype=dtype, **options)
+            told.append(str(error.value))
+        with pytest.raises(ValueError) as error:
+            uneven = dataclasses.replace(current_world(), world_size=3, local_world_size=2)
+            ddp = DistributedDataParallel(network())
+            attach_hook(ddp, "post_local_sgd", own_share, {"post_local_gradient_allreduce": True}, world=uneven)
+        return [*told, str(error.value)]
+
+    for told in PROCESSES_2.run(body):
+        name, no_options, unknown, complex_numbers, post_local, uneven = told
+        assert "None, 'fp16', 'bf16', 'powersgd', 'post_local_sgd'" in name
+        assert "got the option 'rank'; it has no options" in no_options
+        assert "'rank'" in unknown
+        assert "matrix_approximation_rank, start_powerSGD_iter" in unknown
+        assert "'0.weight' is torch.complex128" in complex_numbers
+        assert "start_localSGD_iter, period, post_local_gradient_allreduce" in post_local
+        assert "this one has 2 of 3" in uneven
+    assert hook_names() == [None, "fp16", "bf16", "powersgd", "post_local_sgd"]

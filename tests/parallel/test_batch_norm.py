@@ -1,0 +1,415 @@
+"""Batch normalisation over all ranks, against one torch layer that sees the whole global batch in float64."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_4, Mode
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from unisono import BrokenWorldError, DataParallel, current_world
+from unisono.parallel.batch_norm import SyncBatchNorm, SyncBatchNorm2d, synchronize_batch_norm
+from unisono.world import solo_world
+
+TIGHT = {"rtol": 1e-10, "atol": 1e-10}
+SHAPES = {nn.BatchNorm1d: (3,), nn.BatchNorm2d: (3, 2, 4), nn.BatchNorm3d: (3, 2, 1, 3)}
+
+
+@pytest.fixture(params=[SOLO, THREADS_2, THREADS_4, PROCESSES_2], ids=str)
+def mode(request: pytest.FixtureRequest) -> Mode:
+    return request.param
+
+
+@pytest.fixture(params=[THREADS_2, PROCESSES_2], ids=str)
+def peers(request: pytest.FixtureRequest) -> Mode:
+    return request.param
+
+
+@dataclass
+class Trained:
+    """What two training steps leave, of one rank or of the whole batch; gradients as the optimizer step scales them."""
+
+    output: torch.Tensor
+    input_gradient: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+
+
+def samples(shape: tuple[int, ...], number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs, far from a mean of zero and a variance of one, and what the loss weighs the outputs with."""
+    generator = torch.Generator().manual_seed(number)
+    inputs, targets = torch.randn(2, number, *shape, dtype=torch.float64, generator=generator)
+    return inputs * 3 + 7, targets
+
+
+def layer(kind: type[nn.Module] = nn.BatchNorm2d, **options: Any) -> nn.Module:
+    made = kind(3, dtype=torch.float64, **options)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(torch.randn(3, dtype=torch.float64, generator=generator))
+    return made
+
+
+def train(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, share: float) -> Trained:
+    """Two steps on the mean loss over the samples."""
+    for factor in (1.0, 2.0):
+        module.zero_grad()
+        own = (inputs * factor).requires_grad_()
+        output = module(own)
+        (output.square() * targets).flatten(1).sum(1).mean().backward()
+    gradients = {name: each.grad * share for name, each in module.named_parameters()}
+    return Trained(output.detach(), own.grad * share, gradients, dict(module.named_buffers()))
+
+
+def train_together(
+    mode: Mode, make: Callable[[], nn.Module], shape: tuple[int, ...], sizes: list[int]
+) -> list[Trained]:
+    """Each rank with so many of the samples, one after the other; with none, it repeats the first and has no weight."""
+    total = sum(sizes)
+
+    def body() -> Trained:
+        world = current_world()
+        start, size = sum(sizes[: world.rank]), sizes[world.rank]
+        inputs, targets = (each[start : start + size] if size else each[:1] for each in samples(shape, total))
+        module = synchronize_batch_norm(make(), world, lambda: size / total)
+        return train(module, inputs.clone(), targets, size / total)
+
+    return mode.run(body)
+
+
+def assert_as_one(
+    ranks: list[Trained], make: Callable[[], nn.Module], shape: tuple[int, ...], sizes: list[int]
+) -> None:
+    whole = train(make(), *samples(shape, sum(sizes)), 1.0)
+    counting = [rank for rank, size in zip(ranks, sizes, strict=True) if size]
+    close = torch.testing.assert_close
+    close(torch.cat([rank.output for rank in counting]), whole.output, **TIGHT)
+    close(torch.cat([rank.input_gradient for rank in counting]), whole.input_gradient, **TIGHT)
+    for name, gradient in whole.gradients.items():
+        close(sum(rank.gradients[name] for rank in ranks), gradient, **TIGHT)
+    for rank, size in zip(ranks, sizes, strict=True):
+        assert rank.buffers.keys() == whole.buffers.keys()
+        for name, buffer in whole.buffers.items():
+            close(rank.buffers[name], buffer, **TIGHT)
+            assert torch.equal(rank.buffers[name], ranks[0].buffers[name])
+        if not size:
+            close(rank.output, whole.output[:1], **TIGHT)
+            assert not rank.input_gradient.any()
+
+
+# The equality.
+
+
+@pytest.mark.parametrize("kind", SHAPES, ids=lambda kind: kind.__name__)
+def test_ranks_with_equal_parts_compute_what_one_device_would(mode, kind):
+    sizes = [3] * mode.ranks
+    assert_as_one(
+        train_together(mode, lambda: layer(kind), SHAPES[kind], sizes), lambda: layer(kind), SHAPES[kind], sizes
+    )
+
+
+@pytest.mark.parametrize("sizes", [[5, 2], [1, 1], [4, 0], [0, 3]], ids=str)
+def test_ranks_with_unequal_parts_and_with_none_compute_what_one_device_would(peers, sizes):
+    assert_as_one(train_together(peers, layer, (3, 2, 4), sizes), layer, (3, 2, 4), sizes)
+
+
+@given(sizes=st.lists(st.integers(0, 4), min_size=4, max_size=4).filter(lambda sizes: sum(sizes) > 1))
+def test_however_the_batch_is_split_the_ranks_compute_what_one_device_would(sizes):
+    assert_as_one(
+        train_together(THREADS_4, lambda: layer(nn.BatchNorm1d), (3,), sizes),
+        lambda: layer(nn.BatchNorm1d),
+        (3,),
+        sizes,
+    )
+
+
+OPTIONS = [
+    {"momentum": None},
+    {"momentum": 0.7, "eps": 0.3},
+    {"affine": False},
+    {"bias": False},
+    {"track_running_stats": False},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_layers_settings_hold(peers, options):
+    def make() -> nn.Module:
+        return layer(**options)
+
+    assert_as_one(train_together(peers, make, (3, 2, 4), [1, 4]), make, (3, 2, 4), [1, 4])
+
+
+def test_signals_of_a_length_are_normalised_per_channel():
+    def make() -> nn.Module:
+        return layer(nn.BatchNorm1d)
+
+    assert_as_one(train_together(THREADS_2, make, (3, 5), [2, 1]), make, (3, 5), [2, 1])
+
+
+def test_one_common_factor_of_the_weights_changes_nothing():
+    def body(weight: float) -> list[Trained]:
+        def on_rank() -> Trained:
+            inputs, targets = (each.chunk(2)[current_world().rank] for each in samples((3, 2, 4), 6))
+            module = synchronize_batch_norm(layer(), current_world(), lambda: weight)
+            return train(module, inputs.clone(), targets, 0.5)
+
+        return THREADS_2.run(on_rank)
+
+    for one, other in zip(body(0.5), body(40.0), strict=True):
+        torch.testing.assert_close(one.input_gradient, other.input_gradient, **TIGHT)
+
+
+def test_a_rank_without_weight_cannot_spoil_the_others():
+    def body() -> torch.Tensor:
+        rank = current_world().rank
+        module = synchronize_batch_norm(layer(), current_world(), lambda: float(rank == 0))
+        inputs = samples((3, 2, 4), 3)[0] if rank == 0 else torch.full((1, 3, 2, 4), torch.nan, dtype=torch.float64)
+        own = inputs.requires_grad_()
+        module(own).square().sum().backward()
+        return torch.cat([own.grad.flatten(), module.running_var])
+
+    for found in THREADS_2.run(body):
+        assert found.isfinite().all()
+
+
+def test_a_large_mean_costs_no_digits_of_the_variance():
+    def body() -> torch.Tensor:
+        module = synchronize_batch_norm(nn.BatchNorm1d(3, momentum=1.0), current_world(), lambda: 0.5)
+        with torch.no_grad():
+            module((samples((3,), 400)[0] + 1e4).float().chunk(2)[current_world().rank])
+        return module.running_var
+
+    rounded = (samples((3,), 400)[0] + 1e4).float().double()
+    torch.testing.assert_close(THREADS_2.run(body)[1].double(), rounded.var(0), rtol=1e-6, atol=0)
+
+
+# With torch's own machinery.
+
+
+def test_it_works_inside_of_distributed_data_parallel():
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)).double()
+
+    def body() -> Trained:
+        world = current_world()
+        inputs, targets = (each.chunk(2)[world.rank] for each in samples((3, 2, 4), 6))
+        module = DistributedDataParallel(synchronize_batch_norm(make(), world, lambda: 0.5))
+        return train(module, inputs.clone(), targets, 1.0)
+
+    whole = train(make(), *samples((3, 2, 4), 6), 1.0)
+    for rank in PROCESSES_2.run(body):
+        for name, gradient in whole.gradients.items():
+            torch.testing.assert_close(rank.gradients[f"module.{name}"], gradient, **TIGHT)
+        for name, buffer in whole.buffers.items():
+            torch.testing.assert_close(rank.buffers[f"module.{name}"], buffer, **TIGHT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_narrower_types_come_back_as_they_were_and_statistics_stay_full(dtype):
+    def body() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        module = synchronize_batch_norm(layer().float(), current_world(), lambda: 0.5)
+        own = samples((3, 2, 4), 8)[0].chunk(2)[current_world().rank].to(dtype).requires_grad_()
+        output = module(own)
+        output.square().sum().backward()
+        return output.detach(), own.grad, module.running_var
+
+    outputs, gradients, variances = zip(*THREADS_2.run(body), strict=True)
+    assert {each.dtype for each in (*outputs, *gradients)} == {dtype}
+    assert variances[0].dtype == torch.float32
+    expected = layer()(samples((3, 2, 4), 8)[0].to(dtype).double())
+    torch.testing.assert_close(torch.cat(outputs).double(), expected, rtol=3e-2, atol=3e-2)
+
+
+def test_under_autocast_the_layer_gives_what_torchs_gives():
+    def body() -> tuple[torch.dtype, torch.dtype | None]:
+        module = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
+        synchronize_batch_norm(module, current_world(), lambda: 0.5)
+        with torch.autocast("cpu", torch.bfloat16):
+            output = module(torch.randn(2, 3, 4, 4))
+        output.float().square().mean().backward()
+        return output.dtype, module[1].weight.grad.dtype
+
+    assert THREADS_2.run(body) == [(torch.bfloat16, torch.float32)] * 2
+
+
+def test_channels_last_stays_channels_last():
+    def body() -> bool:
+        module = synchronize_batch_norm(layer(), current_world(), lambda: 0.5)
+        own = samples((3, 4, 4), 4)[0].to(memory_format=torch.channels_last).requires_grad_()
+        output = module(own)
+        output.square().sum().backward()
+        return all(each.is_contiguous(memory_format=torch.channels_last) for each in (output, own.grad))
+
+    assert THREADS_2.run(body) == [True, True]
+
+
+# Where nothing is exchanged.
+
+
+def test_evaluation_meets_nobody(peers):
+    def body() -> torch.Tensor | None:
+        module = synchronize_batch_norm(layer(), current_world(), lambda: 0.5).eval()
+        return module(samples((3, 2, 4), 3)[0]).detach() if current_world().rank == 1 else None
+
+    torch.testing.assert_close(peers.run(body)[1], layer().eval()(samples((3, 2, 4), 3)[0]), **TIGHT)
+
+
+def test_training_mode_without_gradients_updates_the_statistics_of_all():
+    def body() -> torch.Tensor:
+        module = synchronize_batch_norm(layer(), current_world(), lambda: 0.5)
+        with torch.no_grad():
+            module(samples((3, 2, 4), 6)[0].chunk(2)[current_world().rank])
+        return module.running_mean
+
+    expected = layer()
+    expected(samples((3, 2, 4), 6)[0])
+    assert all(torch.allclose(each, expected.running_mean, **TIGHT) for each in THREADS_2.run(body))
+
+
+# What the conversion keeps.
+
+
+def test_the_conversion_keeps_the_layers_their_tensors_names_and_hooks():
+    shared = nn.BatchNorm2d(3)
+    module = nn.Sequential(shared, nn.Sequential(shared, nn.BatchNorm1d(4, momentum=None, eps=0.1)), nn.GroupNorm(1, 3))
+    module[1][1].weight = nn.Parameter(torch.ones(4))
+    module[1][1].eval()
+    calls: list[str] = []
+    shared.register_forward_hook(lambda *_: calls.append("hook"))
+    before = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    layers, keys = list(module.modules()), list(module.state_dict())
+
+    assert synchronize_batch_norm(module, solo_world(), lambda: 1.0) is module
+    after = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    assert before.keys() == after.keys()
+    assert all(after[name] is each for name, each in before.items())
+    assert all(one is other for one, other in zip(layers, module.modules(), strict=True))
+    assert list(module.state_dict()) == keys
+    assert (module[1][1].momentum, module[1][1].eps, module[1][1].training) == (None, 0.1, False)
+    assert isinstance(shared, nn.BatchNorm2d)
+    assert type(module[2]) is nn.GroupNorm
+    assert repr(shared).startswith("SyncBatchNorm2d(3, eps=1e-05")
+    shared(torch.randn(2, 3, 2, 2))
+    assert calls == ["hook"]
+
+
+def test_a_module_that_is_itself_a_layer_is_converted():
+    module = nn.BatchNorm2d(3)
+    assert synchronize_batch_norm(module, solo_world(), lambda: 1.0) is module
+    assert type(module) is SyncBatchNorm2d
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_a_converted_module_can_be_copied_and_pickled(way):
+    def body() -> list[torch.Tensor]:
+        module = synchronize_batch_norm(layer(), current_world(), lambda: 0.5)
+        own = samples((3, 2, 4), 6)[0].chunk(2)[current_world().rank]
+        copied = way(module)
+        return [module(own).detach(), copied(own).detach(), copied.running_var]
+
+    first, second = THREADS_2.run(body)
+    is_copy = way is copy.deepcopy
+    assert torch.equal(first[0], first[1]) == is_copy, "a copy is of the same rank; what is unpickled belongs to none"
+    assert torch.equal(first[2], second[2]) == is_copy
+
+
+def test_a_layer_converted_again_moves_to_the_new_world():
+    module = nn.BatchNorm2d(3, dtype=torch.float64)
+    replicas = DataParallel(module, ["cpu:0", "cpu:1"])
+
+    def loop(model: nn.Module, *_: Any) -> torch.Tensor:
+        synchronize_batch_norm(model, current_world(), lambda: 0.5)
+        model(samples((3, 2, 4), 6)[0].chunk(2)[current_world().rank])
+        return model.running_mean
+
+    for _ in range(2):
+        first, second = replicas(loop, [])
+        assert torch.equal(first, second)
+    assert type(module) is nn.BatchNorm2d
+
+
+# Bad input.
+
+
+class Own(nn.BatchNorm2d):
+    """Normalises in a way of its own, perhaps."""
+
+
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        (
+            nn.LazyBatchNorm2d(),
+            "'1' is a torch.nn.modules.batchnorm.LazyBatchNorm2d; call the model with a batch first",
+        ),
+        (nn.SyncBatchNorm(3), "'1' is a torch.nn.modules.batchnorm.SyncBatchNorm; use a plain one there"),
+        (Own(3), r"'1' is a .*\.Own; use a plain one there"),
+    ],
+)
+def test_a_layer_that_cannot_be_converted_is_refused_and_none_is_touched(odd, words):
+    module = nn.Sequential(nn.BatchNorm2d(3), odd)
+    with pytest.raises(TypeError, match=words):
+        synchronize_batch_norm(module, solo_world(), lambda: 1.0)
+    assert type(module[0]) is nn.BatchNorm2d
+
+
+def test_a_lazy_layer_is_converted_once_it_has_seen_a_batch():
+    module = nn.LazyBatchNorm2d()
+    module(torch.randn(2, 3, 2, 2))
+    assert isinstance(synchronize_batch_norm(module, solo_world(), lambda: 1.0), SyncBatchNorm)
+
+
+@pytest.mark.parametrize("weights", [[1.0, 0.0], [0.0, 0.0]], ids=str)
+def test_too_few_values_on_all_ranks_together_are_an_error_on_every_rank_and_the_world_goes_on(peers, weights):
+    def body() -> tuple[str, float]:
+        world = current_world()
+        module = synchronize_batch_norm(nn.BatchNorm1d(3), world, lambda: weights[world.rank])
+        message = ""
+        try:
+            module(torch.randn(1, 3))
+        except ValueError as error:
+            message = str(error)
+        return message, world.comm.all_reduce(torch.ones(1)).item()
+
+    for rank, (message, total) in enumerate(peers.run(body)):
+        number = int(sum(weights))
+        assert message.startswith(f"Expected more than 1 value per channel when training, got {number} on all 2 ranks")
+        assert f"input size [1, 3] on rank {rank}" in message
+        assert total == 2
+
+
+def test_wrong_dimensions_on_one_rank_are_its_own_error_and_wake_the_others(peers):
+    def body() -> None:
+        module = synchronize_batch_norm(nn.BatchNorm2d(3), current_world(), lambda: 0.5)
+        module(torch.randn(2, 3) if current_world().rank == 1 else torch.randn(2, 3, 2, 2))
+
+    with pytest.raises(ValueError, match="expected 4D input") as caught:
+        peers.run(body)
+    assert not isinstance(caught.value, BrokenWorldError)
+
+
+def test_a_second_derivative_is_refused():
+    def body() -> str:
+        module = synchronize_batch_norm(layer(), current_world(), lambda: 0.5)
+        own = samples((3, 2, 4), 3)[0].requires_grad_()
+        (gradient,) = torch.autograd.grad(module(own).square().sum(), own, create_graph=True)
+        try:
+            gradient.sum().backward()
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    for message in THREADS_2.run(body):
+        assert "differentiate twice" in message

@@ -1,0 +1,259 @@
+"""A thread's own random generator: everything random draws from it, and nothing else does."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from unisono import DataParallel, all_reduce
+from unisono.parallel.generators import own_generator
+from unisono.randomness import seeded
+
+TWO = ["cpu:0", "cpu:1"]
+ONES = torch.ones(4, 6)
+IMAGES = torch.arange(2400.0).view(2, 3, 20, 20)
+
+DRAWS: dict[str, Callable[[], torch.Tensor]] = {
+    "rand": lambda: torch.rand(3),
+    "randn": lambda: torch.randn(3),
+    "randint": lambda: torch.randint(100000, (3,)),
+    "rand_like": lambda: torch.rand_like(ONES),
+    "randn_like": lambda: torch.randn_like(ONES),
+    "randint_like": lambda: torch.randint_like(ONES, 100000),
+    "randperm": lambda: torch.randperm(20),
+    "rand out": lambda: torch.rand(3, out=torch.empty(3)),
+    "bernoulli": lambda: torch.bernoulli(torch.full((40,), 0.5)),
+    "bernoulli p": lambda: torch.bernoulli(torch.ones(40), 0.5),
+    "bernoulli_": lambda: torch.empty(40).bernoulli_(0.5),
+    "bernoulli_ tensor": lambda: torch.empty(40).bernoulli_(torch.full((40,), 0.5)),
+    "multinomial": lambda: torch.multinomial(torch.ones(40), 20),
+    "normal": lambda: torch.normal(0.0, 1.0, (3,)),
+    "normal of tensors": lambda: torch.normal(ONES, ONES),
+    "normal of tensor and number": lambda: torch.normal(ONES, 1.0),
+    "normal_": lambda: torch.empty(3).normal_(),
+    "uniform_": lambda: torch.empty(3).uniform_(),
+    "random_": lambda: torch.empty(3).random_(),
+    "random_ from": lambda: torch.empty(3).random_(10, 100000),
+    "exponential_": lambda: torch.empty(3).exponential_(),
+    "geometric_": lambda: torch.empty(40).geometric_(0.1),
+    "cauchy_": lambda: torch.empty(3).cauchy_(),
+    "log_normal_": lambda: torch.empty(3).log_normal_(),
+    "poisson": lambda: torch.poisson(ONES * 1000),
+    "binomial": lambda: torch.binomial(ONES * 1000, ONES / 2),
+    "gamma": lambda: torch.distributions.Gamma(ONES, ONES).sample(),
+    "dirichlet": lambda: torch.distributions.Dirichlet(ONES).sample(),
+    "dropout": lambda: F.dropout(torch.ones(40), 0.5),
+    "dropout in place": lambda: F.dropout(torch.ones(40), 0.5, inplace=True),
+    "dropout of a leaf": lambda: F.dropout(torch.ones(40, requires_grad=True), 0.5),
+    "native_dropout": lambda: torch.native_dropout(torch.ones(40), 0.5, True)[0],
+    "dropout1d": lambda: F.dropout1d(torch.ones(2, 20, 4), 0.5),
+    "dropout2d": lambda: F.dropout2d(torch.ones(2, 20, 4, 4), 0.5),
+    "dropout3d": lambda: F.dropout3d(torch.ones(2, 20, 4, 4, 4), 0.5),
+    "alpha_dropout": lambda: F.alpha_dropout(torch.ones(40), 0.5, True),
+    "feature_alpha_dropout": lambda: F.feature_alpha_dropout(torch.ones(2, 20, 4, 4), 0.5, True),
+    "rrelu": lambda: F.rrelu(-ONES, training=True),
+    "gumbel_softmax": lambda: F.gumbel_softmax(ONES),
+    "fractional_max_pool2d": lambda: nn.FractionalMaxPool2d(2, output_ratio=0.3)(IMAGES),
+    "attention": lambda: F.scaled_dot_product_attention(ONES[None], ONES[None], IMAGES[:1, 0, :4, :6], dropout_p=0.5),
+    "MultiheadAttention": lambda: nn.MultiheadAttention(6, 2, 0.5)(ONES, ONES, ONES)[0],
+    "LSTM": lambda: nn.LSTM(6, 6, 2, dropout=0.5)(ONES)[0],
+    "a layer": lambda: nn.Linear(3, 3).weight,
+    "trunc_normal_": lambda: nn.init.trunc_normal_(torch.empty(5)),
+    "orthogonal_": lambda: nn.init.orthogonal_(torch.empty(5, 5)),
+    "vmap": lambda: torch.vmap(lambda row: F.dropout(row, 0.5), randomness="different")(torch.ones(4, 20)),
+}
+
+
+def drawn(draw: Callable[[], torch.Tensor], seed: int) -> torch.Tensor:
+    with own_generator(torch.Generator().manual_seed(seed)):
+        return draw().detach()
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_whatever_is_random_draws_from_the_threads_own_generator_and_from_no_other(name):
+    draw, before = DRAWS[name], torch.get_rng_state()
+    one, again, other = drawn(draw, 1), drawn(draw, 1), drawn(draw, 2)
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_it_gives_the_numbers_that_the_default_generator_would_give():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        expected = F.dropout(torch.ones(100), 0.3), torch.rand(3)
+    with own_generator(torch.Generator().manual_seed(7)):
+        assert torch.equal(F.dropout(torch.ones(100), 0.3), expected[0])
+        assert torch.equal(torch.rand(3), expected[1])
+
+
+def test_a_generator_that_is_given_is_used():
+    with own_generator(torch.Generator().manual_seed(1)):
+        given = torch.rand(3, generator=torch.Generator().manual_seed(5))
+        listed = torch.randperm(9, generator=torch.Generator().manual_seed(5))
+    assert torch.equal(given, torch.rand(3, generator=torch.Generator().manual_seed(5)))
+    assert torch.equal(listed, torch.randperm(9, generator=torch.Generator().manual_seed(5)))
+
+
+def test_the_functions_of_torch_random_mean_the_threads_own():
+    before = torch.get_rng_state()
+    with own_generator(torch.Generator().manual_seed(1)):
+        assert torch.initial_seed() == 1
+        torch.manual_seed(5)
+        state, first = torch.get_rng_state(), torch.rand(3)
+        torch.set_rng_state(state)
+        assert torch.equal(torch.rand(3), first)
+        with torch.random.fork_rng(devices=[]):
+            torch.rand(3)
+        second = torch.rand(3)
+    assert torch.equal(torch.get_rng_state(), before)
+    numbers = torch.Generator().manual_seed(5)
+    assert torch.equal(torch.rand(3, generator=numbers), first)
+    assert torch.equal(torch.rand(3, generator=numbers), second)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpoint_recomputes_with_the_masks_of_its_forward(use_reentrant):
+    leaf = torch.ones(200, requires_grad=True)
+    with own_generator(torch.Generator().manual_seed(1)):
+        output = checkpoint(lambda each: F.dropout(each, 0.5), leaf, use_reentrant=use_reentrant)
+        torch.rand(5)
+        output.sum().backward()
+    assert torch.equal(leaf.grad, output.detach())
+
+
+def test_another_thread_draws_from_the_default_generator():
+    with ThreadPoolExecutor(1) as pool:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            expected = torch.rand(3)
+            torch.manual_seed(3)
+            with own_generator(torch.Generator().manual_seed(1)):
+                assert torch.equal(pool.submit(torch.rand, 3).result(), expected)
+
+
+def test_who_seeds_the_process_draws_from_what_he_has_seeded():
+    def order() -> list[int]:
+        with seeded(4):
+            return torch.randperm(30).tolist()
+
+    before, expected = torch.get_rng_state(), order()
+    with own_generator(own := torch.Generator().manual_seed(1)):
+        state = own.get_state()
+        assert order() == expected
+        assert torch.equal(own.get_state(), state)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_forked_process_draws_from_the_default_generator():
+    ends = os.pipe()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        expected = torch.rand(1).item()
+        torch.manual_seed(3)
+        with own_generator(torch.Generator().manual_seed(1)):
+            if (pid := os.fork()) == 0:
+                os.write(ends[1], repr(torch.rand(1).item()).encode())
+                os._exit(0)
+    os.waitpid(pid, 0)
+    found = os.read(ends[0], 100).decode()
+    for each in ends:
+        os.close(each)
+    assert float(found) == expected
+
+
+def test_gradients_pass_through():
+    leaf = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+
+    def masked(inputs: torch.Tensor) -> torch.Tensor:
+        with own_generator(torch.Generator().manual_seed(1)):
+            return F.rrelu(F.dropout(inputs, 0.5), training=True)
+
+    assert torch.autograd.gradcheck(masked, leaf)
+
+
+def test_a_compiled_function_draws_from_it_too():
+    compiled = torch.compile(lambda inputs: F.dropout(torch.relu(inputs), 0.5), backend="aot_eager")
+    inputs = torch.ones(50)
+    with own_generator(torch.Generator()):
+        compiled(inputs)  # the first call runs under a mode of torch's own
+    before = torch.get_rng_state()
+    one, again, other = (drawn(lambda: compiled(inputs), seed) for seed in (1, 1, 2))
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# Replicas.
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Linear(16, 1))
+
+
+def trained(calls: int) -> tuple[list[torch.Tensor], list[list[float]]]:
+    torch.manual_seed(0)
+    replicas = DataParallel(network(), TWO)
+
+    def train(model, loader, device, context):
+        masks = []
+        for inputs in loader:
+            model.zero_grad()
+            model(inputs).sum().backward()
+            masks += F.dropout(torch.ones(20)).tolist()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.01 * all_reduce(parameter.grad, "mean")
+        return masks
+
+    batches = [torch.full((2, 6), float(number)) for number in range(12)]
+    masks = [sum(each, []) for each in zip(*[replicas(train, batches) for _ in range(calls)], strict=True)]  # noqa: RUF017
+    return [parameter.detach() for parameter in replicas.models[0].parameters()], masks
+
+
+def test_a_run_with_dropout_is_repeated_bit_by_bit_and_the_replicas_masks_differ():
+    weights, masks = trained(3)
+    for _ in range(5):
+        again, masks_again = trained(3)
+        assert all(map(torch.equal, weights, again))
+        assert masks_again == masks
+    assert masks[0] != masks[1]
+
+
+def test_a_call_does_not_disturb_the_callers_generator_and_goes_on_where_the_last_one_stopped():
+    replicas = DataParallel(network(), TWO)
+    before = torch.get_rng_state()
+    first, second = (replicas.run_on_replicas(lambda *_: torch.rand(2).tolist()) for _ in range(2))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert len({tuple(each) for each in (*first, *second)}) == 4
+
+
+def test_the_generators_can_be_kept_and_set():
+    replicas = DataParallel(network(), TWO)
+    states = [generator.get_state() for generator in replicas.generators]
+    first = replicas.run_on_replicas(lambda *_: torch.rand(2).tolist())
+    for generator, state in zip(replicas.generators, states, strict=True):
+        generator.set_state(state)
+    assert replicas.run_on_replicas(lambda *_: torch.rand(2).tolist()) == first
+
+
+def test_replicas_that_seed_alike_build_alike_though_they_do_it_at_once():
+    together = threading.Barrier(2)
+
+    def build(model, device, context):
+        torch.manual_seed(5)
+        together.wait(20)
+        return [parameter.tolist() for parameter in network().parameters()]
+
+    replicas = DataParallel(nn.Identity(), TWO)
+    for _ in range(20):
+        one, other = replicas.run_on_replicas(build)
+        assert one == other

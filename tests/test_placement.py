@@ -1,0 +1,366 @@
+"""Copies on another device, and barriers. Type "meta" stands for a device where moved parameters are new objects."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from unisono.backends.device import Device
+from unisono.placement.barrier import lazy_barrier
+from unisono.placement.copying import copy_to, scalar_like
+from unisono.tree import leaves
+from unisono.world import solo_world, use_world
+
+DEVICES = ["cpu", "meta"]
+OPTIMIZERS = ["SGD", "Adam", "NAdam", "RAdam", "Adagrad", "ASGD", "RMSprop", "Rprop", "Adafactor", "LBFGS"]
+
+
+def memory(obj: Any) -> set[int]:
+    """The memory of every tensor in a structure, its gradients and its optimizers' state."""
+    found: set[int] = set()
+    for leaf in leaves(obj):
+        parts = [leaf]
+        if isinstance(leaf, nn.Module):
+            parts = [*leaf.parameters(), *leaf.buffers()]
+        elif isinstance(leaf, torch.optim.Optimizer):
+            parts = [*leaves([leaf.param_groups, leaf.state])]
+        parts += [each.grad for each in parts if isinstance(each, torch.Tensor) and each.grad is not None]
+        found |= {each.untyped_storage()._cdata for each in parts if isinstance(each, torch.Tensor)}
+    return found
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) -> list[float]:
+    generator, losses = torch.Generator().manual_seed(2), []
+    for _ in range(steps):
+        x = torch.randn(6, 3, generator=generator)
+
+        def closure(x: torch.Tensor = x) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        losses.append(optimizer.step(closure).item())
+    return losses
+
+
+# Tensors.
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_a_copy_lies_there_and_keeps_its_gradient_and_attributes(device, requires_grad):
+    x = torch.arange(3.0, requires_grad=requires_grad)
+    x.is_bias = True
+    if requires_grad:
+        x.grad = torch.ones(3)
+    twin = copy_to(x, device)
+    assert (twin.device.type, twin.requires_grad, twin.is_leaf, twin.is_bias) == (device, requires_grad, True, True)
+    assert not memory(x) & memory(twin)
+    if requires_grad:
+        assert twin.grad.device.type == device
+    if device == "cpu":
+        assert torch.equal(x, twin)
+        with torch.no_grad():
+            twin += 1
+        assert x.tolist() == [0, 1, 2]
+
+
+def test_a_result_of_others_stays_in_their_graph():
+    x = torch.ones(2, requires_grad=True)
+    (copy_to([x * 2], "cpu")[0] * 3).sum().backward()
+    assert x.grad.tolist() == [6, 6]
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.ones(2, 3).t(),
+        torch.ones(3)[::2],
+        torch.ones(1, 3).expand(4, 3),
+        torch.eye(2).to_sparse(),
+        torch.ones(2, dtype=torch.complex64).conj(),
+        torch.tensor([True]),
+        torch.empty(0),
+        torch.ones(()),
+    ],
+)
+def test_tensors_of_every_form_are_copied(x):
+    twin = copy_to(x, "cpu")
+    assert (twin.shape, twin.dtype, twin.layout) == (x.shape, x.dtype, x.layout)
+    assert torch.equal(twin.to_dense(), x.to_dense())
+    if x.layout is torch.strided:
+        assert x.numel() == 0 or not memory(twin) & memory(x)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tensors_over_one_storage_stay_so(device):
+    flat = torch.arange(10.0)
+    model = nn.Module()
+    model.a, model.b = nn.Parameter(flat[:4].view(2, 2)), nn.Parameter(flat[4:].view(3, 2).t())
+    model.register_buffer("flat", flat)
+    twin = copy_to(model, device)
+    assert not memory(model) & memory(twin)
+    assert len(memory(twin)) == 1
+    assert isinstance(twin.a, nn.Parameter)
+    assert (twin.a.shape, twin.b.shape, twin.b.stride()) == (model.a.shape, model.b.shape, model.b.stride())
+    if device == "cpu":
+        assert torch.equal(twin.b, model.b)
+        with torch.no_grad():
+            twin.flat.fill_(7)
+        assert twin.b.unique().tolist() == [7]
+
+
+@given(
+    picks=st.lists(st.integers(0, 3), max_size=6),
+    nest=st.sampled_from([list, tuple, lambda items: {"a": list(items)}, lambda items: SimpleNamespace(all=[*items])]),
+)
+def test_what_is_one_tensor_is_one_copy_and_what_are_two_are_two(picks, nest):
+    pool = [torch.full((2,), float(index)) for index in range(4)]
+    twin = copy_to(nest(pool[pick] for pick in picks), "meta")
+    copies = twin["a"] if isinstance(twin, dict) else getattr(twin, "all", twin)
+    assert len(copies) == len(picks)
+    for index, pick in enumerate(picks):
+        assert copies[index].device.type == "meta"
+        for other, another in enumerate(picks):
+            assert (copies[index] is copies[other]) == (pick == another)
+
+
+def test_a_packed_sequence_keeps_its_sizes_in_main_memory():
+    packed = pack_padded_sequence(torch.ones(3, 2, 1), torch.tensor([1, 3]), enforce_sorted=False)
+    twin = copy_to({"x": packed}, "meta")["x"]
+    assert (twin.data.device.type, twin.sorted_indices.device.type, twin.batch_sizes.device.type) == (
+        "meta",
+        "meta",
+        "cpu",
+    )
+    assert nn.LSTM(1, 2).to("meta")(twin)[0].data.shape == (4, 2)
+
+
+# Modules.
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_module_is_copied_whole_and_its_ties_are_kept(device):
+    model = network()
+    model[2].weight = nn.Parameter(torch.ones(4, 4))
+    model.append(nn.Linear(4, 4))
+    model[3].weight = model[2].weight
+    model[0].weight.requires_grad_(False)
+    model[2].bias.no_decay = True
+    model.table = [torch.ones(2), {"alias": model[2].weight}]
+    model.inner = SimpleNamespace(scale=torch.ones(1))
+    twin = copy_to(model, device)
+    found = [*twin.parameters(), *twin.buffers(), *leaves(twin.table), twin.inner.scale]
+    assert {each.device.type for each in found} == {device}
+    assert twin[3].weight is twin[2].weight is twin.table[1]["alias"]
+    assert isinstance(twin[2].weight, nn.Parameter)
+    assert not twin[0].weight.requires_grad
+    assert twin[2].bias.no_decay
+    assert not memory([model, model.table, model.inner.scale]) & memory([twin, twin.table, twin.inner.scale])
+    assert model[0].weight.device.type == "cpu"
+    if device == "cpu":
+        assert all(map(torch.equal, model.state_dict().values(), twin.state_dict().values()))
+
+
+def test_hooks_of_a_module_come_along_and_those_of_a_parameter_do_not():
+    model, seen = nn.Linear(2, 1), []
+    model.register_forward_hook(lambda *_: seen.append("forward"))
+    model.weight.register_hook(lambda gradient: seen.append("gradient"))
+    twin = copy_to(model, "cpu")
+    twin(torch.ones(1, 2)).sum().backward()
+    assert seen == ["forward"]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_lazy_module_is_copied_before_it_knows_its_shape(device):
+    twin = copy_to(nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d()), device)
+    assert twin(torch.ones(3, 4, device=device)).device.type == device
+    assert "1.running_mean" in twin.state_dict()
+
+
+def test_a_parametrised_module_is_copied():
+    model = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
+    model(torch.ones(1, 3)).sum().backward()
+    twin = copy_to(model, "cpu")
+    assert torch.equal(twin(torch.ones(1, 3)), model(torch.ones(1, 3)))
+    assert not memory(twin) & memory(model)
+
+
+def test_what_deepcopy_refuses_is_refused():
+    model = nn.Linear(1, 1)
+    model.stream = (each for each in [1])
+    with pytest.raises(TypeError, match="generator"):
+        copy_to(model, "cpu")
+
+
+# Optimizers.
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_copied_run_goes_on_as_the_original_does_without_touching_it(name):
+    model = network()
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.05)
+    train(model, optimizer, 3)
+    twins = copy_to({"optimizer": optimizer, "model": model}, "cpu")
+    assert not memory([model, optimizer]) & memory(twins)
+    before = copy.deepcopy(model.state_dict())
+    ahead = train(twins["model"], twins["optimizer"], 3)
+    assert all(map(torch.equal, before.values(), model.state_dict().values()))
+    assert train(model, optimizer, 3) == ahead
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_state_moves_and_step_counts_stay_where_torch_wants_them(capturable):
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1))
+    train(model, optimizer)
+    optimizer.param_groups[0]["capturable"] = capturable
+    twin_model, twin = copy_to((model, optimizer), "meta")
+    assert [id(each) for each in twin.param_groups[0]["params"]] == [id(each) for each in twin_model.parameters()]
+    assert twin.state.keys() == set(twin_model.parameters())
+    numbers = "meta" if capturable else "cpu"
+    assert twin.param_groups[0]["lr"].device.type == numbers
+    for state in twin.state.values():
+        assert {key: each.device.type for key, each in state.items()} == {
+            "step": numbers,
+            "exp_avg": "meta",
+            "exp_avg_sq": "meta",
+        }
+    assert {each.device.type for state in optimizer.state.values() for each in state.values()} == {"cpu"}
+
+
+def test_an_optimizer_needs_its_parameters():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(
+        ValueError, match=r"the SGD steps 6 parameter\(s\) that are not in the structure.*copy_to\(\(model, optimizer\)"
+    ):
+        copy_to(optimizer, "cpu")
+    with pytest.raises(ValueError, match=r"steps 4 parameter\(s\)"):
+        copy_to([optimizer, model[0]], "cpu")
+    parameters, twin = copy_to((list(model.parameters()), optimizer), "cpu")
+    assert twin.param_groups[0]["params"][0] is parameters[0]
+
+
+def test_an_optimizer_in_an_object_comes_with_its_module_and_without_hooks():
+    model, seen = network(), []
+    trainer = SimpleNamespace(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer.optimizer.register_step_pre_hook(lambda *_: seen.append("stepped"))
+    twin = copy_to(trainer, "cpu")
+    assert twin.optimizer.param_groups[0]["params"][0] is twin.model[0].weight
+    train(twin.model, twin.optimizer)
+    assert not seen
+    twin.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    assert len(trainer.optimizer.param_groups) == 1
+
+
+def test_a_scheduler_comes_along_and_drives_the_copy():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    train(model, optimizer)
+    scheduler.step()
+    twin_model, twin, twin_scheduler = copy_to((model, optimizer, scheduler), "cpu")
+    before = copy.deepcopy(model.state_dict())
+    train(twin_model, twin)
+    twin_scheduler.step()
+    assert (twin.param_groups[0]["lr"], optimizer.param_groups[0]["lr"]) == (0.25, 0.5)
+    assert all(map(torch.equal, before.values(), model.state_dict().values()))
+    assert not torch.equal(twin_model[0].weight, model[0].weight)
+
+
+# Where to.
+
+
+@pytest.mark.parametrize("device", ["cpu", 0, torch.device("cpu", 1), Device("CPU", 3)])
+def test_a_device_is_named_in_any_way(device):
+    assert copy_to(torch.ones(1), device).device.type == "cpu"
+
+
+@pytest.mark.parametrize("device", ["cpu:x", "tpu:0", "mps:7", "mps"])
+def test_a_device_that_is_not_here_is_refused(device):
+    with pytest.raises(ValueError, match="cpu:0"):
+        copy_to(torch.ones(1), device)
+
+
+@pytest.mark.parametrize("device", [None, 1.5, True])
+def test_what_is_no_device_is_a_type_error(device):
+    with pytest.raises(TypeError, match="pass a string, an index, or a device"):
+        copy_to(torch.ones(1), device)
+
+
+def test_a_scalar_takes_device_and_precision_of_a_tensor():
+    scalar = scalar_like(0.1, torch.ones(2, dtype=torch.bfloat16, device="meta"))
+    assert (scalar.shape, scalar.dtype, scalar.device.type) == ((), torch.bfloat16, "meta")
+    assert scalar_like(3, torch.ones(2, dtype=torch.int32)).item() == 3
+    with pytest.raises(TypeError, match=r"^tensor=2 is a int; pass a tensor$"):
+        scalar_like(1.0, 2)  # type: ignore[arg-type]
+
+
+# Barriers.
+
+
+class Recorder:
+    """The calls that a backend gets."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def mark_step(self, device: torch.device) -> None:
+        self.calls.append(f"mark {device}")
+
+    def synchronize(self, device: torch.device) -> None:
+        self.calls.append(f"wait {device}")
+
+
+@pytest.mark.parametrize("device", [None, "cpu", 0, Device("cpu"), torch.device("cpu"), ["cpu:0", Device("cpu", 1)]])
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_barrier_on_eager_devices_returns(device, wait):
+    assert lazy_barrier(device, wait) is None
+
+
+def test_a_barrier_without_a_device_is_the_current_worlds():
+    backend = Recorder()
+    with use_world(solo_world(backend, torch.device("cpu", 2))):  # type: ignore[arg-type]
+        lazy_barrier()
+        assert backend.calls == ["mark cpu:2"]
+        lazy_barrier(wait=True)
+        assert backend.calls[1:] == ["mark cpu:2", "wait cpu:2"]
+
+
+def test_a_barrier_ends_the_step_on_all_devices_before_it_waits(monkeypatch):
+    backend = Recorder()
+    monkeypatch.setattr(
+        "unisono.placement.barrier.resolve_device", lambda device: (backend, torch.device(device))
+    )  # no second device here
+    lazy_barrier(["cpu:0", Device("cpu", 1)], wait=True)
+    assert backend.calls == ["mark cpu:0", "mark cpu:1", "wait cpu:0", "wait cpu:1"]
+
+
+@pytest.mark.parametrize(
+    ("device", "wait", "error", "words"),
+    [
+        ([], False, ValueError, "is empty"),
+        ("mps:9", False, ValueError, "mps"),
+        ([None], False, TypeError, "None is a NoneType"),
+        (1.5, False, TypeError, "1.5 is a float"),
+        (None, "yes", TypeError, "wait='yes' is a str"),
+    ],
+)
+def test_a_barrier_looks_at_its_arguments(device, wait, error, words):
+    with pytest.raises(error, match=words):
+        lazy_barrier(device, wait)

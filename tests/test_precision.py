@@ -1,0 +1,353 @@
+"""Full and reduced precision of tensors, modules, optimizers and structures of them."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from unisono.precision import is_reduced_precision, to_full_precision, to_reduced_precision
+from unisono.tree import leaves
+
+REDUCED = (torch.bfloat16, torch.float16)
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@dataclass
+class Record:
+    value: Any
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
+
+
+def train(network: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype, steps: int = 1) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        batch = torch.randn(8, 1, 4, 4, generator=generator).to(dtype)
+
+        def closure(batch: torch.Tensor = batch) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = network(batch).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+# Tensors.
+
+
+@pytest.mark.parametrize("dtype", REDUCED)
+@given(values=st.lists(st.floats(width=32, allow_nan=False), max_size=20))
+def test_there_and_back_is_one_rounding(dtype, values):
+    x = torch.tensor(values, dtype=torch.float32)
+    reduced = to_reduced_precision(x, dtype=dtype)
+    assert reduced.dtype is dtype
+    assert is_reduced_precision(reduced)
+    back = to_full_precision(reduced)
+    assert not is_reduced_precision(back)
+    assert torch.equal(back, x.to(dtype).float())
+    assert torch.equal(to_full_precision(to_reduced_precision(back, dtype=dtype)), back)
+
+
+def test_gradients_flow_back_in_the_precision_of_the_other_side():
+    x = torch.ones(3, requires_grad=True)
+    reduced = to_reduced_precision(x)
+    reduced.retain_grad()
+    (reduced * 3).sum().backward()
+    assert (x.grad.dtype, reduced.grad.dtype) == (torch.float32, torch.bfloat16)
+    assert x.grad.tolist() == [3, 3, 3]
+    y = torch.ones(2, dtype=torch.float16, requires_grad=True)
+    to_full_precision(y).sum().backward()
+    assert y.grad.dtype is torch.float16
+
+
+@pytest.mark.parametrize("dtype", REDUCED)
+def test_what_is_converted_already_is_an_error(dtype):
+    for other in REDUCED:
+        with pytest.raises(ValueError, match=r"^x is b?float16: it is in reduced precision already"):
+            to_reduced_precision(torch.ones(2, dtype=dtype), dtype=other)
+    with pytest.raises(ValueError, match=r"^x is float32: it is in full precision already"):
+        to_full_precision(torch.ones(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bool, torch.complex64])
+@pytest.mark.parametrize("convert", [to_reduced_precision, to_full_precision])
+def test_a_tensor_of_another_type_is_refused_alone_and_stays_in_a_structure(convert, dtype):
+    other = torch.ones(2, dtype=dtype)
+    with pytest.raises(ValueError, match=r"^x is \w+, and precision is a matter of float32, bfloat16 and float16"):
+        convert(other)
+    assert convert([other])[0] is other
+    assert not is_reduced_precision(other)
+
+
+@pytest.mark.parametrize("convert", [to_reduced_precision, to_full_precision, is_reduced_precision])
+def test_what_has_no_precision_is_a_type_error(convert):
+    with pytest.raises(TypeError, match=r"^x='text' is a str; pass a tensor, module, optimizer, or a structure$"):
+        convert("text")
+
+
+def test_the_reduced_type_is_one_of_two():
+    with pytest.raises(ValueError, match=r"^dtype=torch.float32 is no reduced precision; choose torch.bfloat16 or"):
+        to_reduced_precision(torch.ones(1), dtype=torch.float32)
+
+
+# Structures.
+
+tensors = st.builds(
+    lambda shape, dtype: torch.ones(shape, dtype=dtype),
+    st.lists(st.integers(0, 3), max_size=2),
+    st.sampled_from([torch.float32, torch.int64, torch.float64]),
+)
+structures = st.recursive(
+    tensors | st.text(max_size=2) | st.none(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text(max_size=2), inner, max_size=3)
+        | st.builds(Pair, inner, inner)
+        | st.builds(Record, inner)
+    ),
+    max_leaves=8,
+).filter(lambda tree: not isinstance(tree, str | torch.Tensor | None))
+
+
+def skeleton(tree: Any) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return tree.shape
+    if isinstance(tree, dict):
+        return {key: skeleton(value) for key, value in tree.items()}
+    if isinstance(tree, Record):
+        return Record, skeleton(tree.value)
+    if isinstance(tree, list | tuple):
+        return type(tree), [skeleton(each) for each in tree]
+    return tree
+
+
+@given(tree=structures)
+def test_a_structure_keeps_its_form_and_converts_its_float32_tensors_only(tree):
+    before = [leaf.dtype for leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]
+    reduced = to_reduced_precision(tree)
+    assert skeleton(reduced) == skeleton(tree)
+    kinds = [leaf.dtype for leaf in leaves(reduced) if isinstance(leaf, torch.Tensor)]
+    assert kinds == [torch.bfloat16 if kind is torch.float32 else kind for kind in before]
+    assert is_reduced_precision(reduced) == (torch.float32 in before)
+    full = to_full_precision(reduced)
+    assert [leaf.dtype for leaf in leaves(full) if isinstance(leaf, torch.Tensor)] == before
+
+
+def test_a_shared_tensor_stays_shared_and_a_packed_sequence_converts():
+    x = torch.ones(2)
+    packed = pack_padded_sequence(torch.ones(3, 2, 1), torch.tensor([3, 1]))
+    reduced = to_reduced_precision({"a": x, "b": [x], "c": packed})
+    assert reduced["a"] is reduced["b"][0]
+    assert reduced["c"].data.dtype is torch.bfloat16
+    assert reduced["c"].batch_sizes.dtype is torch.int64
+    assert is_reduced_precision(reduced["c"])
+
+
+def test_an_error_says_where_and_leaves_all_as_it_was():
+    network = nn.Linear(2, 2)
+    mixed = {"net": network, "rest": [torch.ones(1), Pair(torch.ones(1), torch.ones(1).bfloat16())]}
+    with pytest.raises(ValueError, match=r"^x\['rest'\]\[1\]\.right is bfloat16: it is in reduced precision already"):
+        to_reduced_precision(mixed)
+    assert network.weight.dtype is torch.float32
+    with pytest.raises(
+        ValueError, match=r"mixed precision: x\['rest'\]\[1\]\.right is bfloat16, but x\['net'\]\.weight is float32"
+    ):
+        is_reduced_precision(mixed)
+    circle: list[Any] = [torch.ones(1)]
+    circle.append(circle)
+    with pytest.raises(ValueError, match="contains itself"):
+        to_reduced_precision(circle)
+
+
+# Modules.
+
+
+@pytest.mark.parametrize("dtype", REDUCED)
+@pytest.mark.parametrize("is_training", [True, False])
+def test_batch_norm_stays_full_and_takes_reduced_inputs(dtype, is_training):
+    network, twin = model().train(is_training), model().train(is_training)
+    assert to_reduced_precision(network, dtype=dtype) is network
+    assert is_reduced_precision(network)
+    assert {each.dtype for each in [network[0].weight, network[4].bias]} == {dtype}
+    assert {each.dtype for each in network[1].state_dict().values()} == {torch.float32, torch.int64}
+    x = torch.randn(8, 1, 4, 4).to(dtype).requires_grad_()
+    y = network(x)
+    y.float().sum().backward()
+    assert (y.dtype, x.grad.dtype, network[0].weight.grad.dtype) == (dtype, dtype, dtype)
+    assert network[1].weight.grad.dtype is torch.float32
+    twin(x.detach().float())
+    assert torch.allclose(network[1].running_mean, twin[1].running_mean, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.BatchNorm1d(3),
+        nn.BatchNorm1d(3, affine=False),
+        nn.BatchNorm1d(3, track_running_stats=False),
+        nn.InstanceNorm1d(3, affine=True),
+        nn.InstanceNorm1d(3, affine=True, track_running_stats=True),
+        nn.SyncBatchNorm(3),
+        nn.GroupNorm(3, 3),
+        nn.LayerNorm(4),
+    ],
+    ids=str,
+)
+def test_every_normalisation_layer_runs_on_reduced_inputs(layer):
+    layer = to_reduced_precision(nn.Sequential(copy.deepcopy(layer)))
+    for network in (layer.train(), layer.eval()):
+        assert network(torch.randn(2, 3, 4).bfloat16()).dtype is torch.bfloat16
+
+
+def test_a_module_keeps_its_parameters_ties_gradients_and_other_types():
+    network = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3), "d": nn.Linear(3, 3).double()})
+    network["b"].weight = network["a"].weight
+    network["a"].register_buffer("mask", torch.ones(3, dtype=torch.bool))
+    network["a"].register_buffer("scale", torch.ones(3))
+    before = dict(network.named_parameters())
+    network["a"].weight.grad = torch.ones(3, 3)
+    to_reduced_precision(network)
+    assert {name: id(each) for name, each in network.named_parameters()} == {n: id(p) for n, p in before.items()}
+    assert network["b"].weight is network["a"].weight
+    assert network["a"].weight.dtype is network["a"].weight.grad.dtype is network["a"].scale.dtype is torch.bfloat16
+    assert (network["a"].mask.dtype, network["d"].weight.dtype) == (torch.bool, torch.float64)
+    to_full_precision(network)
+    assert network["a"].weight.dtype is network["a"].weight.grad.dtype is network["a"].scale.dtype is torch.float32
+
+
+def test_a_recurrent_module_runs_in_reduced_precision():
+    network = to_reduced_precision(nn.LSTM(3, 4))
+    assert network(torch.randn(5, 2, 3).bfloat16())[0].dtype is torch.bfloat16
+
+
+def test_a_mixed_module_is_an_error_that_names_one_of_each():
+    network = model()
+    network[4].bfloat16()
+    with pytest.raises(ValueError, match=r"x\.4\.weight is bfloat16, but x\.0\.weight is float32"):
+        is_reduced_precision(network)
+    with pytest.raises(ValueError, match=r"^x\.4\.weight is bfloat16: it is in reduced precision already"):
+        to_reduced_precision(network)
+    with pytest.raises(ValueError, match=r"^x\.0\.weight is float32: it is in full precision already"):
+        to_full_precision(network)
+
+
+def test_a_lazy_module_converts_before_it_knows_its_shape():
+    network = to_reduced_precision(nn.LazyLinear(2))
+    assert network(torch.ones(1, 3).bfloat16()).dtype is torch.bfloat16
+    assert is_reduced_precision(network)
+
+
+def test_what_has_nothing_to_convert_is_not_reduced():
+    assert not is_reduced_precision([])
+    assert not is_reduced_precision(nn.BatchNorm1d(3))
+    assert to_reduced_precision(nn.BatchNorm1d(3)).weight.dtype is torch.float32
+
+
+# Optimizers.
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "SGD": {"momentum": 0.9},
+    "LBFGS": {"max_iter": 2},
+    **{name: {} for name in ["Adam", "AdamW", "NAdam", "RAdam", "Adagrad", "Adadelta", "ASGD", "RMSprop", "Rprop"]},
+    "Adamax": {},
+    "Adafactor": {},
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("lr", [0.01, torch.tensor(0.01)], ids=["number", "tensor"])
+def test_an_optimizer_goes_on_in_the_precision_of_its_module_there_and_back(name, lr):
+    network = model()
+    optimizer = getattr(torch.optim, name)(network.parameters(), lr=lr, **OPTIMIZERS[name])
+    train(network, optimizer, torch.float32, steps=2)
+    assert to_reduced_precision([optimizer, network])[0] is optimizer
+    train(network, optimizer, torch.bfloat16)
+    assert is_reduced_precision(network)
+    to_full_precision((network, optimizer))
+    train(network, optimizer, torch.float32)
+    assert not is_reduced_precision((network, optimizer))
+    assert optimizer.param_groups[0]["lr"] is lr
+
+
+def test_state_tensors_convert_with_their_parameters_and_steps_do_not():
+    network = model()
+    optimizer = torch.optim.Adam(network.parameters(), amsgrad=True)
+    train(network, optimizer, torch.float32, steps=3)
+    to_reduced_precision(network)
+    assert not is_reduced_precision(optimizer)
+    to_reduced_precision(optimizer)
+    assert is_reduced_precision(optimizer)
+    for parameter, state in optimizer.state.items():
+        step = state.pop("step")
+        assert (step.dtype, step.item()) == (torch.float32, 3)
+        assert {each.dtype for each in state.values()} == {parameter.dtype}
+    assert optimizer.state[network[1].weight]["exp_avg"].dtype is torch.float32
+    with pytest.raises(ValueError, match=r"^x\.state\[0\]\['exp_avg'\] is bfloat16: it is in reduced precision"):
+        to_reduced_precision(optimizer)
+
+
+def test_a_parameter_without_dimensions_converts_with_its_state():
+    scale = nn.Parameter(torch.tensor(2.0))
+    network = nn.Module()
+    network.scale = scale
+    optimizer = torch.optim.Adam([scale])
+    for _ in range(2):
+        scale.square().backward()
+        optimizer.step()
+        if not is_reduced_precision(network):
+            optimizer.zero_grad()
+            to_reduced_precision((network, optimizer))
+    assert {key: each.dtype for key, each in optimizer.state[scale].items()} == {
+        "step": torch.float32,
+        "exp_avg": torch.bfloat16,
+        "exp_avg_sq": torch.bfloat16,
+    }
+
+
+def test_an_optimizer_does_not_leave_the_precision_of_its_parameters():
+    network = model()
+    optimizer = torch.optim.Adam(network.parameters())
+    assert to_reduced_precision(optimizer) is optimizer, "it has no state yet"
+    assert not is_reduced_precision(optimizer)
+    train(network, optimizer, torch.float32)
+    with pytest.raises(ValueError, match=r"convert the module first, or pass both: to_reduced_precision\(\(model, opt"):
+        to_reduced_precision({"opt": optimizer})
+    train(network, optimizer, torch.float32)
+
+
+def test_a_reduced_run_stays_close_to_the_full_one():
+    losses = {}
+    for reduce in (False, True):
+        torch.manual_seed(3)
+        network = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 1))
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
+        x = torch.randn(64, 8)
+        y = x.sum(1, keepdim=True)
+        if reduce:
+            network, x, y = to_reduced_precision((network, x, y))
+        for _ in range(60):
+            optimizer.zero_grad()
+            loss = to_full_precision((network(x) - y).square().mean()) if reduce else (network(x) - y).square().mean()
+            loss.backward()
+            optimizer.step()
+        losses[reduce] = loss.item()
+    assert losses[False] < 0.1
+    assert losses[True] < 0.2

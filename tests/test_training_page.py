@@ -1,0 +1,103 @@
+"""What docs/training.md shows runs, and the loop before its changes trains the same weights as the one after them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from modes import PROCESSES_2, SOLO, THREADS_2, Mode
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from unisono import Accelerator, barrier, world_size
+
+PAGE = (Path(__file__).parent.parent / "docs" / "training.md").read_text()
+BLOCKS: list[str] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+(DIFF,) = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
+
+SAVE = "\ntorch.save(model.state_dict(), f\"weights-{os.environ.get('RANK', 0)}.pt\")\n"
+
+
+def names(path: Path) -> dict[str, Any]:
+    """What a block of the page finds: objects that nobody has prepared, over 107 samples."""
+    torch.manual_seed(0)
+    x, y, mask = torch.randn(107, 8), torch.randint(3, (107,)), torch.randint(2, (107,)).float()
+    model, critic = nn.Linear(8, 3), nn.Linear(3, 1)
+    optimizer, critic_optimizer = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, critic))
+    size = 12 // world_size()
+    return {
+        "torch": torch,
+        "F": F,
+        "Accelerator": Accelerator,
+        "barrier": barrier,
+        "path": path,
+        "model": model,
+        "critic": critic,
+        "optimizer": optimizer,
+        "critic_optimizer": critic_optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9),
+        "loader": DataLoader(TensorDataset(x, y), batch_size=size),
+        "masked_loader": DataLoader(TensorDataset(x, y, mask), batch_size=size),
+        "test_loader": DataLoader(TensorDataset(x, y), batch_size=size),
+    }
+
+
+def run_blocks(blocks: list[str], path: Path) -> list[list[torch.Tensor]]:
+    """The weights of the model behind each block."""
+    found = []
+    for number, block in enumerate(blocks):
+        scope = names(path / f"{number}.pt")
+        exec(compile(block, f"docs/training.md, block {number}", "exec"), scope)
+        found.append([each.detach().clone() for each in scope["model"].parameters()])
+        if "seen" in scope:
+            assert scope["seen"] == 107
+    return found
+
+
+@pytest.mark.parametrize("mode", [PROCESSES_2, THREADS_2], ids=str)
+def test_each_block_trains_what_one_device_does(mode: Mode, tmp_path: Path) -> None:
+    (expected,) = SOLO.run(lambda: run_blocks(BLOCKS, tmp_path))
+    for found in mode.run(lambda: run_blocks(BLOCKS, tmp_path)):
+        for block, weights, wanted in zip(blocks, found, expected, strict=True):
+            rounding = 2.0 ** (-8 if "bf16" in block else -23)
+            differences = [float((a - b).abs().max()) for a, b in zip(weights, wanted, strict=True)]
+            assert max(differences) < 8 * rounding, block
+
+
+def side(of: str) -> str:
+    """The script before ("-") or after ("+") the change."""
+    return "".join(line[1:] + "\n" for line in DIFF.splitlines() if line[:1] in (" ", of, ""))
+
+
+def run_script(text: str, directory: Path, *launcher: str) -> list[dict[str, torch.Tensor]]:
+    """The weights that each rank ends with."""
+    directory.mkdir()
+    (directory / "script.py").write_text("import os\n" + text + SAVE)
+    command = [sys.executable, *launcher, "script.py"]
+    subprocess.run(command, cwd=directory, check=True, capture_output=True, timeout=100)
+    return [torch.load(path) for path in sorted(directory.glob("weights-*.pt"))]
+
+
+def test_the_changed_script_trains_on_two_processes_what_the_plain_one_does(tmp_path: Path) -> None:
+    (plain,) = run_script(side("-").replace("batch_size=10", "batch_size=20"), tmp_path / "plain")
+    ranks = run_script(side("+"), tmp_path / "changed", "-m", "unisono", "run", "--nproc", "2")
+    assert len(ranks) == 2
+    for weights in ranks:
+        torch.testing.assert_close(weights, plain)
+
+
+def test_no_more_lines_change_than_in_the_document_that_this_is_modelled_on() -> None:
+    added, removed = ([line for line in DIFF.splitlines() if line.startswith(sign)] for sign in "+-")
+    assert (len(added), len(removed)) == (5, 4)
+
+
+def test_every_argument_is_in_the_table() -> None:
+    table = PAGE.partition("## Arguments")[2].partition("\n## ")[0]
+    asked = set(Accelerator.__init__.__annotations__) - {"return", "world", "cpu"}
+    assert asked == {name for row in table.splitlines()[4:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}

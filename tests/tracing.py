@@ -1,0 +1,48 @@
+"""Ctrl-C at every moment, one after the other.
+
+The interpreter looks for signals at the beginning of a function, after a call of C and where a loop jumps back.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+
+def interrupting(at: int, files: tuple[str, ...], fn: Callable[[], Any]) -> bool:
+    """Call `fn` and raise KeyboardInterrupt at the `at`-th moment at which it can come to this thread in those files.
+
+    Returns:
+        Whether it came so far.
+    """
+    left = at
+    latest: dict[FrameType, str] = {}  # the bytecode that each frame has run last
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left
+        if event == "call" and frame.f_back in latest:
+            latest[frame.f_back] = "a call of Python"
+        if not frame.f_code.co_filename.endswith(files):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode":
+            before, latest[frame] = latest.get(frame, ""), dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            left -= before.startswith(("RESUME", "CALL")) or "JUMP_BACKWARD" in before
+            if left < 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    tracing = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        fn()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(tracing)
+        latest.clear()
+    return False

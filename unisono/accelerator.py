@@ -1,0 +1,338 @@
+"""Accelerator: a facade over the wings, so that a plain training loop runs on any number of devices.
+
+Each method is one call into a wing; examples/by_hand.py shows the same loop without it.
+
+Who owns what: the accelerator owns what is shared by its models and optimizers (the loss scaler, the count of
+microbatches); these live as long as it does.
+
+*Threads:* one accelerator per rank, used in the thread of the rank's loop.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from unisono.backends import CPU, resolve_device
+from unisono.loaders.device_iterator import DeviceIterator
+from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader
+from unisono.parallel import collectives
+from unisono.parallel.agreement import broadcast_parameters
+from unisono.parallel.batch_norm import synchronize_batch_norm
+from unisono.parallel.compilation import compile_module
+from unisono.parallel.prepared.accumulation import Accumulation
+from unisono.parallel.prepared.engines import Engine, check_strategy, engine_of
+from unisono.parallel.prepared.guard import NanGuard
+from unisono.parallel.prepared.metrics import valid_rows
+from unisono.parallel.prepared.model import PreparedModel
+from unisono.parallel.prepared.preparing import Prepared
+from unisono.parallel.prepared.stepping import Stepper
+from unisono.parallel.strategies.sharded import clip_grad_norm
+from unisono.parallel.strategies.states import load_model_state, load_optimizer_state, model_state, optimizer_state
+from unisono.parallel.strategies.zero import shard_optimizer
+from unisono.parallel.weights import weighted
+from unisono.protocols import ReduceOp
+from unisono.randomness import seed_all, seed_of
+from unisono.world import World, current_world, solo_world
+
+logger = logging.getLogger(__name__)
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Accelerator:
+    """Runs a plain training loop on one device, on the threads of a DataParallel, or in spawned workers.
+
+        accelerator = Accelerator()
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(inputs), targets)
+            accelerator.backward(loss)  # loss.backward() does as well, but for fp16, accumulation and weights
+            optimizer.step()
+
+    The gradient that `optimizer.step()` applies is that of the mean loss over all samples of the step, on all ranks.
+
+    Args:
+        device: of a world of one; None takes the world's. A rank of several has its device.
+        precision: "bf16" and "fp16" run the models' forward passes under autocast, and "fp16" scales the loss; a step
+            that overflows is skipped on all ranks. None is "fp32".
+        accumulate: how many microbatches make an optimizer step. `optimizer.step()`, `zero_grad()` and
+            `scheduler.step()` do nothing in between; a loop's last step takes what is left.
+        max_grad_norm: clips the gradients, over all parameters of an optimizer and all ranks, before each step.
+        strategy: of processes: "ddp", "zero1" (each rank keeps a part of the optimizer's state) or "fsdp" (and of the
+            parameters and gradients).
+        compile: compile the models; a mapping has the arguments of `torch.compile`.
+        seed: of python's, numpy's and torch's generators, the same on each rank, and of the loaders' orders. Behind
+            the first `prepare` with a model, each rank's generators go on from a seed of its own.
+        cpu: take the CPU, whatever there is.
+        device_placement: move models, optimizers' states and batches; False moves nothing.
+        sync_batchnorm: BatchNorm sees the global batch.
+        nan_guard: a gradient that is NaN or infinite is an error that names parameter and rank. Costs a pass over each
+            gradient.
+        find_unused_parameters: for "ddp", where some parameters take no part in some forward passes.
+        comm_hook: how "ddp" sends gradients: "fp16", "bf16", "powersgd", "post_local_sgd"; None as they are.
+        comm_options: of the hook.
+        world: None takes the current one.
+
+    Attributes:
+        world: the rank's.
+        device: where batches and models go.
+
+    Raises:
+        TypeError, ValueError: an argument is out of its range, or does not fit another one.
+    """
+
+    def __init__(
+        self,
+        device: str | int | torch.device | None = None,
+        precision: Literal["fp32", "bf16", "fp16"] | None = None,
+        accumulate: int = 1,
+        max_grad_norm: float | None = None,
+        strategy: Literal["ddp", "zero1", "fsdp"] = "ddp",
+        compile: bool | Mapping[str, Any] = False,
+        seed: int | None = None,
+        *,
+        cpu: bool = False,
+        device_placement: bool = True,
+        sync_batchnorm: bool = False,
+        nan_guard: bool = False,
+        find_unused_parameters: bool = False,
+        comm_hook: str | None = None,
+        comm_options: Mapping[str, Any] | None = None,
+        world: World | None = None,
+    ) -> None:
+        _check_arguments(precision, accumulate, max_grad_norm, nan_guard)
+        check_strategy(strategy, comm_hook)
+        self.world = _world(world or current_world(), device, cpu)
+        self.device = self.world.device
+        self._autocast = _AUTOCAST.get(precision or "")
+        self._scaler = GradScaler(self.device.type) if precision == "fp16" else None
+        self._accumulation = Accumulation(
+            self.world, accumulate, weighs_plain=strategy != "fsdp" or not self.world.is_of_processes
+        )
+        self._guard = NanGuard(self.world) if nan_guard else None
+        self._seed = seed
+        self._is_seeded = False
+        self._places = device_placement
+        self._compile = {} if compile is True else compile
+        self._sync_batchnorm = sync_batchnorm
+        self._max_grad_norm = max_grad_norm
+        self._strategy = strategy
+        self._engine = engine_of(
+            strategy, self.world, self._accumulation, comm_hook, comm_options, find_unused_parameters
+        )
+        self._prepared = Prepared(self._model, self._optimizer, self._stepper, self._loader)
+        if seed is not None:
+            seed_all(seed)
+
+    def prepare(self, *objects: Any) -> Any:
+        """Models, optimizers, loaders, schedulers, lists of them and None, each prepared: in the order in which they
+        were given; one object gives one object.
+
+        A model moves to the device and gets the parameters of rank zero; it comes back as one that behaves the same.
+        An optimizer made before comes back itself, pointing to the moved parameters ("zero1": another in its place).
+        A DataLoader, or any other iterable of batches, becomes a `DeviceLoader`.
+
+        Raises:
+            TypeError: an object is none of these; the message names its class and position.
+            ValueError: an object is prepared already, a model lies on two devices, or an optimizer has a parameter of
+                no prepared model.
+        """
+        made = self._prepared.prepare(objects)
+        return made[0] if len(made) == 1 else tuple(made)
+
+    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
+        """`loss.backward()`, weighted as `unisono.backward` tells; for fp16 the loss is scaled.
+
+        Raises:
+            RuntimeError: a further batch comes without a step, and accumulation was not asked for.
+            ValueError: as for `unisono.backward`.
+        """
+        factor = self._accumulation.note(weight)
+        if self._scaler is not None:
+            if self._accumulation.is_first():
+                self._prepared.update(self._scaler)
+            loss = self._scaler.scale(loss)
+        weighted(loss, factor).backward()
+
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
+        """A microbatch, for batches from elsewhere; those of a prepared loader are counted by themselves.
+
+        Args:
+            models: nothing depends on them.
+        """
+        return self._accumulation.microbatch()
+
+    @property
+    def is_boundary(self) -> bool:
+        """Whether `optimizer.step()` steps on the present microbatch, and does not wait for more."""
+        return self._accumulation.is_boundary()
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Forward passes of this prepared model, in the block, let their backward passes reduce nothing."""
+        with model.no_sync() if isinstance(model, PreparedModel) else nullcontext():
+            yield
+
+    def clip_grad_norm(
+        self, parameters: nn.Module | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor | None:
+        """Clip the norm of the reduced, unscaled gradients of all ranks; while microbatches accumulate, nothing.
+
+        Args:
+            parameters: or a model.
+
+        Returns:
+            The norm before, a tensor of one element; None while microbatches accumulate.
+        """
+        clipped = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
+        if not self._accumulation.is_boundary():
+            return None
+        self._prepared.reduce(clipped)
+        return clip_grad_norm(clipped, max_norm, norm_type, world=self.world)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context of the precision, for what is computed outside the models' forward passes."""
+        if self._autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, self._autocast)
+
+    def gather(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """Every rank's tensor, along `dim`; as `unisono.all_gather`."""
+        return collectives.all_gather(tensor, dim, self.world)
+
+    def gather_for_metrics(self, values: Any, valid_samples: int | None = None) -> Any:
+        """Every rank's samples, each exactly once, in rank order.
+
+        Args:
+            values: a tensor, or any nesting of tensors, with one row for each sample of the batch that this rank
+                received last, or of the last few batches together; repeated samples are left out.
+            valid_samples: how many rows count, from the front, where they are not those of batches.
+
+        Raises:
+            ValueError: the number of rows is that of no last few batches.
+            TypeError: as for `unisono.all_gather_samples`.
+        """
+        kept, count = valid_rows(values, valid_samples, self.world)
+        return collectives.all_gather_samples(kept, count, world=self.world)
+
+    def reduce(self, tensor: torch.Tensor, op: ReduceOp = "mean") -> torch.Tensor:
+        """The reduction over all ranks, a new tensor; as `unisono.all_reduce`, which works in place."""
+        return collectives.all_reduce(tensor.detach().clone(), op, self.world)
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """`print` on rank zero."""
+        if self.world.rank == 0:
+            print(*values, **options)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """The module that was prepared."""
+        return model.module if isinstance(model, PreparedModel) else model
+
+    def state_dict(self, prepared: nn.Module | Optimizer) -> dict[str, Any]:
+        """The state of a prepared model or optimizer in torch's plain form: whole, on the CPU, without prefixes.
+
+        Every rank calls it; rank zero gets it, the others {}. A loader has its own `state_dict()`.
+        """
+        if isinstance(prepared, Optimizer):
+            return optimizer_state(prepared, self._prepared.modules(), self.world)
+        return model_state(self.unwrap(prepared), self.world)
+
+    def load_state_dict(self, prepared: nn.Module | Optimizer, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` gave, or what a plain model or optimizer did, under any strategy and number of ranks.
+
+        Every rank calls it; rank zero's state counts.
+        """
+        if isinstance(prepared, Optimizer):
+            load_optimizer_state(prepared, self._prepared.modules(), state, self.world)
+        else:
+            load_model_state(self.unwrap(prepared), state, self.world)
+
+    # What `prepare` makes.
+
+    def _model(self, module: nn.Module) -> PreparedModel:
+        if self._places:
+            module = module.to(self.device)
+        if self._sync_batchnorm:
+            module = synchronize_batch_norm(module, self.world, self._accumulation.unit)
+        if self.world.world_size > 1 and not (self.world.is_of_processes and self._strategy != "fsdp"):
+            broadcast_parameters(module, world=self.world)
+        if self._guard is not None:
+            self._guard.watch(module)
+        if self._compile is not False:
+            module = compile_module(module, self.world, **self._compile)
+        model = PreparedModel(
+            self._engine(module), self._accumulation, self.autocast if self._autocast is not None else None
+        )
+        if self._seed is not None and not self._is_seeded and self.world.is_of_processes:
+            seed_all(seed_of(self._seed, "rank", self.world.rank))
+        self._is_seeded = True
+        return model
+
+    def _optimizer(self, optimizer: Optimizer) -> Optimizer:
+        if self._strategy == "zero1" and self.world.is_of_processes and self.world.world_size > 1:
+            return shard_optimizer(optimizer, self.world)
+        return optimizer
+
+    def _stepper(self, optimizer: Optimizer, engines: Sequence[Engine]) -> Stepper:
+        return Stepper(
+            optimizer,
+            engines,
+            self.world,
+            self._accumulation,
+            partial(clip_grad_norm, world=self.world),
+            self._max_grad_norm,
+            self._scaler,
+            self._guard,
+        )
+
+    def _loader(self, loader: Any) -> Any:
+        if isinstance(loader, DeviceLoader | DeviceIterator | ParallelLoader):
+            return loader
+        device = None if self._places else torch.get_default_device()
+        return DeviceLoader(loader, device, seed=self._seed, world=self.world)
+
+
+def _world(world: World, device: str | int | torch.device | None, cpu: bool) -> World:
+    """The world, on the device that was asked for."""
+    if cpu and device is not None:
+        raise ValueError(f"cpu=True and device={device!r} contradict each other; pass one of them")
+    if not cpu and device is None:
+        return world
+    backend, wanted = resolve_device(CPU if cpu else device or 0)
+    if world.world_size == 1:
+        return solo_world(backend, wanted, world.timeline)
+    names_one = isinstance(device, int) or (device is not None and torch.device(device).index is not None)
+    if wanted.type != world.device.type or (names_one and wanted != world.device):
+        raise ValueError(
+            f"{f'device={device!r}' if not cpu else 'cpu=True'}, but this is rank {world.rank} of "
+            f"{world.world_size}, whose device is {world.device}; choose the ranks' devices where they are started"
+        )
+    return world
+
+
+def _check_arguments(precision: Any, accumulate: Any, max_grad_norm: Any, nan_guard: bool) -> None:
+    if precision not in (None, "fp32", *_AUTOCAST):
+        raise ValueError(f"precision={precision!r} does not exist; choose one of bf16, fp16, fp32")
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int):
+        raise TypeError(f"accumulate={accumulate!r} is a {type(accumulate).__name__}; pass a whole number")
+    if accumulate < 1:
+        raise ValueError(f"accumulate={accumulate} is too small; pass 1 for a step on each batch, or more")
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(
+            f"max_grad_norm={max_grad_norm!r} leaves nothing of a gradient; pass a positive number, or None"
+        )
+    if nan_guard and precision == "fp16":
+        raise ValueError(
+            "nan_guard=True and precision='fp16' contradict each other: fp16 skips steps whose gradients overflow; "
+            "take bf16, or leave the guard out"
+        )

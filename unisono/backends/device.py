@@ -1,0 +1,140 @@
+"""Device: one device as a value, apart from whether it exists here and from the runtime that serves it.
+
+A `torch.device` names a type and an index. A `Device` tells also who executes: torch itself, at once ("eager"), or the
+XLA runtime, which records a step and compiles it ("xla"). It lies here because only this folder names device types.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+
+from unisono.backends import available_devices, pick_backend, resolve_device
+
+KINDS = ("cpu", "cuda", "mps", "xla")
+RUNTIMES = ("eager", "xla")
+
+_OTHER_NAMES = {"gpu": "cuda", "tpu": "xla"}
+_ON_XLA = ("xla", "cpu", "cuda")  # the kinds that the XLA runtime serves
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device of one kind, served by one runtime. Nothing is asked of the machine until it is used; see `exists`.
+
+    Args:
+        kind: "cpu", "cuda", "mps" or "xla"; in any case, and "GPU" for cuda, "TPU" for xla.
+        ordinal: which of them, from 0 on.
+        backend: "eager" or "xla"; None is "xla" for the kind xla, and "eager" for the others.
+
+    Raises:
+        TypeError: the kind is no string, or the ordinal no integer.
+        ValueError: there is no such kind or backend, the ordinal is negative, or the backend does not serve the kind.
+    """
+
+    kind: str
+    ordinal: int = 0
+    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        kind = _checked_kind(self.kind)
+        if isinstance(self.ordinal, bool) or not isinstance(self.ordinal, int):
+            raise TypeError(f"ordinal={self.ordinal!r} is a {type(self.ordinal).__name__}; pass an integer")
+        if self.ordinal < 0:
+            raise ValueError(f"ordinal={self.ordinal} of {kind} does not exist: ordinals start at 0")
+        object.__setattr__(self, "kind", kind)
+        object.__setattr__(self, "backend", _checked_runtime(self.backend, kind))
+
+    @classmethod
+    def of(cls, device: DeviceLike) -> Device:
+        """The value of a `torch.device`, a text such as "cuda:1" or "GPU:1", or an index of the picked family.
+
+        Raises:
+            TypeError: it is none of these.
+            ValueError: it names no kind of device that there is.
+        """
+        if isinstance(device, Device):
+            return device
+        if isinstance(device, int) and not isinstance(device, bool):
+            device = pick_backend().device(device)
+        if isinstance(device, torch.device):
+            return cls(device.type, device.index or 0)
+        if not isinstance(device, str):
+            raise TypeError(
+                f"device={device!r} is a {type(device).__name__}; pass a string, an index or a torch.device"
+            )
+        kind, colon, ordinal = device.partition(":")
+        if colon and not ordinal.isdecimal():
+            raise ValueError(f"device {device!r} is not written as a kind, a colon and a number, such as 'cpu:1'")
+        return cls(kind, int(ordinal or 0))
+
+    @classmethod
+    def default(cls) -> Device:
+        """The first device of the first family that is available: an accelerator where there is one, else the CPU."""
+        return cls.of(pick_backend().device(0))
+
+    @classmethod
+    def all(cls, kind: str | None = None) -> list[Device]:
+        """Every device that exists here, accelerators first; of one kind, where one is named."""
+        found = [cls.of(text) for text in available_devices()]
+        return [each for each in found if kind is None or each.kind == _checked_kind(kind)]
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The same for torch, which has one type for all that the XLA runtime serves."""
+        return torch.device("xla" if self.backend == "xla" else self.kind, self.ordinal)
+
+    @property
+    def exists(self) -> bool:
+        """Whether it can be used here. CPU devices are logical, so there is each that is named."""
+        try:
+            resolve_device(self.torch_device)
+        except ValueError:
+            return False
+        return True
+
+    def __str__(self) -> str:
+        is_usual = self.backend == _checked_runtime(None, self.kind)
+        return f"{self.kind}:{self.ordinal}" + ("" if is_usual else f" by {self.backend}")
+
+
+DeviceLike = str | int | torch.device | Device
+"""What a user may write for a device."""
+
+
+def torch_device(device: DeviceLike) -> torch.device:
+    """The normalised `torch.device` that a user means. Type "meta", which has shapes and no data, is one too.
+
+    Raises:
+        TypeError: it is no `DeviceLike`.
+        ValueError: no such device exists here; the message lists those that do.
+    """
+    if isinstance(device, Device):
+        device = device.torch_device
+    if not isinstance(device, get_args(DeviceLike)) or isinstance(device, bool):
+        raise TypeError(f"device={device!r} is a {type(device).__name__}; pass a string, an index, or a device")
+    if not isinstance(device, int) and str(device) == "meta":
+        return torch.device(device)
+    return resolve_device(device)[1]
+
+
+def _checked_kind(kind: str) -> str:
+    if not isinstance(kind, str):
+        raise TypeError(f"kind={kind!r} is a {type(kind).__name__}; pass a string")
+    name = _OTHER_NAMES.get(kind.lower(), kind.lower())
+    if name not in KINDS:
+        raise ValueError(f"kind={kind!r} is no kind of device; choose one of {', '.join(KINDS)}")
+    return name
+
+
+def _checked_runtime(runtime: str | None, kind: str) -> str:
+    if runtime is None:
+        return "xla" if kind == "xla" else "eager"
+    name = runtime.lower() if isinstance(runtime, str) else runtime
+    if name not in RUNTIMES:
+        raise ValueError(f"backend={runtime!r} does not exist; choose one of {', '.join(RUNTIMES)}")
+    if (name == "eager" and kind == "xla") or (name == "xla" and kind not in _ON_XLA):
+        raise ValueError(f"backend={runtime!r} does not serve devices of kind {kind!r}; leave it out")
+    return name

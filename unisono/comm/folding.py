@@ -1,0 +1,130 @@
+"""Folding: what a reduction computes from the ranks' tensors, where all of them lie in one process's memory.
+
+A small reduction is folded by one thread. A large one would take that thread as long as the memory needs for all
+tensors, while the others wait; so there the threads fold together, block by block, in place. A block of every tensor
+fits into a core's cache: each byte comes from memory once and goes back once.
+
+Invariants:
+1. Ranks are folded in rank order, whoever folds which block, so a repeated run gives the same bits.
+2. All tensors end with the same bits: they get copies of one result.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import reduce
+from itertools import pairwise
+
+import torch
+
+from unisono.protocols import ReduceOp
+
+SHARED_BYTES = 2**20
+"""From here on threads work together; below it, meeting a second time costs more than it saves (measured)."""
+
+BLOCK_BYTES = 2**20
+"""What is folded at once, of each tensor: a few of them fit into the cache, and a call costs little beside it."""
+
+_FOLDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.Tensor.add_,
+    "mean": torch.Tensor.add_,
+    "product": torch.Tensor.mul_,
+    "min": lambda total, other: torch.minimum(total, other, out=total),
+    "max": lambda total, other: torch.maximum(total, other, out=total),
+}
+
+_NCCL_OPS = {"sum": 0, "mean": 0, "product": 1, "max": 2, "min": 3}
+_NCCL_TYPES = (
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.int8, torch.uint8, torch.int32, torch.int64),
+)
+
+
+class SharedFold:
+    """A reduction of tensors in place that several threads carry out together.
+
+    *Threads:* each calls `work`, which takes one block after another until none is left; who comes late finds less to
+    do. All results are there when every thread has returned from it.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> None:
+        self._flat = [tensor.detach().view(-1) for tensor in tensors]
+        self._op: ReduceOp = op
+        first = self._flat[0]
+        self._length = len(first)
+        share = -(-self._length // len(tensors))
+        self._block = min(share, BLOCK_BYTES // first.itemsize)
+        self._start = 0
+        self._taking = threading.Lock()
+
+    def work(self) -> None:
+        """Fold blocks until all are taken."""
+        while (start := self._take()) < self._length:
+            count = min(self._block, self._length - start)
+            _fold_in_place([flat.narrow(0, start, count) for flat in self._flat], self._op)
+
+    def _take(self) -> int:
+        with self._taking:
+            start = self._start
+            self._start = start + self._block
+        return start
+
+
+def all_reduction(tensors: Sequence[torch.Tensor], op: ReduceOp) -> SharedFold | torch.Tensor | None:
+    """Begin the reduction of the ranks' tensors into each of them.
+
+    Returns:
+        What is left to do: a fold for all threads; a result that every rank must copy into its tensor; or nothing.
+    """
+    if _reduced_by_nccl(tensors, op):
+        return None
+    if is_worth_sharing(tensors) and _are_flat(tensors):
+        return SharedFold(tensors, op)
+    return fold(tensors, op)
+
+
+def fold(tensors: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
+    """Reduce into a new tensor on the first one's device."""
+    first = tensors[0].detach().clone()
+    total = reduce(lambda total, other: _FOLDS[op](total, other.to(total.device)), tensors[1:], first)
+    return total.div_(len(tensors)) if op == "mean" else total
+
+
+def is_worth_sharing(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether several threads have large tensors in main memory: those of an accelerator are its own to work on."""
+    return len(tensors) > 1 and tensors[0].nbytes >= SHARED_BYTES and all(tensor.is_cpu for tensor in tensors)
+
+
+def _fold_in_place(parts: Sequence[torch.Tensor], op: ReduceOp) -> None:
+    total, *others = parts
+    for other in others:
+        _FOLDS[op](total, other)
+    if op == "mean":
+        total.div_(len(parts))
+    for other in others:
+        other.copy_(total)
+
+
+def _are_flat(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether each is one stretch of memory that it shares with no other, with no conjugation left to apply."""
+    if not all(tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg() for tensor in tensors):
+        return False
+    stretches = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors)
+    return all(before[1] <= after[0] for before, after in pairwise(stretches))
+
+
+def _reduced_by_nccl(tensors: Sequence[torch.Tensor], op: ReduceOp) -> bool:
+    """Let NCCL reduce in place where torch's module for the tensors' family has it and each has a device to itself."""
+    nccl = getattr(getattr(torch, tensors[0].device.type, None), "nccl", None)
+    devices = {tensor.device for tensor in tensors}
+    if nccl is None or not 1 < len(devices) == len(tensors) or tensors[0].dtype not in _NCCL_TYPES:
+        return False
+    if not nccl.is_available(tensors):
+        return False
+    plain = [tensor.detach() for tensor in tensors]
+    nccl.all_reduce(plain, op=_NCCL_OPS[op])
+    if op == "mean":
+        for tensor in plain:
+            tensor.div_(len(plain))
+    return True

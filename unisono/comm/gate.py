@@ -1,0 +1,51 @@
+"""The gate behind which torch compiles, one thread at a time, and which a thread leaves while it waits for its peers.
+
+Replica threads that have to compile pass it one by one. One that comes to a collective in the middle of its model would
+wait for peers that wait at the gate, so it steps out for the collective.
+
+*Threads:* any number, at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Gate:
+    """Lets one thread in at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._here = threading.local()
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the calling thread is."""
+        return getattr(self._here, "is_inside", False)
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Wait to be let in; leave at the end of the block."""
+        with self._lock:
+            self._here.is_inside = True
+            try:
+                yield
+            finally:
+                self._here.is_inside = False
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Step out for the block, and wait to be let in again behind it."""
+        self._here.is_inside = False
+        self._lock.release()
+        try:
+            yield
+        finally:
+            self._lock.acquire()
+            self._here.is_inside = True
+
+
+compiling = Gate()
+"""One for all models, since torch compiles one graph at a time, too."""

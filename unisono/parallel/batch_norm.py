@@ -1,0 +1,272 @@
+"""Batch normalisation over the samples of all ranks: the layer computes what one device would, on the global batch.
+
+The layer of a rank sees n_r of the N values of a channel. Its mean and its sum of squared deviations M_r are combined
+as Chan, Golub and LeVeque do, which subtracts no large numbers:
+
+    mean  =  sum over r of (n_r / N) mean_r        M  =  sum over r of M_r + n_r (mean_r - mean)^2
+
+A mean travels in two numbers, rounded and what rounding has cut off, so that the difference of two large ones is right.
+
+Behind it, each sample has an influence on the outputs of all ranks. The optimizer step scales a rank's gradients by its
+weight s_r *after* the backward pass, so that the gradient of the global loss is the sum over r of s_r g_r. A rank is to
+hold dx_r with s_r dx_r = d(global loss) / dx_r. With y = weight * z + bias, z the normalised input, and dy_r what
+comes from the rank's own loss, that is
+
+    dx_r  =  weight / std * (dy_r - (A + z B) / (N s_r))
+    A  =  sum over r of s_r sum(dy_r)              B  =  sum over r of s_r sum(dy_r z)
+
+A rank without a weight has samples that only repeat others': they add nothing to the statistics, its outputs are made
+of the others', and its input has no gradient. The gradients of weight and bias are the rank's own and scaled like all.
+
+*Threads:* the rank's own, and the autograd thread that works for it. Backward asks nothing of the ambient world.
+
+Invariants:
+1. In training one collective in the forward pass and one in the backward pass; otherwise none.
+2. All ranks end with the same running statistics, bit by bit, since they compute them from the same numbers.
+3. A rank that has too few samples by itself learns the global count before it complains, so all complain or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._compile import _disable_dynamo
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from unisono.protocols import Communicator
+from unisono.world import World
+
+
+@dataclass(frozen=True)
+class _Seat:
+    """Which rank a layer belongs to. Copies of the layer share it; where the layer is unpickled, it has none."""
+
+    comm: Communicator
+    weigh: Callable[[], float]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Seat:
+        return self
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return _nobody, ()
+
+
+def _nobody() -> None:
+    """The seat of a layer that belongs to no rank."""
+
+
+class _Statistics(NamedTuple):
+    """Of all ranks' values, per channel: their number, the mean, the sum of squared deviations."""
+
+    number: torch.Tensor
+    mean: torch.Tensor
+    deviations: torch.Tensor
+
+
+class SyncBatchNorm(_BatchNorm):
+    """What `synchronize_batch_norm` makes of a BatchNorm, which it also remains: a mixin, for one class of each.
+
+    Evaluating, alone in its world, or after unpickling, it is the BatchNorm that it was.
+    """
+
+    _seat: _Seat | None = None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not self.training or self._seat is None or self._seat.comm.size == 1:
+            return super().forward(input)
+        self._check_input_dim(input)
+        return _synchronized(self, self._seat, input)
+
+
+class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
+    """BatchNorm1d over the samples of all ranks."""
+
+
+class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
+    """BatchNorm2d over the samples of all ranks."""
+
+
+class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
+    """BatchNorm3d over the samples of all ranks."""
+
+
+_SYNCHRONIZED: dict[type[nn.Module], type[SyncBatchNorm]] = {
+    nn.BatchNorm1d: SyncBatchNorm1d,
+    nn.BatchNorm2d: SyncBatchNorm2d,
+    nn.BatchNorm3d: SyncBatchNorm3d,
+}
+
+
+def synchronize_batch_norm(module: nn.Module, world: World, weigh: Callable[[], float]) -> nn.Module:
+    """Make every BatchNorm1d, 2d and 3d of a module normalise over the samples of all ranks.
+
+    Each layer stays the object that it is, with its parameters, buffers, hooks and settings, and an instance of its
+    class. A layer that is synchronised already moves to `world`. Other kinds of normalisation are left alone.
+
+    Args:
+        world: where the layers meet; in training, every rank must call them in the same order.
+        weigh: called in each forward pass in training: what this rank's gradients will be scaled by, up to a factor
+            that the ranks have in common. 0 says that the rank's samples only repeat others'.
+
+    Returns:
+        The module.
+
+    Raises:
+        TypeError: a layer has not seen its first batch (LazyBatchNorm), or is of a class of its own.
+    """
+    layers = {name: each for name, each in module.named_modules() if isinstance(each, _BatchNorm)}
+    for name, layer in layers.items():
+        _refuse_others(name, layer)
+    for layer in layers.values():
+        layer.__class__ = _SYNCHRONIZED.get(type(layer), type(layer))
+        layer._seat = _Seat(world.comm, weigh)  # type: ignore[assignment]  # no tensor and no module
+    return module
+
+
+def _refuse_others(name: str, layer: _BatchNorm) -> None:
+    kind = type(layer)
+    if kind in _SYNCHRONIZED or isinstance(layer, SyncBatchNorm):
+        return
+    is_lazy = isinstance(layer, LazyModuleMixin)
+    way_out = (
+        "call the model with a batch first" if is_lazy else "use a plain one there, or convert the other parts only"
+    )
+    raise TypeError(
+        f"synchronize_batch_norm converts {', '.join(each.__name__ for each in _SYNCHRONIZED)}, but {name!r} is a "
+        f"{kind.__module__}.{kind.__name__}; {way_out}"
+    )
+
+
+@_disable_dynamo
+def _synchronized(layer: SyncBatchNorm, seat: _Seat, input: torch.Tensor) -> torch.Tensor:
+    """The layer's output in training. Not for a graph: ranks meet in here."""
+    share = float(seat.weigh())
+    found = _gather_statistics(input.detach(), seat.comm, share)
+    _update_running(layer, found)
+    output: torch.Tensor = _Normalize.apply(input, layer.weight, layer.bias, found, layer.eps, seat.comm, share)
+    return output
+
+
+@torch.no_grad()
+def _gather_statistics(input: torch.Tensor, comm: Communicator, share: float) -> _Statistics:
+    """Meet the other ranks.
+
+    Raises:
+        ValueError: all ranks together have fewer than two values per channel.
+    """
+    own = input.numel() // max(input.shape[1], 1) if share else 0
+    sent = torch.zeros(4, input.shape[1], dtype=_wide(input.dtype), device=input.device)
+    if own:
+        sent[0] = own
+        sent[1:] = _describe(input.to(sent.dtype), own)
+    table = torch.stack(comm.all_gather(sent))
+    numbers, means, rests, deviations = table.unbind(1)
+    number = numbers[:, :1].sum()
+    if own < 2 and number < 2:
+        raise ValueError(
+            f"Expected more than 1 value per channel when training, got {int(number)} on all {comm.size} ranks "
+            f"together, input size {list(input.shape)} on rank {comm.rank}"
+        )
+    parts = numbers / number
+    rough = (parts * means).sum(0)
+    offsets = (means - rough) + rests
+    offset = (parts * offsets).sum(0)
+    return _Statistics(number, rough + offset, (deviations + numbers * (offsets - offset).square()).sum(0))
+
+
+def _describe(input: torch.Tensor, number: int) -> torch.Tensor:
+    """Per channel the mean, what rounding has cut off from it, and the sum of squared deviations from both."""
+    over = _all_but_channels(input)
+    mean = input.mean(over)
+    centred = input - _spread(mean, input)
+    rest = centred.mean(over)
+    return torch.stack([mean, rest, centred.square_().sum(over) - number * rest.square()])
+
+
+@torch.no_grad()
+def _update_running(layer: SyncBatchNorm, found: _Statistics) -> None:
+    if layer.running_mean is None or layer.running_var is None or layer.num_batches_tracked is None:
+        return
+    layer.num_batches_tracked.add_(1)
+    step = 1 / float(layer.num_batches_tracked) if layer.momentum is None else layer.momentum
+    layer.running_mean.lerp_(found.mean.to(layer.running_mean.dtype), step)
+    layer.running_var.lerp_((found.deviations / (found.number - 1)).to(layer.running_var.dtype), step)
+
+
+class _Normalize(torch.autograd.Function):
+    """The output from statistics of all ranks, and the gradients behind it; see the module's text."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        found: _Statistics,
+        eps: float,
+        comm: Communicator,
+        share: float,
+    ) -> torch.Tensor:
+        variance = found.deviations / found.number
+        ctx.save_for_backward(input, weight, found.number, found.mean, variance)
+        ctx.eps, ctx.comm, ctx.share = eps, comm, share
+        weight, bias = (None if each is None else each.to(variance.dtype) for each in (weight, bias))
+        return F.batch_norm(input, found.mean, variance, weight, bias, training=False, eps=eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        input, weight, number, mean, variance = ctx.saved_tensors
+        _, for_weight, for_bias = torch.ops.aten.native_batch_norm_backward(
+            gradient, input, None, mean, variance, None, None, False, ctx.eps, [False, True, True]
+        )  # the sums over dy z and over dy
+        for_input = None
+        if ctx.needs_input_grad[0]:
+            sums = torch.stack([for_bias, for_weight])
+            sums = sums * ctx.share if ctx.share else torch.zeros_like(sums)  # zeros, whatever the loss was
+            ctx.comm.all_reduce(sums)
+            scale = torch.rsqrt(variance + ctx.eps)
+            gain = scale if weight is None else scale * weight
+            for_input = _input_gradient(gradient, input, mean, scale, gain, sums / number, ctx.share)
+        wanted = ctx.needs_input_grad[1:3]
+        own = [each if is_wanted else None for each, is_wanted in zip((for_weight, for_bias), wanted, strict=True)]
+        return for_input, *own, None, None, None, None
+
+
+def _input_gradient(
+    gradient: torch.Tensor,
+    input: torch.Tensor,
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    gain: torch.Tensor,
+    means: torch.Tensor,
+    share: float,
+) -> torch.Tensor:
+    """`gain * (gradient - (A + z B) / (N s))` with `means`, A / N and B / N, and z the input, shifted and scaled."""
+    if not share:
+        return torch.zeros_like(input)
+    shift, slope = gain * means / share
+    slope = slope * scale
+    found = torch.addcmul(_spread(slope * mean - shift, input), input, _spread(-slope, input))
+    return found.addcmul_(gradient, _spread(gain, input)).to(input.dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The type to add up in."""
+    return dtype if dtype == torch.float64 else torch.float32
+
+
+def _all_but_channels(input: torch.Tensor) -> list[int]:
+    return [dim for dim in range(input.ndim) if dim != 1]
+
+
+def _spread(channels: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+    """A value per channel, in the shape in which it combines with the input."""
+    return channels.view(1, -1, *(1 for _ in input.shape[2:]))

@@ -1,0 +1,162 @@
+"""torch.compile of a model that several threads run as replicas: each graph is compiled once, by the first to need it.
+
+The replicas of a model share what is compiled: torch keeps it with the code of `forward`, with the weights as inputs.
+But a thread that finds nothing compiled waits for torch's lock and then compiles what another one has just compiled. So
+here a call that may have to compile passes a gate, one at a time, and who comes behind it finds the work done.
+
+Which calls may compile is told by their signature: the shapes and types of what goes in, and the modes that torch looks
+at. A signature is known once a call with it has returned; known ones pass by the gate. The signature is coarser than
+torch's own conditions in a few places (a flag that a module reads, a global), and there each replica may compile for
+itself. It is never wrong: torch decides what runs.
+
+What is compiled is looked up without the gate, by several threads at once, which torch does not expect: `_keep_order`.
+
+The backward graph is compiled with the forward one, inside the gate, and not at the first backward pass.
+
+*Threads:* any number, at once.
+
+Invariants:
+1. Nobody waits for a peer inside the gate (`comm/gate.py`): a thread's collectives step out of it.
+2. A call that raises leaves its signature unknown, and the next one meets the cause itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from unisono.comm.gate import compiling
+from unisono.world import World
+
+_MANY = 2  # torch compiles sizes and whole numbers 0 and 1 for themselves, and the larger ones together, if it must
+
+
+_signatures: WeakKeyDictionary[type[nn.Module], dict[object, set[object]]] = WeakKeyDictionary()
+"""The signatures that are known, by the root's class and what else makes modules replicas of one another."""
+
+
+def compile_module(module: nn.Module, world: World, **options: Any) -> nn.Module:
+    """Compile a module in place with `torch.compile`, each graph once however many threads run its replicas.
+
+    It stays the module that it was, with its class and the names of its parameters. A copy of it is not compiled.
+
+    Args:
+        world: of the rank that calls the module, on its device.
+        options: those of `torch.compile`.
+
+    Returns:
+        The module.
+
+    Raises:
+        TypeError: it is no module, or one that `torch.compile` has wrapped; or there is no such option.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module={module!r} is a {type(module).__name__}; pass a torch.nn.Module")
+    if isinstance(getattr(module, "_orig_mod", None), nn.Module):
+        raise TypeError(
+            f"module is what torch.compile has made of a {type(module._orig_mod).__name__}, and cannot be compiled "
+            "again; pass the module itself"
+        )
+    _keep_order()
+    module.compile(**options)
+    assert module._compiled_call_impl is not None
+    families = _signatures.setdefault(type(module), {})
+    known = families.setdefault((_structure(module), repr(sorted(options.items()))), set())
+    module._compiled_call_impl = _gated(module, module._compiled_call_impl, known, world.device.type)
+    return module
+
+
+def _keep_order() -> None:
+    """Let torch leave what it has compiled in one order, which it otherwise changes at each use, for the whole process.
+
+    A thread that is looking for its graph, while another one moves that graph to the front, looks past it, and compiles
+    it again; after some of these torch gives up and runs the model as it is.
+    """
+    from torch._C._dynamo import eval_frame
+
+    if hasattr(eval_frame, "_set_lru_cache"):
+        eval_frame._set_lru_cache(False)
+
+
+def _gated(module: nn.Module, compiled: Callable[..., Any], known: set[object], device: str) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if compiling.is_inside or torch.compiler.is_dynamo_compiling():
+            return compiled(*args, **kwargs)
+        modes, inputs = _modes(module, device), [*_leaves(args), *_leaves(kwargs)]
+        exact = (modes, tuple(map(_exact, inputs)))
+        if exact in known or (general := (modes, tuple(map(_general, inputs)))) in known:
+            return compiled(*args, **kwargs)
+        with compiling.inside():
+            if exact not in known and general not in known:
+                result, has_compiled = _first_call(compiled, args, kwargs)
+                known.add(exact if has_compiled else general)
+                return result
+        return compiled(*args, **kwargs)
+
+    return call
+
+
+def _first_call(compiled: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, bool]:
+    """The call's result, and whether something was compiled for it, here or by another model meanwhile."""
+    import torch._functorch.config as functorch_config
+    from torch._dynamo.utils import counters
+
+    before = counters["frames"]["total"]
+    with functorch_config.patch(force_non_lazy_backward_lowering=True):
+        result = compiled(*args, **kwargs)
+    return result, counters["frames"]["total"] != before
+
+
+def _structure(module: nn.Module) -> object:
+    """What replicas have in common: the modules' classes, and the names, shapes and types of their tensors."""
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return (
+        tuple((name, f"{type(each).__module__}.{type(each).__qualname__}") for name, each in module.named_modules()),
+        tuple((name, tuple(each.shape), each.dtype, each.requires_grad) for name, each in tensors),
+    )
+
+
+def _modes(module: nn.Module, device: str) -> object:
+    """What else torch looks at."""
+    return (
+        module.training,
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_num_threads(),
+        torch.is_autocast_enabled(device),
+        torch.get_autocast_dtype(device),
+    )
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    """The keys and leaves of what goes into a call; `unisono.tree.leaves` knows more kinds, and takes longer."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield key
+            yield from _leaves(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from _leaves(value)
+    else:
+        yield tree
+
+
+def _exact(leaf: Any) -> object:
+    if isinstance(leaf, torch.Tensor):
+        layout = leaf.stride() if leaf.layout is torch.strided else leaf.layout
+        return type(leaf), leaf.dtype, leaf.device, leaf.requires_grad, tuple(leaf.shape), layout
+    return leaf if leaf is None or isinstance(leaf, bool | int | float | str) else type(leaf)
+
+
+def _general(leaf: Any) -> object:
+    """The same for sizes and numbers that torch may put into one graph."""
+    if isinstance(leaf, torch.Tensor):
+        sizes = tuple(min(size, _MANY) for size in leaf.shape)
+        return type(leaf), leaf.dtype, leaf.device, leaf.requires_grad, sizes
+    if isinstance(leaf, int) and not isinstance(leaf, bool):
+        return min(leaf, _MANY)
+    return type(leaf) if isinstance(leaf, float) else _exact(leaf)

@@ -1,0 +1,69 @@
+"""NanGuard: which parameter's gradient was the first that is not finite, and on which rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from unisono.comm.operations import name_ranks
+from unisono.errors import NonFiniteGradientError
+from unisono.parallel.names import name_of
+from unisono.world import World
+
+
+class NanGuard:
+    """Looks at each gradient as the backward pass makes it, before other ranks' are added: one pass over each.
+
+    Nothing is waited for until `check`, so a device goes on meanwhile.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._found: dict[str, torch.Tensor] = {}
+
+    def watch(self, module: nn.Module) -> None:
+        """Look at the gradients of that module's parameters from now on."""
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(lambda gradient, name=name: self._look(name, gradient))
+
+    def _look(self, name: str, gradient: torch.Tensor) -> None:
+        is_bad = ~torch.isfinite(gradient).all()
+        self._found[name] = self._found[name] | is_bad if name in self._found else is_bad
+
+    def check(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Raise on every rank if a gradient is not finite on one. A collective.
+
+        Args:
+            parameters: whose gradients are reduced by now, and may be infinite only by the sum.
+
+        Raises:
+            NonFiniteGradientError: one is not.
+        """
+        names, found = list(self._found), list(self._found.values())
+        self._found = {}
+        own = [repr(names[place]) for place in _true(found)]
+        held = [(each, each.grad) for each in parameters if each.grad is not None]
+        sums = [~torch.isfinite(getattr(gradient, "_local_tensor", gradient)).all() for _, gradient in held]
+        summed = [name_of(held[place][0], parameters) for place in _true(sums)]  # may overflow in the sum alone
+        any_bad = torch.tensor(int(bool(own or summed)), device=self._world.device)
+        if not self._world.comm.all_reduce(any_bad, "max"):
+            return
+        told = self._world.comm.all_gather_object((own[:1], summed[:1]))
+        ranks = [rank for rank, (name, _) in enumerate(told) if name]
+        if ranks:
+            where = f"{told[ranks[0]][0][0]} is not finite on {name_ranks(ranks)}; no step was taken; look at its batch"
+        else:
+            name = next(name for _, names in told for name in names)
+            where = f"{name} is finite on each rank, and not in the sum over them; no step was taken; look at the loss"
+        raise NonFiniteGradientError(
+            f"the gradient of {where} and at the learning rate, or find the operation with "
+            "torch.autograd.detect_anomaly()"
+        )
+
+
+def _true(flags: list[torch.Tensor]) -> list[int]:
+    """The places of the flags that are set; waits for the device once."""
+    return [place for place, flag in enumerate(torch.stack(flags).tolist()) if flag] if flags else []

@@ -1,0 +1,130 @@
+"""PreparedModel: the user's module behind its engine, with autocast; names, attributes and states are the module's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from unisono.parallel.prepared.accumulation import Accumulation
+from unisono.parallel.prepared.engines import Engine
+from unisono.parallel.prepared.stepping import Stepper
+from unisono.tree import tree_map
+
+_REDUCED = (torch.float16, torch.bfloat16)
+
+
+class PreparedModel(nn.Module):
+    """Behaves as `module` does: its attributes, its parameters' names, its state. Only calling it is another thing.
+
+    Args:
+        engine: runs the module.
+        accumulation: tells which forward pass ends a step.
+        autocast: makes the context for each forward pass; None for none. Outputs come back in float32 then.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        accumulation: Accumulation,
+        autocast: Callable[[], AbstractContextManager[Any]] | None,
+    ) -> None:
+        super().__init__()
+        self._engine = (engine,)  # in a tuple: what it wraps is no child of this module once more
+        self._accumulation = accumulation
+        self._autocast = autocast
+        self._reduces = True
+        self._hooks: list[RemovableHandle] = []
+        self._steppers: list[Stepper] = []
+        self.training = engine.module.training
+        self.module = engine.module  # last: from here on, attributes are the module's
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the module."""
+        return self._engine[0]
+
+    def train_by(self, stepper: Stepper) -> None:
+        """An optimizer of this model's parameters is prepared."""
+        self._steppers.append(stepper)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        reduces = False
+        if torch.is_grad_enabled():
+            self._accumulation.look(is_forward=True)
+            self._weigh(self._accumulation.plain_factor() if self._accumulation.weighs_plain else 1.0)
+            reduces = self._reduces and self._accumulation.is_boundary()
+        if self._autocast is None:
+            return self.engine.run(args, kwargs, reduces)
+        with self._autocast():
+            result = self.engine.run(args, kwargs, reduces)
+        return tree_map(_in_full, result)
+
+    def _weigh(self, factor: float) -> None:
+        """Let the gradients of the backward pass that follows weigh so much, unless its loss has a factor already."""
+        while self._hooks:
+            self._hooks.pop().remove()
+        if factor != 1:
+
+            def weigh(gradient: torch.Tensor) -> torch.Tensor | None:
+                if self._accumulation.is_noted():
+                    return None
+                return gradient * factor if factor else torch.zeros_like(gradient)
+
+            self._hooks = [each.register_hook(weigh) for each in self.parameters() if each.requires_grad]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Forward passes of the block do not let their backward passes reduce."""
+        before, self._reduces = self._reduces, False
+        try:
+            yield
+        finally:
+            self._reduces = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """`module.zero_grad`, but between microbatches of one step."""
+        if self._steppers:
+            self._accumulation.look()
+        if all(stepper.may_zero() for stepper in self._steppers):
+            self.module.zero_grad(set_to_none)
+            for stepper in self._steppers:
+                stepper.forget()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What is set on the model, the module's forward pass sees."""
+        if "module" not in self.__dict__.get("_modules", ()) or name in self.__dict__ or name == "module":
+            super().__setattr__(name, value)
+        else:
+            setattr(self.module, name, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A copy trains by itself, if at all: it is one of the module."""
+        return copy.deepcopy(self.module, memo)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.module.named_buffers(*args, **kwargs)
+
+
+def _in_full(leaf: Any) -> Any:
+    return leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype in _REDUCED else leaf

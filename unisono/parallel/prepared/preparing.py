@@ -1,0 +1,195 @@
+"""Preparing: models behind their engines, optimizers that step for all ranks, schedulers that follow them.
+
+What is prepared is remembered, so that an optimizer may come later than its model, and nothing is prepared twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from unisono.parallel.names import remember_names, trained_parameters
+from unisono.parallel.prepared.engines import Engine
+from unisono.parallel.prepared.model import PreparedModel
+from unisono.parallel.prepared.repointing import Places
+from unisono.parallel.prepared.scheduler import PreparedScheduler
+from unisono.parallel.prepared.stepping import Stepper
+
+
+class Prepared:
+    """What one Accelerator has prepared.
+
+    Args:
+        make_model: moves a module and puts it behind its engine.
+        make_optimizer: the optimizer that takes a re-pointed one's place, most often itself.
+        make_stepper: makes it step for all ranks.
+        make_loader: prepares what has batches.
+
+    Attributes:
+        models: the prepared models, in the order in which they came.
+        steppers: of the optimizers.
+    """
+
+    def __init__(
+        self,
+        make_model: Callable[[nn.Module], PreparedModel],
+        make_optimizer: Callable[[Optimizer], Optimizer],
+        make_stepper: Callable[[Optimizer, Sequence[Engine]], Stepper],
+        make_loader: Callable[[Any], Any],
+    ) -> None:
+        self.models: list[PreparedModel] = []
+        self._engines: list[Engine] = []
+        self.steppers: dict[Optimizer, Stepper] = {}
+        self._make_model = make_model
+        self._make_optimizer = make_optimizer
+        self._make_stepper = make_stepper
+        self._make_loader = make_loader
+
+    def prepare(self, objects: Sequence[Any]) -> list[Any]:
+        """Each object prepared, in its place. Where one cannot be, nothing has changed.
+
+        Raises:
+            TypeError: an object is none that can be prepared.
+            ValueError: one was prepared before, or an optimizer and the models do not belong together.
+        """
+        flat = [(where, each) for place, each in enumerate(objects) for where, each in _flat(str(place), each)]
+        modules = [each for _, each in flat if isinstance(each, nn.Module)]
+        places = Places([*self.modules(), *modules])
+        for place, (where, each) in enumerate(flat):
+            self._check(where, each, [other for _, other in flat[:place]], [other for _, other in flat], places)
+        made: dict[int, Any] = {id(each): self._add_model(each) for each in modules}
+        for _, each in flat:
+            if isinstance(each, Optimizer):
+                places.follow(each, self.modules())
+                made[id(each)] = self._add_optimizer(each)
+        for _, each in flat:
+            if isinstance(each, LRScheduler | ReduceLROnPlateau):
+                made[id(each)] = self._add_scheduler(each, made)
+            elif each is not None and id(each) not in made:
+                made[id(each)] = loader = self._make_loader(each)
+                _all_prepared[each] = _all_prepared[loader] = True
+        return [_rebuilt(each, made) for each in objects]
+
+    def modules(self) -> list[nn.Module]:
+        """The modules of the prepared models."""
+        return [model.module for model in self.models]
+
+    def reduce(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Reduce, and unscale, the gradients of the optimizers that have some of these parameters."""
+        wanted = {id(parameter) for parameter in parameters}
+        for stepper in self.steppers.values():
+            if any(id(each) in wanted for each in trained_parameters(stepper.optimizer)):
+                stepper.reduce()
+
+    def update(self, scaler: GradScaler) -> None:
+        """Let the scaler draw its conclusions from the steps of the last microbatch."""
+        due = [stepper for stepper in self.steppers.values() if stepper.is_scale_due]
+        if due:
+            scaler.update()
+        for stepper in due:
+            stepper.is_scale_due = False
+
+    def _check(self, where: str, each: Any, before: list[Any], together: list[Any], places: Places) -> None:
+        """Refuse what cannot be prepared, before anything is."""
+        name = type(each).__name__
+        is_ours = isinstance(each, PreparedModel | PreparedScheduler)
+        if is_ours or each in _all_prepared or (each is not None and any(each is other for other in before)):
+            raise ValueError(
+                f"the {name} at position {where} is prepared already; prepare each object once, and go on with what "
+                "prepare() returned"
+            )
+        if isinstance(each, nn.Module):
+            _check_devices(where, each)
+        elif isinstance(each, Optimizer):
+            places.check(each, where)
+        elif isinstance(each, LRScheduler | ReduceLROnPlateau):
+            optimizer = each.optimizer
+            if optimizer not in self.steppers and not any(optimizer is other for other in together):
+                raise ValueError(
+                    f"the {name} at position {where} is of a {type(optimizer).__name__} that is not prepared; prepare "
+                    "the optimizer together with it, or before it"
+                )
+        elif each is not None and (
+            not isinstance(each, Iterable) or isinstance(each, str | bytes | torch.Tensor | Mapping)
+        ):
+            raise TypeError(
+                f"the object at position {where} is a {name}, which cannot be prepared; pass models, optimizers, "
+                "schedulers, DataLoaders, lists of them, or None"
+            )
+
+    def _add_model(self, module: nn.Module) -> PreparedModel:
+        model = self._make_model(module)
+        remember_names(model.module)
+        self.models.append(model)
+        self._engines.append(model.engine)
+        _all_prepared[module] = _all_prepared[model.module] = True
+        return model
+
+    def _add_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        made = self._make_optimizer(optimizer)
+        self.steppers[made] = stepper = self._make_stepper(made, self._engines)
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for model in self.models:
+            if any(id(each) in own for each in model.parameters()):
+                model.train_by(stepper)
+        _all_prepared[optimizer] = _all_prepared[made] = True
+        return made
+
+    def _add_scheduler(self, scheduler: Any, made: dict[int, Any]) -> PreparedScheduler:
+        scheduler.optimizer = made.get(id(scheduler.optimizer), scheduler.optimizer)
+        _all_prepared[scheduler] = True
+        return PreparedScheduler(scheduler, self.steppers[scheduler.optimizer])
+
+
+class _Registry:
+    """What any Accelerator has prepared, held weakly."""
+
+    def __init__(self) -> None:
+        self._known: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+
+    def __contains__(self, each: Any) -> bool:
+        try:
+            return each in self._known
+        except TypeError:  # it cannot be held weakly, or has no hash
+            return False
+
+    def __setitem__(self, each: Any, value: bool) -> None:
+        with suppress(TypeError):
+            self._known[each] = value
+
+
+_all_prepared = _Registry()
+
+
+def _check_devices(where: str, module: nn.Module) -> None:
+    found: dict[torch.device, str] = {}
+    for name, parameter in module.named_parameters():
+        found.setdefault(parameter.device, name)
+    if len(found) > 1:
+        places = ", ".join(f"{name!r} on {device}" for device, name in found.items())
+        raise ValueError(
+            f"the {type(module).__name__} at position {where} lies on {len(found)} devices ({places}); data-parallel "
+            "training keeps a whole replica on each device, so move it to one, or to the CPU, before prepare()"
+        )
+
+
+def _flat(where: str, each: Any) -> list[tuple[str, Any]]:
+    """The object with its place in words; of a list or a tuple, its elements'."""
+    if isinstance(each, list | tuple):
+        return [pair for place, part in enumerate(each) for pair in _flat(f"{where}[{place}]", part)]
+    return [(where, each)]
+
+
+def _rebuilt(each: Any, made: dict[int, Any]) -> Any:
+    if isinstance(each, list | tuple):
+        parts = [_rebuilt(part, made) for part in each]
+        return parts if isinstance(each, list) else type(each)(*parts) if hasattr(each, "_fields") else tuple(parts)
+    return made.get(id(each))

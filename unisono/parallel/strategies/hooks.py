@@ -1,0 +1,200 @@
+"""How DistributedDataParallel sends gradients: torch's communication hooks by name, each behind the weights.
+
+torch's hooks take the mean over the ranks. Multiplied by scale_r * size before, rank r's gradient comes out as its term
+of the sum over r of scale_r g_r, in whatever form it travels:
+
+    None              as it is
+    "fp16", "bf16"    in half the bytes; fp16 overflows from 65504 on: an infinite gradient, on every rank
+    "powersgd"        as factors of low rank, and what they leave out with the next step
+    "post_local_sgd"  as it is for the first steps; then only inside each machine, and the parameters are averaged at
+                      every so many steps
+
+*Threads:* a backward pass runs the hook in its own thread, one bucket after the other.
+
+Invariants:
+1. All buckets of a backward pass are multiplied by one factor: the first bucket to go asks for it. DDP sends buckets in
+   the order of their indices, from 0.
+2. With post-local SGD each rank, or machine, goes on by its weighted gradients: the mean of what one step of plain SGD
+   makes of them is what the weighted sum would have made.
+"""
+
+# No `from __future__ import annotations`: DDP compares the annotations of a hook with the classes themselves.
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, NoReturn, Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+    fp16_compress_hook,
+)
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.nn.parallel import DistributedDataParallel
+
+from unisono.world import World, current_world
+
+Sent = torch.futures.Future[torch.Tensor]
+
+
+class Averager(Protocol):
+    """What averages the parameters over all ranks, at every so many calls."""
+
+    def average_parameters(self, params: Iterable[dict[str, Any]]) -> None:
+        """Call it after each optimizer step, on every rank, with the optimizer's `param_groups`."""
+
+
+class _Sending(NamedTuple):
+    """One of torch's hooks, its state, and what averages behind it."""
+
+    hook: Callable[[Any, GradBucket], Sent]
+    state: Any
+    averager: Averager | None = None
+
+
+def attach_hook(
+    ddp: DistributedDataParallel,
+    name: str | None,
+    scale: Callable[[], float],
+    options: Mapping[str, Any] | None = None,
+    *,
+    world: World | None = None,
+) -> Averager | None:
+    """Let this DDP reduce gradients to the sum over the ranks of `scale() * gradient`, sent in the named way.
+
+    Args:
+        ddp: without a hook yet.
+        name: one of `hook_names()`.
+        scale: this rank's factor; asked once in each backward pass that reduces.
+        options: "powersgd" has those of torch's PowerSGDState, "post_local_sgd" has `start_localSGD_iter` (100: steps
+            before it is local), `period` (4: steps between averages) and `post_local_gradient_allreduce` (inside each
+            machine; None does so where there are several).
+        world: None takes the current one.
+
+    Returns:
+        For "post_local_sgd" what is to average the parameters after each step, else None.
+
+    Raises:
+        ValueError: there is no such hook or option, or an option's value or the model does not suit it. In a backward
+            pass: this torch's hooks cannot take complex gradients.
+    """
+    if name not in _HOOKS:
+        raise ValueError(f"comm_hook={name!r} does not exist; choose one of {', '.join(map(repr, _HOOKS))}")
+    make, allowed = _HOOKS[name]
+    options = dict(options or {})
+    _check_options(name, options, allowed)
+    if name == "powersgd":
+        _check_real(ddp)
+    size: int = ddp.process_group.size()
+    hook, state, averager = make(ddp.process_group, world or current_world(), **options)
+    factor = 1.0
+
+    def weighted(_: None, bucket: GradBucket) -> Sent:
+        nonlocal factor
+        if bucket.index() == 0:
+            factor = scale() * size
+        gradients = bucket.buffer()
+        if gradients.is_complex():
+            _refuse_complex()
+        if factor != 1:
+            gradients.mul_(factor)
+        return hook(state, bucket)
+
+    ddp.register_comm_hook(None, weighted)
+    return averager
+
+
+def hook_names() -> list[str | None]:
+    """The names that `attach_hook` knows."""
+    return list(_HOOKS)
+
+
+def _check_options(name: str | None, options: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
+    unknown = [option for option in options if option not in allowed]
+    if unknown:
+        has = f"has the options {', '.join(allowed)}" if allowed else "has no options"
+        raise ValueError(f"comm_hook={name!r} got the option {unknown[0]!r}; it {has}")
+
+
+def _check_real(ddp: DistributedDataParallel) -> None:
+    for name, parameter in ddp.module.named_parameters():
+        if parameter.requires_grad and parameter.is_complex():
+            raise ValueError(
+                f"comm_hook='powersgd' takes real gradients, and the parameter {name!r} is {parameter.dtype}; take "
+                "comm_hook=None, 'fp16' or 'bf16', which send complex numbers as pairs of real ones"
+            )
+
+
+def _refuse_complex() -> NoReturn:
+    """Newer ones put pairs of real numbers into the bucket."""
+    raise ValueError(
+        f"torch {torch.__version__} reduces complex gradients wrongly behind a communication hook; take a newer one, "
+        "or real parameters and torch.view_as_complex in forward()"
+    )
+
+
+def _plain(group: dist.ProcessGroup, world: World) -> _Sending:
+    return _Sending(allreduce_hook, group)
+
+
+def _fp16(group: dist.ProcessGroup, world: World) -> _Sending:
+    return _Sending(fp16_compress_hook, group)
+
+
+def _bf16(group: dist.ProcessGroup, world: World) -> _Sending:
+    return _Sending(bf16_compress_hook, group)
+
+
+def _power_sgd(group: dist.ProcessGroup, world: World, **options: Any) -> _Sending:
+    return _Sending(_power_sgd_in_order, PowerSGDState(group, **options))
+
+
+def _power_sgd_in_order(state: PowerSGDState, bucket: GradBucket) -> Sent:
+    """torch's hook calls its second and third collective when the one before is over. Where a thread of the process
+    group does so, as with gloo, two buckets would meet in another order on each rank, so here one is sent at a time;
+    with NCCL, all of them are in their stream by now."""
+    sent: Sent = powerSGD_hook(state, bucket)
+    if not sent.done():
+        sent.wait()
+    return sent
+
+
+def _post_local_sgd(
+    group: dist.ProcessGroup,
+    world: World,
+    start_localSGD_iter: int = 100,  # noqa: N803 - as torch calls it
+    period: int = 4,
+    post_local_gradient_allreduce: bool | None = None,
+) -> _Sending:
+    local = world.local_world_size
+    if post_local_gradient_allreduce is None:
+        post_local_gradient_allreduce = 1 < local < world.world_size
+    subgroup = None
+    if post_local_gradient_allreduce:
+        if world.world_size % local:
+            raise ValueError(
+                f"post_local_gradient_allreduce needs machines with equally many ranks, and this one has {local} of "
+                f"{world.world_size}; pass post_local_gradient_allreduce=False"
+            )
+        subgroup, _ = dist.new_subgroups(local)
+    averager = PeriodicModelAverager(period, start_localSGD_iter, group)
+    state = PostLocalSGDState(group, subgroup, start_localSGD_iter, post_local_gradient_allreduce)
+    return _Sending(post_localSGD_hook, state, averager)
+
+
+def _options_of(function: Callable[..., Any], *own: str) -> tuple[str, ...]:
+    return tuple(name for name in inspect.signature(function).parameters if name not in own)
+
+
+_HOOKS: dict[str | None, tuple[Callable[..., _Sending], tuple[str, ...]]] = {
+    None: (_plain, ()),
+    "fp16": (_fp16, ()),
+    "bf16": (_bf16, ()),
+    "powersgd": (_power_sgd, _options_of(PowerSGDState, "process_group")),
+    "post_local_sgd": (_post_local_sgd, _options_of(_post_local_sgd, "group", "world")),
+}

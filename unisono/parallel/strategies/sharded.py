@@ -1,0 +1,252 @@
+"""FSDP2, weighted: each rank keeps its part of the parameters, of their gradients and of the optimizer's state.
+
+torch's `fully_shard` does the work. What is added is the weights: the reduce-scatter multiplies this rank's gradients
+by its factor and sums, so that each shard comes out as that of the sum over the ranks r of scale_r g_r. Gradients of
+backward passes between `set_requires_gradient_sync(False)` and `(True)` stay whole and unscaled, and go with the next.
+
+A model is gathered and reduced unit by unit. All of a unit is on each rank while it runs, so units should be the blocks
+that a model repeats; what is in no unit goes with the model itself, and is there from its forward to its backward pass.
+
+torch's parts take a second or two to import, so functions do it, and only those that need them.
+
+*Threads:* the rank's own; the reduce-scatter is called by the backward pass, in the thread that runs it.
+
+Invariants:
+1. All units of one backward pass are multiplied by one factor: the first that is reduced asks for it.
+2. A unit shares no parameter with what is outside of it: torch would shard the parameter for one of its holders only.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from unisono.world import World, current_world
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+SMALLEST_UNIT = 2**20
+"""Parameters that a unit has at least, unless its class is asked for: smaller ones would wait for latency."""
+
+_Classes = Sequence[type[nn.Module]]
+
+
+def shard(
+    model: nn.Module,
+    world: World,
+    scale: Callable[[], float],
+    units: _Classes | None = None,
+    find_unused_parameters: bool = False,
+) -> FSDPModule:
+    """Shard the model over the ranks, in place: its parameters become DTensors, under the names that they had.
+
+    All ranks must hold the same parameters before. Optimizers made before point to what is no longer trained.
+
+    Args:
+        model: on the world's device.
+        world: of processes.
+        scale: this rank's factor; asked once in each backward pass that reduces.
+        units: the classes of the modules that are gathered one by one; () gathers the model in one piece. None takes
+            the elements of Sequential and ModuleList that hold many parameters (`SMALLEST_UNIT`). A unit must run on
+            all ranks or on none: where they take different ways through the model, pass classes around the fork.
+        find_unused_parameters: for models that use different parameters on different ranks; those that no rank has
+            used get gradients of zero, and not None.
+
+    Raises:
+        ValueError: the ranks are no processes, the model is sharded already, parameters of one unit that are trained
+            differ in type, or torch is too old to find unused parameters.
+    """
+    if not world.is_of_processes:
+        raise ValueError(
+            f"strategy='fsdp' shards a model over processes, and this world's {world.world_size} rank(s) are none; "
+            "start processes (unisono.spawn, or a launcher), or take another strategy"
+        )
+    if is_sharded(model):
+        raise ValueError(f"the {type(model).__name__} is sharded already; shard a model once")
+    if find_unused_parameters:
+        _check_finding()
+    chosen = [*units_of(model, units), model]
+    for unit, own in _own_parameters(chosen):
+        _check_types(model, unit, own)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(world.device.type, (world.world_size,))
+    reduce_scatter = _WeightedReduceScatter(scale)
+    for unit in chosen:
+        sharded = fully_shard(unit, mesh=mesh)
+        sharded.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]  # it has what is called
+        sharded.set_force_sum_reduction_for_comms(True)
+        sharded.set_gradient_divide_factor(1.0)
+    if find_unused_parameters:
+        sharded.set_reduce_scatter_unused_params(True)
+    return sharded  # the last one: the model itself
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `shard`, or torch's `fully_shard`, was applied to the model or to a part of it."""
+    kind = loaded_class("torch.distributed.fsdp", "FSDPModule")
+    return any(isinstance(module, kind) for module in model.modules())
+
+
+def is_distributed(tensor: object) -> TypeGuard[DTensor]:
+    """Whether the tensor is one of which each rank has a part."""
+    return isinstance(tensor, loaded_class("torch.distributed.tensor", "DTensor"))
+
+
+def sharded_like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """What an optimizer keeps for each element of a parameter, cut as the parameter is. A collective, if it is cut."""
+    if not is_distributed(parameter) or is_distributed(tensor) or tensor.shape != parameter.shape:
+        return tensor.to(parameter.device)
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, parameter.placements)
+
+
+def loaded_class(module: str, name: str) -> Any:
+    """For `isinstance`: the class, or none where its module was not imported, so that nothing can be one."""
+    return getattr(sys.modules.get(module), name, ())
+
+
+def units_of(model: nn.Module, classes: _Classes | None = None) -> list[nn.Module]:
+    """The parts of the model that are gathered one by one, the inner ones first; `classes` as in `shard`."""
+    holders: dict[nn.Parameter, list[nn.Module]] = {}
+    elements: set[nn.Module] = set()
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(parameter, []).append(module)
+        if isinstance(module, nn.Sequential | nn.ModuleList):
+            elements.update(module)
+
+    def is_wanted(module: nn.Module, own: Sequence[nn.Parameter]) -> bool:
+        if classes is not None:
+            return isinstance(module, tuple(classes))
+        return module in elements and sum(parameter.numel() for parameter in own) >= SMALLEST_UNIT
+
+    def keeps_to_itself(module: nn.Module, own: Sequence[nn.Parameter]) -> bool:
+        inside = set(module.modules())
+        return all(holder in inside for parameter in own for holder in holders[parameter])
+
+    units: list[nn.Module] = []
+    taken: set[nn.Parameter] = set()
+    for module in reversed(list(model.modules())):  # each before those that it is a part of
+        own = [parameter for parameter in module.parameters() if parameter not in taken]
+        has_forward = not isinstance(module, nn.ModuleList | nn.ModuleDict)
+        if module is not model and own and has_forward and is_wanted(module, own) and keeps_to_itself(module, own):
+            units.append(module)
+            taken.update(own)
+    return units
+
+
+def clip_grad_norm(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    world: World | None = None,
+) -> torch.Tensor:
+    """Scale the gradients so that their norm, over all parameters and ranks, is at most `max_norm`.
+
+    As torch's `clip_grad_norm_`, for reduced gradients, whole ones and sharded ones. For sharded ones it is a
+    collective: each rank calls it, with the same parameters.
+
+    Args:
+        norm_type: of the norm, infinity too.
+        world: None takes the current one.
+
+    Returns:
+        The norm before, a plain tensor, equal on all ranks.
+    """
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if not any(is_distributed(parameter) for parameter in parameters):
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+    world = world or current_world()
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    shards = [gradient.to_local() for gradient in gradients if is_distributed(gradient)]
+    whole = [gradient for gradient in gradients if not is_distributed(gradient)]
+    # Norms are gathered and not powers summed: no overflow, NaN stays NaN, and every norm type is right.
+    norms = [*world.comm.all_gather(_norm(shards, norm_type, world)), _norm(whole, norm_type, world)]
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch has it
+    for gradient in (*shards, *whole):
+        gradient.mul_(factor.to(gradient.device))
+    return total
+
+
+def _norm(tensors: Sequence[torch.Tensor], norm_type: float, world: World) -> torch.Tensor:
+    """The norm of all of them; 0 where a rank's shards are empty."""
+    norm = torch.nn.utils.get_total_norm([each for each in tensors if each.numel()], norm_type)
+    return norm.to(world.device, torch.float64)
+
+
+class _WeightedReduceScatter:
+    """The sum over the ranks of their factors times their gradients, to each its shard: a ReduceScatter of FSDP2."""
+
+    def __init__(self, scale: Callable[[], float]) -> None:
+        self._scale = scale
+        self._backward_pass = -1
+        self._factor = 1.0
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        input_tensor.mul_(self._current_factor())
+        reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its older name
+        work: dist.Work | None = reduce_scatter(output_tensor, input_tensor, dist.ReduceOp.SUM, group, async_op)
+        return work
+
+    def _current_factor(self) -> float:
+        backward_pass = torch._C._current_graph_task_id()  # a number of its own for each, never used again
+        if backward_pass == -1 or backward_pass != self._backward_pass:
+            self._backward_pass, self._factor = backward_pass, self._scale()
+        return self._factor
+
+
+def _own_parameters(chosen: Sequence[nn.Module]) -> list[tuple[nn.Module, list[nn.Parameter]]]:
+    """Of each unit, the parameters that no unit inside of it has."""
+    taken: set[nn.Parameter] = set()
+    found = []
+    for unit in chosen:
+        own = [parameter for parameter in unit.parameters() if parameter not in taken]
+        taken.update(own)
+        found.append((unit, own))
+    return found
+
+
+def _check_types(model: nn.Module, unit: nn.Module, own: Sequence[nn.Parameter]) -> None:
+    first: dict[torch.dtype, str] = {}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for parameter in own:
+        if parameter.requires_grad:
+            first.setdefault(parameter.dtype, names[parameter])
+    if len(first) > 1:
+        shown = " and ".join(f"{name!r} is {dtype}" for dtype, name in first.items())
+        raise ValueError(
+            f"strategy='fsdp' reduces the gradients of a unit in one type, and in the {type(unit).__name__} {shown}; "
+            "give them one type (precision= computes in another one), or take strategy='ddp'"
+        )
+
+
+def _check_finding() -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise ValueError(
+            f"find_unused_parameters=True with strategy='fsdp' needs a newer torch than {torch.__version__}; use all "
+            "parameters on all ranks, or take strategy='ddp'"
+        )

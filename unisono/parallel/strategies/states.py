@@ -1,0 +1,251 @@
+"""Checkpoints in torch's plain form, from any strategy into any other one.
+
+A model's state has the names of the module that the user wrote and whole tensors; an optimizer's is what
+`optimizer.state_dict()` of the plain optimizer would be, parameters numbered in its order. So what FSDP on four ranks
+has saved loads into a script on a laptop, and the other way round.
+
+Every rank calls; rank zero has the file. To save, it gets the whole state, in the memory of the host, and the others
+get an empty dict. To load, its state counts and is sent to the others one tensor at a time, each of which is cut as
+soon as it has come; what the others pass is not looked at.
+
+*Threads:* a rank's own; as for any collective.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from unisono.parallel.strategies.sharded import is_distributed
+from unisono.parallel.strategies.zero import is_divided, load_local, parameters_of
+from unisono.world import World, current_world
+
+K = TypeVar("K", bound=Hashable)
+
+
+def model_state(model: nn.Module, world: World | None = None) -> dict[str, Any]:
+    """The model's `state_dict`, plain: whole tensors on the host, names without the prefixes of wrappers.
+
+    Parameters that are tied are one tensor in it. Buffers are rank zero's.
+
+    Args:
+        model: as it is, wrapped, compiled or sharded.
+        world: None takes the current one.
+
+    Returns:
+        On rank zero the state, which shares no memory with the model; on others an empty dict.
+    """
+    world = world or current_world()
+    named: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    plain: dict[int, Any] = {}
+    state = {}
+    for name, value in model.state_dict().items():
+        key = id(named.get(name, value))
+        if key not in plain:
+            plain[key] = _whole(value, world)
+        state[plain_name(model, name)] = plain[key]
+    return state if world.rank == 0 else {}
+
+
+def load_model_state(model: nn.Module, state: Mapping[str, Any], world: World | None = None) -> None:
+    """Load a plain state, rank zero's, on every rank.
+
+    Raises:
+        RuntimeError: names or shapes are not those of the model; on every rank.
+    """
+    world = world or current_world()
+    own = model.state_dict()
+    names = {plain_name(model, name): name for name in own}
+    loaded = {}
+    for name, value in _from_rank_zero(state, world):
+        known = names.get(name, name)
+        loaded[known] = _cut_like(own[known], value) if is_distributed(own.get(known)) else value
+    model.load_state_dict(loaded)
+
+
+def optimizer_state(optimizer: Optimizer, models: Sequence[nn.Module], world: World | None = None) -> dict[str, Any]:
+    """The state that a plain optimizer over the same parameters, in the same groups, would give.
+
+    Args:
+        optimizer: plain, over a sharded model, or a ZeroRedundancyOptimizer.
+        models: whose parameters it has.
+        world: None takes the current one.
+
+    Returns:
+        On rank zero the state, which shares no memory with the optimizer; on others an empty dict.
+
+    Raises:
+        ValueError: it has parameters of none of the models.
+    """
+    world = world or current_world()
+    _check_owned(optimizer, models)
+    if is_divided(optimizer):
+        # Not `consolidate_state_dict`, by which every rank gets every state whole, and rank zero keeps a copy.
+        own = _entries_of(optimizer.optim, optimizer)
+        roots = range(world.comm.size)
+        entries = {key: _whole(value, world) for root in roots for key, value in _from_rank(root, own, world)}
+    else:
+        entries = {key: _whole(value, world) for key, value in _entries_of(optimizer, optimizer).items()}
+    if world.rank != 0:
+        return {}
+    return {"state": _by_parameter(dict(sorted(entries.items()))), "param_groups": _groups_of(optimizer)}
+
+
+def load_optimizer_state(
+    optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any], world: World | None = None
+) -> None:
+    """Load a plain state, rank zero's, on every rank.
+
+    Args:
+        optimizer, models, world: as for `optimizer_state`.
+        state: of an optimizer over the same parameters in the same groups.
+
+    Raises:
+        ValueError: it is no such state, or its groups are others; on every rank. Or as for `optimizer_state`.
+    """
+    world = world or current_world()
+    _check_owned(optimizer, models)
+    is_given = world.rank == 0 and "param_groups" in state
+    groups = world.comm.broadcast_object(_numbered(state["param_groups"]) if is_given else None)
+    _check_groups(groups, optimizer)
+    parameters = parameters_of(optimizer)
+    kept = set(parameters_of(optimizer.optim) if is_divided(optimizer) else parameters)
+    entries = {}
+    for (number, name), value in _from_rank_zero(_flat(state) if world.rank == 0 else {}, world):
+        if parameters[number] in kept:
+            entries[number, name] = _cut_like(parameters[number], value)
+    loaded = {"state": _by_parameter(entries), "param_groups": groups}
+    if is_divided(optimizer):
+        load_local(optimizer, loaded)
+    else:
+        optimizer.load_state_dict(loaded)
+
+
+def plain_name(model: nn.Module, name: str) -> str:
+    """A name in `model.state_dict()` without what DistributedDataParallel and torch.compile put into it."""
+    module: Any = model
+    words, kept = name.split("."), []
+    for word in words:
+        is_wrapper = (isinstance(module, DistributedDataParallel) and word == "module") or word == "_orig_mod"
+        if not is_wrapper:
+            kept.append(word)
+        module = getattr(module, "_modules", {}).get(word)
+    return ".".join(kept)
+
+
+def _whole(value: Any, world: World) -> Any:
+    """A copy on rank zero's host, of sharded tensors the whole; collective for these."""
+    if is_distributed(value):
+        value = value.full_tensor()
+    if world.rank != 0:
+        return None
+    return _on_host(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    host = tensor.detach().cpu()
+    return host.clone() if host.data_ptr() == tensor.data_ptr() else host
+
+
+def _cut_like(like: torch.Tensor, value: Any) -> Any:
+    """This rank's part of a whole tensor that belongs to `like`, where that is sharded; steps are counted by all."""
+    if not is_distributed(like) or not isinstance(value, torch.Tensor) or value.ndim == 0:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A tensor that is to come."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def _from_rank_zero(entries: Mapping[K, Any], world: World) -> Iterator[tuple[K, Any]]:
+    return _from_rank(0, entries, world)
+
+
+def _from_rank(root: int, entries: Mapping[K, Any], world: World) -> Iterator[tuple[K, Any]]:
+    """The entries of that rank, on each rank, one by one; copies. Tensors come on the rank's device; numbers, as of
+    steps, where they were."""
+
+    def form(value: Any) -> Any:
+        return _Form(value.shape, value.dtype) if isinstance(value, torch.Tensor) and value.ndim else value
+
+    own = {key: form(value) for key, value in entries.items()} if world.rank == root else {}
+    for key, held in world.comm.broadcast_object(own, root).items():
+        if isinstance(held, _Form):
+            tensor = torch.empty(held.shape, dtype=held.dtype, device=world.device)
+            yield key, world.comm.broadcast(tensor.copy_(entries[key]) if world.rank == root else tensor, root)
+        else:
+            yield key, held
+
+
+def _entries_of(optimizer: Optimizer, whole: Optimizer) -> dict[tuple[int, str], Any]:
+    """What the optimizer keeps, by the parameter's number in `whole` and the name of the value."""
+    numbers = {parameter: number for number, parameter in enumerate(parameters_of(whole))}
+    kept = [numbers[parameter] for parameter in parameters_of(optimizer)]
+    return {(kept[place], name): value for (place, name), value in _flat(optimizer.state_dict()).items()}
+
+
+def _flat(state: Mapping[str, Any]) -> dict[tuple[int, str], Any]:
+    """The values by the parameter's place and their names."""
+    order = [number for group in state["param_groups"] for number in group["params"]]
+    places = {number: place for place, number in enumerate(order)}
+    return {
+        (places[number], name): value for number, values in state["state"].items() for name, value in values.items()
+    }
+
+
+def _by_parameter(entries: Mapping[tuple[int, str], Any]) -> dict[int, dict[str, Any]]:
+    state: dict[int, dict[str, Any]] = {}
+    for (number, name), value in entries.items():
+        state.setdefault(number, {})[name] = value
+    return state
+
+
+def _groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The groups as a plain state has them: numbers in the place of parameters."""
+    return copy.deepcopy(_numbered(optimizer.param_groups))
+
+
+def _numbered(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    found, start = [], 0
+    for group in groups:
+        stop = start + len(group["params"])
+        found.append({**group, "params": list(range(start, stop))})
+        start = stop
+    return found
+
+
+def _check_owned(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
+    owned = {parameter for model in models for parameter in model.parameters()}
+    for place, parameter in enumerate(parameters_of(optimizer)):
+        if parameter not in owned:
+            raise ValueError(
+                f"parameter {place} of the {type(optimizer).__name__}, shape {list(parameter.shape)}, is of none of "
+                f"the {len(models)} models; pass the models that it trains, and after sharding a model let the "
+                "optimizer point to its new parameters"
+            )
+
+
+def _check_groups(groups: Sequence[Mapping[str, Any]] | None, optimizer: Optimizer) -> None:
+    if groups is None:
+        raise ValueError("rank zero has passed no optimizer's state; pass what optimizer_state gave, or state_dict()")
+    saved = [len(group["params"]) for group in groups]
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    if saved != own:
+        raise ValueError(
+            f"the state is of groups of {saved} parameters, and the {type(optimizer).__name__} has groups of {own}; "
+            "make the optimizer over the same parameters, in the same groups and order, as the one that was saved"
+        )

@@ -1,0 +1,121 @@
+"""ZeRO-1: each rank keeps the optimizer's state of its part of the parameters, steps for these, and sends them out.
+
+torch's `ZeroRedundancyOptimizer` does the work. What is added is the way in from an optimizer that exists, with its
+groups and its state, and the way of a plain state into the part of it that a rank keeps.
+
+*Threads:* the rank's own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+from torch.optim import LBFGS, Optimizer
+
+from unisono.parallel.strategies.sharded import is_distributed, loaded_class
+from unisono.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+
+def shard_optimizer(optimizer: Optimizer, world: World) -> ZeroRedundancyOptimizer:
+    """An optimizer of the same class, groups and state over the same parameters, whose state is divided by ranks.
+
+    It takes the other one's place: schedulers must be given this one, and hooks of the other one's steps stay behind.
+
+    Args:
+        optimizer: any that treats each parameter for itself; the same on each rank. Its state is moved, and gone here.
+        world: of processes.
+
+    Raises:
+        TypeError: it treats all parameters as one, is sharded already, or its class cannot be made from its groups.
+        ValueError: the ranks are no processes, or parameters differ in type, or one is sharded or sparse.
+    """
+    if not world.is_of_processes:
+        raise ValueError(
+            f"strategy='zero1' divides the optimizer's state by processes, and this world's {world.world_size} rank(s) "
+            "are none; start processes (unisono.spawn, or a launcher), or take another strategy"
+        )
+    _check(optimizer)
+    parameters = parameters_of(optimizer)
+    # Where they may lie end to end, each rank's are sent in one piece; other memory formats would not survive it.
+    sharded = _made_like(optimizer, all(parameter.is_contiguous() for parameter in parameters))
+    load_local(sharded, optimizer.state_dict())
+    optimizer.state.clear()
+    return sharded
+
+
+def is_divided(optimizer: Optimizer) -> TypeGuard[ZeroRedundancyOptimizer]:
+    """Whether the optimizer is one whose state is divided by ranks."""
+    return isinstance(optimizer, loaded_class("torch.distributed.optim", "ZeroRedundancyOptimizer"))
+
+
+def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """All parameters, in the order by which a state numbers them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def load_local(optimizer: ZeroRedundancyOptimizer, state: Mapping[str, Any]) -> None:
+    """Load what concerns this rank of a whole state in torch's plain form; that of other parameters may be missing.
+
+    Its tensors may become the optimizer's own. `optimizer.load_state_dict` would strike out the others in `state`.
+    """
+    numbers = {parameter: number for number, parameter in enumerate(parameters_of(optimizer))}
+    local = [numbers[parameter] for parameter in parameters_of(optimizer.optim)]
+    groups, start = [], 0
+    for group, own in zip(state["param_groups"], optimizer.optim.param_groups, strict=True):
+        stop = start + len(own["params"])
+        groups.append({**group, "params": list(range(start, stop))})
+        start = stop
+    states = {place: state["state"][number] for place, number in enumerate(local) if number in state["state"]}
+    optimizer.optim.load_state_dict({"state": states, "param_groups": groups})
+    for group, whole in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        whole.update({name: value for name, value in group.items() if name != "params"})
+
+
+def _check(optimizer: Optimizer) -> None:
+    name = type(optimizer).__name__
+    if is_divided(optimizer):
+        raise TypeError("the optimizer is a ZeroRedundancyOptimizer already; pass the plain one, such as AdamW")
+    if isinstance(optimizer, LBFGS):
+        raise TypeError(
+            f"strategy='zero1' divides the parameters by ranks, and {name} takes them all as one vector; take "
+            "strategy='ddp', or an optimizer that treats each parameter for itself"
+        )
+    parameters = parameters_of(optimizer)
+    for place, parameter in enumerate(parameters):
+        if parameter.dtype != parameters[0].dtype:
+            raise ValueError(
+                f"strategy='zero1' divides parameters of one type by ranks, and parameter 0 of the {name} is "
+                f"{parameters[0].dtype}, parameter {place} is {parameter.dtype}; give them one type (precision= "
+                "computes in another one), or take strategy='ddp'"
+            )
+        if is_distributed(parameter) or parameter.layout is not torch.strided:
+            kind = "a DTensor" if is_distributed(parameter) else parameter.layout
+            raise ValueError(
+                f"strategy='zero1' divides whole, dense parameters by ranks, and parameter {place} of the {name} is "
+                f"{kind}; optimizers of a sharded model need no zero1, their state is sharded with it"
+            )
+
+
+def _made_like(optimizer: Optimizer, shares_memory: bool) -> ZeroRedundancyOptimizer:
+    """The same class by the same arguments, which the groups carry; without state."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    kind = type(optimizer)
+    accepted = inspect.signature(kind).parameters
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in accepted.values())
+    defaults = {name: value for name, value in optimizer.defaults.items() if takes_any or name in accepted}
+    groups = [dict(group) for group in optimizer.param_groups]
+    try:
+        return ZeroRedundancyOptimizer(groups, kind, parameters_as_bucket_view=shares_memory, **defaults)
+    except (TypeError, AttributeError, KeyError) as error:
+        raise TypeError(
+            f"strategy='zero1' makes a {kind.__name__} on each rank from its groups and their defaults "
+            f"({', '.join(defaults)}), and that failed: {error}; let its constructor take these, or make a "
+            "ZeroRedundancyOptimizer yourself"
+        ) from error

@@ -1,0 +1,43 @@
+"""Where a step ends, for devices that record work before they do it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from unisono.backends import resolve_device
+from unisono.backends.device import Device, DeviceLike
+from unisono.protocols import Backend
+from unisono.world import current_world
+
+
+def lazy_barrier(device: DeviceLike | Sequence[DeviceLike] | None = None, wait: bool = False) -> None:
+    """End the step on a device, so that a lazy one executes what it has recorded. An eager one has nothing to do.
+
+    Args:
+        device: one, or a list: the step ends on all before any is waited for. None is the device of this rank.
+        wait: return when all work that was submitted to them has ended, on eager devices too.
+
+    Raises:
+        TypeError: it is no device, or `wait` is no bool.
+        ValueError: there is no such device here, or the list is empty.
+    """
+    if not isinstance(wait, bool):
+        raise TypeError(f"wait={wait!r} is a {type(wait).__name__}; pass True or False")
+    resolved = _resolved(device)
+    for backend, each in resolved:
+        backend.mark_step(each)
+    if wait:
+        for backend, each in resolved:
+            backend.synchronize(each)
+
+
+def _resolved(device: DeviceLike | Sequence[DeviceLike] | None) -> list[tuple[Backend, torch.device]]:
+    if device is None:
+        world = current_world()
+        return [(world.backend, world.device)]
+    several = device if isinstance(device, Sequence) and not isinstance(device, str) else [device]
+    if not several:
+        raise ValueError("device=[] is empty; pass at least one device, or None for this rank's")
+    return [resolve_device(each.torch_device if isinstance(each, Device) else each) for each in several]

@@ -1,0 +1,190 @@
+"""Copies of whole structures on another device: tensors, modules, optimizers, and what is nested of them.
+
+One memo serves the whole structure: all its tensors are found and copied first, each once, and `copy.deepcopy` then
+rebuilds everything around them.
+
+Invariants:
+1. What is one object in the original is one in the copy: tied parameters, and an optimizer's with its module's.
+2. Tensors over one storage are copied over one storage.
+3. The copy shares no memory with the original, on the same device neither.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.rnn import PackedSequence
+
+from unisono.backends.device import DeviceLike, torch_device
+from unisono.tree import leaves
+
+T = TypeVar("T")
+
+_Memo = dict[int, Any]
+_NO_OWNERS = (type, types.ModuleType, types.FunctionType)  # their attributes are no part of a copy
+
+
+def copy_to(obj: T, device: DeviceLike) -> T:
+    """A copy of `obj` whose tensors lie on `device`, with nothing in common with the original.
+
+    `requires_grad`, gradients, attributes of parameters and the modules' hooks come along; hooks of tensors and of
+    optimizers, which know the originals, do not. A tensor of the structure that is a result of others stays one of
+    theirs: its gradient flows back to the original's device.
+
+    Args:
+        obj: a tensor, a module, or a structure of these and of optimizers; its other parts are copied by `deepcopy`.
+            An optimizer comes with what it optimizes: `model, optimizer = copy_to((model, optimizer), device)`. Its
+            step counts and other numbers stay in main memory, where torch keeps them, unless it is `capturable` or
+            `fused`; its other state moves.
+        device: a string, an index, a `torch.device` or a `Device`; also "meta", for shapes without data.
+
+    Raises:
+        TypeError: `device` is no device, or a part of `obj` cannot be copied.
+        ValueError: there is no such device here, or an optimizer comes without its parameters.
+    """
+    target = torch_device(device)
+    found = _Found()
+    found.visit(obj)
+    found.check_optimizers()
+    memo: _Memo = {
+        id(leaf): leaf.to(target, copy=True)
+        for leaf in leaves(obj)
+        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
+    }
+    _copy_tensors([each for each in found.tensors.values() if id(each) not in memo], target, memo)
+    for packed in found.packed.values():
+        memo[id(packed)] = _copy_packed(packed, memo)
+    for optimizer in found.optimizers.values():
+        memo[id(optimizer)] = object.__new__(type(optimizer))
+    twin = copy.deepcopy(obj, memo)
+    for tensor in found.tensors.values():
+        memo[id(tensor)].__dict__.update(copy.deepcopy(tensor.__dict__, memo))
+    for optimizer in found.optimizers.values():
+        memo[id(optimizer)].__dict__.update(_optimizer_attributes(optimizer, memo))
+    return twin
+
+
+def scalar_like(value: float, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without dimensions that holds `value`, on the device and in the precision of another."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"tensor={tensor!r} is a {type(tensor).__name__}; pass a tensor")
+    return torch.full((), value, dtype=tensor.dtype, device=tensor.device)
+
+
+class _Found:
+    """What is met on a walk through an object: what moves, by id; the attributes of any object are walked through."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[int, torch.Tensor] = {}
+        self.packed: dict[int, PackedSequence] = {}
+        self.optimizers: dict[int, torch.optim.Optimizer] = {}
+        self._seen: dict[int, object] = {}  # holds what it knows by id
+
+    def visit(self, obj: Any) -> None:
+        for leaf in leaves(obj):
+            if id(leaf) in self._seen:
+                continue
+            self._seen[id(leaf)] = leaf
+            if isinstance(leaf, torch.Tensor):
+                self.tensors[id(leaf)] = leaf
+            elif isinstance(leaf, PackedSequence):
+                self.packed[id(leaf)] = leaf
+                self.visit([leaf.data, leaf.sorted_indices, leaf.unsorted_indices])
+            elif isinstance(leaf, torch.optim.Optimizer):
+                self.optimizers[id(leaf)] = leaf
+            elif hasattr(leaf, "__dict__") and not isinstance(leaf, _NO_OWNERS):
+                self.visit(list(vars(leaf).values()))
+
+    def check_optimizers(self) -> None:
+        """Refuse optimizers of parameters that are not in the structure; then add what moves of their state."""
+        for optimizer in self.optimizers.values():
+            strange = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in self.tensors]
+            if strange:
+                raise ValueError(
+                    f"the {type(optimizer).__name__} steps {len(strange)} parameter(s) that are not in the structure, "
+                    f"the first of shape {tuple(strange[0].shape)}, so its copy would step what nobody uses; copy it "
+                    "with its module: model, optimizer = copy_to((model, optimizer), device)"
+                )
+        for optimizer in self.optimizers.values():
+            self.visit(list(_moving_state(optimizer)))
+
+
+def _moving_state(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    """The parts of an optimizer that follow its parameters; numbers do where torch wants them on the device."""
+    for group in optimizer.param_groups:
+        has_moving_numbers = group.get("capturable") or group.get("fused")
+        if has_moving_numbers:
+            yield {key: value for key, value in group.items() if key != "params"}
+        for parameter in group["params"]:
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if has_moving_numbers or key != "step":
+                    yield value
+
+
+def _optimizer_attributes(optimizer: torch.optim.Optimizer, memo: _Memo) -> dict[str, Any]:
+    """Copies of its attributes, with no hooks. Not by its pickled state, which lacks what LBFGS needs."""
+    attributes = dict(vars(optimizer))
+    if hasattr(attributes.get("step"), "_wrapped_by_lr_sched"):
+        del attributes["step"]  # a scheduler has put it there; it steps the original
+    return {
+        key: OrderedDict() if key.endswith("_hooks") else copy.deepcopy(value, memo)
+        for key, value in attributes.items()
+    }
+
+
+def _copy_tensors(tensors: list[torch.Tensor], device: torch.device, memo: _Memo) -> None:
+    """Put a copy of each into the memo, those over one storage over one."""
+    by_storage: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+    with torch.no_grad():
+        for tensor in tensors:
+            is_plain = tensor.layout is torch.strided and not is_lazy(tensor) and type(tensor.data) is torch.Tensor
+            by_storage[tensor.untyped_storage()._cdata if is_plain else -id(tensor)].append(tensor)
+        for sharing in by_storage.values():
+            if len(sharing) == 1:
+                memo[id(sharing[0])] = _like(sharing[0], _moved(sharing[0], device))
+                continue
+            memory = _storage_copy(sharing[0], device)
+            for tensor in sharing:
+                view = torch.empty(0, dtype=tensor.dtype, device=device)
+                view.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
+                memo[id(tensor)] = _like(tensor, view)
+        for tensor in tensors:
+            if tensor.is_leaf and tensor.grad is not None:
+                memo[id(tensor)].grad = tensor.grad.detach().to(device, copy=True)
+
+
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if is_lazy(tensor):  # a lazy module's: it has neither a shape nor data yet
+        kind: Any = type(tensor)
+        return kind(tensor.requires_grad, device=device, dtype=tensor.dtype)  # type: ignore[no-any-return]
+    return tensor.detach().to(device, copy=True)
+
+
+def _storage_copy(tensor: torch.Tensor, device: torch.device) -> torch.UntypedStorage:
+    """All the memory that the tensor is a view of, as bytes."""
+    everything = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    return everything.to(device, copy=True).untyped_storage()
+
+
+def _like(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    """The data as what the tensor is: a parameter, a buffer, a plain tensor."""
+    if is_lazy(tensor):
+        return data
+    if not isinstance(tensor, nn.Parameter):
+        return data.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+    if type(tensor) is not nn.Parameter and issubclass(type(tensor), nn.Parameter):
+        return torch.Tensor._make_subclass(type(tensor), data, tensor.requires_grad)
+    return nn.Parameter(data, tensor.requires_grad)
+
+
+def _copy_packed(packed: PackedSequence, memo: _Memo) -> PackedSequence:
+    """Its parts' copies; the sizes of its batches stay in main memory, where torch reads them."""
+    data, sizes, *order = packed
+    return PackedSequence(memo[id(data)], sizes.clone(), *[each if each is None else memo[id(each)] for each in order])

@@ -1,0 +1,158 @@
+"""`strict`: nothing moves and nothing converts by itself.
+
+torch promotes a bfloat16 tensor that meets a float32 one, and takes a number's tensor from main memory where the other
+one is on an accelerator. Both cost time, or memory, that nobody asked for, and neither is heard of. Under `strict` they
+are errors.
+
+*Threads:* torch keeps modes per thread, so this one holds for the thread that entered it: a replica's loop opens its
+own. The backward pass mixes nothing that the forward pass did not, and is not looked at.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from unisono.errors import MixedPlacementError
+
+PRECISIONS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""The types that count as precisions: integers, booleans and complex numbers mix with each of them."""
+
+# What is there to move or to convert, or looks at a shape or a type only.
+_EXPLICIT = {"to", "copy_", "_foreach_copy_", "type_as", "new_tensor", "__set__", "grad", "backward"}
+_EXPLICIT |= {"expand_as", "view_as", "reshape_as", "is_same_size", "result_type", "can_cast"}
+_FULL_INSIDE = {"batch_norm", "instance_norm"}  # take statistics in full precision with inputs in any
+_TAKES_LENGTHS = {"lstm", "gru", "rnn_tanh", "rnn_relu", "ctc_loss", "tensor_split"}  # integers in main memory
+
+# Code of torch that mixes knowingly: numbers of an optimizer, norms of parameters in several precisions, lengths.
+_KNOWING = ("torch.optim.", "torch.amp.", "torch.nn.utils.clip_grad", "torch.nn.utils.rnn", "torch.nn.modules.module")
+_BETWEEN = {__name__, "torch.overrides", "torch._tensor", "torch.functional", "torch.nn.functional"}
+
+
+@contextmanager
+def strict() -> Iterator[None]:
+    """Make every operation of this thread an error that mixes devices, or precisions, of its tensors.
+
+    Devices are compared for all tensors, those without dimensions included, which torch would take from main memory
+    silently; logical CPU devices are one. Precisions are compared for floating-point tensors (`PRECISIONS`). Python
+    numbers mix with everything.
+
+    Not refused: what is asked for (`to`, `copy_`, `copy_to`, ...); mixed precisions inside `torch.autocast`, which is
+    there to mix; normalisation layers, whose statistics stay full; the lengths of sequences; what torch's optimizers
+    and gradient clipping do inside.
+
+    Raises:
+        MixedPlacementError: at the operation, which is not carried out; it names the operation and two of its tensors.
+    """
+    with _Strict():
+        yield
+
+
+class _Strict(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        found: list[torch.Tensor] = []
+        _gather(args, found)
+        if kwargs:
+            _gather(kwargs, found)
+        if len(found) > 1 and not _is_uniform(found):
+            _check(func, dict(_named(args, kwargs)))
+        return func(*args, **kwargs)
+
+
+def _gather(value: Any, found: list[torch.Tensor]) -> None:
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            _gather(each, found)
+    elif isinstance(value, dict):
+        for each in value.values():
+            _gather(each, found)
+
+
+def _is_uniform(tensors: list[torch.Tensor]) -> bool:
+    """Whether there is nothing to look into, which there is not for most operations."""
+    first = tensors[0]
+    return all(each.dtype == first.dtype and each.device == first.device for each in tensors)
+
+
+def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors by the argument that holds them: "argument 0", "argument 1[2]", "argument 'weight'"."""
+
+    def walk(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif isinstance(value, list | tuple | dict):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, each in items:
+                yield from walk(each, f"{name}[{key!r}]")
+
+    for key, value in [*enumerate(args), *kwargs.items()]:
+        yield from walk(value, f"argument {key!r}")
+
+
+def _check(func: Callable[..., Any], tensors: dict[str, torch.Tensor]) -> None:
+    name = getattr(func, "__name__", str(func))
+    if name in _EXPLICIT:
+        return
+    placed = tensors
+    if name in _TAKES_LENGTHS:
+        placed = {where: each for where, each in tensors.items() if each.is_floating_point()}
+    apart = _first_apart(placed, lambda each: each.device)
+    if apart is not None and not _is_knowing_caller():
+        _refuse(func, apart, "devices", "moves", "bring both to one device with unisono.copy_to(tensor, device)")
+    floats = {where: each for where, each in tensors.items() if each.dtype in PRECISIONS}
+    apart = _first_apart(floats, lambda each: each.dtype)
+    if apart is None or name in _FULL_INSIDE or _is_autocast(floats) or _is_knowing_caller():
+        return
+    _refuse(
+        func,
+        apart,
+        "precisions",
+        "converts",
+        "convert one with unisono.to_reduced_precision(tensor) or unisono.to_full_precision(tensor)",
+    )
+
+
+def _first_apart(tensors: dict[str, torch.Tensor], trait: Callable[[torch.Tensor], object]) -> list[str] | None:
+    """The descriptions of the first tensor and of the first that differs from it in the trait."""
+    for where, tensor in tensors.items():
+        first_where, first = next(iter(tensors.items()))
+        if trait(tensor) != trait(first):
+            return [_described(first_where, first), _described(where, tensor)]
+    return None
+
+
+def _described(where: str, tensor: torch.Tensor) -> str:
+    precision = str(tensor.dtype).removeprefix("torch.")
+    return f"{where} is {precision} of shape {tuple(tensor.shape)} on {tensor.device}"
+
+
+def _is_autocast(tensors: dict[str, torch.Tensor]) -> bool:
+    kind = next(iter(tensors.values())).device.type
+    return bool(torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind))
+
+
+def _is_knowing_caller() -> bool:
+    """Whether the operation was called by a line of torch that mixes knowingly."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") in _BETWEEN:
+        frame = frame.f_back
+    return frame is not None and str(frame.f_globals.get("__name__")).startswith(_KNOWING)
+
+
+def _refuse(func: Callable[..., Any], apart: list[str], what: str, verb: str, way_out: str) -> None:
+    name = resolve_name(func) or getattr(func, "__name__", str(func))
+    raise MixedPlacementError(
+        f"{name} mixes {what}: {', '.join(apart)}; inside unisono.strict() nothing {verb} by itself: {way_out}, or "
+        "make a number's tensor with unisono.scalar_like(value, tensor)"
+    )
