@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from unisono import Accelerator, barrier, world_size
+from unisono import Accelerator, barrier, is_rank_zero, world_size
 
 PAGE = (Path(__file__).parent.parent / "docs" / "training.md").read_text()
 BLOCKS: list[str] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -28,19 +29,17 @@ def names(path: Path) -> dict[str, Any]:
     """What a block of the page finds: objects that nobody has prepared, over 107 samples."""
     torch.manual_seed(0)
     x, y, mask = torch.randn(107, 8), torch.randint(3, (107,)), torch.randint(2, (107,)).float()
-    model, critic = nn.Linear(8, 3), nn.Linear(3, 1)
-    optimizer, critic_optimizer = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, critic))
+    model = nn.Linear(8, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     size = 12 // world_size()
     return {
         "torch": torch,
         "F": F,
-        "Accelerator": Accelerator,
         "barrier": barrier,
+        "is_rank_zero": is_rank_zero,
         "path": path,
         "model": model,
-        "critic": critic,
         "optimizer": optimizer,
-        "critic_optimizer": critic_optimizer,
         "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9),
         "loader": DataLoader(TensorDataset(x, y), batch_size=size),
         "masked_loader": DataLoader(TensorDataset(x, y, mask), batch_size=size),
@@ -48,26 +47,27 @@ def names(path: Path) -> dict[str, Any]:
     }
 
 
-def run_blocks(blocks: list[str], path: Path) -> list[list[torch.Tensor]]:
-    """The weights of the model behind each block."""
+def run_blocks(path: Path, strategy: str = "ddp") -> list[dict[str, torch.Tensor]]:
+    """The state of the model behind each block; rank zero's."""
     found = []
-    for number, block in enumerate(blocks):
-        scope = names(path / f"{number}.pt")
+    for number, block in enumerate(BLOCKS):
+        scope = names(path / f"{strategy}-{number}.pt")
+        scope["Accelerator"] = partial(Accelerator, strategy=strategy)
         exec(compile(block, f"docs/training.md, block {number}", "exec"), scope)
-        found.append([each.detach().clone() for each in scope["model"].parameters()])
-        if "seen" in scope:
-            assert scope["seen"] == 107
+        found.append(scope["accelerator"].state_dict(scope["model"]))
+        assert scope.get("seen", 107) == 107, "each sample once"
     return found
 
 
-@pytest.mark.parametrize("mode", [PROCESSES_2, THREADS_2], ids=str)
-def test_each_block_trains_what_one_device_does(mode: Mode, tmp_path: Path) -> None:
-    (expected,) = SOLO.run(lambda: run_blocks(BLOCKS, tmp_path))
-    for found in mode.run(lambda: run_blocks(BLOCKS, tmp_path)):
-        for block, weights, wanted in zip(blocks, found, expected, strict=True):
-            rounding = 2.0 ** (-8 if "bf16" in block else -23)
-            differences = [float((a - b).abs().max()) for a, b in zip(weights, wanted, strict=True)]
-            assert max(differences) < 8 * rounding, block
+@pytest.mark.parametrize(
+    ("mode", "strategy"), [(THREADS_2, "ddp"), *((PROCESSES_2, each) for each in ("ddp", "zero1", "fsdp"))], ids=str
+)
+def test_each_block_trains_what_one_device_does(mode: Mode, strategy: str, tmp_path: Path) -> None:
+    (expected,) = SOLO.run(lambda: run_blocks(tmp_path))
+    found, *_ = mode.run(lambda: run_blocks(tmp_path, strategy))
+    for block, weights, wanted in zip(BLOCKS, found, expected, strict=True):
+        rounding = 2.0 ** (-8 if "bf16" in block else -23)
+        torch.testing.assert_close(weights, dict(wanted), rtol=0, atol=8 * rounding)
 
 
 def side(of: str) -> str:

@@ -31,7 +31,7 @@ from unisono.world import World
 
 logger = logging.getLogger(__name__)
 
-_REMEMBERED = 8  # loops that have ended
+REMEMBERED = 8  # loops that have ended
 
 
 class Share(NamedTuple):
@@ -68,12 +68,10 @@ def warn_of_unequal_shares() -> None:
 
 
 class Rows(NamedTuple):
-    """Which rows count, of the last batches of a loop; whether that is one batch, and whether these are all of it."""
+    """The places of the rows that count, among those of so many batches."""
 
-    of: Pass
     counted: list[int]
-    is_one: bool
-    is_whole: bool
+    batches: int
 
 
 class _Counts(NamedTuple):
@@ -93,7 +91,8 @@ class Pass:
     Attributes:
         at: when the last batch was delivered, in an order of all passes.
         is_evaluation: all batches were delivered with gradients off.
-        is_gathered: `Window.last_rows` has told of it.
+        is_open: it has not ended.
+        is_gathered: a metric was gathered of its samples.
     """
 
     def __init__(self, is_last: Callable[[], bool] = lambda: False) -> None:
@@ -107,6 +106,7 @@ class Pass:
         self._is_known = True
         self.is_evaluation = True
         self.is_gathered = False
+        self.is_open = True
         self._mark = 0
         self._taken: WeakKeyDictionary[object, _Counts] = WeakKeyDictionary()
 
@@ -169,9 +169,13 @@ class Pass:
                 left -= height
                 counted.append(range(left, left + samples))
                 if left == 0:
-                    is_whole = len(counted) == self._now.batches
-                    return Rows(self, list(chain(*reversed(counted))), len(counted) == 1, is_whole)
+                    return Rows(list(chain(*reversed(counted))), len(counted))
         return None
+
+    @property
+    def num_batches(self) -> int:
+        """How many it has delivered."""
+        return self._now.batches
 
     def recent_rows(self) -> list[int]:
         """How many rows the latest few batches had, the latest last."""
@@ -205,7 +209,8 @@ class Window:
         """That loop has ended, or was left. Idempotent."""
         if ended in self._open:
             self._open.remove(ended)
-            self._ended = [*self._ended[1 - _REMEMBERED :], ended]
+            ended.is_open = False
+            self._ended = [*self._ended[1 - REMEMBERED :], ended]
             self._latest = self._latest if ended.is_evaluation else ended
 
     @property
@@ -218,38 +223,9 @@ class Window:
         latest = self._current.latest() if self._current is not None else None
         return latest and latest._replace(is_over=not self._open)
 
-    def last_rows(self, rows: int) -> list[int] | None:
-        """Which rows count, where so many are those of some last batches of a loop; None where they are of none.
-
-        They are taken for the batch that was received last; else for a whole loop, one that has not been asked for
-        before others; else for some last batches of a loop.
-
-        Raises:
-            ValueError: they may be those of two loops, and count differently.
-        """
-        passes = sorted([*self._open, *self._ended], key=lambda each: -each.at)
-        fitting = [found for each in passes if (found := each.last_rows(rows)) is not None]
-        whole = [each for each in fitting if each.is_whole]
-        waiting = [each for each in whole if not each.of.is_gathered]
-        if fitting and fitting[0].is_one and fitting[0].of is passes[0]:
-            best = [fitting[0], *(each for each in waiting if each.of.is_evaluation)]
-        else:
-            best = waiting or whole[:1] or fitting[:1]
-        if any(each.counted != best[0].counted for each in best):
-            counts = " or ".join(str(len(each.counted)) for each in best)
-            raise ValueError(
-                f"values with {rows} samples may be those of several loops, and {counts} of them count; gather what a "
-                "loop has made before the next one begins, or pass valid_samples"
-            )
-        for each in best[:1]:
-            each.of.is_gathered = True
-            return each.counted
-        return None
-
-    def recent_rows(self) -> list[int]:
-        """As for `Pass`, of the loop that received a batch last."""
-        latest = max([*self._open, *self._ended], key=lambda each: each.at, default=None)
-        return latest.recent_rows() if latest is not None else []
+    def recent(self) -> list[Pass]:
+        """The last few loops, open and ended, the one that received a batch last first."""
+        return sorted([*self._open, *self._ended], key=lambda each: -each.at)[:REMEMBERED]
 
     def take(self, optimizer: object) -> None:
         """That optimizer steps now, with a share of its own."""

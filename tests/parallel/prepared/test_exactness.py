@@ -38,7 +38,14 @@ def test_threads_train_like_one_device_however_the_samples_fall(case, mode):
 def test_processes_train_like_one_device_however_the_samples_fall(mode):
     numbers = random.Random(mode.ranks)
     drawn = [
-        Case(numbers.randint(1, 26), numbers.randint(1, 4), numbers.randint(1, 4), way, tokens, numbers.choice([None, 1, 2]))
+        Case(
+            numbers.randint(1, 26),
+            numbers.randint(1, 4),
+            numbers.randint(1, 4),
+            way,
+            tokens,
+            numbers.choice([None, 1, 2]),
+        )
         for way in ("accelerator", "plain", "bare")
         for tokens in (False, way != "plain")
         for _ in range(6)

@@ -62,7 +62,7 @@ def test_what_is_set_on_it_reaches_the_module(prepared):
 
 def test_train_and_eval_and_requires_grad_reach_every_part(prepared):
     prepared.eval()
-    assert not (prepared.training or prepared.module.training or prepared.module.linear.training)
+    assert [each.training for each in (prepared, prepared.module, prepared.linear)] == [False] * 3
     assert prepared.train() is prepared
     assert prepared.module.linear.training
     prepared.requires_grad_(False)
@@ -71,7 +71,7 @@ def test_train_and_eval_and_requires_grad_reach_every_part(prepared):
 
 def test_a_module_in_eval_mode_stays_in_it():
     prepared = Accelerator().prepare(Scaled().eval())
-    assert not (prepared.training or prepared.module.training)
+    assert [prepared.training, prepared.module.training] == [False] * 2
 
 
 def test_hooks_of_the_module_and_of_the_prepared_model_are_called(prepared):

@@ -225,7 +225,7 @@ def test_an_iterable_of_batches_is_a_loader_and_a_prepared_one_stays():
 
 def test_without_device_placement_nothing_moves():
     network = model().to("meta")
-    network, optimizer, loader = Accelerator(device_placement=False).prepare(
+    network, _, loader = Accelerator(device_placement=False).prepare(
         network, sgd(network.parameters()), loader_of(2, 2)
     )
     assert next(network.parameters()).device.type == "meta"

@@ -130,7 +130,9 @@ def test_a_scheduler_stepped_by_hand_is_an_error():
         warnings.simplefilter("ignore")
         scheduler.scheduler.step()
     step()
-    with pytest.raises(RuntimeError, match="LambdaLR was stepped by hand, from 0 to 1; call step\\(\\) on what prepare"):
+    with pytest.raises(
+        RuntimeError, match="LambdaLR was stepped by hand, from 0 to 1; call step\\(\\) on what prepare"
+    ):
         scheduler.step()
 
 

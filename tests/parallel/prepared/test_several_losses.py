@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from modes import PROCESSES_2, SOLO, THREADS_3, Mode
+from modes import PROCESSES_2, SOLO, THREADS_3
 from torch import nn
 from torch.nn import functional as F
 from twin import Plain, State, adam, assert_all_are, compare, loader_of, model, seeded, sgd
@@ -154,7 +154,7 @@ def a_gan_that_steps_on_both_losses(accelerator, loader):
 
 
 def alternating_gan(accelerator, loader, by_hand=1):
-    """The maker's losses are those of the critic before its step, but for the last microbatch's; by hand where asked."""
+    """The maker's losses are those of the critic before its step, but for the last microbatch's."""
     maker, critic = gan()
     maker, critic, of_maker, of_critic, loader = accelerator.prepare(
         maker, critic, adam(maker.parameters()), sgd(critic.parameters()), loader
@@ -376,9 +376,7 @@ def test_without_a_prepared_loader_the_blocks_tell_microbatches_apart(mode, accu
                 of_maker.step()
         return named(maker=maker, critic=critic)
 
-    assert_all_are(
-        mode.run(body), alternating_gan(Plain(), loader_of(samples, 2 * mode.ranks), by_hand=accumulate)
-    )
+    assert_all_are(mode.run(body), alternating_gan(Plain(), loader_of(samples, 2 * mode.ranks), by_hand=accumulate))
 
 
 def test_without_blocks_an_optimizer_that_would_never_step_is_an_error():
