@@ -105,3 +105,49 @@ def test_the_mark_is_that_of_the_last_batch(window):
     told = window.share_for(OPTIMIZER)
     assert told is not None
     assert told.mark == 8
+
+
+def rows(loop, count):
+    told = loop.last_rows(count)
+    return None if told is None else (told.counted, told.batches)
+
+
+def test_rows_of_the_last_batches_are_told_by_their_number():
+    loop = Window().begin()
+    loop.add(3, 6)
+    loop.add(2, 3, repeated=1)
+    loop.add(0, 1, repeated=2)
+    assert rows(loop, 2) == ([], 1)
+    assert rows(loop, 5) == ([0, 1], 2)
+    assert rows(loop, 8) == ([0, 1, 2, 3, 4], 3)
+    assert [rows(loop, count) for count in (0, 1, 3, 9)] == [None] * 4
+    assert loop.recent_rows() == [3, 3, 2]
+
+
+def test_the_loop_that_received_a_batch_last_comes_first(window):
+    train = window.begin()
+    train.add(2, 4)
+    evaluation = window.begin()
+    evaluation.add(1, 1)
+    window.end(evaluation)
+    assert window.recent() == [evaluation, train]
+    train.add(2, 4)
+    assert window.recent() == [train, evaluation]
+    assert (train.is_open, evaluation.is_open) == (True, False)
+
+
+def test_the_latest_batch_is_the_open_loops_or_that_of_the_loop_that_ended_last(window):
+    assert window.latest() is None
+    train = window.begin(lambda: True)
+    assert window.latest() is None
+    train.add(2, 4, mark=5)
+    with torch.no_grad():
+        evaluation = window.begin()
+        evaluation.add(1, 1)
+    assert window.latest().samples == 1
+    window.end(evaluation)
+    latest = window.latest()
+    assert (latest.samples, latest.total, latest.mark, latest.is_last(), latest.is_over) == (2, 4, 5, True, False)
+    window.end(train)
+    assert window.latest().key == latest.key
+    assert window.latest().is_over

@@ -327,6 +327,8 @@ def _check_arguments(precision: Any, accumulate: Any, max_grad_norm: Any, nan_gu
         raise TypeError(f"accumulate={accumulate!r} is a {type(accumulate).__name__}; pass a whole number")
     if accumulate < 1:
         raise ValueError(f"accumulate={accumulate} is too small; pass 1 for a step on each batch, or more")
+    if max_grad_norm is not None and (isinstance(max_grad_norm, bool) or not isinstance(max_grad_norm, int | float)):
+        raise TypeError(f"max_grad_norm={max_grad_norm!r} is a {type(max_grad_norm).__name__}; pass a number, or None")
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(
             f"max_grad_norm={max_grad_norm!r} leaves nothing of a gradient; pass a positive number, or None"

@@ -69,6 +69,15 @@ def optimizer_step(
         if weight is not None:
             raise ValueError("a prepared optimizer's gradients have their weights; pass backward(loss, weight=...)")
         return optimizer.step(**arguments)
+    try:
+        return _step(optimizer, barrier, arguments, weight, world)
+    finally:  # a step that has failed is over, too
+        tally_of(world).close(optimizer)
+
+
+def _step(
+    optimizer: Optimizer, barrier: bool, arguments: dict[str, Any], weight: float | torch.Tensor | None, world: World
+) -> Any:
     share, factor = _share(optimizer, weight, world)
     parameters = trained_parameters(optimizer)
     track = world.timeline.loop()
@@ -82,7 +91,6 @@ def optimizer_step(
         result = optimizer.step(**arguments)
         if barrier:
             world.backend.mark_step(world.device)
-    tally_of(world).close(optimizer)
     track.count("steps")
     return result
 

@@ -32,7 +32,8 @@ def backward(loss: torch.Tensor, weight: float | torch.Tensor | None = None, *, 
     """`loss.backward()` for a microbatch, so that the next optimizer step applies the gradient of the mean over all
     microbatches since the last one, on all ranks, each weighted exactly.
 
-    The loss must be the mean over the microbatch, and is not divided by the number of microbatches.
+    The loss must be the mean over the microbatch, and is not divided by the number of microbatches. A batch that is to
+    be left out is left out before this call: nothing tells here that its gradients were zeroed.
 
     Args:
         loss: of one element.

@@ -1,0 +1,88 @@
+"""`DeviceIterator.is_last`: whether the batch that was delivered last ends the loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from modes import PROCESSES_2, SOLO, THREADS_3
+from torch.utils.data import DataLoader, IterableDataset
+
+from unisono import DeviceLoader, current_world
+from unisono.window import window_of
+
+
+class Stream(IterableDataset):
+    def __init__(self, count: int, fails: bool = False) -> None:
+        self.count, self.fails = count, fails
+
+    def __iter__(self):
+        yield from range(self.count)
+        if self.fails:
+            raise OSError("the disk is gone")
+
+
+def ask_at_each(loader):
+    iterator = iter(loader)
+    return [(len(batch), iterator.is_last(), iterator.is_last()) for batch in iterator]
+
+
+LOADERS = {
+    "map-style": lambda: DeviceLoader(DataLoader(torch.arange(13), batch_size=2)),
+    "no prefetching": lambda: DeviceLoader(DataLoader(torch.arange(13), batch_size=2), loader_prefetch_size=0),
+    "stream": lambda: DeviceLoader(DataLoader(Stream(13), batch_size=2)),
+    "list": lambda: DeviceLoader([torch.arange(2)] * 7),
+    "drop": lambda: DeviceLoader(DataLoader(torch.arange(13), batch_size=2, drop_last=True)),
+    "pad": lambda: DeviceLoader(DataLoader(torch.arange(13), batch_size=2), tail="pad"),
+}
+
+
+@pytest.mark.parametrize("mode", [SOLO, THREADS_3, PROCESSES_2], ids=str)
+@pytest.mark.parametrize("name", LOADERS)
+def test_only_the_last_batch_is_the_last_and_nothing_is_lost_by_asking(mode, name):
+    def body():
+        make = LOADERS[name]
+        return ask_at_each(make()), [len(batch) for batch in make()]
+
+    for asked, sizes in mode.run(body):
+        assert [size for size, _, _ in asked] == sizes
+        assert [first for _, first, _ in asked] == [second for _, _, second in asked]
+        assert [first for _, first, _ in asked] == [False] * (len(sizes) - 1) + [True]
+
+
+def test_it_is_the_last_before_and_behind_the_loop():
+    iterator = iter(DeviceLoader([torch.arange(2)] * 2))
+    assert iterator.is_last()
+    for _ in iterator:
+        pass
+    assert iterator.is_last()
+
+
+def test_the_state_is_behind_what_the_loop_received_not_behind_what_was_asked_for():
+    loader = DeviceLoader(DataLoader(torch.arange(8), batch_size=2))
+    iterator = iter(loader)
+    next(iterator)
+    state = iterator.state_dict()
+    assert not iterator.is_last()
+    assert iterator.state_dict() == state
+    resumed = DeviceLoader(DataLoader(torch.arange(8), batch_size=2))
+    resumed.load_state_dict(state)
+    assert [batch.tolist() for batch in resumed] == [[2, 3], [4, 5], [6, 7]]
+
+
+def test_an_error_of_the_source_comes_where_the_loop_comes_to_it():
+    iterator = iter(DeviceLoader(DataLoader(Stream(4, fails=True), batch_size=2)))
+    assert [next(iterator).tolist(), iterator.is_last()] == [[0, 1], False]
+    assert [next(iterator).tolist(), iterator.is_last()] == [[2, 3], False]
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(iterator)
+
+
+def test_the_window_asks_the_loop_and_does_not_keep_it():
+    loader = DeviceLoader([torch.arange(2)] * 2)
+    window = window_of(current_world())
+    iterator = iter(loader)
+    next(iterator)
+    latest = window.latest()
+    assert (latest.is_last(), latest.is_over) == (False, False)
+    del iterator
+    assert (latest.is_last(), window.latest().is_over) == (True, True)

@@ -1,0 +1,193 @@
+"""`unisono.backward`: what gradients stand for, counted without an Accelerator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3
+from torch import nn
+
+from unisono import DeviceLoader, backward, current_world, optimizer_step, use_world
+from unisono.parallel.weights import Tally
+from unisono.window import window_of
+from unisono.world import solo_world
+
+
+@pytest.fixture(params=[SOLO, THREADS_3, PROCESSES_2], ids=str)
+def mode(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def world():
+    """A world of one that no other test has counted in."""
+    with use_world(solo_world()) as fresh:
+        yield fresh
+
+
+def one():
+    weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
+    return weight, torch.optim.SGD([weight], lr=1.0)
+
+
+def applied(weight, optimizer, *losses, **options):
+    """The gradient that a step applies, of `weight` times each number."""
+    for loss in losses:
+        number, given = loss if isinstance(loss, tuple) else (loss, None)
+        backward((weight * number).sum(), given)
+    optimizer_step(optimizer, **options)
+    gradient = weight.grad.item()
+    optimizer.zero_grad()
+    return gradient
+
+
+def test_microbatches_without_a_loader_count_the_same(mode):
+    def body():
+        weight, optimizer = one()
+        rank = current_world().rank
+        return [applied(weight, optimizer, *[rank + number for number in range(count)]) for count in (1, 2, 3)]
+
+    mean = (mode.ranks - 1) / 2
+    for found in mode.run(body):
+        assert found == pytest.approx([mean, mean + 0.5, mean + 1.0])
+
+
+def test_given_weights_take_the_place_of_samples(mode):
+    def body():
+        weight, optimizer = one()
+        rank = current_world().rank
+        both = applied(weight, optimizer, (1.0, 2 + rank), (4.0, torch.tensor(1)))
+        return both, applied(weight, optimizer, (float(rank), 1 + rank))
+
+    ranks = range(mode.ranks)
+    first = (sum(2 + rank for rank in ranks) + 4 * mode.ranks) / sum(3 + rank for rank in ranks)
+    second = sum(rank * (1 + rank) for rank in ranks) / sum(1 + rank for rank in ranks)
+    for found in mode.run(body):
+        assert found == pytest.approx((first, second))
+
+
+def test_the_step_takes_a_weight_for_gradients_of_plain_backward(mode):
+    def body():
+        weight, optimizer = one()
+        rank = current_world().rank
+        (weight * rank).sum().backward()
+        optimizer_step(optimizer, weight=1 + rank)
+        return weight.grad.item()
+
+    ranks = range(mode.ranks)
+    expected = sum(rank * (1 + rank) for rank in ranks) / sum(1 + rank for rank in ranks)
+    assert mode.run(body) == pytest.approx([expected] * mode.ranks)
+
+
+def test_a_weight_of_zero_on_some_ranks_leaves_the_others_mean(mode):
+    def body():
+        weight, optimizer = one()
+        last = current_world().world_size - 1
+        return applied(weight, optimizer, (3.0, 0), (5.0, int(current_world().rank == last)))
+
+    assert mode.run(body) == pytest.approx([5.0] * mode.ranks)
+
+
+def test_weights_that_are_zero_everywhere_are_an_error_on_all_ranks(mode):
+    def body():
+        weight, optimizer = one()
+        with pytest.raises(ValueError, match="weights of this step are 0 on all ranks"):
+            applied(weight, optimizer, (3.0, 0))
+        optimizer.zero_grad()
+        return applied(weight, optimizer, (5.0, 2))  # the failed step is over
+
+    assert mode.run(body) == [5.0] * mode.ranks
+
+
+@pytest.mark.parametrize(
+    ("weight", "error"),
+    [(-1, ValueError), (float("nan"), ValueError), (float("inf"), ValueError), (True, TypeError), ("3", TypeError)],
+)
+@pytest.mark.parametrize("where", ["backward", "step"])
+def test_what_is_no_weight_is_an_error(weight, error, where):
+    parameter, optimizer = one()
+    loss = parameter.sum()
+    with pytest.raises(error, match="weight="):
+        if where == "backward":
+            backward(loss, weight)
+        else:
+            loss.backward()
+            optimizer_step(optimizer, weight=weight)
+
+
+def test_a_tensor_of_several_elements_is_no_weight():
+    with pytest.raises(TypeError, match="pass a number, of samples or tokens"):
+        backward(one()[0].sum(), torch.ones(2))
+
+
+def test_weights_for_some_microbatches_only_are_an_error(world):
+    tally = Tally(world)
+    tally.note(2)
+    with pytest.raises(ValueError, match=r"another one has none; pass backward\(..., weight=\)"):
+        tally.note(None)
+
+
+def test_losses_of_one_batch_count_it_once_and_have_one_weight(world):
+    tally, loop = Tally(world), window_of(world).begin()
+    loop.add(2, 4)
+    assert [tally.note(3), tally.note(3), tally.microbatches] == [1, 1, 1]
+    with pytest.raises(ValueError, match="one batch has got the weights 3 and 5"):
+        tally.note(5)
+
+
+def test_factors_are_one_but_for_microbatches_of_another_size(world):
+    tally, loop = Tally(world), window_of(world).begin()
+    factors = []
+    for samples in (4, 4, 2, 0):
+        loop.add(samples, 8)
+        factors.append(tally.note(None))
+    assert factors == [1, 1, 0.5, 0]
+    share, factor = tally.share()
+    assert (share.part, share.batches, factor) == (10 / 32, 4, 4 / 32)
+
+
+def test_a_step_begins_anew_behind_a_step_and_behind_zero_grad(world):
+    tally, loop = Tally(world), window_of(world).begin()
+    _, optimizer = one()
+    for close in (lambda: tally.close(optimizer), tally.clear):
+        loop.add(2, 4)
+        tally.note(None)
+        close()
+        assert not tally.would_add()
+        loop.add(1, 4)
+        tally.note(None)
+        assert (tally.microbatches, tally.share()[0].part) == (1, 0.25)
+        tally.close(optimizer)
+
+
+def test_a_second_optimizer_on_the_same_batch_gets_the_same_share(world):
+    tally, loop = Tally(world), window_of(world).begin()
+    (_, first), (_, second) = one(), one()
+    loop.add(1, 4)
+    tally.note(None)
+    tally.close(first)
+    assert (tally.is_held(second), tally.is_held(first)) == (True, False)
+    tally.note(None)
+    assert tally.share()[0].part == 0.25
+    loop.add(1, 4)
+    assert not tally.is_held(second)
+
+
+def test_batches_from_elsewhere_do_not_get_the_share_of_a_loop_that_is_over():
+    def body():
+        weight, optimizer = one()
+        for batch in DeviceLoader([torch.ones(3)], split="global"):
+            backward((weight * batch.mean()).sum())
+            optimizer_step(optimizer)
+            optimizer.zero_grad()
+        return applied(weight, optimizer, float(current_world().rank))
+
+    assert THREADS_2.run(body) == [0.5, 0.5]
+
+
+def test_weights_are_given_in_one_place():
+    weight, optimizer = one()
+    backward(weight.sum(), 2)
+    with pytest.raises(ValueError, match=r"give the weight to backward\(loss, weight=...\) alone"):
+        optimizer_step(optimizer, weight=2)
+    optimizer_step(optimizer)

@@ -1,0 +1,346 @@
+"""The facade: its arguments, and those of its methods that are one call into a wing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_4
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from twin import Case, assert_all_are, data, loader_of, model, plain_run, sgd
+
+from unisono import Accelerator, CollectiveMismatchError, DeviceLoader, backward, current_world, optimizer_step
+
+BOTH = pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"precision": "fp8"}, ValueError, "precision='fp8' does not exist; choose one of bf16, fp16, fp32"),
+        ({"accumulate": 0}, ValueError, "accumulate=0 is too small; pass 1"),
+        ({"accumulate": 2.0}, TypeError, "accumulate=2.0 is a float; pass a whole number"),
+        ({"accumulate": True}, TypeError, "accumulate=True is a bool"),
+        ({"max_grad_norm": 0}, ValueError, "max_grad_norm=0 leaves nothing of a gradient"),
+        ({"max_grad_norm": "1"}, TypeError, "max_grad_norm='1' is a str"),
+        ({"max_grad_norm": float("nan")}, ValueError, "max_grad_norm=nan"),
+        ({"strategy": "dp"}, ValueError, "strategy='dp' does not exist; choose one of ddp, fsdp, zero1"),
+        ({"strategy": "fsdp", "comm_hook": "fp16"}, ValueError, "comm_hook='fp16' is for strategy='ddp' or 'zero1'"),
+        ({"nan_guard": True, "precision": "fp16"}, ValueError, "nan_guard=True and precision='fp16' contradict"),
+        ({"cpu": True, "device": "cpu"}, ValueError, "cpu=True and device='cpu' contradict each other"),
+        ({"device": "toaster"}, ValueError, "device 'toaster' does not exist; there are cpu:0"),
+        ({"device": 1.5}, TypeError, "device=1.5 is a float"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_arguments_out_of_their_range_are_errors_that_name_value_rule_and_way_out(options, error, words):
+    with pytest.raises(error, match=words):
+        Accelerator(**options)
+
+
+@pytest.mark.parametrize("options", [{}, {"cpu": True}, {"device": "cpu"}, {"device": torch.device("cpu")}])
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
+def test_a_device_without_a_number_is_each_ranks_own(mode, options):
+    def body():
+        accelerator = Accelerator(**options)
+        return accelerator.device == current_world().device
+
+    assert mode.run(body) == [True] * mode.ranks
+
+
+def test_another_ranks_device_is_an_error():
+    def body():
+        if current_world().rank == 0:
+            assert Accelerator(device="cpu:0").device == torch.device("cpu:0")
+            return
+        with pytest.raises(ValueError, match=r"device='cpu:0', but this is rank 1 of 2, whose device is cpu:1; choose"):
+            Accelerator(device="cpu:0")
+
+    THREADS_2.run(body)
+
+
+@BOTH
+def test_reduce_and_gather_leave_the_tensor_as_it_is(mode):
+    def body():
+        accelerator = Accelerator()
+        tensor = torch.tensor([float(accelerator.world.rank)])
+        reduced = [accelerator.reduce(tensor).item(), accelerator.reduce(tensor, "sum").item()]
+        return reduced, tensor.item(), accelerator.gather(tensor).tolist(), accelerator.gather(tensor.sum()).tolist()
+
+    assert mode.run(body) == [([0.5, 1.0], float(rank), [0.0, 1.0], [0.0, 1.0]) for rank in range(2)]
+
+
+def test_reduce_takes_a_loss_with_its_graph():
+    loss = nn.Parameter(torch.ones(1)).sum()
+    assert not Accelerator().reduce(loss).requires_grad
+    assert loss.requires_grad
+
+
+def test_only_rank_zero_prints(capsys):
+    THREADS_4.run(lambda: Accelerator().print("once", "only", sep="-"))
+    assert capsys.readouterr().out == "once-only\n"
+
+
+def test_autocast_is_a_context_in_every_precision():
+    for precision, kind in ((None, torch.float32), ("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        with Accelerator(precision=precision).autocast():
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is kind
+
+
+def test_the_boundary_is_told():
+    accelerator, network = Accelerator(accumulate=3), model()
+    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(10, 2))
+    told = []
+    for inputs, _, _ in loader:
+        network(inputs).sum().backward()
+        told.append(accelerator.is_boundary)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert told == [False, False, True, False, True]
+
+
+@BOTH
+def test_blocks_count_batches_from_elsewhere(mode):
+    def body(uses_blocks):
+        accelerator, network = Accelerator(accumulate=2), model()
+        network, optimizer = accelerator.prepare(network, sgd(network.parameters()))
+        batches = list(loader_of(24, 3))[accelerator.world.rank :: 2]
+        for inputs, targets, _ in batches:
+            if uses_blocks:
+                with accelerator.accumulate(network):
+                    step(accelerator, network, optimizer, inputs, targets)
+            else:
+                step(accelerator, network, optimizer, inputs, targets)
+        return network.state_dict()
+
+    def step(accelerator, network, optimizer, inputs, targets):
+        optimizer.zero_grad()
+        accelerator.backward(F.mse_loss(network(inputs), targets))
+        optimizer.step()
+
+    for uses_blocks in (False, True):
+        states = mode.run(lambda uses_blocks=uses_blocks: body(uses_blocks))
+        assert_all_are(states, plain_run(Case(24, 6, 2, epochs=1), 1, sgd))
+
+
+def test_blocks_inside_the_loop_of_a_prepared_loader_count_its_batches_once():
+    accelerator, network = Accelerator(accumulate=2), model()
+    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(24, 3))
+    for _ in range(2):
+        for inputs, targets, _ in loader:
+            optimizer.zero_grad()
+            with accelerator.accumulate(network):
+                accelerator.backward(F.mse_loss(network(inputs), targets))
+                optimizer.step()
+    assert_all_are([network.state_dict()], plain_run(Case(24, 3, 2), 1, sgd))
+
+
+def test_what_is_left_of_a_loop_may_be_stepped_on_behind_it():
+    accelerator, network = Accelerator(accumulate=4), model()
+    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(24, 3))
+    for number, (inputs, targets, _) in enumerate(loader, 1):
+        optimizer.zero_grad()
+        accelerator.backward(F.mse_loss(network(inputs), targets))
+        optimizer.step()
+        if number == 2:
+            break
+    optimizer.step()
+    twin_network = model()
+    twin_optimizer = sgd(twin_network.parameters())
+    F.mse_loss(twin_network(data(24).tensors[0][:6]), data(24).tensors[1][:6]).backward()
+    twin_optimizer.step()
+    assert_all_are([network.state_dict()], twin_network.state_dict())
+
+
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
+def test_a_global_split_steps_on_the_loaders_own_batches(mode):
+    def body():
+        accelerator, network = Accelerator(accumulate=2), model()
+        loader = DeviceLoader(loader_of(23, 5), split="global")
+        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
+        for inputs, targets, _ in loader:
+            optimizer.zero_grad()
+            F.mse_loss(network(inputs), targets).backward()
+            optimizer.step()
+        return network.state_dict()
+
+    assert_all_are(mode.run(body), plain_run(Case(23, 5, 2, epochs=1), 1, sgd))
+
+
+class Samples(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return zip(*data(23).tensors, strict=True)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("way", ["accelerator", "plain"])
+def test_streams_that_end_unevenly_are_weighed_by_their_samples(accumulate, way):
+    """The first step, whose samples are known: of each rank's part of the stream, the first ones."""
+
+    def body():
+        accelerator, network = Accelerator(accumulate=accumulate), model()
+        network, optimizer, loader = accelerator.prepare(
+            network, sgd(network.parameters()), DataLoader(Samples(), batch_size=4)
+        )
+        steps, seen = [], []
+        for batch in loader:
+            optimizer.zero_grad()
+            loss = F.mse_loss(network(batch[0]), batch[1])
+            accelerator.backward(loss) if way == "accelerator" else loss.backward()
+            before = network.get_parameter("0.weight").detach().clone()
+            seen.append(accelerator.gather_for_metrics(batch[:2]))
+            optimizer.step()
+            if not torch.equal(before, network.get_parameter("0.weight")):
+                steps.append([torch.cat(each) for each in zip(*seen, strict=True)])
+                seen = []
+        return network.state_dict(), steps
+
+    for mode in (THREADS_2, PROCESSES_2):
+        results = mode.run(body)
+        network = model()
+        optimizer = sgd(network.parameters())
+        assert sum(len(inputs) for inputs, _ in results[0][1]) == 23
+        for inputs, targets in results[0][1]:
+            optimizer.zero_grad()
+            F.mse_loss(network(inputs), targets).backward()
+            optimizer.step()
+        assert_all_are([state for state, _ in results], network.state_dict())
+
+
+def test_bare_backward_and_the_bare_step_do_for_prepared_objects_too():
+    def body():
+        accelerator, network = Accelerator(), model()
+        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(23, 4))
+        for _ in range(2):
+            for inputs, targets, _ in loader:
+                optimizer.zero_grad()
+                backward(F.mse_loss(network(inputs), targets))
+                optimizer_step(optimizer)
+        return network.state_dict()
+
+    for mode in (THREADS_2, PROCESSES_2):
+        assert_all_are(mode.run(body), plain_run(Case(23, 4), 2, sgd))
+
+
+def test_two_accelerators_accumulate_each_for_itself():
+    def body():
+        often, rarely = Accelerator(), Accelerator(accumulate=2)
+        first, second = model(), model()
+        first, of_first, loader = often.prepare(first, sgd(first.parameters()), loader_of(23, 3))
+        second, of_second = rarely.prepare(second, sgd(second.parameters()))
+        for _ in range(2):
+            for inputs, targets, _ in loader:
+                for accelerator, network, optimizer in ((often, first, of_first), (rarely, second, of_second)):
+                    optimizer.zero_grad()
+                    accelerator.backward(F.mse_loss(network(inputs), targets))
+                    optimizer.step()
+        return first.state_dict(), second.state_dict()
+
+    for mode in (THREADS_2, PROCESSES_2):
+        for every, states in enumerate(zip(*mode.run(body), strict=True), 1):
+            assert_all_are(states, plain_run(Case(23, 3, every), 2, sgd))
+
+
+@BOTH
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_without_gradients_is_an_error_on_all_ranks_and_the_next_one_is_right(mode, accumulate):
+    def body():
+        accelerator, network = Accelerator(accumulate=accumulate), model()
+        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(24, 3))
+        for number, (inputs, targets, _) in enumerate(loader):
+            optimizer.zero_grad()
+            if number >= accumulate:
+                accelerator.backward(F.mse_loss(network(inputs), targets))
+                optimizer.step()
+            elif number == accumulate - 1:
+                with pytest.raises(RuntimeError, match="none of the optimizer's 4 parameters has a gradient"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+        return network.state_dict()
+
+    first, second = mode.run(body)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+@BOTH
+def test_backward_for_a_further_batch_without_a_step_is_an_error_on_all_ranks(mode):
+    def body():
+        accelerator, network = Accelerator(), model()
+        network, loader = accelerator.prepare(network, loader_of(24, 3))
+        batches = iter(loader)
+        accelerator.backward(network(next(batches)[0]).sum())
+        outputs = network(next(batches)[0]).sum()
+        with pytest.raises(RuntimeError, match=r"no step was taken since .*pass Accelerator\(accumulate=N\)"):
+            accelerator.backward(outputs)
+
+    mode.run(body)
+
+
+def test_ranks_that_take_different_numbers_of_batches_are_found_out():
+    def body():
+        accelerator, network = Accelerator(), model()
+        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(40, 2))
+        batches = iter(loader)
+        if accelerator.world.rank:
+            next(batches)
+        network(next(batches)[0]).sum().backward()
+        optimizer.step()
+
+    for mode in (THREADS_2, PROCESSES_2):
+        with pytest.raises(CollectiveMismatchError, match="took batches of different rounds"):
+            mode.run(body)
+
+
+@BOTH
+def test_a_gradient_that_some_ranks_lack_counts_as_zero_there(mode):
+    class Switch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.both, self.odd = (nn.Parameter(torch.ones(1).double()) for _ in range(2))
+
+        def forward(self, takes_odd: bool) -> torch.Tensor:
+            return self.both + self.odd if takes_odd else self.both * 1.0
+
+    def body():
+        accelerator, network = Accelerator(find_unused_parameters=True), Switch()
+        network, optimizer = accelerator.prepare(network, sgd(network.parameters()))
+        accelerator.backward(network(accelerator.world.rank == 1).sum())
+        optimizer.step()
+        return network.both.grad.item(), network.odd.grad.item()
+
+    assert mode.run(body) == [(1.0, 0.5)] * 2
+
+
+@BOTH
+def test_complex_parameters_are_trained_and_whole_numbers_cannot_be(mode):
+    def body():
+        network = nn.Module()
+        network.weight = nn.Parameter(torch.ones(2, dtype=torch.complex128))
+        network.table = nn.Parameter(torch.arange(3), requires_grad=False)
+        network.forward = lambda number: (network.weight * number).abs().square().sum()
+        accelerator = Accelerator()
+        network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1))
+        accelerator.backward(network(complex(1, accelerator.world.rank)))
+        optimizer.step()
+        return network.weight.grad.tolist(), network.table.tolist()
+
+    assert mode.run(body) == [([3.0, 3.0], [0, 1, 2])] * 2
+
+
+def test_the_loaders_order_is_that_of_the_seed_and_the_ranks_draw_differently():
+    def body():
+        accelerator = Accelerator(seed=5)
+        loader = DataLoader(torch.arange(12), batch_size=12 // accelerator.world.world_size, shuffle=True)
+        network, loader = accelerator.prepare(nn.Linear(2, 2), loader)
+        drawn = torch.rand(1).item()
+        (batch,) = loader
+        return network.weight.sum().item(), drawn, accelerator.gather(batch).tolist()
+
+    ((weight, _, order),) = SOLO.run(body)
+    first, second = PROCESSES_2.run(body)
+    assert first[0] == second[0] == weight
+    assert first[1] != second[1]
+    assert first[2] == second[2] == order
+    assert sorted(order) == list(range(12))
