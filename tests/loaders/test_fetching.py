@@ -616,20 +616,16 @@ def test_a_thousand_early_ends_leave_nothing():
 def test_twenty_early_ends_with_workers_leave_nothing(persistent):
     loader = DataLoader(Numbers(1000), batch_size=2, num_workers=2, persistent_workers=persistent)
 
-    def leave_early() -> None:
-        for _batch in DeviceLoader(loader):
-            break
-        join_own_threads()
-
     def num_files() -> int:
         gc.collect()
         return len(os.listdir("/proc/self/fd"))
 
-    if persistent:
-        leave_early()
-    before = num_files()
-    for _ in range(20):
-        leave_early()
+    for number in range(21):
+        if number == persistent:  # persistent workers have pipes from the first loop on
+            before = num_files()
+        for _batch in DeviceLoader(loader):
+            break
+        join_own_threads()
     while num_files() > before:  # torch's queues close their pipes on threads of their own, a moment later
         threading.Event().wait(0.01)
     assert len(loader_workers()) == (2 if persistent else 0)

@@ -217,7 +217,7 @@ class DataParallel:
         _refuse_ranks(current_world())
         meet_anew(self._own_worlds)
         for world in self._own_worlds:
-            tally_of(world).clear()
+            tally_of(world).restart()
         return self._own_worlds
 
     @cached_property

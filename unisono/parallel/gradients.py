@@ -89,6 +89,14 @@ def scale_gradients(parameters: Sequence[torch.Tensor], factor: float) -> None:
         torch._foreach_mul_(gradients, factor)
 
 
+def scale_in_place(tensor: torch.Tensor, factor: float) -> None:
+    """Multiply; by 0 also what is not finite, as the mean over no samples is."""
+    if factor == 0:
+        tensor.zero_()
+    elif factor != 1:
+        tensor.mul_(factor)
+
+
 def check_presence(parameters: Sequence[torch.Tensor]) -> None:
     """Refuse to step on nothing; after the reduction all ranks have the same gradients, so all refuse or none does.
 
@@ -174,8 +182,7 @@ def _flatten(bucket: list[torch.Tensor], scale: float, notes: list[float]) -> to
     """The bucket's gradients, scaled, end to end in one new vector, then the notes."""
     pieces = [(torch.zeros_like(each) if each.grad is None else each.grad).reshape(-1) for each in bucket]
     flat = torch.cat([*pieces, pieces[0].new_tensor(notes)])
-    scaled = flat[: len(flat) - len(notes)]
-    scaled.mul_(scale) if scale else scaled.zero_()  # the mean over no samples may be NaN
+    scale_in_place(flat[: len(flat) - len(notes)], scale)
     return flat
 
 

@@ -68,6 +68,7 @@ class Tally:
         self._window = window_of(world)
         self._world = weakref.ref(world)  # tallies are kept by their worlds
         self._size = world.comm.size
+        self.num_restarts = 0
         self._key: object = None
         before = self._window.latest()
         self.spent: object = before.key if before is not None and before.is_over else None
@@ -178,6 +179,11 @@ class Tally:
     def clear(self) -> None:
         """Gradients were zeroed: the next microbatch begins a new step."""
         self._is_ending = True
+
+    def restart(self) -> None:
+        """The rank's loop begins anew, and whatever an earlier one has left is of no step."""
+        self.clear()
+        self.num_restarts += 1
 
     def _sum(self, weight: float) -> float:
         world = self._world()

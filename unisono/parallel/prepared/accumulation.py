@@ -28,17 +28,19 @@ class Accumulation:
     Attributes:
         number: of the present step, from 1 on.
         count: its microbatches so far.
+        restarted_at: the first step of the rank's loop, where that was called again.
         has_noted: whether `note` has told the weight of one of them.
     """
 
     def __init__(self, world: World, every: int, weighs_plain: bool = True) -> None:
         self.every = every
         self.weighs_plain = weighs_plain
-        self.number = 0
+        self.number = self.restarted_at = 0
         self._own, self._bare = Tally(world), tally_of(world)  # by `note`, and by `unisono.backward`
         self._size = world.comm.size
         self._key: object = None
         self._is_explicit = False
+        self._num_restarts = self._bare.num_restarts
         self._begin_step()
         self._was_tried = self._is_over = True  # a step, on the present microbatch
 
@@ -66,6 +68,11 @@ class Accumulation:
         Args:
             is_forward: a forward pass begins, with gradients.
         """
+        if self._bare.num_restarts != self._num_restarts:
+            self._num_restarts = self._bare.num_restarts
+            self._own.clear()
+            self._was_tried = self._is_over = True
+            self.restarted_at = self.number + 1
         latest = self._own.latest()
         if is_forward and self._is_over and latest is not None and latest.is_over and latest.key == self._key:
             self._own.spent = latest.key

@@ -144,9 +144,10 @@ class Prepared:
         return made
 
     def _add_scheduler(self, scheduler: Any, made: dict[int, Any]) -> PreparedScheduler:
-        scheduler.optimizer = made.get(id(scheduler.optimizer), scheduler.optimizer)
+        optimizer = scheduler.optimizer = made.get(id(scheduler.optimizer), scheduler.optimizer)
+        optimizer.step.__func__._wrapped_by_lr_sched = True  # by which torch knows that steps are counted
         _all_prepared[scheduler] = True
-        return PreparedScheduler(scheduler, self.steppers[scheduler.optimizer])
+        return PreparedScheduler(scheduler, self.steppers[optimizer])
 
 
 class _Registry:

@@ -149,9 +149,10 @@ class Stepper:
             self._settle()
 
     def _skip(self) -> None:
-        self._accumulation.skip()
-        self._skipped_in = self._accumulation.number
-        self._num_skipped += 1
+        now = self._accumulation
+        now.skip()
+        self._num_skipped = self._num_skipped + 1 if self._skipped_in >= now.restarted_at else 1
+        self._skipped_in = now.number
         if self._num_skipped >= self._accumulation.every:
             raise RuntimeError(
                 f"the {type(self.optimizer).__name__} was asked to step {self._num_skipped} times in a row, and never "

@@ -37,6 +37,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
+from unisono.parallel.gradients import scale_in_place
 from unisono.world import World, current_world
 
 Sent = torch.futures.Future[torch.Tensor]
@@ -101,8 +102,7 @@ def attach_hook(
         gradients = bucket.buffer()
         if gradients.is_complex():
             _refuse_complex()
-        if factor != 1:
-            gradients.mul_(factor)
+        scale_in_place(gradients, factor)
         return hook(state, bucket)
 
     ddp.register_comm_hook(None, weighted)

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from unisono.parallel.gradients import scale_in_place
 from unisono.world import World, current_world
 
 if TYPE_CHECKING:
@@ -205,7 +206,7 @@ class _WeightedReduceScatter:
         op: object,
         async_op: bool = False,
     ) -> dist.Work | None:
-        input_tensor.mul_(self._current_factor())
+        scale_in_place(input_tensor, self._current_factor())
         reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its older name
         work: dist.Work | None = reduce_scatter(output_tensor, input_tensor, dist.ReduceOp.SUM, group, async_op)
         return work
