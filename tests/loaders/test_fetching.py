@@ -625,6 +625,7 @@ def test_twenty_early_ends_with_workers_leave_nothing(persistent):
             before = num_files()
         for _batch in DeviceLoader(loader):
             break
+        del _batch  # it has a file of its own
         join_own_threads()
     while num_files() > before:  # torch's queues close their pipes on threads of their own, a moment later
         threading.Event().wait(0.01)

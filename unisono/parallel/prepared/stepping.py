@@ -178,6 +178,7 @@ class Stepper:
 
     def _step(self, closure: Callable[[], Any] | None, arguments: dict[str, Any]) -> Any:
         self._is_inside = True
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers
         try:
             if closure is not None:
                 arguments["closure"] = closure
