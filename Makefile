@@ -28,6 +28,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python bench/idle_memory.py
 	$(BIN)/python bench/checked.py
 	$(BIN)/python bench/steps.py
+	$(BIN)/python bench/threads.py
 	$(BIN)/python bench/overlap.py
 	$(BIN)/python bench/overhead.py
 	$(BIN)/python bench/first_batch.py

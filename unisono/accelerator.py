@@ -35,6 +35,7 @@ from unisono.parallel.prepared.metrics import valid_rows
 from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.preparing import Prepared
 from unisono.parallel.prepared.stepping import Stepper
+from unisono.parallel.strategies.hooks import hook_names
 from unisono.parallel.strategies.sharded import clip_grad_norm
 from unisono.parallel.strategies.states import load_model_state, load_optimizer_state, model_state, optimizer_state
 from unisono.parallel.strategies.zero import shard_optimizer
@@ -111,7 +112,8 @@ class Accelerator:
         world: World | None = None,
     ) -> None:
         _check_arguments(precision, accumulate, max_grad_norm, nan_guard)
-        check_strategy(strategy, comm_hook)
+        _check_choices(compile, seed, comm_hook)
+        check_strategy(strategy, comm_hook, precision, max_grad_norm)
         self.world = _world(world or current_world(), device, cpu)
         self.device = self.world.device
         self._autocast = _AUTOCAST.get(precision or "")
@@ -130,9 +132,21 @@ class Accelerator:
         self._engine = engine_of(
             strategy, self.world, self._accumulation, comm_hook, comm_options, find_unused_parameters
         )
-        self._prepared = Prepared(self._model, self._optimizer, self._stepper, self._loader)
+        self._prepared = Prepared(
+            self._model, self._optimizer, self._stepper, self._loader, check_of(strategy, self.world)
+        )
         if seed is not None:
-            seed_all(seed)
+            self._seed_generators(seed)
+
+    @property
+    def scaler(self) -> GradScaler | None:
+        """The loss scaler of "fp16", whose `state_dict()` belongs into a checkpoint; None for other precisions."""
+        if self._scaler is not None:
+            before = self._scaler.get_scale()
+            self._prepared.update(self._scaler)
+            if self._scaler.get_scale() < before and self.world.rank == 0:
+                logger.info("fp16: gradients overflowed, no step was taken; the loss scale is %g", before / 2)
+        return self._scaler
 
     def prepare(self, *objects: Any) -> Any:
         """Models, optimizers, loaders, schedulers, lists of them and None, each prepared: in the order in which they
@@ -158,11 +172,8 @@ class Accelerator:
             ValueError: as for `unisono.backward`.
         """
         factor = self._accumulation.note(weight)
-        if self._scaler is not None:
-            if self._accumulation.is_first():
-                self._prepared.update(self._scaler)
-            loss = self._scaler.scale(loss)
-        weighted(loss, factor).backward()
+        scaler = self.scaler if self._accumulation.is_first() else self._scaler
+        weighted(loss if scaler is None else scaler.scale(loss), factor).backward()
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """A microbatch, for batches from elsewhere; those of a prepared loader are counted by themselves.
@@ -227,6 +238,8 @@ class Accelerator:
 
     def reduce(self, tensor: torch.Tensor, op: ReduceOp = "mean") -> torch.Tensor:
         """The reduction over all ranks, a new tensor; as `unisono.all_reduce`, which works in place."""
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"reduce takes a tensor, got a {type(tensor).__name__}; pass torch.tensor({tensor!r})")
         return collectives.all_reduce(tensor.detach().clone(), op, self.world)
 
     def print(self, *values: Any, **options: Any) -> None:
@@ -273,10 +286,17 @@ class Accelerator:
         model = PreparedModel(
             self._engine(module), self._accumulation, self.autocast if self._autocast is not None else None
         )
-        if self._seed is not None and not self._is_seeded and self.world.is_of_processes:
-            seed_all(seed_of(self._seed, "rank", self.world.rank))
+        if self._seed is not None and not self._is_seeded and self.world.world_size > 1:
+            self._seed_generators(seed_of(self._seed, "rank", self.world.rank))
         self._is_seeded = True
         return model
+
+    def _seed_generators(self, seed: int) -> None:
+        """The process's, or, among threads, the replica's own: the others belong to all of them."""
+        if self.world.world_size == 1 or self.world.is_of_processes:
+            seed_all(seed)
+        else:
+            torch.manual_seed(seed)
 
     def _optimizer(self, optimizer: Optimizer) -> Optimizer:
         if self._strategy == "zero1" and self.world.is_of_processes and self.world.world_size > 1:
@@ -318,6 +338,15 @@ def _world(world: World, device: str | int | torch.device | None, cpu: bool) -> 
             f"{world.world_size}, whose device is {world.device}; choose the ranks' devices where they are started"
         )
     return world
+
+
+def _check_choices(compile: Any, seed: Any, comm_hook: Any) -> None:
+    if not isinstance(compile, bool | Mapping):
+        raise TypeError(f"compile={compile!r} is a {type(compile).__name__}; pass True, or torch.compile's arguments")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise TypeError(f"seed={seed!r} is a {type(seed).__name__}; pass a whole number, or None")
+    if comm_hook not in hook_names():
+        raise ValueError(f"comm_hook={comm_hook!r} does not exist; choose one of {', '.join(map(repr, hook_names()))}")
 
 
 def _check_arguments(precision: Any, accumulate: Any, max_grad_norm: Any, nan_guard: bool) -> None:

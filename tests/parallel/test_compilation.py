@@ -67,7 +67,7 @@ class Net(nn.Module):
 @pytest.fixture(autouse=True)
 def _nothing_compiled() -> Iterator[None]:
     torch._dynamo.reset()
-    compilation._signatures.clear()
+    compilation._families.clear()
     yield
     torch._dynamo.reset()
 
@@ -108,6 +108,21 @@ def test_replicas_that_arrive_at_once_compile_each_graph_once_and_use_their_own_
     assert backend.counts == (graphs, graphs)
 
 
+def test_models_whose_root_is_torchs_own_class_are_compiled_too():
+    """Of torch.nn's own forward methods torch compiles no frame."""
+    backends = [Counting(), Counting()]
+    for backend, width in zip(backends, (4, 5), strict=True):
+        replicas = DataParallel(nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 2)), FOUR)
+        for number, model in enumerate(replicas.models):
+            nn.init.constant_(model[0].weight, number + 1.0)
+        expected = [steps(copy.deepcopy(model), [5, 5]) for model in replicas.models]
+        found = replicas.run_on_replicas(
+            lambda model, *_, backend=backend: steps(compile_module(model, current_world(), backend=backend), [5, 5])
+        )
+        torch.testing.assert_close(found, expected)
+        assert backend.counts == (1, 1)
+
+
 def test_a_second_call_of_the_replicas_compiles_nothing():
     backend = Counting()
     replicas = DataParallel(Net(), FOUR)
@@ -146,8 +161,8 @@ def test_many_shapes_that_share_a_graph_do_not_pass_the_gate_one_by_one():
     model = compile_module(Net(), current_world(), backend=backend)
     for size in range(2, 60):
         model(torch.ones(size, 3))
-    (family,) = compilation._signatures[Net].values()
-    assert len(family) <= 3
+    (family,) = compilation._families[Net].values()
+    assert len(family.known) <= 3
     assert backend.forward == 2
 
 

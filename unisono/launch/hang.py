@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
+from pathlib import Path
 
 from unisono.errors import WorkerHungError
 from unisono.launch.reports import Pulse
@@ -23,6 +24,7 @@ _BEFORE = 0.8  # of the collectives' time-out: who waits gives up a little later
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*$", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
+_PACKAGE = f"{Path(__file__).parent.parent}/"
 _WAITS_IN = ("/torch/distributed/", "/unisono/comm/", "/torch/autograd/graph.py")  # DDP reduces in the backward pass
 _STACK_LINES = 12
 
@@ -137,7 +139,8 @@ def _place(stacks: str) -> str:
     frames = list(_FRAME.finditer(main_stack(stacks)))
     if not frames:
         return "does not tell where it is: it is stopped, or its stack could not be had"
-    own = next((frame for frame in frames if "/lib/python" not in frame["file"]), frames[0])
+    ours = [frame for frame in frames if "/lib/python" not in frame["file"]] or frames
+    own = next((frame for frame in ours if not frame["file"].startswith(_PACKAGE)), ours[0])
     return f'is in {own["name"]} ("{own["file"]}", line {own["line"]})'
 
 

@@ -39,6 +39,7 @@ from unisono.loaders.unthreaded import Unthreaded
 from unisono.world import World, current_world
 
 _JOIN_S = 5.0
+_TOLD = ("dataset", "batch_size", "sampler", "batch_sampler", "drop_last", "num_workers", "collate_fn", "generator")
 
 
 class ParallelLoader:
@@ -349,6 +350,15 @@ class DeviceLoader:
     def __len__(self) -> int:
         """The number of batches of a whole epoch; TypeError where the loader has no length."""
         return len(self._never_begun)
+
+    def __getattr__(self, name: str) -> Any:
+        """What a DataLoader tells of itself: `dataset`, `batch_size`, ... as they are there, for all ranks."""
+        if name in _TOLD and "_never_begun" in self.__dict__:
+            return getattr(self._never_begun._loader, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        return f"DeviceLoader({self._never_begun._loader!r}, {str(self._device)!r})"
 
     def state_dict(self) -> State:
         """Where the loop stands: behind the last batch that it received, whatever was prefetched.

@@ -112,8 +112,9 @@ def synchronize_batch_norm(module: nn.Module, world: World, weigh: Callable[[], 
 
     Args:
         world: where the layers meet; in training, every rank must call them in the same order.
-        weigh: called in each forward pass in training: what this rank's gradients will be scaled by, up to a factor
-            that the ranks have in common. 0 says that the rank's samples only repeat others'.
+        weigh: called in each forward pass in training, where 0 says that the rank's samples only repeat others', and
+            in its backward pass: what this rank's gradients will be scaled by, up to a factor that the ranks have in
+            common.
 
     Returns:
         The module.
@@ -150,8 +151,14 @@ def _synchronized(layer: SyncBatchNorm, seat: _Seat, input: torch.Tensor) -> tor
     share = float(seat.weigh())
     found = _gather_statistics(input.detach(), seat.comm, share)
     _update_running(layer, found)
-    output: torch.Tensor = _Normalize.apply(input, layer.weight, layer.bias, found, layer.eps, seat.comm, share)
+    weigh = seat.weigh if share else _weightless
+    output: torch.Tensor = _Normalize.apply(input, layer.weight, layer.bias, found, layer.eps, seat.comm, weigh)
     return output
+
+
+def _weightless() -> float:
+    """For a batch that does not count."""
+    return 0.0
 
 
 @torch.no_grad()
@@ -212,11 +219,11 @@ class _Normalize(torch.autograd.Function):
         found: _Statistics,
         eps: float,
         comm: Communicator,
-        share: float,
+        weigh: Callable[[], float],
     ) -> torch.Tensor:
         variance = found.deviations / found.number
         ctx.save_for_backward(input, weight, found.number, found.mean, variance)
-        ctx.eps, ctx.comm, ctx.share = eps, comm, share
+        ctx.eps, ctx.comm, ctx.weigh = eps, comm, weigh
         weight, bias = (None if each is None else each.to(variance.dtype) for each in (weight, bias))
         return F.batch_norm(input, found.mean, variance, weight, bias, training=False, eps=eps)
 
@@ -229,12 +236,13 @@ class _Normalize(torch.autograd.Function):
         )  # the sums over dy z and over dy
         for_input = None
         if ctx.needs_input_grad[0]:
+            share = float(ctx.weigh())  # now: the weight of a batch may come with its loss
             sums = torch.stack([for_bias, for_weight])
-            sums = sums * ctx.share if ctx.share else torch.zeros_like(sums)  # zeros, whatever the loss was
+            sums = sums * share if share else torch.zeros_like(sums)  # zeros, whatever the loss was
             ctx.comm.all_reduce(sums)
             scale = torch.rsqrt(variance + ctx.eps)
             gain = scale if weight is None else scale * weight
-            for_input = _input_gradient(gradient, input, mean, scale, gain, sums / number, ctx.share)
+            for_input = _input_gradient(gradient, input, mean, scale, gain, sums / number, share)
         wanted = ctx.needs_input_grad[1:3]
         own = [each if is_wanted else None for each, is_wanted in zip((for_weight, for_bias), wanted, strict=True)]
         return for_input, *own, None, None, None, None

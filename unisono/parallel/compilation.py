@@ -23,6 +23,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -35,8 +36,16 @@ from unisono.world import World
 _MANY = 2  # torch compiles sizes and whole numbers 0 and 1 for themselves, and the larger ones together, if it must
 
 
-_signatures: WeakKeyDictionary[type[nn.Module], dict[object, set[object]]] = WeakKeyDictionary()
-"""The signatures that are known, by the root's class and what else makes modules replicas of one another."""
+class _Family:
+    """Modules that are replicas of one another: the signatures that are known, and the code of their common frame."""
+
+    def __init__(self) -> None:
+        self.known: set[object] = set()
+        self.code: CodeType | None = None
+
+
+_families: WeakKeyDictionary[type[nn.Module], dict[object, _Family]] = WeakKeyDictionary()
+"""By the root's class, and what else makes modules replicas of one another."""
 
 
 def compile_module(module: nn.Module, world: World, **options: Any) -> nn.Module:
@@ -62,12 +71,28 @@ def compile_module(module: nn.Module, world: World, **options: Any) -> nn.Module
             "again; pass the module itself"
         )
     _keep_order()
-    module.compile(**options)
-    assert module._compiled_call_impl is not None
-    families = _signatures.setdefault(type(module), {})
-    known = families.setdefault((_structure(module), repr(sorted(options.items()))), set())
-    module._compiled_call_impl = _gated(module, module._compiled_call_impl, known, world.device.type)
+    families = _families.setdefault(type(module), {})
+    family = families.setdefault((_structure(module), repr(sorted(options.items()))), _Family())
+    if type(module).forward.__module__.startswith("torch."):  # of torch's own classes it compiles no frame at the root
+        compiled = torch.compile(_with_a_frame(module, family), **options)
+    else:
+        module.compile(**options)
+        assert module._compiled_call_impl is not None
+        compiled = module._compiled_call_impl
+    module._compiled_call_impl = _gated(module, compiled, family.known, world.device.type)
     return module
+
+
+def _with_a_frame(module: nn.Module, family: _Family) -> Callable[..., Any]:
+    """The module's call in a frame that torch compiles. It keeps what it has compiled with the frame's code, so that is
+    one object for all replicas, and another one for other modules."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    family.code = family.code or call.__code__.replace()
+    call.__code__ = family.code
+    return call
 
 
 def _keep_order() -> None:

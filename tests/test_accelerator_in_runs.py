@@ -1,0 +1,132 @@
+"""The facade over a whole run: seeds, states, BatchNorm with weights, what loops keep from call to call."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from modes import PROCESSES_2, SOLO, THREADS_2
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from twin import CLOSE, data, model, sgd
+
+from unisono import Accelerator, DataParallel, rank, world_size
+from unisono.tree import leaves
+
+
+@pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
+def test_a_seed_gives_the_same_first_weights_on_each_rank_and_mode_and_then_numbers_of_their_own(mode):
+    def body() -> tuple[torch.Tensor, torch.Tensor]:
+        accelerator = Accelerator(seed=5)
+        prepared = accelerator.prepare(nn.Linear(3, 2))
+        return prepared.weight.detach().clone(), torch.rand(4)
+
+    before = torch.default_generator.get_state()
+    found = mode.run(body)
+    assert torch.equal(torch.default_generator.get_state(), before)
+    with torch.random.fork_rng():
+        (alone,) = SOLO.run(body)
+    assert all(torch.equal(weight, alone[0]) for weight, _ in found)
+    assert not torch.equal(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
+def test_a_synchronised_batch_norm_is_exact_under_weights_of_the_users_own(mode):
+    inputs, targets = (each.double() for each in torch.randn(9, 6).split([4, 2], 1))
+
+    def network() -> nn.Module:
+        numbers = torch.Generator().manual_seed(3)
+        made = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 2)).double()
+        for each in made.parameters():
+            each.data.copy_(torch.randn(each.shape, generator=numbers, dtype=torch.float64))
+        return made
+
+    def body() -> dict[str, torch.Tensor]:
+        accelerator = Accelerator(sync_batchnorm=True)
+        made = network()
+        made, optimizer = accelerator.prepare(made, torch.optim.SGD(made.parameters(), lr=0.1))
+        own = slice(None) if world_size() == 1 else [slice(0, 2), slice(2, 9)][rank()]  # very uneven
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = F.mse_loss(made(inputs[own]), targets[own])
+            accelerator.backward(loss, weight=len(inputs[own]))
+            optimizer.step()
+        return made.state_dict()
+
+    plain = network()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.mse_loss(plain(inputs), targets).backward()
+        optimizer.step()
+    for found in mode.run(body):
+        torch.testing.assert_close(found, plain.state_dict(), **CLOSE)
+
+
+def test_the_loss_scale_goes_through_a_checkpoint():
+    def steps(accelerator: Any, made: nn.Module, optimizer: Any, count: int, first: int) -> list[bool]:
+        taken = []
+        for number in range(first, first + count):
+            before = [each.detach().clone() for each in made.parameters()]
+            optimizer.zero_grad()
+            accelerator.backward(made(torch.full((2, 3), 1e4 if number < 3 else 0.1)).square().sum())
+            optimizer.step()
+            taken.append(not all(map(torch.equal, before, made.parameters())))
+        return taken
+
+    def prepared() -> tuple[Any, ...]:
+        torch.manual_seed(0)
+        accelerator, made = Accelerator(precision="fp16"), nn.Linear(3, 2)
+        return accelerator, *accelerator.prepare(made, torch.optim.Adam(made.parameters(), lr=0.01))
+
+    whole = prepared()
+    expected = steps(*whole, 10, 0)
+    assert True in expected
+    assert False in expected
+    first = prepared()
+    found = steps(*first, 4, 0)
+    saved = first[1].state_dict(), first[2].state_dict(), first[0].scaler.state_dict()
+    second = prepared()
+    for each, state in zip((second[1], second[2], second[0].scaler), saved, strict=True):
+        each.load_state_dict(state)
+    assert found + steps(*second, 6, 4) == expected
+    assert all(map(torch.equal, leaves(second[1].state_dict()), leaves(whole[1].state_dict())))
+
+
+def test_an_accelerator_in_the_context_goes_on_from_call_to_call_also_behind_a_failure():
+    samples = 23
+    loader = DataLoader(data(samples), batch_size=2)
+
+    def loop(network: nn.Module, batches: Any, device: Any, context: Any, fails: bool = False) -> None:
+        if not hasattr(context, "model"):
+            context.accelerator = Accelerator(accumulate=2)
+            context.model, context.optimizer = context.accelerator.prepare(network, sgd(network.parameters()))
+        for number, (inputs, targets, _) in enumerate(batches):
+            if fails and number == 1:
+                raise KeyError("in the middle of a step")
+            context.optimizer.zero_grad()
+            context.accelerator.backward(F.mse_loss(context.model(inputs), targets))
+            context.optimizer.step()
+
+    replicas = DataParallel(model(), ["cpu:0", "cpu:1"])
+    replicas(loop, loader)
+    with contextlib.suppress(KeyError):
+        replicas(lambda *arguments: loop(*arguments, fails=True), loader)
+    replicas(loop, loader)
+    assert replicas.are_alike()
+    torch.testing.assert_close(replicas.state_dict(), plain_run_of(samples, epochs=2), **CLOSE)
+
+
+def plain_run_of(samples: int, epochs: int) -> dict[str, torch.Tensor]:
+    network = model()
+    optimizer = sgd(network.parameters())
+    inputs, targets, _ = data(samples).tensors
+    for _ in range(epochs):
+        for start in range(0, samples, 8):
+            optimizer.zero_grad()
+            F.mse_loss(network(inputs[start : start + 8]), targets[start : start + 8]).backward()
+            optimizer.step()
+    return network.state_dict()
