@@ -2,10 +2,10 @@
 
     python bench/steps.py [--blocks 30] [--workers 2] [--networks cnn transformer]
 
-All loops run in the same workers and over the same process group, which accelerate and Fabric adopt, in turns of one
-epoch: the same data, first weights, optimizer and batch size, one thread per worker, whole batches only. Each has the
-loader that its way of doing it gives. `Accelerator, DDP's loader` tells what of a difference is the loader's. The peers
-are those that can be imported. Ratios are ours / theirs: larger is faster.
+All loops run in the same workers and over the same process group, which accelerate and Fabric adopt; each pair that is
+compared takes turns of one epoch. They have the same data, first weights, optimizer and batch size, one thread per
+worker, and whole batches only, but each way's own loader: see `Accelerator, DDP's loader` for what that makes.
+The peers are those that can be imported. Ratios are ours / theirs: larger is faster.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import logging
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from unisono import Accelerator, DeviceLoader, barrier, optimizer_step, spawn
 
@@ -38,6 +38,7 @@ from train_digits import build_loaders, build_model
 
 DDP, ACCELERATE, FABRIC = "DDP", "accelerate", "Fabric"
 FACADE, BARE, PLAIN_LOADER = "Accelerator", "optimizer_step", "Accelerator, DDP's loader"
+PAIRS = [(FACADE, DDP), (FACADE, ACCELERATE), (FACADE, FABRIC), (BARE, DDP), (PLAIN_LOADER, DDP)]
 
 Epoch = Callable[[], int]
 
@@ -52,8 +53,11 @@ class Job:
 
     network: Callable[[], nn.Module]
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
-    data: Dataset[Any]
+    data: TensorDataset
     batch_size: int
+
+    def steps(self) -> int:
+        return len(self.data) // self.batch_size
 
     def parts(self) -> tuple[nn.Module, Optimizer]:
         torch.manual_seed(0)
@@ -103,7 +107,7 @@ def small_transformer() -> Job:
 
     pages = sorted((Path(__file__).parent.parent / "docs").rglob("*.md"))
     text = torch.frombuffer(bytearray(b"".join(page.read_bytes() for page in pages)), dtype=torch.uint8)
-    rows = text[: 12 * 16 * 65].view(-1, 65).long()
+    rows = text[: 8 * 16 * 65].view(-1, 65).long()
     return Job(Transformer, adam_w, TensorDataset(rows[:, :-1].clone(), rows[:, 1:].clone()), 16)
 
 
@@ -171,25 +175,24 @@ def by_fabric(job: Job, ranks: int) -> Epoch:
     return epochs(model, optimizer, fabric.setup_dataloaders(job.loader(ranks)), fabric.backward)
 
 
-def variants_of(job: Job, ranks: int) -> dict[str, Epoch]:
-    """Every way there is here."""
-    made = {FACADE: by_accelerator(job, ranks), DDP: by_ddp(job, ranks)}
-    if find_spec("accelerate"):
-        made[ACCELERATE] = by_accelerate(job, ranks)
-    if find_spec("lightning_fabric"):
-        made[FABRIC] = by_fabric(job, ranks)
-    made[BARE] = by_optimizer_step(job, ranks)
-    made[PLAIN_LOADER] = by_accelerator_without_loader(job, ranks)
-    return made
+WAYS = {
+    FACADE: by_accelerator,
+    BARE: by_optimizer_step,
+    PLAIN_LOADER: by_accelerator_without_loader,
+    DDP: by_ddp,
+    **({ACCELERATE: by_accelerate} if find_spec("accelerate") else {}),
+    **({FABRIC: by_fabric} if find_spec("lightning_fabric") else {}),
+}
 
 
-def measure(index: int, ranks: int, blocks: int, network: str) -> tuple[int, dict[str, list[float]]]:
-    """The steps of an epoch, and the rates of each variant in steps per second, block by block."""
+def measure(index: int, ranks: int, blocks: int, network: str) -> list[dict[str, list[float]]]:
+    """The rates of each pair, in steps per second, block by block."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    variants = variants_of(JOBS[network](), ranks)
+    job = JOBS[network]()
+    loops = {name: way(job, ranks) for name, way in WAYS.items()}
     torch.set_num_threads(1)  # accelerate sets its own number
-    steps: set[int] = set()
+    steps = job.steps()
 
     def timed(epoch: Epoch) -> Callable[[], float]:
         def run() -> float:
@@ -197,27 +200,21 @@ def measure(index: int, ranks: int, blocks: int, network: str) -> tuple[int, dic
             start = time.perf_counter()
             taken = epoch()
             barrier()
-            steps.add(taken)
+            assert taken == steps, f"{taken} steps instead of {steps}"
             return taken / (time.perf_counter() - start)
 
         return run
 
-    rates = interleave({name: timed(epoch) for name, epoch in variants.items()}, blocks, warm_up=2)
-    (count,) = steps
-    return count, rates
+    pairs = [{name: timed(loops[name]) for name in pair} for pair in PAIRS if pair[1] in loops]
+    return [interleave(pair, blocks, warm_up=2) for pair in pairs]
 
 
-def show(network: str, workers: int, steps: int, rates: dict[str, list[float]]) -> None:
-    pairs: Sequence[tuple[str, str]] = [
-        *((FACADE, peer) for peer in (DDP, ACCELERATE, FABRIC)),
-        *((BARE, peer) for peer in (DDP, ACCELERATE, FABRIC)),
-        (PLAIN_LOADER, DDP),
-    ]
-    print(f"\n{network}, {workers} processes, {steps} steps per epoch; {conditions()}")
-    print("median steps/s: " + ", ".join(f"{name} {median(values):.1f}" for name, values in rates.items()))
-    for ours, theirs in pairs:
-        if theirs in rates:
-            print(ratio_line(f"{ours} / {theirs}", rates[ours], rates[theirs]), flush=True)
+def show(network: str, workers: int, pairs: Iterable[dict[str, list[float]]]) -> None:
+    print(f"\n{network}, {workers} processes, {JOBS[network]().steps()} steps per epoch; {conditions()}")
+    for pair in pairs:
+        (ours, rates), (theirs, others) = pair.items()
+        line = ratio_line(f"{ours} / {theirs}", rates, others)
+        print(f"{line}   medians {median(rates):.1f} and {median(others):.1f} steps/s", flush=True)
 
 
 def main() -> None:
@@ -227,8 +224,8 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", choices=JOBS, default=list(JOBS))
     arguments = parser.parse_args()
     for network in arguments.networks:
-        steps, rates = spawn(measure, args=(arguments.workers, arguments.blocks, network), nprocs=arguments.workers)[0]
-        show(network, arguments.workers, steps, rates)
+        pairs = spawn(measure, args=(arguments.workers, arguments.blocks, network), nprocs=arguments.workers)[0]
+        show(network, arguments.workers, pairs)
 
 
 if __name__ == "__main__":

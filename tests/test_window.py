@@ -144,10 +144,26 @@ def test_the_latest_batch_is_the_open_loops_or_that_of_the_loop_that_ended_last(
     with torch.no_grad():
         evaluation = window.begin()
         evaluation.add(1, 1)
-    assert window.latest().samples == 1
+    assert window.latest().samples == 2
     window.end(evaluation)
     latest = window.latest()
     assert (latest.samples, latest.total, latest.mark, latest.is_last(), latest.is_over) == (2, 4, 5, True, False)
     window.end(train)
     assert window.latest().key == latest.key
+    assert window.latest().is_over
+
+
+def test_a_step_belongs_to_the_open_training_loop_that_delivered_last(window):
+    train, other = window.begin(), window.begin()
+    with torch.no_grad():
+        evaluation = window.begin()
+        evaluation.add(1, 1)
+    other.add(1, 4)
+    train.add(3, 4)
+    with torch.no_grad():
+        evaluation.add(1, 1)
+    assert window.latest().samples == 3
+    assert window.share_for(OPTIMIZER).part == 0.75
+    window.end(train)
+    window.end(other)
     assert window.latest().is_over

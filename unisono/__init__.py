@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from unisono.parallel.collectives import local_rank as local_rank
     from unisono.parallel.collectives import rank as rank
     from unisono.parallel.collectives import world_size as world_size
-    from unisono.parallel.data_parallel import Context as Context
+    from unisono.parallel.context import Context as Context
     from unisono.parallel.data_parallel import DataParallel as DataParallel
     from unisono.parallel.optimizer import optimizer_step as optimizer_step
     from unisono.parallel.stopping import should_stop as should_stop
@@ -118,7 +118,8 @@ _HOMES = {
         "rank",
         "world_size",
     ],
-    "unisono.parallel.data_parallel": ["Context", "DataParallel"],
+    "unisono.parallel.context": ["Context"],
+    "unisono.parallel.data_parallel": ["DataParallel"],
     "unisono.parallel.optimizer": ["optimizer_step"],
     "unisono.parallel.stopping": ["should_stop"],
     "unisono.parallel.weights": ["backward"],

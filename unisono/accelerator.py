@@ -29,7 +29,7 @@ from unisono.parallel.agreement import broadcast_parameters
 from unisono.parallel.batch_norm import synchronize_batch_norm
 from unisono.parallel.compilation import compile_module
 from unisono.parallel.prepared.accumulation import Accumulation
-from unisono.parallel.prepared.engines import Engine, check_strategy, engine_of
+from unisono.parallel.prepared.engines import Engine, check_of, check_strategy, engine_of
 from unisono.parallel.prepared.guard import NanGuard
 from unisono.parallel.prepared.metrics import valid_rows
 from unisono.parallel.prepared.model import PreparedModel
@@ -39,7 +39,7 @@ from unisono.parallel.strategies.hooks import hook_names
 from unisono.parallel.strategies.sharded import clip_grad_norm
 from unisono.parallel.strategies.states import load_model_state, load_optimizer_state, model_state, optimizer_state
 from unisono.parallel.strategies.zero import shard_optimizer
-from unisono.parallel.weights import weighted
+from unisono.parallel.weights import run_backward
 from unisono.protocols import ReduceOp
 from unisono.randomness import seed_all, seed_of
 from unisono.world import World, current_world, solo_world
@@ -129,6 +129,7 @@ class Accelerator:
         self._sync_batchnorm = sync_batchnorm
         self._max_grad_norm = max_grad_norm
         self._strategy = strategy
+        self._comm_hook = comm_hook
         self._engine = engine_of(
             strategy, self.world, self._accumulation, comm_hook, comm_options, find_unused_parameters
         )
@@ -173,7 +174,7 @@ class Accelerator:
         """
         factor = self._accumulation.note(weight)
         scaler = self.scaler if self._accumulation.is_first() else self._scaler
-        weighted(loss if scaler is None else scaler.scale(loss), factor).backward()
+        run_backward(loss if scaler is None else scaler.scale(loss), factor)
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """A microbatch, for batches from elsewhere; those of a prepared loader are counted by themselves.
@@ -205,6 +206,11 @@ class Accelerator:
         Returns:
             The norm before, a tensor of one element; None while microbatches accumulate.
         """
+        if self._comm_hook == "post_local_sgd":
+            raise ValueError(
+                "comm_hook='post_local_sgd' leaves each rank its own gradients, so they have no norm in common; take "
+                "another hook, or clip them by torch.nn.utils.clip_grad_norm_"
+            )
         clipped = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
         if not self._accumulation.is_boundary():
             return None

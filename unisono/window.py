@@ -7,9 +7,10 @@ along, to tell ranks that stand in different rounds.
 
 This is the one thing that passes between `loaders` and `parallel`, which do not know each other.
 
-Each loop over a loader is a `Pass`. A step belongs to the innermost pass that is open, so a loop of evaluation between
-two steps, or around them, changes nothing; outside all loops it belongs to the pass that ended last, if that has
-batches left which no step has taken. A pass whose batches were all delivered with gradients off is evaluation.
+Each loop over a loader is a `Pass`. A pass whose batches were all delivered with gradients off is evaluation. A step
+belongs to the open pass that delivered last and is no evaluation, so a loop of evaluation between two steps, or around
+them, or one that stays open beside them, changes nothing; outside all loops it belongs to the pass that ended last, if
+that has batches left which no step has taken.
 
 *Threads:* a rank's loop, or its loops, run in one thread at a time. Worlds of one may be shared by threads; there no
 share is ever used.
@@ -63,7 +64,7 @@ def warn_of_unequal_shares() -> None:
     logger.warning(
         "several batches came between two optimizer steps, not all dealt in one proportion (a tail was split), and "
         "are weighted by their sum, which is close, not exact; unisono.backward(loss) instead of loss.backward() "
-        "weighs each batch exactly"
+        "weighs each batch exactly; with an Accelerator, accumulate=N and accelerator.backward(loss) do"
     )
 
 
@@ -215,13 +216,17 @@ class Window:
 
     @property
     def _current(self) -> Pass | None:
-        """The innermost open loop, or the one that ended last."""
-        return self._open[-1] if self._open else self._latest
+        """The open loop that delivered last, or the one that ended last; one of evaluation where there is no other."""
+        training = [each for each in self._open if not each.is_evaluation]
+        if not training and self._latest is not None:
+            return self._latest
+        return max(training or self._open, key=lambda each: each.at, default=None)
 
     def latest(self) -> Latest | None:
         """The batch that gradients come from now; None where there is none."""
-        latest = self._current.latest() if self._current is not None else None
-        return latest and latest._replace(is_over=not self._open)
+        current = self._current
+        latest = current.latest() if current is not None else None
+        return latest and latest._replace(is_over=current is not None and not current.is_open)
 
     def recent(self) -> list[Pass]:
         """The last few loops, open and ended, the one that received a batch last first."""
@@ -229,15 +234,15 @@ class Window:
 
     def take(self, optimizer: object) -> None:
         """That optimizer steps now, with a share of its own."""
-        if self._current is not None:
-            self._current.take(optimizer)
+        current = self._current
+        if current is not None:
+            current.take(optimizer)
 
     def share_for(self, optimizer: object) -> Share | None:
         """This rank's share for a step of that optimizer, now; None where no loader tells."""
-        if self._open:
-            return self._open[-1].share_for(optimizer)
-        if self._latest is not None and self._latest.has_left(optimizer):
-            return self._latest.share_for(optimizer)
+        current = self._current
+        if current is not None and (current.is_open or current.has_left(optimizer)):
+            return current.share_for(optimizer)
         return None
 
 

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import gc
 import itertools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tracing import interrupting
 
 from unisono.backends.cpu import CpuBackend
 from unisono.errors import ClosedError
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.sharding import Claim, Piece
 from unisono.loaders.stages import Pipeline, Stamps
-from unisono.timeline import FETCH, Waits
+from unisono.timeline import FETCH, Timeline, Waits
 from unisono.world import World, solo_world
 
 PATIENCE_S = 20.0
@@ -504,3 +507,24 @@ def test_samples_that_are_left_out_are_counted_for_each_lanes_rank():
 
 def _dropped(world: World) -> Sequence[tuple[str, int]]:
     return [(track.name, track.counts["dropped"]) for track in world.timeline.tracks() if track.counts["dropped"]]
+
+
+def test_an_interrupt_while_the_threads_start_leaves_none_and_nothing_to_complain_of():
+    at, is_reached = 0, True
+    while is_reached:
+        pipeline = Pipeline(2, 2)
+        pipeline.add_lane(torch.device("cpu"), Moving(), Timeline(), False)
+        begin = partial(pipeline.start, iter([]))
+        is_reached = interrupting(at, ("threading.py", "comm/starting.py", "loaders/stages.py"), begin)
+        pipeline.stop()
+        assert pipeline.join(PATIENCE_S)
+        at += 1
+    assert at > 10
+
+
+def test_an_iterator_that_an_interrupt_left_half_made_is_dropped_in_silence(monkeypatch):
+    raised: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", raised.append)
+    iterator = DeviceIterator.__new__(DeviceIterator)
+    del iterator
+    assert not raised

@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
@@ -825,3 +826,21 @@ def test_a_replica_that_fails_in_a_loop_over_a_loader_of_its_own_leaves_nothing(
         if thread.name.startswith("unisono-"):
             thread.join(deadline - time.monotonic())
             assert not thread.is_alive(), thread.name
+
+
+def test_a_failed_call_keeps_nothing_of_what_its_loops_held():
+    class Batch: ...
+
+    replicas, seen = DataParallel(nn.Linear(2, 2), ["cpu:0", "cpu:1"]), []
+
+    def fail(model, device, context):
+        batch = Batch()
+        seen.append(weakref.ref(batch))
+        if current_world().rank == 0:
+            raise ValueError("with a batch in hand")
+        unisono.barrier()
+
+    with pytest.raises(ValueError, match="with a batch in hand"):
+        replicas.run_on_replicas(fail)
+    gc.collect()
+    assert [each() for each in seen] == [None, None]

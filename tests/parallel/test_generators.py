@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import random_split
 
 from unisono import DataParallel, all_reduce
 from unisono.parallel.generators import own_generator
@@ -183,13 +186,65 @@ def test_gradients_pass_through():
 def test_a_compiled_function_draws_from_it_too():
     compiled = torch.compile(lambda inputs: F.dropout(torch.relu(inputs), 0.5), backend="aot_eager")
     inputs = torch.ones(50)
-    with own_generator(torch.Generator()):
-        compiled(inputs)  # the first call runs under a mode of torch's own
     before = torch.get_rng_state()
     one, again, other = (drawn(lambda: compiled(inputs), seed) for seed in (1, 1, 2))
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_thread_draws_from_its_own_in_the_first_call_that_it_makes_of_what_another_has_compiled():
+    compiled = torch.compile(lambda inputs: F.dropout(torch.relu(inputs), 0.5), backend="aot_eager")
+    before = torch.get_rng_state()
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        masks = [pool.submit(drawn, lambda: compiled(torch.ones(50)), 1).result() for pool in (one, other, one, other)]
+    assert all(torch.equal(mask, masks[0]) for mask in masks)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_default_generator_as_some_functions_own_default_means_the_threads_own():
+    def split() -> torch.Tensor:
+        return torch.tensor(random_split(range(30), [15, 15])[0].indices)
+
+    before = torch.get_rng_state()
+    one, again, other = drawn(split, 1), drawn(split, 1), drawn(split, 2)
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_default_generator_can_be_given_by_each_of_its_names():
+    with own_generator(torch.Generator().manual_seed(1)):
+        expected = torch.rand(3, generator=torch.Generator().manual_seed(1))
+        assert torch.equal(torch.rand(3, generator=torch.random.default_generator), expected)
+    assert torch.random.default_generator is torch.default_generator
+
+
+def test_behind_an_inner_generator_the_outer_one_goes_on():
+    with own_generator(torch.Generator().manual_seed(1)):
+        first = torch.rand(2)
+        with own_generator(torch.Generator().manual_seed(2)):
+            torch.rand(5)
+        second = torch.rand(2)
+    assert torch.equal(torch.cat([first, second]), drawn(lambda: torch.cat([torch.rand(2), torch.rand(2)]), 1))
+
+
+WITHOUT = """
+import torch
+from torch import nn
+from unisono import DataParallel
+from unisono.parallel import generators
+generators._KEY = "NoSuchKey"
+replicas = DataParallel(nn.Identity(), ["cpu:0", "cpu:1"])
+for _ in range(3):
+    assert len(replicas.run_on_replicas(lambda *_: torch.rand(2).tolist())) == 2
+"""
+
+
+def test_a_torch_without_the_key_is_told_of_once_and_replicas_run_all_the_same():
+    ran = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr.count("replicas share torch's default generator") == 1
 
 
 # Replicas.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import threading
 import time
 import weakref
@@ -198,3 +200,19 @@ def test_after_a_second_interrupt_the_next_call_is_refused_until_the_threads_hav
     while threads.running and time.monotonic() < deadline:
         threading.Event().wait(0.01)
     assert [outcome.unwrap() for outcome in threads.run([lambda: 1] * 2, unexpected)] == [1, 1]
+
+
+def test_a_forked_process_has_threads_of_its_own():
+    threads = ReplicaThreads(2)
+    threads.run([lambda: None] * 2, unexpected)
+    ends = os.pipe()
+    if (pid := os.fork()) == 0:
+        signal.alarm(int(PATIENCE_S))  # ends a child that waits for its parent's threads
+        answers = [each.value for each in threads.run([lambda: 1, lambda: 2], unexpected)]
+        os.write(ends[1], repr(answers).encode())
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    os.close(ends[1])
+    answer = os.read(ends[0], 100).decode()
+    os.close(ends[0])
+    assert (status, answer) == (0, "[1, 2]")

@@ -35,7 +35,6 @@ class DeviceIterator:
         state: Callable[[], State],
     ) -> None:
         self._parent = parent  # its threads end with the last iterator
-        self._lane = lane
         self._receive = receive
         self._state = state
         self._window = window_of(world)
@@ -44,6 +43,7 @@ class DeviceIterator:
         self._ahead: Outcome[Delivery] | None = None
         self.valid_samples = 0
         self._total: int | None = None
+        self._lane = lane  # behind all that `__del__` needs: an interrupt may leave an object half made
         lane.iterators.add(id(self))
 
     def __iter__(self) -> DeviceIterator:
@@ -125,8 +125,9 @@ class DeviceIterator:
         self._abandon_loop()
 
     def __del__(self) -> None:
-        self._abandon_loop()
-        self._lane.leave(id(self))
+        if hasattr(self, "_lane"):
+            self._abandon_loop()
+            self._lane.leave(id(self))
 
     def _abandon_loop(self) -> None:
         self._lane.progress.is_left = True

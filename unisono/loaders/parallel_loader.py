@@ -257,8 +257,8 @@ class ParallelLoader:
         A source that is in the midst of producing a batch cannot be interrupted; its thread ends when it returns.
         """
         self._is_closed = True
-        self._finalizer.detach()  # it holds the lanes' worlds, and so the error that broke one and all that it saw
         self._pipeline.stop()
+        self._finalizer.detach()  # it holds the lanes' worlds, and so the error that broke one and all that it saw
         self._pipeline.join(_JOIN_S)
 
     def __enter__(self) -> ParallelLoader:

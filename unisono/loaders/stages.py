@@ -30,6 +30,7 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from time import perf_counter_ns
 from typing import Any, NamedTuple
@@ -37,6 +38,7 @@ from weakref import WeakSet
 
 import torch
 
+from unisono.comm.starting import start_threads
 from unisono.loaders.channel import Channel, EndOfChannel
 from unisono.loaders.resume import Progress
 from unisono.loaders.sharding import Claim, Piece
@@ -338,8 +340,11 @@ class Pipeline:
             bodies += lane.threads(place)
         self.threads = bodies
         _started.add(self)
-        for thread in bodies:
-            thread.start()
+        try:
+            start_threads(bodies)
+        except BaseException:
+            self.stop()
+            raise
 
     def count_left_out(self, samples: Sequence[int]) -> None:
         """So many samples of each lane's share will not be delivered. The source calls it, in the reader's thread."""
@@ -356,8 +361,9 @@ class Pipeline:
     def join(self, timeout_s: float) -> bool:
         """Wait for the threads, each `timeout_s` at most; whether all have ended."""
         for thread in self.threads:
-            if thread is not threading.current_thread():
-                thread.join(timeout_s)
+            if thread is not threading.current_thread() and thread.ident is not None:
+                with suppress(RuntimeError):  # an interrupted start, from which it is still to come
+                    thread.join(timeout_s)
         return not any(thread.is_alive() for thread in self.threads)
 
 

@@ -17,7 +17,6 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +29,7 @@ from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.parallel_loader import ParallelLoader
 from unisono.outcome import add_note_once
 from unisono.parallel.caller_state import CallerState
+from unisono.parallel.context import Context
 from unisono.parallel.generators import ReplicaGenerators
 from unisono.parallel.likeness import first_difference
 from unisono.parallel.optimizer import forget_agreement
@@ -41,26 +41,7 @@ from unisono.world import World, current_world, meet_anew, solo_world, thread_wo
 
 T = TypeVar("T")
 
-LoopFn = Callable[[nn.Module, DeviceIterator, torch.device, "Context"], T]
-
-
-class Context(SimpleNamespace):
-    """What a replica keeps from one call to the next: any attribute that a loop sets on it.
-
-    Attributes:
-        device: the replica's device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device=device)
-
-    def getattr_or(self, name: str, default: Any) -> Any:
-        """The attribute `name`; where it is missing or None, `default` (called, if it is callable), which is kept."""
-        value = getattr(self, name, None)
-        if value is None:
-            value = default() if callable(default) else default
-            setattr(self, name, value)
-        return value
+LoopFn = Callable[[nn.Module, DeviceIterator, torch.device, Context], T]
 
 
 class DataParallel:
@@ -288,6 +269,8 @@ class DataParallel:
         except BaseException as error:
             if self._threads.running:  # interrupted twice, the second time perhaps before they were told of the first
                 interrupt(error)
+            else:
+                meet_anew(worlds)  # the meeting that broke keeps its cause, and so the batches in the frames of that
             forget_agreement(worlds)
             add_note_once(error, self._what_is_left())
             raise

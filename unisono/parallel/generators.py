@@ -12,25 +12,31 @@ which passes the thread's own where none was given; all other operators skip the
 *Threads:* each has its own or none. A thread without one, and a process forked from one with, draw from the default.
 
 Invariants:
-1. A generator that was given explicitly is used. So is the default one by who seeds it himself (`randomness.seeded`).
+1. A generator that was given explicitly is used. The default one stands for none: it is some functions' own default.
+   Who seeds the process himself (`randomness.seeded`) draws from it.
+2. Where torch lacks the names that this stands on, all draw from the default generator, and a warning tells.
 
-What it does not reach: python's and numpy's generators; in a `TorchDispatchMode`, and so in a compiled function's first
-call, operators that take no generator, as `rand_like`.
+What it does not reach: python's and numpy's generators; in a `TorchDispatchMode`, operators that take no generator, as
+`rand_like`.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
 
 from unisono.protocols import Backend
 from unisono.randomness import is_seeding
+
+logger = logging.getLogger(__name__)
 
 _KEY = "TESTING_ONLY_GenericMode"
 
@@ -42,14 +48,16 @@ _installing = threading.Lock()
 def own_generator(generator: torch.Generator) -> Iterator[None]:
     """Let the calling thread draw from this generator, of the CPU, for the block."""
     with _installing:
-        _install()
-    _of_thread.generator = generator
-    torch._C._dispatch_tls_set_dispatch_key_included(_KEY, True)
+        is_installed = _is_installed()
+    if not is_installed:
+        yield
+        return
+    outer = getattr(_of_thread, "generator", None)
+    _use(generator)
     try:
         yield
     finally:
-        torch._C._dispatch_tls_set_dispatch_key_included(_KEY, False)
-        _of_thread.generator = None
+        _use(outer)
 
 
 class ReplicaGenerators:
@@ -87,6 +95,11 @@ class ReplicaGenerators:
                 self._backend.set_rng_state(before, self._device)
 
 
+def _use(generator: torch.Generator | None) -> None:
+    _of_thread.generator = generator
+    torch._C._dispatch_tls_set_dispatch_key_included(_KEY, generator is not None)
+
+
 def _own() -> torch.Generator | None:
     """The calling thread's generator, where it has one and is to draw from it."""
     own: torch.Generator | None = getattr(_of_thread, "generator", None)
@@ -94,19 +107,36 @@ def _own() -> torch.Generator | None:
 
 
 class _Ambient:
-    """What the functions of `torch.random` take for the default generator."""
+    """What the functions of `torch.random` work on."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_own() or torch.default_generator, name)
 
 
 @cache
+def _is_installed() -> bool:
+    """Whether threads can have generators here, which is found out once."""
+    try:
+        return bool(_install())
+    except Exception as error:
+        logger.warning(
+            "replicas share torch's default generator, so that what they draw depends on who comes first: this torch, "
+            "%s, lacks what generators of their own stand on (%s: %s)",
+            torch.__version__,
+            type(error).__name__,
+            error,
+        )
+        return False
+
+
+@cache
 def _install() -> list[torch.library.Library]:
     """Register the kernels, once in a process; they live as long as the libraries that are returned."""
+    below = torch._C._dispatch_keyset_full_after(torch._C._dispatch_key_parse(_KEY))
+    torch._C._dispatch_tls_set_dispatch_key_included(_KEY, False)
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(torch.library.fallthrough_kernel, _KEY)
     aten = torch.library.Library("aten", "IMPL")
-    below = torch._C._dispatch_keyset_full_after(torch._C._dispatch_key_parse(_KEY))
     for schema in torch._C._jit_get_all_schemas():
         names = [argument.name for argument in schema.arguments]
         if schema.name.startswith("aten::") and "generator" in names:
@@ -114,17 +144,44 @@ def _install() -> list[torch.library.Library]:
             overload = getattr(packet, schema.overload_name or "default", None)
             if isinstance(overload, torch._ops.OpOverload):
                 aten.impl(overload, _kernel(overload, names.index("generator"), below), _KEY, with_keyset=True)
-    torch.random.default_generator = _Ambient()  # type: ignore[attr-defined, assignment] # where its functions look
+    _redirect()
+    _leave_first_calls_alone()
     os.register_at_fork(after_in_child=_forget)
     return [everything, aten]
 
 
+def _redirect() -> None:
+    """Let the functions of `torch.random`, by whatever name somebody holds them, work on the thread's own generator.
+
+    By the name in their code, not by what it stands for: that is given to operators as well, which take no `_Ambient`.
+    """
+    torch.random._ambient_generator = _Ambient()  # type: ignore[attr-defined]
+    for each in list(vars(torch.random).values()):
+        if isinstance(each, FunctionType) and "default_generator" in each.__code__.co_names:
+            names = ["_ambient_generator" if name == "default_generator" else name for name in each.__code__.co_names]
+            each.__code__ = each.__code__.replace(co_names=tuple(names))
+
+
+def _leave_first_calls_alone() -> None:
+    """Let torch not look at a compiled graph's first call for custom operators that alias: its mode hides the kernels.
+
+    By the default, for the whole process: what one sets there holds for one thread's context only, and a graph that one
+    replica has compiled is looked at in the first call of the next.
+    """
+    import torch._functorch.config as config
+
+    entry = getattr(config, "_config", {}).get("check_custom_op_aliasing")
+    if entry is not None:
+        entry.default = False
+
+
 def _kernel(overload: Any, place: int, below: Any) -> Callable[..., Any]:
     """The operator, with the thread's generator where it has one for the device and none was given."""
+    default: int = torch.default_generator._cdata  # type: ignore[attr-defined] # an operator is given another object for the same generator
 
     def kernel(keys: Any, *args: Any, **named: Any) -> Any:
-        is_given = named.get("generator") is not None or (len(args) > place and args[place] is not None)
-        own = None if is_given else _own()
+        given = args[place] if len(args) > place else named.get("generator")
+        own = _own() if given is None or given._cdata == default else None
         if own is not None and _device(args, named) == own.device:
             if len(args) > place:
                 args = (*args[:place], own, *args[place + 1 :])

@@ -122,11 +122,24 @@ def check_once(optimizer: Optimizer, parameters: Sequence[torch.Tensor], world: 
         return
     check_agreement(parameters, world)
     agreed.add(optimizer)
-    if world.rank == 0 and window_of(world).is_unused:
+    if optimizer not in prepared:
+        warn_of_foreign_batches(world, "optimizer_step", "DeviceLoader(loader) cuts it")
+
+
+def warn_of_foreign_batches(world: World, called: str, way_out: str) -> None:
+    """On rank zero of several, where no loader of this package has delivered a batch.
+
+    Args:
+        called: what the user did.
+        way_out: what gives each rank a part.
+    """
+    if world.rank == 0 and world.world_size > 1 and window_of(world).is_unused:
         logger.warning(
-            "optimizer_step in a world of %d ranks, whose batches come from no loader of this package: they "
-            "count equally, and a plain DataLoader gives each rank all of the data; DeviceLoader cuts it",
+            "%s in a world of %d ranks, whose batches come from no loader of this package: they count equally, and a "
+            "plain DataLoader gives each rank all of the data; %s",
+            called,
             world.world_size,
+            way_out,
         )
 
 

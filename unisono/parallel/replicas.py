@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import deque
@@ -22,6 +23,7 @@ from operator import call
 from queue import SimpleQueue
 from typing import Any
 
+from unisono.comm.starting import start_threads
 from unisono.errors import BusyError
 from unisono.outcome import Outcome
 
@@ -40,11 +42,12 @@ class _Call:
 
 
 class ReplicaThreads:
-    """`count` threads, started at the first use."""
+    """`count` threads, started at the first use; in a forked process, at the first use there."""
 
     def __init__(self, count: int) -> None:
         self._queues: list[SimpleQueue[_Call | None]] = [SimpleQueue() for _ in range(count)]
         self._started: set[int] = set()
+        self._pid = os.getpid()  # where they run: a forked process has none of them
         self._call: _Call | None = None  # that goes on, or was left
         weakref.finalize(self, _dismiss, self._queues)
 
@@ -104,11 +107,14 @@ class ReplicaThreads:
         return [made.outcomes[number] for number in range(len(bodies))]
 
     def _start(self) -> None:
+        if self._pid != os.getpid():
+            self._queues[:] = [SimpleQueue() for _ in self._queues]  # the locks of the old ones may be held for ever
+            self._started.clear()
+            self._pid = os.getpid()
         for number, queue in enumerate(self._queues):
             if number not in self._started:  # an interrupt may come in between: then two threads serve one queue
-                threading.Thread(
-                    target=serve, args=(queue, number), name=f"unisono-replica-{number}", daemon=True
-                ).start()
+                name = f"unisono-replica-{number}"
+                start_threads([threading.Thread(target=serve, args=(queue, number), name=name, daemon=True)])
                 self._started.add(number)
 
 

@@ -45,12 +45,41 @@ def backward(loss: torch.Tensor, weight: float | torch.Tensor | None = None, *, 
     Raises:
         ValueError: the weight is negative or not finite, or does not fit those given before in this step.
     """
-    weighted(loss, tally_of(world or current_world()).note(weight)).backward()
+    run_backward(loss, tally_of(world or current_world()).note(weight))
+
+
+def run_backward(loss: torch.Tensor, factor: float) -> None:
+    """The backward pass of the loss times what `Tally.note` has told; of 0 times a loss that is not finite, too.
+
+    A mean over nothing is NaN, and stays NaN times 0; so there the gradients are made zero where they arrive.
+    """
+    hooks = [] if factor else [each.register_hook(torch.zeros_like) for each in _leaves(loss)]
+    try:
+        weighted(loss, factor or 1.0).backward()
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def weighted(loss: torch.Tensor, factor: float) -> torch.Tensor:
-    """The loss times what `Tally.note` has told."""
+    """The loss times a factor."""
     return loss if factor == 1 else loss * factor
+
+
+def _leaves(loss: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors in which the backward pass of the loss leaves gradients."""
+    found: list[torch.Tensor] = []
+    seen, left = {loss.grad_fn}, [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None:
+            continue
+        if isinstance(leaf := getattr(node, "variable", None), torch.Tensor):
+            found.append(leaf)
+        new = {each for each, _ in node.next_functions if each not in seen}
+        seen |= new
+        left += new
+    return found
 
 
 class Tally:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from modes import PROCESSES_2, SOLO, THREADS_2
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR, LambdaLR, LinearLR, SequentialLR
 from torch.utils.data import DataLoader
 from twin import adam, data, loader_of, model, sgd
 
@@ -99,6 +99,29 @@ def test_a_scheduler_whose_optimizer_is_not_prepared_is_an_error():
     scheduler = LambdaLR(sgd(network.parameters()), lambda _: 1.0)
     with pytest.raises(ValueError, match="LambdaLR at position 1 is of a SGD that is not prepared"):
         Accelerator().prepare(network, scheduler)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "ddp"])
+def test_schedulers_made_of_others_steer_the_optimizer_that_takes_the_others_place(strategy):
+    def rates(kind):
+        accelerator, network = Accelerator(strategy=strategy), model()
+        optimizer = sgd(network.parameters())
+        parts = [LinearLR(optimizer, 0.5, total_iters=2), ExponentialLR(optimizer, 0.5)]
+        scheduler = ChainedScheduler(parts) if kind == "chained" else SequentialLR(optimizer, parts, [2])
+        network, optimizer, scheduler = accelerator.prepare(network, optimizer, scheduler)
+        found = []
+        for _ in range(4):
+            network(torch.ones(2, 5).double()).sum().backward()
+            optimizer.step()
+            scheduler.step()
+            found.append(optimizer.param_groups[0]["lr"])
+        return found
+
+    found = PROCESSES_2.run(lambda: [rates("chained"), rates("sequential")])
+    expected = [[0.0375, 0.025, 0.0125, 0.00625], [0.075, 0.1, 0.05, 0.025]]
+    for rank in found:
+        for own, right in zip(rank, expected, strict=True):
+            assert own == pytest.approx(right)
 
 
 def test_a_model_on_two_devices_is_an_error_that_names_a_parameter_on_each():

@@ -129,11 +129,11 @@ def test_a_scheduler_stepped_by_hand_is_an_error():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         scheduler.scheduler.step()
-    step()
-    with pytest.raises(
-        RuntimeError, match="LambdaLR was stepped by hand, from 0 to 1; call step\\(\\) on what prepare"
-    ):
-        scheduler.step()
+    for each in (step, scheduler.step):
+        with pytest.raises(
+            RuntimeError, match="LambdaLR was stepped by hand, from 0 to 1; call step\\(\\) on what prepare"
+        ):
+            each()
 
 
 def test_a_scheduler_step_without_an_optimizer_step_is_an_error():

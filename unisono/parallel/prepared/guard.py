@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from unisono.comm.operations import name_ranks
 from unisono.errors import NonFiniteGradientError
@@ -21,17 +24,24 @@ class NanGuard:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._found: dict[str, torch.Tensor] = {}
+        self._found: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of each parameter: its name, and a flag
 
     def watch(self, module: nn.Module) -> None:
         """Look at the gradients of that module's parameters from now on."""
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
-                parameter.register_hook(lambda gradient, name=name: self._look(name, gradient))
+                parameter.register_hook(partial(self._look, name, weakref.ref(parameter)))
 
-    def _look(self, name: str, gradient: torch.Tensor) -> None:
-        is_bad = ~torch.isfinite(gradient).all()
-        self._found[name] = self._found[name] | is_bad if name in self._found else is_bad
+    def forget(self, parameters: Sequence[torch.Tensor]) -> None:
+        """The gradients of these parameters are zero."""
+        for each in parameters:
+            self._found.pop(each, None)
+
+    def _look(self, name: str, watched: Callable[[], torch.Tensor | None], gradient: torch.Tensor) -> None:
+        parameter = watched()
+        if parameter is not None:
+            is_bad = ~torch.isfinite(gradient).all()
+            self._found[parameter] = name, self._found[parameter][1] | is_bad if parameter in self._found else is_bad
 
     def check(self, parameters: Sequence[torch.Tensor]) -> None:
         """Raise on every rank if a gradient is not finite on one. A collective.
@@ -42,9 +52,10 @@ class NanGuard:
         Raises:
             NonFiniteGradientError: one is not.
         """
-        names, found = list(self._found), list(self._found.values())
-        self._found = {}
-        own = [repr(names[place]) for place in _true(found)]
+        wanted = {id(each) for each in parameters}
+        found = [told for each, told in self._found.items() if id(each) in wanted]  # in the backward pass's order
+        self.forget(parameters)
+        own = [repr(found[place][0]) for place in _true([flag for _, flag in found])]
         held = [(each, each.grad) for each in parameters if each.grad is not None]
         sums = [~torch.isfinite(getattr(gradient, "_local_tensor", gradient)).all() for _, gradient in held]
         summed = [name_of(held[place][0], parameters) for place in _true(sums)]  # may overflow in the sum alone

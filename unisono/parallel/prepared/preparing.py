@@ -5,10 +5,12 @@ What is prepared is remembered, so that an optimizer may come later than its mod
 
 from __future__ import annotations
 
+import gc
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -32,6 +34,7 @@ class Prepared:
         make_optimizer: the optimizer that takes a re-pointed one's place, most often itself.
         make_stepper: makes it step for all ranks.
         make_loader: prepares what has batches.
+        check: raises where a model or an optimizer does not suit the strategy, and changes nothing.
 
     Attributes:
         models: the prepared models, in the order in which they came.
@@ -44,6 +47,7 @@ class Prepared:
         make_optimizer: Callable[[Optimizer], Optimizer],
         make_stepper: Callable[[Optimizer, Sequence[Engine]], Stepper],
         make_loader: Callable[[Any], Any],
+        check: Callable[[Any], None] = lambda _: None,
     ) -> None:
         self.models: list[PreparedModel] = []
         self._engines: list[Engine] = []
@@ -52,6 +56,7 @@ class Prepared:
         self._make_optimizer = make_optimizer
         self._make_stepper = make_stepper
         self._make_loader = make_loader
+        self._suits = check
 
     def prepare(self, objects: Sequence[Any]) -> list[Any]:
         """Each object prepared, in its place. Where one cannot be, nothing has changed.
@@ -75,7 +80,7 @@ class Prepared:
                 made[id(each)] = self._add_scheduler(each, made)
             elif each is not None and id(each) not in made:
                 made[id(each)] = loader = self._make_loader(each)
-                _all_prepared[each] = _all_prepared[loader] = True
+                _all_prepared[each] = _all_prepared[loader] = loader
         return [_rebuilt(each, made) for each in objects]
 
     def modules(self) -> list[nn.Module]:
@@ -108,8 +113,10 @@ class Prepared:
             )
         if isinstance(each, nn.Module):
             _check_devices(where, each)
+            self._suits(each)
         elif isinstance(each, Optimizer):
             places.check(each, where)
+            self._suits(each)
         elif isinstance(each, LRScheduler | ReduceLROnPlateau):
             optimizer = each.optimizer
             if optimizer not in self.steppers and not any(optimizer is other for other in together):
@@ -130,7 +137,7 @@ class Prepared:
         remember_names(model.module)
         self.models.append(model)
         self._engines.append(model.engine)
-        _all_prepared[module] = _all_prepared[model.module] = True
+        _all_prepared[module] = _all_prepared[model.module] = model
         return model
 
     def _add_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -140,31 +147,53 @@ class Prepared:
         for model in self.models:
             if any(id(each) in own for each in model.parameters()):
                 model.train_by(stepper)
-        _all_prepared[optimizer] = _all_prepared[made] = True
+        _all_prepared[optimizer] = _all_prepared[made] = made
         return made
 
     def _add_scheduler(self, scheduler: Any, made: dict[int, Any]) -> PreparedScheduler:
-        optimizer = scheduler.optimizer = made.get(id(scheduler.optimizer), scheduler.optimizer)
-        optimizer.step.__func__._wrapped_by_lr_sched = True  # by which torch knows that steps are counted
-        _all_prepared[scheduler] = True
-        return PreparedScheduler(scheduler, self.steppers[optimizer])
+        _follow(scheduler, made)
+        optimizer = scheduler.optimizer
+        if not hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # by which torch knows that steps are counted
+            optimizer.step.__func__._wrapped_by_lr_sched = True
+        prepared = PreparedScheduler(scheduler, self.steppers[optimizer])
+        _all_prepared[scheduler] = prepared
+        return prepared
+
+
+def _follow(scheduler: Any, made: Mapping[int, Any]) -> None:
+    """Point the scheduler, and those that it is made of, to the optimizer in the other one's place."""
+    scheduler.optimizer = made.get(id(scheduler.optimizer), scheduler.optimizer)
+    for part in getattr(scheduler, "_schedulers", ()):
+        _follow(part, made)
+
+
+_collecting = threading.Lock()  # beside another thread's collection, a collection does nothing
 
 
 class _Registry:
-    """What any Accelerator has prepared, held weakly."""
+    """What any Accelerator has prepared, and what has become of it, both held weakly: what was prepared may be prepared
+    again when that is gone."""
 
     def __init__(self) -> None:
-        self._known: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()
 
     def __contains__(self, each: Any) -> bool:
+        if not self._lives(each):
+            return False
+        with _collecting:
+            gc.collect()  # an Accelerator whose function is over, and what it has prepared, hold each other
+        return self._lives(each)
+
+    def _lives(self, each: Any) -> bool:
         try:
-            return each in self._known
+            made = self._known.get(each)
         except TypeError:  # it cannot be held weakly, or has no hash
             return False
+        return made is not None and made() is not None
 
-    def __setitem__(self, each: Any, value: bool) -> None:
+    def __setitem__(self, each: Any, made: Any) -> None:
         with suppress(TypeError):
-            self._known[each] = value
+            self._known[each] = ref(made)
 
 
 _all_prepared = _Registry()

@@ -26,6 +26,7 @@ class PreparedScheduler:
         self._taken = stepper.num_steps
         self._asked = stepper.num_asked
         self._epoch = self._last_epoch()
+        stepper.schedulers.append(self)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """`scheduler.step`.
@@ -34,11 +35,7 @@ class PreparedScheduler:
             RuntimeError: the scheduler was stepped by hand, or no optimizer step was asked for since its last one.
         """
         name, stepper = type(self.scheduler).__name__, self._stepper
-        if self._last_epoch() != self._epoch:
-            raise RuntimeError(
-                f"the {name} was stepped by hand, from {self._epoch} to {self._last_epoch()}; call step() on "
-                "what prepare() returned, once for each optimizer step, or once for each epoch"
-            )
+        self.check_hand()
         if stepper.num_asked == self._asked:
             raise RuntimeError(
                 f"the {name} is stepped without an optimizer step since its last one; call step() once behind each "
@@ -50,6 +47,18 @@ class PreparedScheduler:
         self._taken = stepper.num_steps
         self.scheduler.step(*args, **kwargs)
         self._epoch = self._last_epoch()
+
+    def check_hand(self) -> None:
+        """Has nobody stepped the scheduler that was prepared?
+
+        Raises:
+            RuntimeError: somebody has.
+        """
+        if self._last_epoch() != self._epoch:
+            raise RuntimeError(
+                f"the {type(self.scheduler).__name__} was stepped by hand, from {self._epoch} to {self._last_epoch()}; "
+                "call step() on what prepare() returned, once for each optimizer step, or once for each epoch"
+            )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """`scheduler.load_state_dict`."""

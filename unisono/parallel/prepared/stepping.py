@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.amp import GradScaler
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from unisono.parallel import optimizer as stepping
 from unisono.parallel.gradients import check_presence, check_rounds, reduce_gradients
@@ -31,6 +32,13 @@ from unisono.world import World
 
 _CHECKED_STEPS = 2  # at first each step's rounds are compared, then those of one in so many
 _CHECK_EVERY = 32
+
+
+class Follower(Protocol):
+    """A prepared scheduler."""
+
+    def check_hand(self) -> None:
+        """Raise where it was stepped by hand."""
 
 
 class Stepper:
@@ -48,6 +56,7 @@ class Stepper:
 
     Attributes:
         num_asked: how often `step` was called.
+        schedulers: that follow it.
         num_steps: how often it has stepped: not between microbatches, nor behind an overflow.
         is_scale_due: whether the scaler has seen a step of it since its last update.
     """
@@ -65,6 +74,7 @@ class Stepper:
     ) -> None:
         self.optimizer = optimizer
         self.num_asked = self.num_steps = 0
+        self.schedulers: list[Follower] = []
         self.is_scale_due = False
         self._engines = engines
         self._world = world
@@ -79,6 +89,9 @@ class Stepper:
             0  # the last step, by its number, that was asked for too early, that is over
         )
         self._num_skipped = 0  # in a row
+        self._has_reduced = False
+        self._is_added_to = False  # a backward pass came behind the reduction
+        self._hooks: list[RemovableHandle] = []  # that notice it
         self._plain_step, self._plain_zero = optimizer.step, optimizer.zero_grad
         step, zero = _methods(self)
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # a scheduler made before has marked it
@@ -99,11 +112,13 @@ class Stepper:
             return None
         track = self._world.timeline.loop()
         try:
+            for each in self.schedulers:
+                each.check_hand()
             if closure is not None:
                 self._check_closure()
             with track.span(REDUCE):
                 if closure is None:
-                    self.reduce()
+                    self.reduce(is_stepping=True)
                 else:
                     closure = self._reducing(closure)
             with track.span(STEP):
@@ -115,12 +130,23 @@ class Stepper:
         track.count("steps")
         return result
 
-    def reduce(self) -> None:
-        """Make the gradients those of the whole step, unscaled; once, however often it is called before the step."""
+    def reduce(self, is_stepping: bool = False) -> None:
+        """Make the gradients those of the whole step, unscaled; once, however often it is called before the step.
+
+        Args:
+            is_stepping: the step comes next, and no further backward pass.
+
+        Raises:
+            RuntimeError: nothing has a gradient, or a backward pass came between two calls and cannot be made good.
+        """
         parameters = trained_parameters(self.optimizer)
+        if self._is_added_to:
+            self._reduce_again()
         if not self._is_reduced:
-            self._reduce(parameters)
+            late = self._reduce(parameters)
             self._is_reduced = True
+            if self._world.world_size > 1 and not is_stepping:
+                self._hooks = [each.register_hook(self._notice) for each in late]
         if self._scaler is not None and not self._is_unscaled:
             if not self._accumulation.has_noted:
                 raise RuntimeError(
@@ -145,6 +171,8 @@ class Stepper:
     def forget(self) -> None:
         """The gradients are zero."""
         if not self._is_inside:
+            if self._guard is not None:
+                self._guard.forget(trained_parameters(self.optimizer))
             self._accumulation.clear()
             self._settle()
 
@@ -161,15 +189,40 @@ class Stepper:
                 "`with accelerator.accumulate():`"
             )
 
-    def _reduce(self, parameters: Sequence[torch.Tensor]) -> None:
+    def _notice(self, gradient: torch.Tensor) -> None:
+        """A gradient arrives where reduced ones are."""
+        self._is_added_to = True
+
+    def _reduce_again(self) -> None:
+        """The ranks' factors of a batch add up to 1, so that what was reduced stays as it is."""
+        if self._accumulation.every > 1 or self._is_unscaled:
+            raise RuntimeError(
+                "a backward pass came behind clip_grad_norm() and before the step, and the gradients that it was added "
+                "to are those of all ranks, unscaled; clip behind the last backward pass of a step"
+            )
+        self._forget_reduction()
+
+    def _forget_reduction(self) -> None:
+        self._is_reduced = self._is_added_to = False
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _reduce(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Reduce what no backward pass has; which parameters' gradients that were."""
         share, factor = self._accumulation.share()
         late = self._late(parameters)
+        if not self._has_reduced:
+            stepping.warn_of_foreign_batches(self._world, "optimizer.step()", "prepare(loader) cuts it")
+        self._has_reduced = True
+        if any(id(each) in engine.reduced for engine in self._engines for each in late):
+            check_presence(parameters)  # others may wait in a backward pass that this rank never begins
         if late:
             stepping.check_once(self.optimizer, late, self._world)
             reduce_gradients(late, self._world, share, factor, is_part=True)
         check_presence(parameters)
         if not late and (self.num_steps < _CHECKED_STEPS or self.num_steps % _CHECK_EVERY == 0):
             check_rounds(self._world, share)
+        return late
 
     def _late(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The parameters whose gradients no backward pass has reduced."""
@@ -211,7 +264,7 @@ class Stepper:
     def _reducing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def reduce() -> Share | None:
             share, _ = self._accumulation.share()
-            self.reduce()
+            self.reduce(is_stepping=True)
             self._finish()
             self._settle()
             return share
@@ -220,8 +273,8 @@ class Stepper:
 
     def _settle(self) -> None:
         """The gradients that are held belong to no further step of this optimizer."""
+        self._forget_reduction()
         self._seen = {engine: engine.generation for engine in self._engines}
-        self._is_reduced = False
         if self._is_unscaled:
             self._is_unscaled, self.is_scale_due = False, True
 

@@ -65,6 +65,7 @@ def attach_hook(
     options: Mapping[str, Any] | None = None,
     *,
     world: World | None = None,
+    finish: Callable[[], None] | None = None,
 ) -> Averager | None:
     """Let this DDP reduce gradients to the sum over the ranks of `scale() * gradient`, sent in the named way.
 
@@ -76,6 +77,7 @@ def attach_hook(
             before it is local), `period` (4: steps between averages) and `post_local_gradient_allreduce` (inside each
             machine; None does so where there are several).
         world: None takes the current one.
+        finish: called when the last bucket of a backward pass goes.
 
     Returns:
         For "post_local_sgd" what is to average the parameters after each step, else None.
@@ -103,7 +105,10 @@ def attach_hook(
         if gradients.is_complex():
             _refuse_complex()
         scale_in_place(gradients, factor)
-        return hook(state, bucket)
+        sent = hook(state, bucket)
+        if finish is not None and bucket.is_last():
+            finish()
+        return sent
 
     ddp.register_comm_hook(None, weighted)
     return averager

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import LBFGS, Optimizer
 
 from unisono.parallel.gradients import scale_in_place
 from unisono.world import World, current_world
@@ -69,13 +70,10 @@ def shard(
             f"strategy='fsdp' shards a model over processes, and this world's {world.world_size} rank(s) are none; "
             "start processes (unisono.spawn, or a launcher), or take another strategy"
         )
-    if is_sharded(model):
-        raise ValueError(f"the {type(model).__name__} is sharded already; shard a model once")
+    check_shardable(model, units)
     if find_unused_parameters:
         _check_finding()
     chosen = [*units_of(model, units), model]
-    for unit, own in _own_parameters(chosen):
-        _check_types(model, unit, own)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -89,6 +87,29 @@ def shard(
     if find_unused_parameters:
         sharded.set_reduce_scatter_unused_params(True)
     return sharded  # the last one: the model itself
+
+
+def check_shardable(trained: nn.Module | Optimizer, units: _Classes | None = None) -> None:
+    """Whether `shard` can take the model, or an optimizer can step for a sharded one; nothing is changed.
+
+    Args:
+        units: as for `shard`.
+
+    Raises:
+        ValueError: the model is sharded already, or parameters of one unit that are trained differ in type.
+        TypeError: the optimizer takes all parameters as one.
+    """
+    if isinstance(trained, LBFGS):
+        raise TypeError(
+            f"strategy='fsdp' divides each parameter by ranks, and {type(trained).__name__} takes them all as one "
+            "vector; take strategy='ddp', or an optimizer that treats each parameter for itself"
+        )
+    if isinstance(trained, Optimizer):
+        return
+    if is_sharded(trained):
+        raise ValueError(f"the {type(trained).__name__} is sharded already; shard a model once")
+    for unit, own in _own_parameters([*units_of(trained, units), trained]):
+        _check_types(trained, unit, own)
 
 
 def is_sharded(model: nn.Module) -> bool:

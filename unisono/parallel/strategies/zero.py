@@ -9,8 +9,8 @@ groups and its state, and the way of a plain state into the part of it that a ra
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeGuard
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 from torch.optim import LBFGS, Optimizer
@@ -20,6 +20,8 @@ from unisono.world import World
 
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
+
+T = TypeVar("T")
 
 
 def shard_optimizer(optimizer: Optimizer, world: World) -> ZeroRedundancyOptimizer:
@@ -40,7 +42,7 @@ def shard_optimizer(optimizer: Optimizer, world: World) -> ZeroRedundancyOptimiz
             f"strategy='zero1' divides the optimizer's state by processes, and this world's {world.world_size} rank(s) "
             "are none; start processes (unisono.spawn, or a launcher), or take another strategy"
         )
-    _check(optimizer)
+    check_divisible(optimizer)
     parameters = parameters_of(optimizer)
     # Where they may lie end to end, each rank's are sent in one piece; other memory formats would not survive it.
     sharded = _made_like(optimizer, all(parameter.is_contiguous() for parameter in parameters))
@@ -77,7 +79,12 @@ def load_local(optimizer: ZeroRedundancyOptimizer, state: Mapping[str, Any]) -> 
         whole.update({name: value for name, value in group.items() if name != "params"})
 
 
-def _check(optimizer: Optimizer) -> None:
+def check_divisible(optimizer: Optimizer) -> None:
+    """Whether `shard_optimizer` can take it; nothing is changed.
+
+    Raises:
+        TypeError, ValueError: as `shard_optimizer`.
+    """
     name = type(optimizer).__name__
     if is_divided(optimizer):
         raise TypeError("the optimizer is a ZeroRedundancyOptimizer already; pass the plain one, such as AdamW")
@@ -100,19 +107,27 @@ def _check(optimizer: Optimizer) -> None:
                 f"strategy='zero1' divides whole, dense parameters by ranks, and parameter {place} of the {name} is "
                 f"{kind}; optimizers of a sharded model need no zero1, their state is sharded with it"
             )
+    _make(optimizer, type(optimizer))
 
 
 def _made_like(optimizer: Optimizer, shares_memory: bool) -> ZeroRedundancyOptimizer:
     """The same class by the same arguments, which the groups carry; without state."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
+    def make(groups: list[dict[str, Any]], **defaults: Any) -> ZeroRedundancyOptimizer:
+        return ZeroRedundancyOptimizer(groups, type(optimizer), parameters_as_bucket_view=shares_memory, **defaults)
+
+    return _make(optimizer, make)
+
+
+def _make(optimizer: Optimizer, make: Callable[..., T]) -> T:
+    """What `make` makes of copies of the optimizer's groups, and of those of its defaults that its class takes."""
     kind = type(optimizer)
     accepted = inspect.signature(kind).parameters
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in accepted.values())
     defaults = {name: value for name, value in optimizer.defaults.items() if takes_any or name in accepted}
-    groups = [dict(group) for group in optimizer.param_groups]
     try:
-        return ZeroRedundancyOptimizer(groups, kind, parameters_as_bucket_view=shares_memory, **defaults)
+        return make([dict(group) for group in optimizer.param_groups], **defaults)
     except (TypeError, AttributeError, KeyError) as error:
         raise TypeError(
             f"strategy='zero1' makes a {kind.__name__} on each rank from its groups and their defaults "

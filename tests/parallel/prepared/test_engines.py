@@ -1,0 +1,232 @@
+"""Engines: what a forward pass in the wrong place, a parameter without a gradient, or a misfit does to a step."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import re
+import weakref
+from contextlib import nullcontext
+
+import pytest
+import torch
+from modes import PROCESSES_2, SOLO, THREADS_2
+from torch import nn
+from torch.nn import functional as F
+from twin import CLOSE, data, model, seeded, sgd
+
+from unisono import Accelerator
+
+BOTH_ENGINES = pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+
+
+class Fork(nn.Module):
+    """Its forward pass goes the ways that it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(5, 2), nn.Linear(5, 2)
+
+    def forward(self, inputs: torch.Tensor, *ways: str) -> torch.Tensor:
+        return sum((self.get_submodule(way)(inputs) for way in ways), inputs.new_zeros(()))
+
+
+def fork() -> nn.Module:
+    return seeded(Fork().double())
+
+
+def wide() -> nn.Module:
+    """Of several buckets, once torch has built them anew."""
+    sizes = (10, 10, 2000, 500, 1)
+    return nn.Sequential(*[nn.Linear(one, two) for one, two in itertools.pairwise(sizes)])
+
+
+def steps_with_an_evaluation(where: str, strategy: str) -> dict[str, torch.Tensor]:
+    """Three steps; "between" forward and backward pass, or "behind" both, or so "with gradients", the model runs."""
+    accelerator, network = Accelerator(strategy=strategy), model()
+    rank, size = accelerator.world.rank, accelerator.world.world_size
+    network, optimizer = accelerator.prepare(network, sgd(network.parameters()))
+    inputs, targets = (each[rank::size] for each in data(8).tensors[:2])
+    for _ in range(3):
+        optimizer.zero_grad()
+        outputs = network(inputs)
+        if where == "between":
+            with torch.no_grad():
+                network(inputs)
+        F.mse_loss(outputs, targets).backward()
+        if where != "between":
+            with nullcontext() if where == "with gradients" else torch.no_grad():
+                network(inputs)
+        optimizer.step()
+    return accelerator.state_dict(network)
+
+
+@BOTH_ENGINES
+@pytest.mark.parametrize("where", ["between", "behind", "with gradients"])
+def test_a_forward_pass_beside_the_trained_one_changes_no_step(strategy, where):
+    trained, _ = PROCESSES_2.run(lambda: steps_with_an_evaluation(where, strategy))
+    torch.testing.assert_close(trained, steps_with_an_evaluation(where, "ddp"), **CLOSE)
+
+
+@BOTH_ENGINES
+def test_a_step_without_gradients_is_an_error_that_says_so(strategy):
+    def body():
+        accelerator, network = Accelerator(strategy=strategy), model()
+        network, optimizer = accelerator.prepare(network, sgd(network.parameters()))
+        for act in (optimizer.step, lambda: accelerator.clip_grad_norm(network, 1.0)):
+            with pytest.raises(RuntimeError, match="none of the optimizer's 4 parameters has a gradient"):
+                act()
+
+    PROCESSES_2.run(body)
+
+
+def test_a_layer_frozen_on_the_way_is_named_before_replicas_go_apart():
+    def body():
+        accelerator, network = Accelerator(), wide()
+        network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1))
+        for number in range(3):
+            if number == 2:
+                network.get_submodule("1").requires_grad_(False)
+            optimizer.zero_grad()
+            network(torch.full((4, 10), 1.0 + accelerator.world.rank)).mean().backward()
+            optimizer.step()
+
+    expected = "gave no gradient to '1.weight', '1.bias' of the Sequential"
+    with pytest.raises(RuntimeError, match=rf"{expected}.*Accelerator\(find_unused_parameters=True\)"):
+        PROCESSES_2.run(body)
+
+
+def test_a_layer_frozen_on_the_way_is_left_out_where_unused_ones_are_looked_for():
+    def body():
+        accelerator, network = Accelerator(find_unused_parameters=True), wide()
+        network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1))
+        for number in range(3):
+            if number == 2:
+                network.get_submodule("1").requires_grad_(False)
+                before = network.get_parameter("1.weight").clone()
+            optimizer.zero_grad()
+            network(torch.full((4, 10), 1.0 + accelerator.world.rank)).mean().backward()
+            optimizer.step()
+        assert torch.equal(before, network.get_parameter("1.weight"))
+        return network.state_dict()
+
+    first, second = PROCESSES_2.run(body)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+def test_parameters_unused_on_one_rank_are_named_and_the_others_do_not_wait_on():
+    def body():
+        accelerator, network = Accelerator(), fork()
+        network, optimizer = accelerator.prepare(network, sgd(network.parameters()))
+        ways = ("left", "right") if accelerator.world.rank else ("left",)
+        network(torch.ones(2, 5).double(), *ways).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(RuntimeError, match=r"gave no gradient to 'right.weight', 'right.bias' of the Fork"):
+        PROCESSES_2.run(body)
+
+
+def test_unused_parameters_are_named_at_the_next_forward_pass_where_no_step_has_told():
+    def body():
+        accelerator, network = Accelerator(), fork()
+        network = accelerator.prepare(network)
+        network(torch.ones(2, 5).double(), "left").sum().backward()
+        network(torch.ones(2, 5).double(), "left")
+
+    expected = r"gave no gradient to 'right.weight', 'right.bias' of the Fork.*find_unused_parameters=True"
+    with pytest.raises(RuntimeError, match=expected):
+        PROCESSES_2.run(body)
+
+
+def test_two_backward_passes_of_one_forward_pass_may_each_take_a_part():
+    def body():
+        accelerator, network = Accelerator(), fork()
+        rank = accelerator.world.rank
+        network, optimizer = accelerator.prepare(network, sgd(network.parameters()))
+        inputs = torch.full((2, 5), 1.0 + rank).double()
+        left, right = network(inputs, "left"), network(inputs, "right")
+        (left.sum() + right.sum()).backward()
+        optimizer.step()
+        return network.state_dict()
+
+    first, second = PROCESSES_2.run(body)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+def test_lbfgs_over_a_sharded_model_is_refused_and_nothing_has_changed():
+    def body(strategy):
+        network = model()
+        with pytest.raises(TypeError, match=rf"strategy='{strategy}' divides .* LBFGS takes them all as one vector"):
+            Accelerator(strategy=strategy).prepare(network, torch.optim.LBFGS(network.parameters()))
+        assert all(type(each) is nn.Parameter for each in network.parameters())
+        Accelerator(strategy=strategy).prepare(network, sgd(network.parameters()))
+
+    PROCESSES_2.run(lambda: [body("fsdp"), body("zero1")])
+
+
+class Picky(torch.optim.SGD):
+    """Made from what no group carries."""
+
+    def __init__(self, parameters, factor):
+        super().__init__(parameters, lr=0.1 * factor)
+
+
+def test_an_optimizer_that_cannot_be_divided_is_refused_before_its_model_is_prepared():
+    def body():
+        network = model()
+        with pytest.raises(TypeError, match="makes a Picky on each rank"):
+            Accelerator(strategy="zero1").prepare(network, Picky(network.parameters(), 2))
+        with pytest.raises(TypeError, match="cannot be prepared"):
+            Accelerator(strategy="zero1").prepare(network, 3)
+        Accelerator(strategy="zero1").prepare(network, sgd(network.parameters()))
+
+    PROCESSES_2.run(body)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"strategy": "zero1"}, {"precision": "fp16"}, {"max_grad_norm": 0.5}],
+    ids=lambda each: next(iter(each)),
+)
+def test_post_local_sgd_is_refused_beside_what_needs_all_ranks_gradients(arguments):
+    ((name, value),) = arguments.items()
+    with pytest.raises(
+        ValueError, match=rf"comm_hook='post_local_sgd' and {re.escape(f'{name}={value!r}')} contradict"
+    ):
+        Accelerator(comm_hook="post_local_sgd", **arguments)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_a_prepared_model_is_garbage_when_dropped(strategy):
+    def body():
+        accelerator, network = Accelerator(strategy=strategy), model()
+        network, optimizer = accelerator.prepare(network, sgd(network.parameters()))
+        network(torch.ones(1, 5).double()).sum().backward()
+        optimizer.step()
+        held = [weakref.ref(network), weakref.ref(network.module)]
+        del accelerator, network, optimizer
+        gc.collect()
+        return [each() is None for each in held]
+
+    assert PROCESSES_2.run(body) == [[True, True]] * 2
+
+
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
+def test_a_model_is_prepared_again_when_what_prepared_it_is_gone(mode):
+    def train(network):
+        accelerator = Accelerator(precision="bf16")
+        prepared, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1))
+        with pytest.raises(ValueError, match="is prepared already"):
+            Accelerator().prepare(network)
+        prepared(torch.full((2, 5), 1.0 + accelerator.world.rank)).sum().backward()
+        optimizer.step()
+
+    def body():
+        network = model().float()
+        train(network)
+        train(network)
+        return network.state_dict()
+
+    first, *others = mode.run(body)
+    for other in others:
+        torch.testing.assert_close(first, other, rtol=0, atol=0)

@@ -1,0 +1,136 @@
+"""What a prepared optimizer's step notices: foreign batches, gradients that come late, schedulers stepped by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from modes import PROCESSES_2, SOLO, THREADS_2, Mode
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from twin import CLOSE, seeded
+
+from unisono import Accelerator
+
+
+def prepared(accelerator: Accelerator) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = seeded(nn.Linear(3, 1).double())
+    return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
+def test_a_backward_pass_behind_clipping_is_reduced_as_well(mode: Mode) -> None:
+    def train() -> bool:
+        accelerator = Accelerator()
+        model, optimizer = prepared(accelerator)
+        inputs = torch.arange(3.0, dtype=torch.float64) + accelerator.world.rank
+        for factor in (1, 2):
+            with accelerator.no_sync(model):
+                model(factor * inputs).sum().backward()
+            accelerator.clip_grad_norm(model, 1e9)
+        optimizer.step()
+        expected = seeded(nn.Linear(3, 1).double()).weight - 0.1 * 3 * (torch.arange(3.0, dtype=torch.float64) + 0.5)
+        return torch.allclose(accelerator.unwrap(model).weight, expected, **CLOSE)
+
+    assert all(mode.run(train))
+
+
+def test_a_backward_pass_behind_clipping_is_an_error_where_microbatches_were_weighed() -> None:
+    def train() -> None:
+        accelerator = Accelerator(accumulate=2)
+        model, optimizer = prepared(accelerator)
+        for _ in range(2):
+            with accelerator.accumulate():
+                model(torch.ones(3, dtype=torch.float64)).sum().backward()
+                if accelerator.clip_grad_norm(model, 1.0) is not None:
+                    model(torch.ones(3, dtype=torch.float64)).sum().backward()
+                optimizer.step()
+
+    with pytest.raises(RuntimeError, match="clip behind the last backward pass"):
+        THREADS_2.run(train)
+
+
+@pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
+def test_batches_that_no_loader_has_cut_are_told_of_once(mode: Mode, capfd, caplog) -> None:  # type: ignore[no-untyped-def]
+    def train() -> None:
+        accelerator = Accelerator()
+        model, optimizer = prepared(accelerator)
+        for (inputs,) in DataLoader(TensorDataset(torch.ones(4, 3, dtype=torch.float64)), batch_size=2):
+            optimizer.zero_grad()
+            model(inputs).sum().backward()
+            optimizer.step()
+
+    mode.run(train)
+    told = caplog.text + capfd.readouterr().err
+    assert told.count("optimizer.step() in a world of 2 ranks") == 1
+    assert "prepare(loader)" in told
+    assert "optimizer_step" not in told
+
+
+def test_a_rank_without_any_gradient_raises_before_it_meets_the_others() -> None:
+    def train() -> None:
+        accelerator = Accelerator()
+        model, optimizer = prepared(accelerator)
+        if accelerator.world.rank == 0:
+            model(torch.ones(3, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(RuntimeError, match="has a gradient"):
+        PROCESSES_2.run(train)
+
+
+def test_a_step_notices_that_the_scheduler_was_stepped_by_hand() -> None:
+    accelerator = Accelerator()
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model, optimizer, _ = accelerator.prepare(model, optimizer, scheduler)
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    scheduler.step()
+    with pytest.raises(RuntimeError, match="StepLR was stepped by hand, from 0 to 1"):
+        optimizer.step()
+
+
+def test_two_steps_on_one_batch_scale_each_loss() -> None:
+    def train() -> int:
+        accelerator, model = Accelerator(precision="fp16"), nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = DataLoader(TensorDataset(torch.ones(4, 3)), batch_size=2)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, data)
+        steps = 0
+        for (inputs,) in loader:
+            for _ in range(2):
+                optimizer.zero_grad()
+                accelerator.backward(model(inputs).sum())
+                optimizer.step()
+                steps += 1
+        return steps
+
+    assert SOLO.run(train) == [4]
+
+
+def test_the_guard_forgets_a_batch_that_was_left_out() -> None:
+    accelerator = Accelerator(nan_guard=True)
+    model, optimizer = prepared(accelerator)
+    model(torch.full((3,), torch.nan, dtype=torch.float64)).sum().backward()
+    optimizer.zero_grad()
+    model(torch.ones(3, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    assert accelerator.unwrap(model).weight.isfinite().all()
+
+
+@pytest.mark.parametrize("mode", [SOLO, PROCESSES_2], ids=str)
+def test_the_guard_blames_the_optimizer_whose_gradient_it_is(mode: Mode) -> None:
+    def train() -> str:
+        accelerator = Accelerator(nan_guard=True)
+        (good, first), (bad, second) = prepared(accelerator), prepared(accelerator)
+        good(torch.ones(3, dtype=torch.float64)).sum().backward()
+        bad(torch.full((3,), torch.nan, dtype=torch.float64)).sum().backward()
+        first.step()
+        try:
+            second.step()
+        except ArithmeticError as error:
+            return str(error)
+        return ""
+
+    assert all("'weight' is not finite" in told for told in mode.run(train))

@@ -1,0 +1,27 @@
+"""Context: what a replica of a `DataParallel` keeps from one call to the next."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+
+class Context(SimpleNamespace):
+    """What a replica keeps from one call to the next: any attribute that a loop sets on it.
+
+    Attributes:
+        device: the replica's device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device=device)
+
+    def getattr_or(self, name: str, default: Any) -> Any:
+        """The attribute `name`; where it is missing or None, `default` (called, if it is callable), which is kept."""
+        value = getattr(self, name, None)
+        if value is None:
+            value = default() if callable(default) else default
+            setattr(self, name, value)
+        return value
