@@ -21,7 +21,6 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from unisono.backends import CPU, resolve_device
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader
 from unisono.parallel import collectives
@@ -29,24 +28,30 @@ from unisono.parallel.agreement import broadcast_parameters
 from unisono.parallel.batch_norm import synchronize_batch_norm
 from unisono.parallel.compilation import compile_module
 from unisono.parallel.prepared.accumulation import Accumulation
-from unisono.parallel.prepared.engines import Engine, check_of, check_strategy, engine_of
+from unisono.parallel.prepared.choices import (
+    AUTOCAST,
+    check_arguments,
+    check_choices,
+    check_of,
+    check_strategy,
+    engine_of,
+    world_on,
+)
+from unisono.parallel.prepared.engines import Engine
 from unisono.parallel.prepared.guard import NanGuard
 from unisono.parallel.prepared.metrics import valid_rows
 from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.preparing import Prepared
 from unisono.parallel.prepared.stepping import Stepper
-from unisono.parallel.strategies.hooks import hook_names
 from unisono.parallel.strategies.sharded import clip_grad_norm
 from unisono.parallel.strategies.states import load_model_state, load_optimizer_state, model_state, optimizer_state
 from unisono.parallel.strategies.zero import shard_optimizer
 from unisono.parallel.weights import run_backward
 from unisono.protocols import ReduceOp
 from unisono.randomness import seed_all, seed_of
-from unisono.world import World, current_world, solo_world
+from unisono.world import World, current_world
 
 logger = logging.getLogger(__name__)
-
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Accelerator:
@@ -111,12 +116,12 @@ class Accelerator:
         comm_options: Mapping[str, Any] | None = None,
         world: World | None = None,
     ) -> None:
-        _check_arguments(precision, accumulate, max_grad_norm, nan_guard)
-        _check_choices(compile, seed, comm_hook)
+        check_arguments(precision, accumulate, max_grad_norm, nan_guard)
+        check_choices(compile, seed, comm_hook)
         check_strategy(strategy, comm_hook, precision, max_grad_norm)
-        self.world = _world(world or current_world(), device, cpu)
+        self.world = world_on(world or current_world(), device, cpu)
         self.device = self.world.device
-        self._autocast = _AUTOCAST.get(precision or "")
+        self._autocast = AUTOCAST.get(precision or "")
         self._scaler = GradScaler(self.device.type) if precision == "fp16" else None
         self._accumulation = Accumulation(
             self.world, accumulate, weighs_plain=strategy != "fsdp" or not self.world.is_of_processes
@@ -326,50 +331,3 @@ class Accelerator:
             return loader
         device = None if self._places else torch.get_default_device()
         return DeviceLoader(loader, device, seed=self._seed, world=self.world)
-
-
-def _world(world: World, device: str | int | torch.device | None, cpu: bool) -> World:
-    """The world, on the device that was asked for."""
-    if cpu and device is not None:
-        raise ValueError(f"cpu=True and device={device!r} contradict each other; pass one of them")
-    if not cpu and device is None:
-        return world
-    backend, wanted = resolve_device(CPU if cpu else device or 0)
-    if world.world_size == 1:
-        return solo_world(backend, wanted, world.timeline)
-    names_one = isinstance(device, int) or (device is not None and torch.device(device).index is not None)
-    if wanted.type != world.device.type or (names_one and wanted != world.device):
-        raise ValueError(
-            f"{f'device={device!r}' if not cpu else 'cpu=True'}, but this is rank {world.rank} of "
-            f"{world.world_size}, whose device is {world.device}; choose the ranks' devices where they are started"
-        )
-    return world
-
-
-def _check_choices(compile: Any, seed: Any, comm_hook: Any) -> None:
-    if not isinstance(compile, bool | Mapping):
-        raise TypeError(f"compile={compile!r} is a {type(compile).__name__}; pass True, or torch.compile's arguments")
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-        raise TypeError(f"seed={seed!r} is a {type(seed).__name__}; pass a whole number, or None")
-    if comm_hook not in hook_names():
-        raise ValueError(f"comm_hook={comm_hook!r} does not exist; choose one of {', '.join(map(repr, hook_names()))}")
-
-
-def _check_arguments(precision: Any, accumulate: Any, max_grad_norm: Any, nan_guard: bool) -> None:
-    if precision not in (None, "fp32", *_AUTOCAST):
-        raise ValueError(f"precision={precision!r} does not exist; choose one of bf16, fp16, fp32")
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int):
-        raise TypeError(f"accumulate={accumulate!r} is a {type(accumulate).__name__}; pass a whole number")
-    if accumulate < 1:
-        raise ValueError(f"accumulate={accumulate} is too small; pass 1 for a step on each batch, or more")
-    if max_grad_norm is not None and (isinstance(max_grad_norm, bool) or not isinstance(max_grad_norm, int | float)):
-        raise TypeError(f"max_grad_norm={max_grad_norm!r} is a {type(max_grad_norm).__name__}; pass a number, or None")
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ValueError(
-            f"max_grad_norm={max_grad_norm!r} leaves nothing of a gradient; pass a positive number, or None"
-        )
-    if nan_guard and precision == "fp16":
-        raise ValueError(
-            "nan_guard=True and precision='fp16' contradict each other: fp16 skips steps whose gradients overflow; "
-            "take bf16, or leave the guard out"
-        )

@@ -21,11 +21,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from unisono.parallel.agreement import broadcast_parameters
 from unisono.parallel.prepared.accumulation import Accumulation
 from unisono.parallel.strategies.hooks import attach_hook
-from unisono.parallel.strategies.sharded import check_shardable, shard
-from unisono.parallel.strategies.zero import check_divisible
+from unisono.parallel.strategies.sharded import shard
 from unisono.tree import leaves
 from unisono.world import World
 
@@ -261,74 +259,3 @@ def _weakly(method: Callable[_P, _T]) -> Callable[_P, _T]:
         return result
 
     return call
-
-
-STRATEGIES = ("ddp", "fsdp", "zero1")
-
-
-def check_strategy(
-    strategy: str, hook: str | None, precision: str | None = None, max_grad_norm: float | None = None
-) -> None:
-    """Refuse what does not exist, or does not fit.
-
-    Raises:
-        ValueError: there is no such strategy, or the hook is for another strategy, or contradicts another argument.
-    """
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy={strategy!r} does not exist; choose one of {', '.join(STRATEGIES)}")
-    if hook is not None and strategy == "fsdp":
-        raise ValueError(
-            f"comm_hook={hook!r} is for strategy='ddp' or 'zero1'; strategy='fsdp' sends gradients as they are"
-        )
-    if hook == "post_local_sgd":
-        asked = {"strategy='zero1'": strategy == "zero1", "precision='fp16'": precision == "fp16"}
-        asked[f"max_grad_norm={max_grad_norm}"] = max_grad_norm is not None
-        for what in (each for each, is_asked in asked.items() if is_asked):
-            raise ValueError(
-                f"comm_hook='post_local_sgd' and {what} contradict each other: between two averages each rank steps "
-                "by its own gradients, and this needs those of all ranks at each step; leave one of them out"
-            )
-
-
-def check_of(strategy: str, world: World) -> Callable[[nn.Module | torch.optim.Optimizer], None]:
-    """What raises where a model, or an optimizer, does not suit the strategy, before anything is changed.
-
-    It raises TypeError or ValueError.
-    """
-
-    def check(each: nn.Module | torch.optim.Optimizer) -> None:
-        if world.world_size == 1 or not world.is_of_processes:
-            return
-        if strategy == "fsdp":
-            check_shardable(each)
-        elif strategy == "zero1" and isinstance(each, torch.optim.Optimizer):
-            check_divisible(each)
-
-    return check
-
-
-def engine_of(
-    strategy: str,
-    world: World,
-    accumulation: Accumulation,
-    hook: str | None,
-    options: Mapping[str, Any] | None,
-    find_unused_parameters: bool,
-) -> Callable[[nn.Module], Engine]:
-    """What makes the engine of a model.
-
-    In a world of one, among threads, and where a model trains nothing, there is nothing that torch's engines could do:
-    the step reduces.
-    """
-    if world.world_size == 1 or not world.is_of_processes:
-        return LateEngine
-    if strategy == "fsdp":
-        return lambda module: ShardedEngine(module, world, accumulation, find_unused_parameters)
-
-    def replicated(module: nn.Module) -> Engine:
-        if not any(each.requires_grad for each in module.parameters()):
-            broadcast_parameters(module, world=world)
-            return LateEngine(module)
-        return ReplicatedEngine(module, world, accumulation, hook, options, find_unused_parameters)
-
-    return replicated

@@ -1,0 +1,136 @@
+"""What the arguments of an Accelerator may be, and what they choose: a strategy's engine, the rank's world."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from unisono.backends import CPU, resolve_device
+from unisono.parallel.agreement import broadcast_parameters
+from unisono.parallel.prepared.accumulation import Accumulation
+from unisono.parallel.prepared.engines import Engine, LateEngine, ReplicatedEngine, ShardedEngine
+from unisono.parallel.strategies.hooks import hook_names
+from unisono.parallel.strategies.sharded import check_shardable
+from unisono.parallel.strategies.zero import check_divisible
+from unisono.world import World, solo_world
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+STRATEGIES = ("ddp", "fsdp", "zero1")
+
+
+def check_strategy(
+    strategy: str, hook: str | None, precision: str | None = None, max_grad_norm: float | None = None
+) -> None:
+    """Refuse what does not exist, or does not fit.
+
+    Raises:
+        ValueError: there is no such strategy, or the hook is for another strategy, or contradicts another argument.
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy={strategy!r} does not exist; choose one of {', '.join(STRATEGIES)}")
+    if hook is not None and strategy == "fsdp":
+        raise ValueError(
+            f"comm_hook={hook!r} is for strategy='ddp' or 'zero1'; strategy='fsdp' sends gradients as they are"
+        )
+    if hook == "post_local_sgd":
+        asked = {"strategy='zero1'": strategy == "zero1", "precision='fp16'": precision == "fp16"}
+        asked[f"max_grad_norm={max_grad_norm}"] = max_grad_norm is not None
+        for what in (each for each, is_asked in asked.items() if is_asked):
+            raise ValueError(
+                f"comm_hook='post_local_sgd' and {what} contradict each other: between two averages each rank steps "
+                "by its own gradients, and this needs those of all ranks at each step; leave one of them out"
+            )
+
+
+def check_of(strategy: str, world: World) -> Callable[[nn.Module | torch.optim.Optimizer], None]:
+    """What raises where a model, or an optimizer, does not suit the strategy, before anything is changed.
+
+    It raises TypeError or ValueError.
+    """
+
+    def check(each: nn.Module | torch.optim.Optimizer) -> None:
+        if world.world_size == 1 or not world.is_of_processes:
+            return
+        if strategy == "fsdp":
+            check_shardable(each)
+        elif strategy == "zero1" and isinstance(each, torch.optim.Optimizer):
+            check_divisible(each)
+
+    return check
+
+
+def engine_of(
+    strategy: str,
+    world: World,
+    accumulation: Accumulation,
+    hook: str | None,
+    options: Mapping[str, Any] | None,
+    find_unused_parameters: bool,
+) -> Callable[[nn.Module], Engine]:
+    """What makes the engine of a model.
+
+    In a world of one, among threads, and where a model trains nothing, there is nothing that torch's engines could do:
+    the step reduces.
+    """
+    if world.world_size == 1 or not world.is_of_processes:
+        return LateEngine
+    if strategy == "fsdp":
+        return lambda module: ShardedEngine(module, world, accumulation, find_unused_parameters)
+
+    def replicated(module: nn.Module) -> Engine:
+        if not any(each.requires_grad for each in module.parameters()):
+            broadcast_parameters(module, world=world)
+            return LateEngine(module)
+        return ReplicatedEngine(module, world, accumulation, hook, options, find_unused_parameters)
+
+    return replicated
+
+
+def world_on(world: World, device: str | int | torch.device | None, cpu: bool) -> World:
+    """The world, on the device that was asked for."""
+    if cpu and device is not None:
+        raise ValueError(f"cpu=True and device={device!r} contradict each other; pass one of them")
+    if not cpu and device is None:
+        return world
+    backend, wanted = resolve_device(CPU if cpu else device or 0)
+    if world.world_size == 1:
+        return solo_world(backend, wanted, world.timeline)
+    names_one = isinstance(device, int) or (device is not None and torch.device(device).index is not None)
+    if wanted.type != world.device.type or (names_one and wanted != world.device):
+        raise ValueError(
+            f"{f'device={device!r}' if not cpu else 'cpu=True'}, but this is rank {world.rank} of "
+            f"{world.world_size}, whose device is {world.device}; choose the ranks' devices where they are started"
+        )
+    return world
+
+
+def check_choices(compile: Any, seed: Any, comm_hook: Any) -> None:
+    if not isinstance(compile, bool | Mapping):
+        raise TypeError(f"compile={compile!r} is a {type(compile).__name__}; pass True, or torch.compile's arguments")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise TypeError(f"seed={seed!r} is a {type(seed).__name__}; pass a whole number, or None")
+    if comm_hook not in hook_names():
+        raise ValueError(f"comm_hook={comm_hook!r} does not exist; choose one of {', '.join(map(repr, hook_names()))}")
+
+
+def check_arguments(precision: Any, accumulate: Any, max_grad_norm: Any, nan_guard: bool) -> None:
+    if precision not in (None, "fp32", *AUTOCAST):
+        raise ValueError(f"precision={precision!r} does not exist; choose one of bf16, fp16, fp32")
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int):
+        raise TypeError(f"accumulate={accumulate!r} is a {type(accumulate).__name__}; pass a whole number")
+    if accumulate < 1:
+        raise ValueError(f"accumulate={accumulate} is too small; pass 1 for a step on each batch, or more")
+    if max_grad_norm is not None and (isinstance(max_grad_norm, bool) or not isinstance(max_grad_norm, int | float)):
+        raise TypeError(f"max_grad_norm={max_grad_norm!r} is a {type(max_grad_norm).__name__}; pass a number, or None")
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(
+            f"max_grad_norm={max_grad_norm!r} leaves nothing of a gradient; pass a positive number, or None"
+        )
+    if nan_guard and precision == "fp16":
+        raise ValueError(
+            "nan_guard=True and precision='fp16' contradict each other: fp16 skips steps whose gradients overflow; "
+            "take bf16, or leave the guard out"
+        )
