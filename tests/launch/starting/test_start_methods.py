@@ -17,6 +17,8 @@ from unisono.launch.spawn import spawn
 from unisono.launch.starting import nursery
 from unisono.world import current_world
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import os, signal
 from pathlib import Path
