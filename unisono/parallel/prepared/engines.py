@@ -81,7 +81,7 @@ class ReplicatedEngine:
         world: of processes.
         accumulation: tells what this rank's gradients weigh.
         hook, options: as for `attach_hook`.
-        find_unused_parameters, broadcast_buffers: as for DistributedDataParallel.
+        find_unused_parameters: as for DistributedDataParallel.
     """
 
     def __init__(

@@ -3,7 +3,7 @@
 The optimizer stays the same object, so that whoever holds it, a scheduler say, steps rightly.
 
 Invariants:
-1. Gradients are reduced exactly once per step: by the backward pass, where the model's engine has begun a reduction
+1. Gradients are reduced exactly once per step: by the backward pass, where the model's engine has finished a reduction
    since the last step, and else here.
 2. While microbatches accumulate, `step` and `zero_grad` do nothing.
 3. All ranks skip a step, or none: they decide by the reduced gradients.
