@@ -1,8 +1,12 @@
-"""The three ways in which a function runs on every rank: alone, on a DataParallel's threads, in worker processes."""
+"""The three ways in which a function runs on every rank: alone, on a DataParallel's threads, in worker processes.
+
+And the family of devices on which: `pytest --backend xla` runs what goes through here on that one.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -10,10 +14,13 @@ from datetime import timedelta
 from typing import Any
 
 import cloudpickle
+import torch
 from torch import nn
 
-from unisono import DataParallel, DeviceIterator, DeviceLoader, spawn
+from unisono import DataParallel, DeviceIterator, DeviceLoader, current_world, spawn
+from unisono.tree import tree_map
 
+FAMILY = os.environ.get("UNISONO_BACKEND", "cpu")  # `pytest --backend` has put it there, for workers, too
 PATIENCE = timedelta(seconds=30)  # well inside the test's own time limit
 
 
@@ -30,25 +37,34 @@ class Mode:
     def run(self, body: Callable[[], Any]) -> list[Any]:
         """`body()` on every rank, in its world: the results by rank, or the first cause raised."""
         if self.name == "solo":
-            return [body()]
+            return [_there(body)]
         if self.name == "threads":
-            return self._replicas()(lambda *_: body(), [])
+            return self._replicas()(lambda *_: _there(body), [])
         with _by_value(body):
-            return spawn(lambda _: body(), nprocs=self.ranks, num_threads=1, backend="cpu", timeout=PATIENCE)
+            return spawn(lambda _: _there(body), nprocs=self.ranks, num_threads=1, backend=FAMILY, timeout=PATIENCE)
 
     def loop(self, body: Callable[[DeviceIterator | DeviceLoader], Any], loader: Iterable[Any]) -> list[Any]:
         """`body(device_loader)` on every rank, over the loader as that mode deals it."""
         if self.name == "threads":
-            return self._replicas()(lambda model, device_loader, *_: body(device_loader), loader)
+            return self._replicas()(lambda model, device_loader, *_: _there(lambda: body(device_loader)), loader)
         return self.run(lambda: body(DeviceLoader(loader)))
 
     def _replicas(self) -> DataParallel:
-        return DataParallel(nn.Identity(), [f"cpu:{rank}" for rank in range(self.ranks)])
+        return DataParallel(nn.Identity(), [f"{FAMILY}:{rank}" for rank in range(self.ranks)])
 
 
 SOLO = Mode("solo", 1)
 THREADS_2, THREADS_3, THREADS_4 = (Mode("threads", ranks) for ranks in (2, 3, 4))
 PROCESSES_2 = Mode("processes", 2)
+
+
+def _there(body: Callable[[], Any]) -> Any:
+    """`body()`, whose tensors and modules are made on the rank's device; what it returns, in main memory."""
+    if FAMILY == "cpu":
+        return body()
+    with current_world().device:
+        result = body()
+    return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, result)
 
 
 @contextlib.contextmanager

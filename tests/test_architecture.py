@@ -38,6 +38,8 @@ SEEN_ALL_THE_SAME = {("unisono.parallel.data_parallel", "loaders")}
 DEVICE_TYPE = re.compile(r"(cpu|cuda|mps|xla|xpu|hpu)(:\d*)?")
 DEVICE_MODULES = ("cuda", "mps", "xla", "xpu", "hpu")  # as in `torch.cuda`; `tensor.cpu()` is host memory, not a family
 NAMELESS = ("util", "utils", "helper", "helpers", "common", "core", "misc")
+MIRROR = "unisono.compat.torch_xla"  # has the modules, and reads the variables, that PyTorch/XLA's scripts know
+XLA_DOORS = ("unisono.backends.xla", "unisono.comm.xla")
 
 
 @dataclass(frozen=True)
@@ -198,7 +200,7 @@ def process_groups(module: Module) -> list[str]:
 
 
 def environment_reads(module: Module) -> list[str]:
-    if module.part in ("launch", "backends", "world"):
+    if module.part in ("launch", "backends", "world") or module.name.startswith(MIRROR):
         return []
     doors = ("os.environ", "os.environb", "os.getenv", "os.putenv")
     attributes = (node for node in ast.walk(module.tree) if isinstance(node, ast.Attribute))
@@ -239,7 +241,15 @@ def careless_threads(module: Module) -> list[str]:
     return found
 
 
+def xla_imports(module: Module) -> list[str]:
+    """torch_xla is to have a successor, which two files can then follow."""
+    taken = [each for each in imports_of(module) if each.target.split(".")[0] == "torch_xla"]
+    return [module.at(each.node, f"imports {each.target}") for each in taken if module.name not in XLA_DOORS]
+
+
 def nameless_modules(module: Module) -> list[str]:
+    if module.name.startswith(MIRROR):
+        return []
     return [f"{module.name} says nothing by its name"] if {*module.name.split(".")} & {*NAMELESS} else []
 
 
@@ -254,6 +264,7 @@ RULES: dict[str, Callable[[Module], list[str]]] = {
     "only comm and launch name execution modes": named_modes,
     "only comm, launch and world know process groups": process_groups,
     "only launch, backends and world read the environment": environment_reads,
+    "only its backend and its communicator know torch_xla": xla_imports,
     "threads have our names and module functions as bodies": careless_threads,
     "no module is a drawer for odds and ends": nameless_modules,
     "every module says what it is for": undocumented_modules,
@@ -315,6 +326,10 @@ CULPRITS: dict[str, list[tuple[str, str]]] = {
         ("unisono.report.text", "os.getenv('HOME')"),
         ("unisono.report.text", "from os import environ"),
     ],
+    "only its backend and its communicator know torch_xla": [
+        ("unisono.world", "import torch_xla"),
+        ("unisono.backends.cuda", "def f():\n    from torch_xla.core import xla_model"),
+    ],
     "threads have our names and module functions as bodies": [
         ("unisono.loaders.stages", "def body(): ...\nThread(target=body)"),
         ("unisono.loaders.stages", "def body(): ...\nthreading.Thread(target=body, name='reader')"),
@@ -343,6 +358,10 @@ INNOCENTS: dict[str, list[tuple[str, str]]] = {
     "only comm and launch name execution modes": [("unisono.world", "from unisono.comm.solo import SoloCommunicator")],
     "only comm, launch and world know process groups": [("unisono.comm.processes", "import torch.distributed as dist")],
     "only launch, backends and world read the environment": [("unisono.launch.worker", "os.environ.clear()")],
+    "only its backend and its communicator know torch_xla": [
+        ("unisono.comm.xla", "import torch_xla.core.xla_model as xm"),
+        ("unisono.world", "from unisono.compat.torch_xla.core import xla_model"),
+    ],
     "threads have our names and module functions as bodies": [
         ("unisono.loaders.stages", "def body(): ...\nname = f'unisono-transfer-{rank}'\nThread(target=body, name=name)")
     ],

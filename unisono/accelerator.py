@@ -21,6 +21,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from unisono.backends.movement import move_module
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader
 from unisono.parallel import collectives
@@ -32,6 +33,7 @@ from unisono.parallel.prepared.choices import (
     AUTOCAST,
     check_arguments,
     check_choices,
+    check_features,
     check_of,
     check_strategy,
     engine_of,
@@ -120,11 +122,12 @@ class Accelerator:
         check_choices(compile, seed, comm_hook)
         check_strategy(strategy, comm_hook, precision, max_grad_norm)
         self.world = world_on(world or current_world(), device, cpu)
+        check_features(self.world, strategy, comm_hook, precision, compile)
         self.device = self.world.device
         self._autocast = AUTOCAST.get(precision or "")
         self._scaler = GradScaler(self.device.type) if precision == "fp16" else None
         self._accumulation = Accumulation(
-            self.world, accumulate, weighs_plain=strategy != "fsdp" or not self.world.is_of_processes
+            self.world, accumulate, weighs_plain=strategy != "fsdp" or not self.world.takes_engines
         )
         self._guard = NanGuard(self.world) if nan_guard else None
         self._seed = seed
@@ -285,10 +288,10 @@ class Accelerator:
 
     def _model(self, module: nn.Module) -> PreparedModel:
         if self._places:
-            module = module.to(self.device)
+            module = move_module(module, self.device)
         if self._sync_batchnorm:
             module = synchronize_batch_norm(module, self.world, self._accumulation.unit)
-        if self.world.world_size > 1 and not (self.world.is_of_processes and self._strategy != "fsdp"):
+        if self.world.world_size > 1 and not (self.world.takes_engines and self._strategy != "fsdp"):
             broadcast_parameters(module, world=self.world)
         if self._guard is not None:
             self._guard.watch(module)
@@ -308,9 +311,12 @@ class Accelerator:
             seed_all(seed)
         else:
             torch.manual_seed(seed)
+        state = self.world.backend.seeded_state(seed, self.device)
+        if state is not None:
+            self.world.backend.set_rng_state(state, self.device)
 
     def _optimizer(self, optimizer: Optimizer) -> Optimizer:
-        if self._strategy == "zero1" and self.world.is_of_processes and self.world.world_size > 1:
+        if self._strategy == "zero1" and self.world.takes_engines:
             return shard_optimizer(optimizer, self.world)
         return optimizer
 

@@ -1,17 +1,26 @@
 """Every seam of the package on one page: what a device family and an execution mode must be able to do.
 
-`Backend` is one family of devices (cpu, cuda, mps). `Communicator` is one way for ranks to meet (alone, as threads, as
-processes). They are never multiplied: a `World` joins one of each, and everything above works on the two Protocols.
-`tests/contract/` checks each sentence here against every implementation.
+`Backend` is one family of devices (cpu, cuda, mps, xla). `Communicator` is one way for ranks to meet (alone, as
+threads, as processes). They are never multiplied: a `World` joins one of each, and everything above works on the two
+Protocols. `tests/contract/` checks each sentence here against every implementation.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
 ReduceOp = Literal["sum", "mean", "min", "max", "product"]
+
+Transport = Literal["torch", "host", "runtime"]
+"""How tensors of a family come together: by torch's own operations on them; as copies in main memory; or by the
+collectives of the family's runtime."""
+
+Feature = Literal["compile", "fp16", "process_group"]
+"""What a family may lack: `torch.compile`; float16 with a loss scaler; process groups that take its tensors, and with
+them DistributedDataParallel, FSDP2 and sharded optimizers."""
 
 
 @runtime_checkable
@@ -28,8 +37,17 @@ class Backend(Protocol):
     """Whether moving a batch is work worth a thread of its own. Where not, `to_device` is called on the thread that
     loads, needs no `activate`, and gives a batch that lies in main memory back as it is, with None as its token."""
 
+    is_lazy: bool
+    """Whether it records work until `mark_step`, and then runs it whole. Reading a value in between costs a graph."""
+
     def is_available(self) -> bool:
         """Whether at least one device of the family can be used here."""
+
+    def unavailable_reason(self) -> str:
+        """Why none can, and the way out, in words; "" where there is nothing to say but that there is none."""
+
+    def is_accelerated(self) -> bool:
+        """Whether its devices here are faster than the CPU that every machine has."""
 
     def device_count(self) -> int:
         """The number of devices that "all of them" means; 0 where there is none."""
@@ -39,6 +57,18 @@ class Backend(Protocol):
 
     def activate(self, device: torch.device) -> None:
         """Make it the calling thread's device, before that thread's first work on it."""
+
+    def check_workers(self, count: int) -> None:
+        """Refuse more workers on this machine, each a process, than there are devices for. ValueError."""
+
+    def enter_worker(self, local_rank: int, local_world_size: int) -> torch.device:
+        """In a process that one rank has to itself, before its first work: its device, which is activated."""
+
+    def thread_transport(self, devices: Sequence[torch.device]) -> Transport:
+        """How threads of this process, each on one of these devices, bring their tensors together."""
+
+    def process_transport(self) -> Transport:
+        """How processes do, each on a device of the family."""
 
     def to_device(self, batch: Any, device: torch.device) -> tuple[Any, Any]:
         """Start moving a batch: the batch on the device, and a token to wait for. The source is never modified.
@@ -62,8 +92,17 @@ class Backend(Protocol):
     def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
         """Restore what `rng_state` gave."""
 
+    def seeded_state(self, seed: int, device: torch.device) -> torch.Tensor | None:
+        """What `rng_state` gives behind that seed; None where the device draws from the CPU's generator."""
+
     def memory(self, device: torch.device) -> int:
         """Bytes in use: allocated on an accelerator, resident in this process on a CPU."""
+
+    def counters(self) -> dict[str, int]:
+        """What the family's runtime has counted in this process, by names such as "compilations"; often nothing."""
+
+    def unsupported_reason(self, feature: Feature) -> str | None:
+        """Why the family lacks the feature, and what to do instead, in words; None where it has it."""
 
 
 @runtime_checkable

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from unisono.backends import backend_of_group, get_backend, pick_backend
+from unisono.comm.fitting import process_communicator, seat_of, thread_communicators
 from unisono.comm.processes import ProcessCommunicator
 from unisono.comm.solo import SoloCommunicator
 from unisono.comm.threads import ThreadCommunicator
@@ -58,7 +59,12 @@ class World:
     @property
     def is_of_processes(self) -> bool:
         """Whether each rank has a process to itself, and torch's process group joins them."""
-        return isinstance(self.comm, ProcessCommunicator)
+        return isinstance(seat_of(self.comm), ProcessCommunicator)
+
+    @property
+    def takes_engines(self) -> bool:
+        """Whether torch's own engines can reduce among the ranks: several processes, and tensors that a group takes."""
+        return self.world_size > 1 and self.is_of_processes and self.backend.unsupported_reason("process_group") is None
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.world_size}, {self.device}, {this_process()}, restart {self.restart_count}"
@@ -158,10 +164,11 @@ def thread_worlds(
 ) -> list[World]:
     """One world per device, for threads of this process that meet one another."""
     size = len(devices)
+    backends = [get_backend(device.type) for device in devices]
     return [
         World(
             device=device,
-            backend=get_backend(device.type),
+            backend=backend,
             comm=comm,
             rank=rank,
             world_size=size,
@@ -169,16 +176,16 @@ def thread_worlds(
             local_world_size=size,
             timeline=timelines[rank] if timelines else Timeline(),
         )
-        for rank, (device, comm) in enumerate(
-            zip(devices, ThreadCommunicator.group(size, timeout), strict=True),
+        for rank, (device, backend, comm) in enumerate(
+            zip(devices, backends, thread_communicators(devices, backends, timeout), strict=True),
         )
     ]
 
 
 def meet_anew(worlds: list[World]) -> None:
     """Let the threads of these worlds, which have all ended, meet as if for the first time."""
-    seats = [world.comm for world in worlds if isinstance(world.comm, ThreadCommunicator)]
-    if seats:
+    found = [seat_of(world.comm) for world in worlds]
+    if seats := [seat for seat in found if isinstance(seat, ThreadCommunicator)]:
         ThreadCommunicator.meet_anew(seats)
 
 
@@ -186,16 +193,16 @@ def _adopted_world() -> World:
     """The world of a process whose default process group somebody else has initialised, torchrun's script for one."""
     local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
     backend = backend_of_group(dist.get_backend_config())
-    device = backend.device(local_rank)
-    backend.activate(device)
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    device = backend.enter_worker(local_rank, local_world_size)
     return World(
         device=device,
         backend=backend,
-        comm=ProcessCommunicator(device, owns_group=False),
+        comm=process_communicator(backend, device, owns_group=False),
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
         local_rank=local_rank,
-        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
+        local_world_size=local_world_size,
         node_rank=int(os.environ.get("GROUP_RANK", 0)),
         restart_count=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
     )

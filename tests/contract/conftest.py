@@ -13,14 +13,17 @@ from typing import Any
 
 import cloudpickle
 import pytest
+import torch
 from door import Door
+from modes import FAMILY
 
+from unisono.backends import get_backend
 from unisono.comm.solo import SoloCommunicator
-from unisono.comm.threads import ThreadCommunicator
 from unisono.launch.spawn import spawn
 from unisono.outcome import Outcome, first_cause
 from unisono.protocols import Communicator
-from unisono.world import current_world
+from unisono.tree import tree_map
+from unisono.world import World, current_world, thread_worlds
 
 Body = Callable[[Communicator], Any]
 
@@ -54,12 +57,12 @@ class Ranks:
         if self.mode == "threads":
             return _run_threads(body, self.size, timeout)
         return spawn(
-            lambda index: body(current_world().comm),
+            lambda index: _there(body, current_world()),
             nprocs=self.size,
             num_threads=1,
             checked=checked,
             timeout=timeout,
-            backend="cpu",
+            backend=FAMILY,
         )
 
 
@@ -111,21 +114,29 @@ def door(tmp_path: Path) -> Door:
     return Door.at(tmp_path / "door")
 
 
+def _there(body: Body, world: World) -> Any:
+    """`body(comm)`, whose tensors are made on the rank's device; what it returns, in main memory."""
+    if FAMILY == "cpu":
+        return body(world.comm)
+    world.backend.activate(world.device)
+    with world.device:
+        result = body(world.comm)
+    return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, result)
+
+
 def _run_threads(body: Body, size: int, timeout: timedelta) -> list[Any]:
     outcomes: dict[int, Outcome[Any]] = {}
 
-    def replica(comm: Communicator) -> None:
-        outcome = Outcome.capture(body, comm)
+    def replica(world: World) -> None:
+        outcome = Outcome.capture(_there, body, world)
         if outcome.error is None:
-            comm.leave()
+            world.comm.leave()
         else:
-            comm.abort(outcome.error)
-        outcomes[comm.rank] = outcome
+            world.comm.abort(outcome.error)
+        outcomes[world.rank] = outcome
 
-    threads = [
-        threading.Thread(target=replica, args=(comm,), name=f"rank-{comm.rank}")
-        for comm in ThreadCommunicator.group(size, timeout)
-    ]
+    worlds = thread_worlds([get_backend(FAMILY).device(rank) for rank in range(size)], timeout=timeout)
+    threads = [threading.Thread(target=replica, args=(world,), name=f"rank-{world.rank}") for world in worlds]
     for thread in threads:
         thread.start()
     for thread in threads:

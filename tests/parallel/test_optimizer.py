@@ -439,23 +439,27 @@ def test_it_passes_the_arguments_on_and_returns_what_step_returns(mode):
 
 
 class Counting(CpuBackend):
-    """A family that counts the ends of steps."""
+    """A family that counts the ends of steps, and who waits for the device."""
 
     steps = 0
+    waits = 0
 
     def mark_step(self, device: torch.device) -> None:
         self.steps += 1
 
+    def synchronize(self, device: torch.device) -> None:
+        self.waits += 1
 
-def test_a_barrier_ends_the_devices_step_once():
+
+def test_a_step_ends_the_devices_step_once_and_a_barrier_waits_for_it():
     world = dataclasses.replace(solo_world(), backend=Counting())
     network = model()
     network(torch.ones(1, 5).double()).sum().backward()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     optimizer_step(optimizer, world=world)
-    assert world.backend.steps == 0
+    assert (world.backend.steps, world.backend.waits) == (1, 0)
     optimizer_step(optimizer, barrier=True, world=world)
-    assert world.backend.steps == 1
+    assert (world.backend.steps, world.backend.waits) == (2, 1)
 
 
 def test_steps_are_counted_and_timed():

@@ -6,6 +6,7 @@ To add one: write `foo.py` beside this file, end it with `backend_class = FooBac
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
@@ -14,8 +15,11 @@ import torch
 
 from unisono.protocols import Backend
 
-NAMES = ("cuda", "mps", "cpu")
+NAMES = ("cuda", "mps", "xla", "cpu")
 """In the order in which `pick_backend` tries them: accelerators first, cpu last."""
+
+CHOICE = "UNISONO_BACKEND"
+"""The environment variable that names the family to pick where a program names none."""
 
 CPU = "cpu"
 """The family that every machine has."""
@@ -35,33 +39,42 @@ def get_backend(name: str) -> Backend:
 
 
 def pick_backend(name: str | None = None) -> Backend:
-    """The family of that name, or the first of `NAMES` that is available.
+    """The family of that name, else that of `UNISONO_BACKEND`, else the first accelerator of `NAMES`, else the CPU.
 
     Raises:
         ValueError: the family does not exist or has no device here; the message lists what has.
     """
+    name = name or os.environ.get(CHOICE) or None
     if name is None:
-        return next(backend for backend in map(get_backend, NAMES) if backend.is_available())
+        here = (backend for backend in map(get_backend, NAMES) if backend.is_available() and backend.is_accelerated())
+        return next(here, get_backend(CPU))
     backend = get_backend(name)
     if not backend.is_available():
-        raise ValueError(f"backend {name!r} has no device on this machine; it has {', '.join(available_devices())}")
+        reason = backend.unavailable_reason()
+        raise ValueError(
+            f"backend {name!r} has no device on this machine{f': {reason}' if reason else ''}; it has "
+            f"{', '.join(available_devices())}"
+        )
     return backend
 
 
 def backend_of_group(config: str) -> Backend:
     """The first available family whose tensors a process group reduces, as `dist.get_backend_config()` describes it.
 
-    A group of gloo alone means the CPU, also where there is an accelerator.
+    A group of gloo alone means the CPU, also where there is an accelerator, unless `UNISONO_BACKEND` names another one.
     """
+    if os.environ.get(CHOICE):
+        return pick_backend()
     pairs = config.split(",")
     here = [backend for backend in map(get_backend, NAMES) if backend.is_available()]
-    return next((each for each in here if f"{each.name}:{each.process_group_backend}" in pairs), here[0])
+    fitting = (each for each in here if f"{each.name}:{each.process_group_backend}" in pairs)
+    return next(fitting, None) or pick_backend()
 
 
 def available_devices() -> list[str]:
     """Every device that exists here, as strings, in the order of `NAMES`."""
     return [
-        str(backend.device(index))
+        f"{backend.name}:{index}"
         for backend in map(get_backend, NAMES)
         if backend.is_available()
         for index in range(backend.device_count())

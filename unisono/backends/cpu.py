@@ -12,16 +12,20 @@ from typing import Any
 import psutil
 import torch
 
+from unisono.backends.eager import EagerBackend
 from unisono.tree import flat_tensors, tree_map
 
 
-class CpuBackend:
+class CpuBackend(EagerBackend):
     name = "cpu"
     process_group_backend = "gloo"
     moves_in_background = False
 
     def is_available(self) -> bool:
         return True
+
+    def is_accelerated(self) -> bool:
+        return False
 
     def device_count(self) -> int:
         text = os.environ.get("CPU_NUM_DEVICES", "1")
@@ -50,14 +54,14 @@ class CpuBackend:
     def synchronize(self, device: torch.device) -> None:
         pass
 
-    def mark_step(self, device: torch.device) -> None:
-        pass
-
     def rng_state(self, device: torch.device) -> torch.Tensor:
         return torch.get_rng_state()
 
     def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
         torch.set_rng_state(state)
+
+    def seeded_state(self, seed: int, device: torch.device) -> torch.Tensor | None:
+        return None
 
     def memory(self, device: torch.device) -> int:
         return int(psutil.Process().memory_info().rss)

@@ -23,6 +23,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from unisono.backends import check_index
+from unisono.backends.eager import EagerBackend
 from unisono.backends.movement import send
 from unisono.tree import leaves, nbytes, tree_map
 
@@ -35,7 +36,7 @@ class _Ready(NamedTuple):
     device: torch.device
 
 
-class CudaBackend:
+class CudaBackend(EagerBackend):
     name = "cuda"
     process_group_backend = "nccl"
     moves_in_background = True
@@ -77,9 +78,6 @@ class CudaBackend:
 
     def synchronize(self, device: torch.device) -> None:
         torch.cuda.synchronize(device)
-
-    def mark_step(self, device: torch.device) -> None:
-        pass
 
     def rng_state(self, device: torch.device) -> torch.Tensor:
         return torch.cuda.get_rng_state(device)

@@ -1,4 +1,4 @@
-"""What moves with a batch: the leaves that have a place, and how one is sent."""
+"""What moves, and how: the leaves of a batch that have a place, and a module whose weights are tied."""
 
 from __future__ import annotations
 
@@ -18,3 +18,27 @@ def send(leaf: Any, device: torch.device, non_blocking: bool = False) -> Any:
     if callable(getattr(leaf, "to", None)) and not isinstance(leaf, torch.nn.Module | type):
         return leaf.to(device)  # a module would move in place, and a batch is never modified
     return leaf
+
+
+def move_module(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """`module.to(device)`, which returns the module; parameters and buffers that are one stay one.
+
+    On devices whose tensors are of another make (xla, meta) torch puts a new parameter in place of each that it finds,
+    and so two in place of one that is found twice.
+    """
+    ties: dict[int, list[str]] = {}
+    for named in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
+        for name, tensor in named:
+            ties.setdefault(id(tensor), []).append(name)
+    module.to(device)
+    for first, *others in ties.values():
+        for name in others:
+            owner, _, own_name = name.rpartition(".")
+            setattr(module.get_submodule(owner), own_name, _found(module, first))
+    return module
+
+
+def _found(module: torch.nn.Module, name: str) -> torch.Tensor:
+    owner, _, own_name = name.rpartition(".")
+    found: torch.Tensor = getattr(module.get_submodule(owner), own_name)
+    return found

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from unisono.backends import check_index
+from unisono.backends.eager import EagerBackend
 from unisono.backends.movement import send
 from unisono.tree import tree_map
 
 logger = logging.getLogger(__name__)
 
 
-class MpsBackend:
+class MpsBackend(EagerBackend):
     name = "mps"
     process_group_backend = "gloo"
     moves_in_background = True
@@ -43,9 +44,6 @@ class MpsBackend:
 
     def synchronize(self, device: torch.device) -> None:
         torch.mps.synchronize()
-
-    def mark_step(self, device: torch.device) -> None:
-        pass
 
     def rng_state(self, device: torch.device) -> torch.Tensor:
         return torch.mps.get_rng_state()

@@ -50,7 +50,7 @@ class ThreadCommunicator:
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
         check_reduction(tensor, op)
         call = Call.on("all_reduce", tensor, op)
-        begun = self._exchange(call, tensor, lambda all_: all_reduction(all_, op))
+        begun = self.meet(call, tensor, lambda all_: all_reduction(all_, op))
         if isinstance(begun, SharedFold):
             self._work(call, begun.work)
         elif begun is not None:
@@ -61,7 +61,7 @@ class ThreadCommunicator:
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         check_tensor(tensor, "all_gather")
         call = Call.on("all_gather", tensor)
-        shown = self._exchange(call, tensor, lambda all_: _shown(all_) or [each.clone() for each in all_])
+        shown = self.meet(call, tensor, lambda all_: _shown(all_) or [each.clone() for each in all_])
         if isinstance(shown, _Shown):
             return self._work(call, lambda: [each.detach().clone() for each in shown])
         return [each.to(tensor.device, copy=True) for each in shown]
@@ -71,7 +71,7 @@ class ThreadCommunicator:
         check_reduction(tensor, op, "reduce_scatter")
         check_scatter(tensor, self.size)
         call = Call.on("reduce_scatter", tensor, op)
-        found = self._exchange(call, tensor, lambda all_: _shown(all_) or fold(all_, op))
+        found = self.meet(call, tensor, lambda all_: _shown(all_) or fold(all_, op))
         if isinstance(found, _Shown):
             return self._work(call, lambda: fold([each.chunk(self.size)[self.rank] for each in found], op))
         part: torch.Tensor = found.chunk(self.size)[self.rank]
@@ -82,22 +82,22 @@ class ThreadCommunicator:
         check_tensor(tensor, "broadcast")
         check_root(root, self.size)
         call = Call.on("broadcast", tensor, root)
-        found = self._exchange(call, tensor, lambda all_: _shown(all_) or all_[root].clone())
+        found = self.meet(call, tensor, lambda all_: _shown(all_) or all_[root].clone())
         if isinstance(found, _Shown):
             self._work(call, lambda: tensor if self.rank == root else tensor.copy_(found[root]))
             return tensor
         return tensor.copy_(found)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        return [unpack(data) for data in self._exchange(Call("all_gather_object"), pack(value), list)]
+        return [unpack(data) for data in self.meet(Call("all_gather_object"), pack(value), list)]
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         check_root(root, self.size)
         data = pack(value) if self.rank == root else None
-        return unpack(self._exchange(Call("broadcast_object", argument=root), data, lambda all_: all_[root]))
+        return unpack(self.meet(Call("broadcast_object", argument=root), data, lambda all_: all_[root]))
 
     def barrier(self) -> None:
-        self._exchange(Call("barrier"), None, lambda all_: None)
+        self.meet(Call("barrier"), None, lambda all_: None)
 
     def abort(self, cause: BaseException) -> None:
         self._meeting.abort(cause, self.rank)
@@ -105,7 +105,8 @@ class ThreadCommunicator:
     def leave(self) -> None:
         self._meeting.leave(self.rank)
 
-    def _exchange(self, call: Call, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
+    def meet(self, call: Call, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
+        """Hand in `value` and return what the last thread to come makes of all: as `Meeting.exchange`."""
         if not compiling.is_inside:
             return self._meeting.exchange(self.rank, call, value, combine)
         with compiling.outside():
@@ -118,7 +119,7 @@ class ThreadCommunicator:
         except BaseException as error:
             self.abort(error)
             raise
-        self._exchange(call, None, lambda all_: None)
+        self.meet(call, None, lambda all_: None)
         return result
 
 

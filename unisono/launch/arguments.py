@@ -40,7 +40,7 @@ def check_nprocs(nprocs: int | None, family: Backend) -> int:
         return family.device_count()
     check_count(nprocs, "nprocs", 1, "pass a number from 1 on, or None for all devices")
     try:
-        family.device(nprocs - 1)
+        family.check_workers(nprocs)
     except ValueError as error:
         raise ValueError(f"nprocs={nprocs} needs as many devices: {error}") from None
     return nprocs

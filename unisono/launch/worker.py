@@ -35,7 +35,7 @@ import torch.utils.data  # here, so that every fork has it
 
 from unisono import preemption
 from unisono.backends import get_backend
-from unisono.comm.processes import ProcessCommunicator
+from unisono.comm.fitting import process_communicator
 from unisono.errors import StoppedError, UnisonoError, UnpicklableError, WorkerDiedError
 from unisono.launch.pulse import beating
 from unisono.launch.reports import Kind, Reporter
@@ -241,10 +241,9 @@ def _join_world(job: Job, rank: int) -> World:
     if job.cores is not None:
         os.sched_setaffinity(0, job.cores[rank])  # before there are threads, which inherit it
     backend = get_backend(job.backend)
-    device = backend.device(rank)
-    backend.activate(device)
     torch.set_num_threads(job.num_threads)
     torch.set_rng_state(torch.frombuffer(bytearray(job.rng_state), dtype=torch.uint8))
+    device = backend.enter_worker(rank, job.nprocs)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # for what the worker starts; this process has read them
         os.environ.setdefault(name, str(job.num_threads))
     with _explained(rank):
@@ -252,7 +251,7 @@ def _join_world(job: Job, rank: int) -> World:
         dist.init_process_group(
             backend.process_group_backend, store=store, rank=rank, world_size=job.nprocs, timeout=job.timeout
         )
-        comm = ProcessCommunicator(device, store, job.is_checked)
+        comm = process_communicator(backend, device, store, job.is_checked)
         comm.barrier()  # or a rank whose fn is short would leave while a slow one still connects to it
     return World(
         device=device,

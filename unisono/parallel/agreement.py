@@ -155,8 +155,9 @@ def _first_difference(named: Mapping[str, torch.Tensor], world: World) -> _Diffe
     """Compare the tensors of all ranks; a collective."""
     if world.comm.size == 1 or _all_agree(named, world):
         return None
+    named = _read(named, world)
     own = [
-        (name, _form(tensor), int(fingerprint([tensor], world.device)), _sum(tensor)) for name, tensor in named.items()
+        (name, _form(tensor), int(fingerprint([tensor], _place(world))), _sum(tensor)) for name, tensor in named.items()
     ]
     everyone = world.comm.all_gather_object(own)
     total = max(map(len, everyone))
@@ -172,9 +173,21 @@ def _first_difference(named: Mapping[str, torch.Tensor], world: World) -> _Diffe
 
 def _all_agree(named: Mapping[str, torch.Tensor], world: World) -> bool:
     forms = zlib.crc32(repr([(name, _form(tensor)) for name, tensor in named.items()]).encode())
-    own = fingerprint(list(named.values()), world.device) ^ forms
+    own = fingerprint(list(_read(named, world).values()), _place(world)) ^ forms
     least, negated_greatest = world.comm.all_reduce(torch.stack([own, -own]), "min").tolist()
     return bool(least == -negated_greatest)
+
+
+def _place(world: World) -> torch.device:
+    """Where fingerprints are computed: on the device, unless it compiles a graph for each shape."""
+    return torch.default_generator.device if world.backend.is_lazy else world.device
+
+
+def _read(named: Mapping[str, torch.Tensor], world: World) -> Mapping[str, torch.Tensor]:
+    """The tensors where fingerprints are computed."""
+    if not world.backend.is_lazy:
+        return named
+    return {name: tensor.detach().cpu() for name, tensor in named.items()}
 
 
 def _form(tensor: torch.Tensor) -> str:

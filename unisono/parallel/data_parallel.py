@@ -24,6 +24,7 @@ from torch import nn
 
 from unisono.backends import pick_backend, resolve_device, resolve_devices
 from unisono.backends.cores import fair_num_threads, kept_num_threads
+from unisono.backends.movement import move_module
 from unisono.errors import BusyError
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.parallel_loader import ParallelLoader
@@ -83,7 +84,7 @@ class DataParallel:
                 family = pick_backend()
                 device_ids = [family.device(index) for index in range(family.device_count())]
             resolved = resolve_devices(device_ids)
-            self.models = [copy.deepcopy(module).to(device) for _, device in resolved]
+            self.models = [move_module(copy.deepcopy(module), device) for _, device in resolved]
         self.devices = [str(device) for _, device in resolved]
         self._resolved = resolved
         self._contexts = [Context(device) for _, device in resolved]

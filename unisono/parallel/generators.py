@@ -26,7 +26,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -74,10 +74,7 @@ class ReplicaGenerators:
         self.cpu = torch.Generator().manual_seed(seed)
         self._backend = backend
         self._device = device
-        self._state: torch.Tensor | None = None
-        if device.type != self.cpu.device.type:
-            with suppress(RuntimeError):  # a family without generators that one can make
-                self._state = torch.Generator(device).manual_seed(seed).get_state()
+        self._state = backend.seeded_state(seed, device)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:

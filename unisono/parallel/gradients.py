@@ -8,8 +8,9 @@ so each rank scales its gradient by its share n_r / N and the sum over the ranks
 was dealt. Where no share is known, it is the plain mean over the ranks, n_r / N = 1 / size. For gradients that weigh
 something else already, `weights.py` has the factor.
 
-Gradients travel in flat buckets, one reduction each. The first bucket carries a few numbers more: how many batches each
-rank took and of which round, the shares, whose sum must be 1, and which parameters have a gradient. So ranks that stand
+Gradients travel in flat buckets, one reduction each. The first bucket carries a few numbers more (on lazy devices they
+go before it, from main memory): how many batches each rank took and of which round, the shares, whose sum must be 1,
+and which parameters have a gradient. So ranks that stand
 in different rounds are found out, and a parameter without a gradient on some ranks counts as zero there and is never
 paired with another one.
 """
@@ -64,16 +65,17 @@ def reduce_gradients(
             check_presence(parameters)
         return
     factor = part_of(share, world) if factor is None else factor
-    size = world.comm.size
     notes = [*_notes(share, world), *(float(parameter.grad is not None) for parameter in parameters)]
-    for number, bucket in enumerate(_buckets(parameters)):
-        flat = _flatten(bucket, factor, notes if number == 0 else [])
+    present: set[int] = set()
+    if world.backend.is_lazy:  # to read them from a bucket would cut a graph
+        present = _told(world.comm.all_reduce(torch.tensor(notes)), parameters, world)
+        notes = []
+    for bucket in _buckets(parameters):
+        flat = _flatten(bucket, factor, notes)
         world.comm.all_reduce(flat)
-        if number == 0:
-            flat, summed = flat[: -len(notes)], flat[-len(notes) :].real if flat.is_complex() else flat[-len(notes) :]
-            counts = summed.tolist()
-            _check_shares(counts[:size], counts[size : 2 * size], counts[2 * size], flat.dtype)
-            present = _present(parameters, counts[2 * size + 1 :], world)
+        if notes:
+            present = _told(flat[-len(notes) :], parameters, world)
+            flat, notes = flat[: -len(notes)], []
         _unflatten(flat, bucket, present)
     if not is_part:
         check_presence(parameters)
@@ -136,6 +138,14 @@ def _notes(share: Share | None, world: World) -> list[float]:
 def part_of(share: Share | None, world: World) -> float:
     """What this rank's gradient, or loss, weighs in the sum over the ranks."""
     return share.part if share else 1 / world.comm.size
+
+
+def _told(summed: torch.Tensor, parameters: Sequence[torch.Tensor], world: World) -> set[int]:
+    """Look at the notes, summed over the ranks: the parameters that have a gradient somewhere, by identity."""
+    size = world.comm.size
+    counts = (summed.real if summed.is_complex() else summed).tolist()
+    _check_shares(counts[:size], counts[size : 2 * size], counts[2 * size], summed.dtype)
+    return _present(parameters, counts[2 * size + 1 :], world)
 
 
 def _present(parameters: Sequence[torch.Tensor], counts: list[float], world: World) -> set[int]:

@@ -44,7 +44,7 @@ def optimizer_step(
 
     Args:
         optimizer: over the same parameters, in the same order, on each rank.
-        barrier: end the device's step here; lazy devices need it where no loader of this package does it.
+        barrier: wait until the device has done the step. A lazy one begins with it in any case.
         optimizer_args: keyword arguments of `optimizer.step`. A "closure" is called by it, on every rank, and its
             gradients and its loss are reduced each time.
         weight: what this rank's loss is the mean over, where that is not its samples: the tokens that count, say. For
@@ -89,8 +89,9 @@ def _step(
             reduce_gradients(parameters, world, share, factor)
     with track.span(STEP):
         result = optimizer.step(**arguments)
+        world.backend.mark_step(world.device)
         if barrier:
-            world.backend.mark_step(world.device)
+            world.backend.synchronize(world.device)
     track.count("steps")
     return result
 

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from unisono import preemption
 from unisono.backends import pick_backend
 from unisono.backends.cores import fair_num_threads
+from unisono.comm.fitting import process_communicator, seat_of
 from unisono.comm.processes import ProcessCommunicator
 from unisono.errors import StoppedError
 from unisono.launch.hosts.addresses import address_towards, interface_of
@@ -120,8 +121,9 @@ def run_announced(
 
 
 def _returning_together(world: World, timeout: timedelta) -> AbstractContextManager[None]:
-    if isinstance(world.comm, ProcessCommunicator):
-        return returning_together(world.comm, timeout)
+    seat = seat_of(world.comm)
+    if isinstance(seat, ProcessCommunicator):
+        return returning_together(seat, timeout)
     return contextlib.nullcontext()
 
 
@@ -161,8 +163,7 @@ def _depart_at_exit(world: World) -> None:
 
 def _join(place: Place, backend: Backend, timeout: timedelta, is_checked: bool) -> World:
     global _store
-    device = backend.device(place.local_rank)
-    backend.activate(device)
+    device = backend.enter_worker(place.local_rank, place.local_world_size)
     if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it
         torch.set_num_threads(fair_num_threads(place.local_world_size))
     try:
@@ -175,7 +176,7 @@ def _join(place: Place, backend: Backend, timeout: timedelta, is_checked: bool) 
             world_size=place.world_size,
             timeout=timeout,
         )
-        comm = ProcessCommunicator(device, _store, is_checked)
+        comm = process_communicator(backend, device, _store, is_checked)
         comm.barrier()  # or a rank that is done soon would leave while a slow one still connects to it
     except RuntimeError as error:
         error.add_note(

@@ -15,6 +15,7 @@ from unisono.parallel.prepared.engines import Engine, LateEngine, ReplicatedEngi
 from unisono.parallel.strategies.hooks import hook_names
 from unisono.parallel.strategies.sharded import check_shardable
 from unisono.parallel.strategies.zero import check_divisible
+from unisono.protocols import Feature
 from unisono.world import World, solo_world
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -45,6 +46,24 @@ def check_strategy(
             )
 
 
+def check_features(world: World, strategy: str, hook: str | None, precision: str | None, compile: Any) -> None:
+    """Refuse what the world's devices lack.
+
+    Raises:
+        ValueError: the message tells what to do instead.
+    """
+    asked: dict[str, tuple[Feature, bool]] = {
+        f"strategy={strategy!r}": ("process_group", world.is_of_processes and strategy != "ddp"),
+        f"comm_hook={hook!r}": ("process_group", world.is_of_processes and hook is not None),
+        f"precision={precision!r}": ("fp16", precision == "fp16"),
+        "compile": ("compile", compile is not False),
+    }
+    for what, (feature, is_asked) in asked.items():
+        reason = world.backend.unsupported_reason(feature) if is_asked else None
+        if reason is not None:
+            raise ValueError(f"{what} does not go with {world.device}: {reason}")
+
+
 def check_of(strategy: str, world: World) -> Callable[[nn.Module | torch.optim.Optimizer], None]:
     """What raises where a model, or an optimizer, does not suit the strategy, before anything is changed.
 
@@ -52,7 +71,7 @@ def check_of(strategy: str, world: World) -> Callable[[nn.Module | torch.optim.O
     """
 
     def check(each: nn.Module | torch.optim.Optimizer) -> None:
-        if world.world_size == 1 or not world.is_of_processes:
+        if not world.takes_engines:
             return
         if strategy == "fsdp":
             check_shardable(each)
@@ -72,10 +91,10 @@ def engine_of(
 ) -> Callable[[nn.Module], Engine]:
     """What makes the engine of a model.
 
-    In a world of one, among threads, and where a model trains nothing, there is nothing that torch's engines could do:
-    the step reduces.
+    In a world of one, among threads, on devices that process groups do not serve, and where a model trains nothing,
+    there is nothing that torch's engines could do: the step reduces.
     """
-    if world.world_size == 1 or not world.is_of_processes:
+    if not world.takes_engines:
         return LateEngine
     if strategy == "fsdp":
         return lambda module: ShardedEngine(module, world, accumulation, find_unused_parameters)

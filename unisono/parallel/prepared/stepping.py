@@ -123,6 +123,7 @@ class Stepper:
                     closure = self._reducing(closure)
             with track.span(STEP):
                 result = self._step(closure, arguments)
+                self._world.backend.mark_step(self._world.device)
         finally:  # whether it was taken or has failed, zero_grad() is next
             self._close()
         for engine in self._engines:

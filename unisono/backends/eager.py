@@ -1,0 +1,54 @@
+"""What the families have in common whose devices compute at once, by torch's own means: cpu, cuda, mps."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+from unisono.protocols import Feature, Transport
+
+
+class EagerBackend(ABC):
+    """The part of a `Backend` that an eager family need not tell."""
+
+    is_lazy = False
+
+    @abstractmethod
+    def device(self, index: int) -> torch.device: ...
+
+    @abstractmethod
+    def activate(self, device: torch.device) -> None: ...
+
+    def unavailable_reason(self) -> str:
+        return ""
+
+    def is_accelerated(self) -> bool:
+        return True
+
+    def check_workers(self, count: int) -> None:
+        self.device(count - 1)
+
+    def enter_worker(self, local_rank: int, local_world_size: int) -> torch.device:
+        device = self.device(local_rank)
+        self.activate(device)
+        return device
+
+    def thread_transport(self, devices: Sequence[torch.device]) -> Transport:
+        return "torch"
+
+    def process_transport(self) -> Transport:
+        return "torch"
+
+    def mark_step(self, device: torch.device) -> None:  # noqa: B027 - nothing to do, in each of them
+        pass
+
+    def seeded_state(self, seed: int, device: torch.device) -> torch.Tensor | None:
+        return torch.Generator(device).manual_seed(seed).get_state()
+
+    def counters(self) -> dict[str, int]:
+        return {}
+
+    def unsupported_reason(self, feature: Feature) -> str | None:
+        return None

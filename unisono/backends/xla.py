@@ -1,0 +1,261 @@
+"""The XLA family, through torch_xla: TPUs, and virtual devices on the CPU. Devices record work and compile it whole.
+
+A thread's operations on its device are recorded until `mark_step` cuts the graph, compiles it where it is new, and runs
+it. Threads that come with the same graph compile it once: they cut one after the other, and all but the first find it
+compiled. No graph holds a collective (the communicator runs each in one of its own), so cutting waits for no peer.
+
+On the CPU there are `CPU_NUM_DEVICES` devices. Where that is unset there are as many as were asked for before the first
+use. The runtime reads its settings at its first use, once for the process: `runtime` puts them into the environment and
+refuses what is too late, and what would change the results in silence.
+
+*Threads:* each device belongs to one computing thread at a time; others may move batches to it.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib.metadata
+import importlib.util
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import psutil
+import torch
+
+from unisono.backends import check_index
+from unisono.backends.movement import send
+from unisono.errors import UnisonoError
+from unisono.protocols import Feature, Transport
+from unisono.randomness import seed_of
+from unisono.tree import tree_map
+
+_CPU, _TPU = "CPU", "TPU"  # what PJRT_DEVICE says
+
+_SETTINGS = {
+    # Else a pool thread that has launched one device's collective makes another device wait for it.
+    "PJRT_CPU_ASYNC_CLIENT": "0",
+    # Each collective occupies a thread of the pool until all devices have come to it.
+    "XLA_THREAD_POOL_SIZE": "64",
+    # Else 0 and 1 become constants of the graph, so that a factor's value decides whether it is compiled anew.
+    "XLA_NO_SPECIAL_SCALARS": "1",
+}
+"""What virtual devices on the CPU need, and the reasons; facts about torch_xla 2.9."""
+
+_NARROWING = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_FP16", "XLA_DOWNCAST_FP16", "XLA_USE_32BIT_LONG")
+"""Modes that keep the type's name and not its precision."""
+
+_LACKS: dict[Feature, str] = {
+    "compile": "XLA compiles every step by itself; leave compile out",
+    "fp16": "XLA devices compute in bfloat16, which needs no loss scaler; take precision='bf16'",
+    "process_group": "process groups take no XLA tensors: gloo leaves them as they are, without an error; take "
+    "strategy='ddp', without comm_hook, whose gradients the optimizer's step reduces",
+}
+
+
+class XlaBackend:
+    name = "xla"
+    process_group_backend = "gloo"
+    moves_in_background = True
+    is_lazy = True
+
+    def __init__(self) -> None:
+        self._compiling = threading.Lock()
+        self._loading = threading.Lock()
+        self._xla: Any = None
+        self._asked = 0  # virtual devices, where nobody else has said how many
+
+    def is_available(self) -> bool:
+        return self.device_count() > 0
+
+    def unavailable_reason(self) -> str:
+        return _missing()
+
+    def is_accelerated(self) -> bool:
+        return _hardware() != _CPU
+
+    def device_count(self) -> int:
+        """On the CPU as many as `CPU_NUM_DEVICES` says, else those that a TPU has. Does not start the runtime."""
+        if _missing():
+            return 0
+        if (started := _started()) is not None:
+            return len(started._xla_get_devices())
+        if _hardware() == _CPU:
+            return _virtual_count() or 1
+        from torch_xla._internal import tpu  # counts chips on the bus
+
+        return int(tpu.num_available_devices())
+
+    def device(self, index: int) -> torch.device:
+        """As in every family; of virtual devices, before the first use, there will be as many as are asked for."""
+        is_open = _hardware() == _CPU and not _missing() and _started() is None
+        if is_open and index >= self.device_count() and _virtual_count() in (0, self._asked):
+            self._asked = index + 1
+            os.environ["CPU_NUM_DEVICES"] = str(self._asked)
+        try:
+            check_index(index, self.device_count(), self.name)
+        except ValueError as error:
+            if _missing() or _hardware() != _CPU or index < 0:
+                raise
+            raise ValueError(
+                f"{error}; set CPU_NUM_DEVICES={index + 1} in the environment before the first use of a device"
+            ) from None
+        self.runtime()  # whoever has the device uses it, and torch knows XLA tensors only from here on
+        return torch.device("xla", index)
+
+    def activate(self, device: torch.device) -> None:
+        self.runtime()._XLAC._xla_set_default_device(str(device))
+
+    def check_workers(self, count: int) -> None:
+        if _hardware() != _CPU:
+            check_index(count - 1, self.device_count(), self.name)
+
+    def enter_worker(self, local_rank: int, local_world_size: int) -> torch.device:
+        if _hardware() == _TPU:
+            from torch_xla._internal import tpu
+
+            tpu.configure_topology(local_rank, local_world_size)  # this process sees its own chip only
+        device = torch.device("xla", 0)
+        self.activate(device)
+        state = self.seeded_state(seed_of("rank", torch.initial_seed(), local_rank), device)
+        self.set_rng_state(state, device)  # or all processes would begin with the same seed
+        return device
+
+    def thread_transport(self, devices: Sequence[torch.device]) -> Transport:
+        spans = [device.index for device in devices] == list(range(len(self.runtime()._XLAC._xla_get_devices())))
+        return "runtime" if spans and len(devices) > 1 else "host"
+
+    def process_transport(self) -> Transport:
+        return "host" if _hardware() == _CPU else "runtime"
+
+    def to_device(self, batch: Any, device: torch.device) -> tuple[Any, Any]:
+        self.runtime()
+        return tree_map(lambda leaf: send(_dense(leaf), device), batch), None
+
+    def wait_ready(self, token: Any) -> None:
+        pass
+
+    def synchronize(self, device: torch.device) -> None:
+        self.mark_step(device)
+        inner = self.runtime()._XLAC
+        inner._xla_wait_device_ops(inner._xla_real_devices([str(device)]))
+
+    def mark_step(self, device: torch.device) -> None:
+        with self._compiling:
+            self.runtime()._XLAC._xla_step_marker(str(device), [], wait=False, reset_scope=True)
+
+    def rng_state(self, device: torch.device) -> torch.Tensor:
+        seed = self.runtime()._XLAC._xla_get_rng_seed(str(device))
+        return torch.tensor([seed], dtype=torch.uint64).view(torch.uint8)
+
+    def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
+        self.runtime()._XLAC._xla_set_rng_seed(int(state.view(torch.uint64).item()), str(device))
+
+    def seeded_state(self, seed: int, device: torch.device) -> torch.Tensor:
+        return torch.tensor([seed], dtype=torch.uint64).view(torch.uint8)
+
+    def memory(self, device: torch.device) -> int:
+        if _hardware() == _CPU:
+            return int(psutil.Process().memory_info().rss)
+        return int(self.runtime()._XLAC._xla_memory_info(str(device))["bytes_used"])
+
+    def counters(self) -> dict[str, int]:
+        """Graphs that were compiled, and those that were found compiled."""
+        if self._xla is None:
+            return {}
+        read = self._xla._XLAC._xla_counter_value
+        return {"compilations": read("UncachedCompile") or 0, "cached graphs": read("CachedCompile") or 0}
+
+    def unsupported_reason(self, feature: Feature) -> str | None:
+        return _LACKS.get(feature)
+
+    def runtime(self) -> Any:
+        """The module torch_xla, with its runtime set up for the devices that were asked for.
+
+        Raises:
+            UnisonoError: torch_xla is missing, the environment asks for narrowed numbers, or the runtime was started by
+                somebody else without what virtual devices need.
+        """
+        if self._xla is None:
+            with self._loading:
+                self._xla = self._xla or _load()
+        return self._xla
+
+
+def _dense(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
+        raise TypeError(f"a batch holds a tensor of layout {leaf.layout}, and XLA has dense ones only; call to_dense()")
+    return leaf
+
+
+def _load() -> Any:
+    if reason := _missing():
+        raise UnisonoError(f"XLA devices cannot be used: {reason}")
+    for name in _NARROWING:
+        if os.environ.get(name, "0") not in ("", "0"):
+            raise UnisonoError(
+                f"{name}={os.environ[name]} is set: tensors would keep their type and lose its precision, in silence; "
+                "unset it, and take precision='bf16' for mixed precision"
+            )
+    os.environ.setdefault("PJRT_DEVICE", _hardware())
+    before = {name: os.environ.get(name) for name in _SETTINGS}
+    if _hardware() == _CPU:
+        for name, value in _SETTINGS.items():
+            os.environ.setdefault(name, value)
+    import torch_xla
+
+    if torch_xla._XLAC._xla_runtime_is_initialized() and (lacking := [n for n in _SETTINGS if before[n] is None]):
+        _check_late(torch_xla, lacking)
+    return torch_xla
+
+
+def _check_late(torch_xla: Any, lacking: list[str]) -> None:
+    """The runtime is up, as somebody else has started it: one device will do, several need the settings."""
+    if _hardware() == _CPU and len(torch_xla._XLAC._xla_get_devices()) > 1:
+        settings = " ".join(f"{name}={_SETTINGS[name]}" for name in lacking)
+        raise UnisonoError(
+            "the XLA runtime of this process was started, with several virtual devices, before unisono was asked for "
+            f"one; start the program with {settings} in its environment, or let DataParallel come first"
+        )
+
+
+def _started() -> Any:
+    """What torch_xla is made of in C++, where its runtime is up in this process; else None."""
+    xla = sys.modules.get("torch_xla")
+    is_up = xla is not None and xla._XLAC._xla_runtime_is_initialized()
+    return xla._XLAC if xla is not None and is_up else None
+
+
+def _hardware() -> str:
+    """What the runtime serves, as `PJRT_DEVICE` names it; where that is unset, a TPU that is here, else the CPU."""
+    if named := os.environ.get("PJRT_DEVICE"):
+        return named.split("_")[0].upper()
+    has_chip = bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*"))
+    return _TPU if has_chip and importlib.util.find_spec("libtpu") else _CPU
+
+
+def _virtual_count() -> int:
+    """How many devices on the CPU the environment asks for; 0 where it does not say."""
+    text = os.environ.get("CPU_NUM_DEVICES", "0")
+    if not text.isdecimal():
+        raise ValueError(f"CPU_NUM_DEVICES={text!r} in the environment; it must be a whole number from 1 on")
+    return int(text)
+
+
+@cache
+def _missing() -> str:
+    """Why torch_xla cannot be used here, and the way out; "" where it can."""
+    try:
+        version = importlib.metadata.version("torch_xla")
+    except importlib.metadata.PackageNotFoundError:
+        return "torch_xla is not installed: pip install 'unisono[xla]'"
+    wanted = ".".join(version.split(".")[:2])
+    if ".".join(torch.__version__.split(".")[:2]) != wanted:
+        return f"torch_xla {version} goes with torch {wanted}, not with {torch.__version__}: pip install 'unisono[xla]'"
+    return ""
+
+
+backend_class = XlaBackend

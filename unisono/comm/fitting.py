@@ -1,0 +1,69 @@
+"""The communicator that fits a family of devices: tensors go as they are, by way of main memory, or by its runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unisono.comm.hosted import HostedCommunicator
+from unisono.comm.processes import ProcessCommunicator
+from unisono.comm.threads import ThreadCommunicator
+from unisono.protocols import Backend, Communicator
+
+_HOST = torch.default_generator.device  # main memory, which every process group takes
+
+
+def thread_communicators(
+    devices: Sequence[torch.device], backends: Sequence[Backend], timeout: timedelta
+) -> list[Communicator]:
+    """Communicators for threads of this process, one on each device.
+
+    Args:
+        backends: the devices' families.
+    """
+    seats = ThreadCommunicator.group(len(devices), timeout)
+    transports = {
+        backend.thread_transport([each for each, its in zip(devices, backends, strict=True) if its is backend])
+        for backend in backends
+    }
+    settles = [partial(backend.mark_step, device) for backend, device in zip(backends, devices, strict=True)]
+    if transports == {"torch"}:
+        return list(seats)
+    if transports == {"runtime"}:
+        from unisono.comm.xla import XlaThreads, join_devices
+
+        join_devices(tuple(devices))
+        return [XlaThreads(seat, settle) for seat, settle in zip(seats, settles, strict=True)]
+    return [HostedCommunicator(seat, settle) for seat, settle in zip(seats, settles, strict=True)]
+
+
+def process_communicator(
+    backend: Backend,
+    device: torch.device,
+    store: dist.distributed_c10d.Store | None = None,
+    is_checked: bool = False,
+    owns_group: bool = True,
+) -> Communicator:
+    """The communicator of a process that torch's default group joins; arguments as for `ProcessCommunicator`."""
+    transport = backend.process_transport()
+    if transport == "torch":
+        return ProcessCommunicator(device, store, is_checked, owns_group)
+    seat = ProcessCommunicator(_HOST, store, is_checked, owns_group)
+    settle: Callable[[], None] = partial(backend.mark_step, device)
+    if transport == "host":
+        return HostedCommunicator(seat, settle)
+    from unisono.comm.xla import XlaProcesses, check_joined
+
+    check_joined([torch.ones(1, device=device)], seat.size)
+    return XlaProcesses(seat, settle)
+
+
+def seat_of(comm: Communicator) -> Communicator:
+    """The communicator in which the ranks meet, behind what brings their tensors there."""
+    inner: Any = getattr(comm, "inner", comm)
+    return inner  # type: ignore[no-any-return]

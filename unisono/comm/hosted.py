@@ -1,0 +1,89 @@
+"""Collectives on copies in main memory, for tensors that a transport cannot take.
+
+A process group takes no XLA tensors: gloo leaves them as they are and tells nothing. And no thread may touch what
+another one records. So here a rank's tensor is copied to main memory, the collective runs there, and what it gives is
+copied back.
+
+*Threads:* as the communicator inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from unisono.comm.operations import check_reduction, check_root, check_scatter, check_tensor
+from unisono.protocols import Communicator, ReduceOp
+
+C = TypeVar("C", bound=Communicator)
+
+
+class HostedCommunicator(Generic[C]):
+    """A communicator for tensors anywhere, by way of one for tensors in main memory.
+
+    Args:
+        inner: the one in main memory.
+        settle: makes the rank's device execute what it has recorded, so that nothing is computed twice for the copy.
+    """
+
+    def __init__(self, inner: C, settle: Callable[[], None]) -> None:
+        self.inner = inner
+        self.rank = inner.rank
+        self.size = inner.size
+        self._settle = settle
+
+    @property
+    def current(self) -> str | None:
+        """The collective that this rank is in, where the inner communicator knows it."""
+        return getattr(self.inner, "current", None)
+
+    @property
+    def num_calls(self) -> int:
+        """How many collectives this rank has entered, where the inner communicator counts them."""
+        return getattr(self.inner, "num_calls", 0)
+
+    @torch.no_grad()
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
+        check_reduction(tensor, op)
+        return tensor.copy_(self.inner.all_reduce(self._fetched(tensor), op))
+
+    @torch.no_grad()
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        check_tensor(tensor, "all_gather")
+        return [each.to(tensor.device) for each in self.inner.all_gather(self._fetched(tensor))]
+
+    @torch.no_grad()
+    def reduce_scatter(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
+        check_reduction(tensor, op, "reduce_scatter")
+        check_scatter(tensor, self.size)
+        return self.inner.reduce_scatter(self._fetched(tensor), op).to(tensor.device)
+
+    @torch.no_grad()
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
+        check_tensor(tensor, "broadcast")
+        check_root(root, self.size)
+        return tensor.copy_(self.inner.broadcast(self._fetched(tensor), root))
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return self.inner.all_gather_object(value)
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        return self.inner.broadcast_object(value, root)
+
+    def barrier(self) -> None:
+        self.inner.barrier()
+
+    def abort(self, cause: BaseException) -> None:
+        self.inner.abort(cause)
+
+    def leave(self) -> None:
+        self.inner.leave()
+
+    def _fetched(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in main memory; never the tensor itself, which is changed when the collective has succeeded."""
+        if tensor.is_cpu:
+            return tensor.detach().clone()
+        self._settle()
+        return tensor.detach().cpu()

@@ -1,0 +1,109 @@
+"""The XLA runtime's own all_reduce: among all devices of a process, one thread each, or among processes with one each.
+
+Threads first cut what they have recorded, each for itself. When all have come, the last one records the reduction for
+every device and cuts it, one device after the other. So a graph that holds a collective holds nothing else, and is the
+same on each device whatever the ranks do beside it: batches of different sizes, work on rank zero only, values that are
+read. And the runtime, which aborts the process when a device does not come to a collective within 15 s, is asked only
+when all are there: a replica that fails is an error, and the process goes on.
+
+What the runtime does not reduce, and what is only moved, goes through main memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+
+from unisono.comm.hosted import HostedCommunicator
+from unisono.comm.operations import Call, check_reduction
+from unisono.comm.processes import ProcessCommunicator
+from unisono.comm.threads import ThreadCommunicator
+from unisono.errors import BrokenWorldError
+from unisono.protocols import ReduceOp
+
+_OPS = {"sum": "sum", "mean": "sum", "min": "min", "max": "max", "product": "mul"}
+_REDUCED_AS = {
+    torch.float32: torch.float32,
+    torch.float64: torch.float64,
+    torch.bfloat16: torch.float32,  # the runtime has no reduction of bfloat16, and float16 would overflow
+    torch.float16: torch.float32,
+}
+
+
+class XlaThreads(HostedCommunicator[ThreadCommunicator]):
+    """A replica thread's seat, where the threads' devices are all that the runtime has in this process.
+
+    Args:
+        inner: the seat at the meeting.
+        settle: cuts the graph of this rank's device.
+    """
+
+    @torch.no_grad()
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
+        check_reduction(tensor, op)
+        if tensor.dtype not in _REDUCED_AS or tensor.is_cpu:
+            return super().all_reduce(tensor, op)
+        own = tensor.detach().to(_REDUCED_AS[tensor.dtype], copy=True)
+        self._settle()
+        self.inner.meet(Call.on("all_reduce", tensor, op), own, lambda all_: _reduce_all(all_, op))
+        return tensor.copy_(own.div_(self.size) if op == "mean" else own)
+
+
+class XlaProcesses(HostedCommunicator[ProcessCommunicator]):
+    """A process's seat, where the runtime joins the processes: one TPU chip each. Objects go by the process group."""
+
+    @torch.no_grad()
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
+        check_reduction(tensor, op)
+        if tensor.dtype not in _REDUCED_AS or tensor.is_cpu:
+            return super().all_reduce(tensor, op)
+        own = tensor.detach().to(_REDUCED_AS[tensor.dtype], copy=True)
+        self._settle()
+        self.inner.barrier()  # a peer that has failed breaks this, and not the runtime
+        _reduce_all([own], op)
+        return tensor.copy_(own.div_(self.size) if op == "mean" else own)
+
+
+@cache
+def join_devices(devices: tuple[torch.device, ...]) -> None:
+    """Tell the runtime, once, that these are replicas of one another, and try whether they are.
+
+    Args:
+        devices: all of this process.
+
+    Raises:
+        BrokenWorldError: they do not reduce among themselves.
+    """
+    import torch_xla.core.xla_model as xm
+
+    xm.set_replication(devices[0], list(devices))
+    check_joined([torch.ones(1, device=device) for device in devices], len(devices))
+
+
+def check_joined(ones: Sequence[torch.Tensor], size: int) -> None:
+    """Reduce ones, which are those of this process, and compare with the number of ranks.
+
+    Raises:
+        BrokenWorldError: it is another number. Runtimes that do not know of one another reduce nothing, in silence.
+    """
+    _reduce_all(ones, "sum")
+    found = [each.item() for each in ones]
+    if any(each != size for each in found):
+        raise BrokenWorldError(
+            f"an all_reduce of ones over {size} XLA devices gave {found[0]:g}: the runtime does not join them. It was "
+            "started before its topology was known, or has another number of devices; do not use an XLA device before "
+            "spawn or DataParallel"
+        )
+
+
+def _reduce_all(tensors: Sequence[torch.Tensor], op: ReduceOp) -> None:
+    """Reduce, in place, among the tensors' devices and their peers; each in a graph of its own."""
+    import torch_xla
+
+    for tensor in tensors:
+        device = str(tensor.device)
+        torch_xla._XLAC._xla_all_reduce_inplace(_OPS[op], [tensor], 1.0, [], True)
+        torch_xla._XLAC._xla_step_marker(device, [], wait=False, reset_scope=True)
+        torch_xla._XLAC._set_all_reduce_token(device, None)
