@@ -330,7 +330,7 @@ class Recorder:
 @pytest.mark.parametrize("device", [None, "cpu", 0, Device("cpu"), torch.device("cpu"), ["cpu:0", Device("cpu", 1)]])
 @pytest.mark.parametrize("wait", [False, True])
 def test_a_barrier_on_eager_devices_returns(device, wait):
-    assert lazy_barrier(device, wait) is None
+    assert lazy_barrier(device, wait=wait) is None
 
 
 def test_a_barrier_without_a_device_is_the_current_worlds():
@@ -363,4 +363,4 @@ def test_a_barrier_ends_the_step_on_all_devices_before_it_waits(monkeypatch):
 )
 def test_a_barrier_looks_at_its_arguments(device, wait, error, words):
     with pytest.raises(error, match=words):
-        lazy_barrier(device, wait)
+        lazy_barrier(device, wait=wait)

@@ -77,7 +77,8 @@ class Accelerator:
             `scheduler.step()` do nothing in between; a loop's last step takes what is left.
         max_grad_norm: clips the gradients, over all parameters of an optimizer and all ranks, before each step.
         strategy: of processes: "ddp", "zero1" (each rank keeps a part of the optimizer's state) or "fsdp" (and of the
-            parameters and gradients).
+            parameters and gradients). "spmd", for XLA in a plain script: one program, whose batches lie over all
+            devices of the process; BatchNorm sees the global batch.
         compile: compile the models; a mapping has the arguments of `torch.compile`.
         seed: of python's, numpy's and torch's generators, the same on each rank, and of the loaders' orders. Behind
             the first `prepare` with a model, each rank's generators go on from a seed of its own.
@@ -105,7 +106,7 @@ class Accelerator:
         precision: Literal["fp32", "bf16", "fp16"] | None = None,
         accumulate: int = 1,
         max_grad_norm: float | None = None,
-        strategy: Literal["ddp", "zero1", "fsdp"] = "ddp",
+        strategy: Literal["ddp", "zero1", "fsdp", "spmd"] = "ddp",
         compile: bool | Mapping[str, Any] = False,
         seed: int | None = None,
         *,
@@ -121,7 +122,7 @@ class Accelerator:
         check_arguments(precision, accumulate, max_grad_norm, nan_guard)
         check_choices(compile, seed, comm_hook)
         check_strategy(strategy, comm_hook, precision, max_grad_norm)
-        self.world = world_on(world or current_world(), device, cpu)
+        self.world = world_on(world or current_world(), device, cpu, strategy)
         check_features(self.world, strategy, comm_hook, precision, compile)
         self.device = self.world.device
         self._autocast = AUTOCAST.get(precision or "")

@@ -18,9 +18,9 @@ Transport = Literal["torch", "host", "runtime"]
 """How tensors of a family come together: by torch's own operations on them; as copies in main memory; or by the
 collectives of the family's runtime."""
 
-Feature = Literal["compile", "fp16", "process_group"]
+Feature = Literal["compile", "fp16", "process_group", "spmd"]
 """What a family may lack: `torch.compile`; float16 with a loss scaler; process groups that take its tensors, and with
-them DistributedDataParallel, FSDP2 and sharded optimizers."""
+them DistributedDataParallel, FSDP2 and sharded optimizers; one program whose tensors lie over all devices."""
 
 
 @runtime_checkable
@@ -46,6 +46,9 @@ class Backend(Protocol):
     def unavailable_reason(self) -> str:
         """Why none can, and the way out, in words; "" where there is nothing to say but that there is none."""
 
+    def hardware(self) -> str:
+        """What its devices here are made of: "CPU", "CUDA", "MPS" or "TPU". Starts no runtime."""
+
     def is_accelerated(self) -> bool:
         """Whether its devices here are faster than the CPU that every machine has."""
 
@@ -57,6 +60,9 @@ class Backend(Protocol):
 
     def activate(self, device: torch.device) -> None:
         """Make it the calling thread's device, before that thread's first work on it."""
+
+    def preload(self) -> None:
+        """Import what the family needs, into a process that its workers will be forked from; start no runtime."""
 
     def check_workers(self, count: int) -> None:
         """Refuse more workers on this machine, each a process, than there are devices for. ValueError."""
@@ -76,6 +82,9 @@ class Backend(Protocol):
         Container types, order and sharing stay; what holds no tensor passes through. Called on a transfer thread, and
         where there are several, by them at once.
         """
+
+    def spread(self) -> None:
+        """From now on, in this process, lay each batch that is moved over all devices, along dim 0 ("spmd")."""
 
     def wait_ready(self, token: Any) -> None:
         """Return when the moved batch may be used by work that the calling thread submits from now on."""

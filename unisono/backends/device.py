@@ -11,7 +11,7 @@ from typing import get_args
 
 import torch
 
-from unisono.backends import available_devices, pick_backend, resolve_device
+from unisono.backends import NAMES, available_devices, get_backend, pick_backend, resolve_device
 
 KINDS = ("cpu", "cuda", "mps", "xla")
 RUNTIMES = ("eager", "xla")
@@ -74,6 +74,24 @@ class Device:
     def default(cls) -> Device:
         """The first device of the first family that is available: an accelerator where there is one, else the CPU."""
         return cls.of(pick_backend().device(0))
+
+    @classmethod
+    def default_eager(cls) -> Device:
+        """The first device of the first eager family that is available."""
+        families = [get_backend(name) for name in NAMES]
+        return cls.of(next(each for each in families if each.is_available() and not each.is_lazy).device(0))
+
+    @classmethod
+    def default_xla(cls) -> Device:
+        """The first device that the XLA runtime serves: of a TPU, else of the CPU. Starts the runtime.
+
+        Raises:
+            ValueError: torch_xla is not there; the message tells how it is installed. It is never an eager device.
+        """
+        backend = pick_backend("xla")
+        device = backend.device(0)
+        backend.activate(device)
+        return cls.of(device)
 
     @classmethod
     def all(cls, kind: str | None = None) -> list[Device]:

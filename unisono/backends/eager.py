@@ -13,6 +13,7 @@ from unisono.protocols import Feature, Transport
 class EagerBackend(ABC):
     """The part of a `Backend` that an eager family need not tell."""
 
+    name: str
     is_lazy = False
 
     @abstractmethod
@@ -24,8 +25,14 @@ class EagerBackend(ABC):
     def unavailable_reason(self) -> str:
         return ""
 
+    def hardware(self) -> str:
+        return self.name.upper()
+
     def is_accelerated(self) -> bool:
         return True
+
+    def preload(self) -> None:  # noqa: B027 - torch is all that it takes
+        pass
 
     def check_workers(self, count: int) -> None:
         self.device(count - 1)
@@ -50,5 +57,10 @@ class EagerBackend(ABC):
     def counters(self) -> dict[str, int]:
         return {}
 
+    def spread(self) -> None:
+        raise NotImplementedError(self.unsupported_reason("spmd"))
+
     def unsupported_reason(self, feature: Feature) -> str | None:
+        if feature == "spmd":
+            return "one program over all devices is what XLA does; take strategy='ddp', with threads or processes"
         return None

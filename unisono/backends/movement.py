@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from unisono.tree import leaves
+
 
 def send(leaf: Any, device: torch.device, non_blocking: bool = False) -> Any:
     """A tensor, a packed sequence, or an object with a method `to(device)`, on the device; else as it is."""
@@ -31,11 +33,23 @@ def move_module(module: torch.nn.Module, device: torch.device) -> torch.nn.Modul
         for name, tensor in named:
             ties.setdefault(id(tensor), []).append(name)
     module.to(device)
+    if device.type == "xla":  # which aborts the process, a step later, when devices were mixed
+        module.register_forward_pre_hook(_refuse_foreign, with_kwargs=True)
     for first, *others in ties.values():
         for name in others:
             owner, _, own_name = name.rpartition(".")
             setattr(module.get_submodule(owner), own_name, _found(module, first))
     return module
+
+
+def _refuse_foreign(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    device = next((parameter.device for parameter in module.parameters()), None)
+    for leaf in leaves([args, kwargs]):
+        if isinstance(leaf, torch.Tensor) and device is not None and leaf.device != device:
+            raise ValueError(
+                f"the {type(module).__name__} is on {device} and got a tensor of shape {tuple(leaf.shape)} on "
+                f"{leaf.device}; take batches from the loop's own loader, or move it with tensor.to({str(device)!r})"
+            )
 
 
 def _found(module: torch.nn.Module, name: str) -> torch.Tensor:

@@ -19,8 +19,9 @@ import importlib.util
 import os
 import sys
 import threading
-from collections.abc import Sequence
-from functools import cache
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import psutil
@@ -28,10 +29,11 @@ import torch
 
 from unisono.backends import check_index
 from unisono.backends.movement import send
+from unisono.backends.recompilation import RecompilationWatch
 from unisono.errors import UnisonoError
 from unisono.protocols import Feature, Transport
 from unisono.randomness import seed_of
-from unisono.tree import tree_map
+from unisono.tree import leaves, tree_map
 
 _CPU, _TPU = "CPU", "TPU"  # what PJRT_DEVICE says
 
@@ -66,10 +68,15 @@ class XlaBackend:
         self._compiling = threading.Lock()
         self._loading = threading.Lock()
         self._xla: Any = None
+        self._watches: dict[torch.device, RecompilationWatch] = defaultdict(RecompilationWatch)
+        self._sharding: Callable[[torch.Tensor], None] | None = None  # of batches, where one program has all devices
         self._asked = 0  # virtual devices, where nobody else has said how many
 
     def is_available(self) -> bool:
         return self.device_count() > 0
+
+    def hardware(self) -> str:
+        return _hardware()
 
     def unavailable_reason(self) -> str:
         return _missing()
@@ -108,6 +115,10 @@ class XlaBackend:
 
     def activate(self, device: torch.device) -> None:
         self.runtime()._XLAC._xla_set_default_device(str(device))
+        _try_backward(device)
+
+    def preload(self) -> None:
+        self.runtime()
 
     def check_workers(self, count: int) -> None:
         if _hardware() != _CPU:
@@ -118,13 +129,18 @@ class XlaBackend:
             from torch_xla._internal import tpu
 
             tpu.configure_topology(local_rank, local_world_size)  # this process sees its own chip only
+        self.runtime()
+        _prepare_environment()  # again: torch_xla may have been imported in the process that this one was forked from
         device = torch.device("xla", 0)
         self.activate(device)
+        _guard_process_groups()
         state = self.seeded_state(seed_of("rank", torch.initial_seed(), local_rank), device)
         self.set_rng_state(state, device)  # or all processes would begin with the same seed
         return device
 
     def thread_transport(self, devices: Sequence[torch.device]) -> Transport:
+        if self._sharding is not None:
+            raise UnisonoError("this process computes by strategy='spmd', with one thread for all devices, for good")
         spans = [device.index for device in devices] == list(range(len(self.runtime()._XLAC._xla_get_devices())))
         return "runtime" if spans and len(devices) > 1 else "host"
 
@@ -133,10 +149,44 @@ class XlaBackend:
 
     def to_device(self, batch: Any, device: torch.device) -> tuple[Any, Any]:
         self.runtime()
-        return tree_map(lambda leaf: send(_dense(leaf), device), batch), None
+        watch = self._watches[device]
+
+        def upload(leaf: Any) -> Any:
+            watch.note_shape(leaf)
+            return send(_fit(leaf), device)
+
+        moved = tree_map(upload, batch)
+        return moved, None if self._sharding is None else moved
+
+    def spread(self) -> None:
+        """Process-wide and for good, as in torch_xla."""
+        if self._sharding is not None:
+            return
+        self.runtime()
+        if _started() is not None:  # with tensors from before, the first step would end in a segmentation fault
+            raise UnisonoError(
+                "strategy='spmd' comes too late: an XLA device of this process is in use already; make the Accelerator "
+                "first, in a process of its own"
+            )
+        import torch_xla.distributed.spmd as spmd
+        import torch_xla.runtime as runtime
+
+        runtime.use_spmd()
+        count = runtime.global_runtime_device_count()
+        mesh = spmd.Mesh(list(range(count)), (count,), ("data",))
+
+        def shard(tensor: torch.Tensor) -> None:
+            spmd.mark_sharding(tensor, mesh, ("data", *[None] * (tensor.ndim - 1)))
+
+        self._sharding = shard
 
     def wait_ready(self, token: Any) -> None:
-        pass
+        """Lay a batch over all devices, where one program has them: on the loop's thread, as all recording is."""
+        if self._sharding is None:
+            return
+        for leaf in leaves(token):
+            if isinstance(leaf, torch.Tensor) and leaf.ndim:
+                self._sharding(leaf)
 
     def synchronize(self, device: torch.device) -> None:
         self.mark_step(device)
@@ -144,8 +194,10 @@ class XlaBackend:
         inner._xla_wait_device_ops(inner._xla_real_devices([str(device)]))
 
     def mark_step(self, device: torch.device) -> None:
+        inner = self.runtime()._XLAC
         with self._compiling:
-            self.runtime()._XLAC._xla_step_marker(str(device), [], wait=False, reset_scope=True)
+            inner._xla_step_marker(str(device), [], wait=False, reset_scope=True)
+        self._watches[device].look(inner._xla_counter_value("UncachedCompile") or 0, _num_reads(inner))
 
     def rng_state(self, device: torch.device) -> torch.Tensor:
         seed = self.runtime()._XLAC._xla_get_rng_seed(str(device))
@@ -163,11 +215,16 @@ class XlaBackend:
         return int(self.runtime()._XLAC._xla_memory_info(str(device))["bytes_used"])
 
     def counters(self) -> dict[str, int]:
-        """Graphs that were compiled, and those that were found compiled."""
+        """Graphs that were compiled, how long that took, and how often one was found compiled."""
         if self._xla is None:
             return {}
-        read = self._xla._XLAC._xla_counter_value
-        return {"compilations": read("UncachedCompile") or 0, "cached graphs": read("CachedCompile") or 0}
+        inner = self._xla._XLAC
+        compiling = inner._xla_metric_data("CompileTime") or (0, 0)
+        return {
+            "graphs compiled": inner._xla_counter_value("UncachedCompile") or 0,
+            "ms of compiling": int(compiling[1] / 1e6),
+            "graphs found compiled": inner._xla_counter_value("CachedCompile") or 0,
+        }
 
     def unsupported_reason(self, feature: Feature) -> str | None:
         return _LACKS.get(feature)
@@ -185,31 +242,75 @@ class XlaBackend:
         return self._xla
 
 
-def _dense(leaf: Any) -> Any:
+@cache
+def _try_backward(device: torch.device) -> None:
+    """Record a backward pass, which costs nothing, and find out whether torch's autograd knows the device."""
+    with torch.enable_grad():
+        loss = torch.zeros((), device=device, requires_grad=True) * 2
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            raise UnisonoError(
+                f"torch's autograd does not know {device}: it knows the devices that were there at the first backward "
+                "pass of this process, and that was before the XLA runtime started; call unisono.Device.default_xla() "
+                "at the beginning of the program"
+            ) from error
+
+
+@cache
+def _guard_process_groups() -> torch.library.Library:
+    """Let process groups refuse XLA tensors, once: gloo would reduce a copy and tell nobody. Lives as what it gives."""
+    guard = torch.library.Library("c10d", "IMPL")
+    for schema in torch._C._jit_get_all_schemas():
+        if schema.name.startswith("c10d::"):
+            name = schema.name.removeprefix("c10d::")
+            guard.impl(name, partial(_refuse_group, name.strip("_")), "XLA")
+    return guard
+
+
+def _refuse_group(name: str, *args: Any, **kwargs: Any) -> Any:
+    raise TypeError(
+        f"torch.distributed's {name} got an XLA tensor, which process groups do not reduce: it would stay as it is, "
+        "without an error; call unisono.all_reduce and its kin, or pass a copy in main memory (tensor.cpu())"
+    )
+
+
+def _fit(leaf: Any) -> Any:
+    """The leaf, where XLA has its like."""
     if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
         raise TypeError(f"a batch holds a tensor of layout {leaf.layout}, and XLA has dense ones only; call to_dense()")
+    if isinstance(leaf, torch.Tensor) and leaf.dtype is torch.complex128:
+        raise TypeError("a batch holds a complex128 tensor, whose imaginary part XLA would drop; take complex64")
     return leaf
 
 
 def _load() -> Any:
     if reason := _missing():
         raise UnisonoError(f"XLA devices cannot be used: {reason}")
+    lacking = [] if _hardware() != _CPU else [name for name in _SETTINGS if name not in os.environ]
+    _prepare_environment()
+    before = dict(os.environ)
+    import torch_xla
+
+    _added.update({name: value for name, value in os.environ.items() if before.get(name) != value})
+    if lacking and torch_xla._XLAC._xla_runtime_is_initialized():
+        _check_late(torch_xla, lacking)
+    return torch_xla
+
+
+_added: dict[str, str] = {}  # what importing torch_xla has put into the environment
+
+
+def _prepare_environment() -> None:
+    """What the runtime reads when it starts."""
     for name in _NARROWING:
         if os.environ.get(name, "0") not in ("", "0"):
             raise UnisonoError(
                 f"{name}={os.environ[name]} is set: tensors would keep their type and lose its precision, in silence; "
                 "unset it, and take precision='bf16' for mixed precision"
             )
-    os.environ.setdefault("PJRT_DEVICE", _hardware())
-    before = {name: os.environ.get(name) for name in _SETTINGS}
-    if _hardware() == _CPU:
-        for name, value in _SETTINGS.items():
-            os.environ.setdefault(name, value)
-    import torch_xla
-
-    if torch_xla._XLAC._xla_runtime_is_initialized() and (lacking := [n for n in _SETTINGS if before[n] is None]):
-        _check_late(torch_xla, lacking)
-    return torch_xla
+    for name, value in {"PJRT_DEVICE": _hardware(), **(_SETTINGS if _hardware() == _CPU else {}), **_added}.items():
+        os.environ.setdefault(name, value)
 
 
 def _check_late(torch_xla: Any, lacking: list[str]) -> None:
@@ -220,6 +321,11 @@ def _check_late(torch_xla: Any, lacking: list[str]) -> None:
             "the XLA runtime of this process was started, with several virtual devices, before unisono was asked for "
             f"one; start the program with {settings} in its environment, or let DataParallel come first"
         )
+
+
+def _num_reads(inner: Any) -> int:
+    """How often a value was read while the graph that makes it was not cut."""
+    return int(inner._xla_counter_value("aten::_local_scalar_dense") or 0)
 
 
 def _started() -> Any:

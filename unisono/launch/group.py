@@ -143,7 +143,7 @@ class Group:
             self._selector.register(reading, selectors.EVENT_READ, worker)
             try:
                 streams = self._output.open(rank)
-                message = {"op": "fork", "rank": rank, "job": str(self._place.job)}
+                message = {"op": "fork", "rank": rank, "job": str(self._place.job), "family": self._job.backend}
                 wire.send(self._zygote, message, (writing, *streams))
             except ConnectionError:  # the zygote is gone; its end of file follows
                 break

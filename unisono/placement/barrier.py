@@ -12,11 +12,20 @@ from unisono.protocols import Backend
 from unisono.world import current_world
 
 
-def lazy_barrier(device: DeviceLike | Sequence[DeviceLike] | None = None, wait: bool = False) -> None:
+def lazy_barrier(
+    device: DeviceLike | Sequence[DeviceLike] | None = None,
+    devices: Sequence[DeviceLike] = (),
+    wait: bool = False,
+) -> None:
     """End the step on a device, so that a lazy one executes what it has recorded. An eager one has nothing to do.
+
+    A lazy device compiles what was recorded since the last barrier as one graph. A loader's `next()` and an optimizer's
+    step end steps by themselves; a loop without either records on and on, so it needs this once a turn.
 
     Args:
         device: one, or a list: the step ends on all before any is waited for. None is the device of this rank.
+        devices: further ones. (X10 asks here for those that reduce with this one; ours reduce in graphs of their own,
+            and wait for nobody here.)
         wait: return when all work that was submitted to them has ended, on eager devices too.
 
     Raises:
@@ -25,7 +34,7 @@ def lazy_barrier(device: DeviceLike | Sequence[DeviceLike] | None = None, wait: 
     """
     if not isinstance(wait, bool):
         raise TypeError(f"wait={wait!r} is a {type(wait).__name__}; pass True or False")
-    resolved = _resolved(device)
+    resolved = _resolved(device) + (_resolved(devices) if devices else [])
     for backend, each in resolved:
         backend.mark_step(each)
     if wait:

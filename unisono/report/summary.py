@@ -43,6 +43,7 @@ class RankSummary:
         memory: bytes in use when it was summarised.
         peak_rss: the most bytes of memory that its process and those below it were seen to have; 0 where nobody looked.
         mean_cpu_percent: of one core, that they kept busy.
+        counters: what the runtime of its device has counted in its process: graphs compiled, say.
         spans: by track, "loop" and the helpers'; the latest `MAX_SPANS` of each, on the clock of its machine.
     """
 
@@ -62,6 +63,7 @@ class RankSummary:
     mean_queue: float = 0.0
     peak_rss: int = 0
     mean_cpu_percent: float = 0.0
+    counters: dict[str, int] = field(default_factory=dict)
 
     @property
     def loop_seconds(self) -> float:
@@ -108,6 +110,15 @@ class Report:
     def repeated(self) -> int:
         """Samples that only repeated others, of all ranks."""
         return sum(each.repeated for each in self.ranks)
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What the runtimes have counted, over all processes."""
+        by_process = {each.pid: each.counters for each in self.ranks}  # ranks that are threads tell the same
+        total: Counter[str] = Counter()
+        for counted in by_process.values():
+            total.update(counted)
+        return dict(total)
 
     def waited(self, cause: str) -> float:
         """The part of all loops' time that was waited for a cause, of `CAUSES`; 0 to 1."""
@@ -169,6 +180,7 @@ def summarise(world: World | None = None) -> RankSummary:
         mean_queue=counts["queued"] / counts["batches"] if counts["batches"] else 0.0,
         peak_rss=max((sample.rss for sample in samples), default=0),
         mean_cpu_percent=fmean(sample.cpu_percent for sample in samples[1:]) if samples[1:] else 0.0,
+        counters=world.backend.counters(),
     )
 
 

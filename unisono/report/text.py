@@ -54,6 +54,8 @@ def _lines(report: Report) -> Iterator[str]:
         peak = max(each.peak_rss for each in report.ranks)
         busy = sum(each.mean_cpu_percent for each in report.ranks) / 100
         yield f"with loader workers: at most {peak / 1e6:,.0f} MB per rank, {busy:.1f} cores busy over all"
+    if counted := report.counters:
+        yield "the devices' runtime: " + ", ".join(f"{count:,} {name}" for name, count in counted.items())
     told = []
     if report.dropped:
         told.append(f"{report.dropped:,} samples were dropped with the tail")

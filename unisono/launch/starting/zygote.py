@@ -17,7 +17,7 @@ Invariants:
 Who owns what: the calling process owns a control socket (its end means: the caller is gone) and one socket per group of
 workers (its end means: kill this group). On a group's socket:
 
-    caller -> zygote   {"op": "fork", "rank", "job"} + [reports, stdout, stderr]
+    caller -> zygote   {"op": "fork", "rank", "job", "family"} + [reports, stdout, stderr]
                        {"op": "signal", "signal", "ranks", "to_sessions"}: to workers alone, or all in their sessions
     zygote -> caller   {"op": "forked", "rank", "pid"}    {"op": "exit", "rank", "status"}
                        {"op": "error", "rank", "text"}: it could not be forked
@@ -79,6 +79,7 @@ class Zygote:
         self.control = control
         self.start_method = start_method
         self.preloading: threading.Thread | None = None
+        self.families: set[str] = set()  # of devices, whose modules are imported
         self.is_frozen = False  # all that is imported is out of the garbage collector's sight
         self.groups: dict[int, _Group] = {}  # by the socket's descriptor
         self.selector = selectors.DefaultSelector()
@@ -127,11 +128,22 @@ class Zygote:
             self._close(group)
             return
         if message["op"] == "fork":
+            self._prepare(message["family"])
             self._fork(group, message["rank"], message["job"], fds)
         elif message["op"] == "signal":
             for pid in (pid for pid, rank in group.ranks.items() if rank in message["ranks"]):
                 send = kill_session if message["to_sessions"] else os.kill
                 send(pid, message["signal"])
+
+    def _prepare(self, family: str) -> None:
+        """What the workers of a family import, they find imported; what cannot be is for the worker to tell."""
+        if self.start_method == "zygote" and family not in self.families:
+            self.families.add(family)
+            self.is_frozen = False
+            with contextlib.suppress(Exception):
+                from unisono.backends import get_backend
+
+                get_backend(family).preload()
 
     def _fork(self, group: _Group, rank: int, job: str, fds: list[int]) -> None:
         self._settle()

@@ -15,11 +15,11 @@ from unisono.parallel.prepared.engines import Engine, LateEngine, ReplicatedEngi
 from unisono.parallel.strategies.hooks import hook_names
 from unisono.parallel.strategies.sharded import check_shardable
 from unisono.parallel.strategies.zero import check_divisible
-from unisono.protocols import Feature
+from unisono.protocols import Backend, Feature
 from unisono.world import World, solo_world
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-STRATEGIES = ("ddp", "fsdp", "zero1")
+STRATEGIES = ("ddp", "fsdp", "spmd", "zero1")
 
 
 def check_strategy(
@@ -53,7 +53,7 @@ def check_features(world: World, strategy: str, hook: str | None, precision: str
         ValueError: the message tells what to do instead.
     """
     asked: dict[str, tuple[Feature, bool]] = {
-        f"strategy={strategy!r}": ("process_group", world.is_of_processes and strategy != "ddp"),
+        f"strategy={strategy!r}": ("process_group", world.is_of_processes and strategy in ("fsdp", "zero1")),
         f"comm_hook={hook!r}": ("process_group", world.is_of_processes and hook is not None),
         f"precision={precision!r}": ("fp16", precision == "fp16"),
         "compile": ("compile", compile is not False),
@@ -108,14 +108,21 @@ def engine_of(
     return replicated
 
 
-def world_on(world: World, device: str | int | torch.device | None, cpu: bool) -> World:
-    """The world, on the device that was asked for."""
+def world_on(world: World, device: str | int | torch.device | None, cpu: bool, strategy: str = "ddp") -> World:
+    """The world, on the device that was asked for, in use from now on; for "spmd" it stands for all of the process."""
+    if strategy == "spmd" and world.world_size > 1:
+        raise ValueError(
+            f"strategy='spmd' is one program that has all devices, and this is rank {world.rank} of "
+            f"{world.world_size}; call it in a plain script, or take strategy='ddp' here"
+        )
     if cpu and device is not None:
         raise ValueError(f"cpu=True and device={device!r} contradict each other; pass one of them")
     if not cpu and device is None:
+        _enter(world.backend, world.device, strategy)
         return world
     backend, wanted = resolve_device(CPU if cpu else device or 0)
     if world.world_size == 1:
+        _enter(backend, wanted, strategy)
         return solo_world(backend, wanted, world.timeline)
     names_one = isinstance(device, int) or (device is not None and torch.device(device).index is not None)
     if wanted.type != world.device.type or (names_one and wanted != world.device):
@@ -124,6 +131,14 @@ def world_on(world: World, device: str | int | torch.device | None, cpu: bool) -
             f"{world.world_size}, whose device is {world.device}; choose the ranks' devices where they are started"
         )
     return world
+
+
+def _enter(backend: Backend, device: torch.device, strategy: str) -> None:
+    if strategy == "spmd":
+        if reason := backend.unsupported_reason("spmd"):
+            raise ValueError(f"strategy='spmd' does not go with {device}: {reason}")
+        backend.spread()
+    backend.activate(device)
 
 
 def check_choices(compile: Any, seed: Any, comm_hook: Any) -> None:

@@ -1,0 +1,68 @@
+"""Sees whether a lazy device compiles and compiles: a warning, once, that names the likely cause."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+_WATCHED = 20  # cuts
+_MANY_SHAPES = 12  # an image, its label, their tails, an evaluation's: these are few
+
+
+class RecompilationWatch:
+    """One device's graphs, as they are cut.
+
+    Each step has two or three cuts. In a run that has settled none of them compiles; one in four is about one a step.
+    The first cuts, and so the graphs that every run compiles, do not count.
+
+    *Threads:* shapes are noted by transfer threads, cuts by the loop's.
+    """
+
+    def __init__(self) -> None:
+        self._settling = _WATCHED
+        self._cuts: deque[bool] = deque(maxlen=_WATCHED)
+        self._compiled = 0
+        self._shapes: dict[tuple[int, ...], None] = {}
+        self._has_warned = False
+
+    def note_shape(self, leaf: Any) -> None:
+        """A part of a batch has been moved."""
+        if isinstance(leaf, torch.Tensor) and len(self._shapes) <= _MANY_SHAPES:
+            self._shapes[tuple(leaf.shape)] = None
+
+    def look(self, num_compiled: int, num_reads: int) -> None:
+        """A graph has been cut.
+
+        Args:
+            num_compiled: graphs that were compiled up to now.
+            num_reads: values that were read before the graph that makes them was cut.
+        """
+        before, self._compiled = self._compiled, num_compiled
+        self._settling -= 1
+        if self._settling < 0:
+            self._cuts.append(num_compiled > before)
+        if not self._has_warned and len(self._cuts) == _WATCHED and sum(self._cuts) * 4 >= _WATCHED:
+            self._has_warned = True
+            logger.warning(
+                "%d of the last %d graphs on a lazy device had to be compiled, which costs far more than running them: "
+                "%s",
+                sum(self._cuts),
+                _WATCHED,
+                self._cause(num_reads),
+            )
+
+    def _cause(self, num_reads: int) -> str:
+        if len(self._shapes) > _MANY_SHAPES:
+            few = ", ".join(map(str, list(self._shapes)[:4]))
+            return f"the batches' tensors have many shapes ({few}, ...), and each needs its own; pad them to a few"
+        if num_reads:
+            return (
+                "values are read in mid-step (.item(), print, `if tensor:`), each of which cuts a graph; read them "
+                "behind the optimizer's step, and not in each one"
+            )
+        return "a number of python's that changes from step to step becomes a part of each; make a tensor of it"
