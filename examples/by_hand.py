@@ -41,7 +41,7 @@ class Result(NamedTuple):
 def build() -> tuple[Any, ...]:
     """Model, optimizer, scheduler and loaders, as plain torch has them."""
     torch.manual_seed(0)  # the same first weights on every rank
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).to(current_world().device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     return model, optimizer, LinearLR(optimizer, 1.0, 0.1, total_iters=80), *build_loaders(world_size())
 
@@ -105,10 +105,11 @@ def compare(epochs: int = 8) -> tuple[Result, Result]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", help="cpu, cuda, mps or xla; by itself an accelerator, where there is one")
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=8)
     arguments = parser.parse_args()
-    spawn(lambda _: compare(arguments.epochs), nprocs=arguments.devices)
+    spawn(lambda _: compare(arguments.epochs), nprocs=arguments.devices, backend=arguments.backend)
 
 
 if __name__ == "__main__":

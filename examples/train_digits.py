@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,7 +135,7 @@ def run_rank(index: int, ranks: int, epochs: int, dtype: torch.dtype) -> tuple[l
     losses = [loss for _ in range(epochs) for loss in train(model, train_loader, device, context)]
     report = gather_report()
     accuracy = evaluate(model, test_loader, device, context)
-    return losses, accuracy, model.state_dict(), report
+    return losses, accuracy, in_main_memory(model.state_dict()), report
 
 
 def run_threads(ranks: int, epochs: int, dtype: torch.dtype) -> Result:
@@ -145,7 +146,11 @@ def run_threads(ranks: int, epochs: int, dtype: torch.dtype) -> Result:
     report = replicas(lambda *_: gather_report(), [])[0]
     assert report is not None
     accuracy = replicas(evaluate, test_loader)[0]
-    return Result(losses, accuracy, [model.state_dict() for model in replicas.models], report)
+    return Result(losses, accuracy, [in_main_memory(model.state_dict()) for model in replicas.models], report)
+
+
+def in_main_memory(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: weight.cpu() for name, weight in weights.items()}
 
 
 def run(mode: str, ranks: int = 1, epochs: int = 1, dtype: torch.dtype = torch.float32) -> Result:
@@ -164,6 +169,7 @@ def run(mode: str, ranks: int = 1, epochs: int = 1, dtype: torch.dtype = torch.f
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", choices=["solo", "processes", "threads"], default="processes")
+    parser.add_argument("--backend", help="cpu, cuda, mps or xla; by itself an accelerator, where there is one")
     parser.add_argument("--devices", type=int, help=f"ranks, a divisor of {GLOBAL_BATCH}; 2 unless the mode is solo")
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--picture", type=Path, default=Path("out/digits.png"))
@@ -175,6 +181,8 @@ def main() -> None:
         parser.error(f"--mode solo runs on one device, not on --devices {devices}; pass --mode processes or threads")
     if arguments.epochs < 1:
         parser.error(f"--epochs {arguments.epochs} trains nothing; pass a number from 1 on")
+    if arguments.backend:
+        os.environ["UNISONO_BACKEND"] = arguments.backend
     result = run(arguments.mode, devices, arguments.epochs)
     print_report(result.report)
     print(f"test accuracy {result.accuracy:.2%}")

@@ -6,6 +6,9 @@ names. From then on they go by name, as with plain pickle: between workers, and 
 caller's own again. (By value, cloudpickle would find the caller's class and put copies in the place of its methods.)
 
 What has no name in `__main__`, a lambda or a class made in a function, always goes by value.
+
+Tensors of devices that only this process has, XLA's, arrive in main memory: their like may not exist over there, and to
+ask for it would start a runtime.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from types import FunctionType
 from typing import Any
 
 import cloudpickle
+import torch
 
 
 def dumps(value: Any) -> bytes:
@@ -49,6 +53,8 @@ def loads_call(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 class _ByName(cloudpickle.Pickler):  # type: ignore[misc] # it has no annotations
     def reducer_override(self, obj: Any) -> Any:
         _refuse_file(obj)
+        if isinstance(obj, torch.Tensor):
+            return _reduced(obj)
         return NotImplemented if _is_named_in_main(obj) else super().reducer_override(obj)
 
 
@@ -61,6 +67,8 @@ class _ByValue(cloudpickle.Pickler):  # type: ignore[misc]
         _refuse_file(obj)
         if _is_named_in_main(obj):
             self.names[obj.__qualname__] = obj
+        if isinstance(obj, torch.Tensor):
+            return _reduced(obj)
         return super().reducer_override(obj)
 
 
@@ -68,6 +76,14 @@ def _refuse_file(obj: Any) -> None:
     """cloudpickle would send what an open text file holds now, in memory, and nobody would notice."""
     if isinstance(obj, io.TextIOWrapper) and obj not in (sys.stdout, sys.stderr, sys.stdin):
         raise TypeError(f"cannot pickle the open file {obj.name!r}; pass its path")
+
+
+def _reduced(tensor: torch.Tensor) -> Any:
+    """How a tensor is pickled; as its copy in main memory, where torch would send one together with its device."""
+    rebuild, args, *rest = tensor.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+    if rebuild is torch._utils._rebuild_device_tensor_from_cpu_tensor:
+        return args[0].requires_grad_(tensor.requires_grad).__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+    return (rebuild, args, *rest)
 
 
 def _is_named_in_main(obj: Any) -> bool:

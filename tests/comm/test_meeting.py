@@ -297,14 +297,14 @@ def test_a_group_meets_in_one_place_and_two_groups_do_not_meet():
 @pytest.mark.parametrize("name", ["all_gather", "broadcast", "reduce_scatter", "all_reduce"])
 def test_a_rank_that_goes_on_and_writes_its_tensor_does_not_change_what_a_slow_one_gets(name):
     fast, slow = ThreadCommunicator.group(2)
-    has_written, exchange = threading.Event(), slow._exchange
+    has_written, exchange = threading.Event(), slow.meet
 
     def slow_exchange(call: Call, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
         result = exchange(call, value, combine)
         assert has_written.wait(10)
         return result
 
-    slow._exchange = slow_exchange
+    slow.meet = slow_exchange
     tensor = torch.ones(2)
 
     def run_ahead() -> None:

@@ -10,15 +10,17 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-_WATCHED = 20  # cuts
+_WATCHED = 40  # cuts
+_STRETCH = 8
 _MANY_SHAPES = 12  # an image, its label, their tails, an evaluation's: these are few
 
 
 class RecompilationWatch:
     """One device's graphs, as they are cut.
 
-    Each step has two or three cuts. In a run that has settled none of them compiles; one in four is about one a step.
-    The first cuts, and so the graphs that every run compiles, do not count.
+    Each step has two or three cuts. In a run that has settled none of them compiles. A new phase (an evaluation, a tail)
+    compiles a few; what is warned of is compiling all along, twice or more in every stretch. The first cuts, and so the
+    graphs that every run compiles, do not count.
 
     *Threads:* shapes are noted by transfer threads, cuts by the loop's.
     """
@@ -46,7 +48,7 @@ class RecompilationWatch:
         self._settling -= 1
         if self._settling < 0:
             self._cuts.append(num_compiled > before)
-        if not self._has_warned and len(self._cuts) == _WATCHED and sum(self._cuts) * 4 >= _WATCHED:
+        if not self._has_warned and self._is_steady():
             self._has_warned = True
             logger.warning(
                 "%d of the last %d graphs on a lazy device had to be compiled, which costs far more than running them: "
@@ -55,6 +57,11 @@ class RecompilationWatch:
                 _WATCHED,
                 self._cause(num_reads),
             )
+
+    def _is_steady(self) -> bool:
+        cuts = list(self._cuts)
+        stretches = [cuts[start : start + _STRETCH] for start in range(0, _WATCHED, _STRETCH)]
+        return len(cuts) == _WATCHED and all(sum(each) >= 2 for each in stretches)
 
     def _cause(self, num_reads: int) -> str:
         if len(self._shapes) > _MANY_SHAPES:

@@ -26,6 +26,7 @@ from typing import Any
 
 import psutil
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from unisono.backends import check_index
 from unisono.backends.movement import send
@@ -114,8 +115,11 @@ class XlaBackend:
         return torch.device("xla", index)
 
     def activate(self, device: torch.device) -> None:
-        self.runtime()._XLAC._xla_set_default_device(str(device))
-        _try_backward(device)
+        inner = self.runtime()._XLAC
+        is_first = _started() is None  # and no other thread uses the device
+        inner._xla_set_default_device(str(device))
+        if is_first:
+            _try_backward(device)
 
     def preload(self) -> None:
         self.runtime()
@@ -153,10 +157,32 @@ class XlaBackend:
 
         def upload(leaf: Any) -> Any:
             watch.note_shape(leaf)
-            return send(_fit(leaf), device)
+            return self._uploaded(_fit(leaf), device)
 
         moved = tree_map(upload, batch)
         return moved, None if self._sharding is None else moved
+
+    def _uploaded(self, leaf: Any, device: torch.device) -> Any:
+        """The leaf on the device, whatever thread asks.
+
+        `tensor.to(device)` is for the computing thread alone: until the next cut it holds what is in main memory, and a
+        cut in the midst of it takes wrong numbers, in silence.
+        """
+        if isinstance(leaf, PackedSequence) and leaf.data.is_cpu:
+            data, sizes, *order = leaf
+            return PackedSequence(
+                self._uploaded(data, device),
+                sizes,
+                *[None if each is None else self._uploaded(each, device) for each in order],
+            )
+        if isinstance(leaf, torch.Tensor) and leaf.is_cpu:
+            plain = leaf.detach().as_subclass(torch.Tensor)
+            (moved,) = self.runtime()._XLAC._xla_tensors_from_aten([plain], [str(device)], None)
+            if isinstance(leaf, torch.nn.Parameter):
+                return torch.nn.Parameter(moved, leaf.requires_grad)
+            return moved.as_subclass(type(leaf)).requires_grad_(leaf.requires_grad)
+        with self._compiling:
+            return send(leaf, device)
 
     def spread(self) -> None:
         """Process-wide and for good, as in torch_xla."""
@@ -242,7 +268,6 @@ class XlaBackend:
         return self._xla
 
 
-@cache
 def _try_backward(device: torch.device) -> None:
     """Record a backward pass, which costs nothing, and find out whether torch's autograd knows the device."""
     with torch.enable_grad():

@@ -231,8 +231,10 @@ class _Normalize(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         input, weight, number, mean, variance = ctx.saved_tensors
+        scale = torch.rsqrt(variance + ctx.eps)
+        both = (each.to(scale.dtype) for each in (gradient, input))  # not every family mixes types here
         _, for_weight, for_bias = torch.ops.aten.native_batch_norm_backward(
-            gradient, input, None, mean, variance, None, None, False, ctx.eps, [False, True, True]
+            *both, None, None, None, mean, scale, True, ctx.eps, [False, True, True]
         )  # the sums over dy z and over dy
         for_input = None
         if ctx.needs_input_grad[0]:
@@ -240,7 +242,6 @@ class _Normalize(torch.autograd.Function):
             sums = torch.stack([for_bias, for_weight])
             sums = sums * share if share else torch.zeros_like(sums)  # zeros, whatever the loss was
             ctx.comm.all_reduce(sums)
-            scale = torch.rsqrt(variance + ctx.eps)
             gain = scale if weight is None else scale * weight
             for_input = _input_gradient(gradient, input, mean, scale, gain, sums / number, share)
         wanted = ctx.needs_input_grad[1:3]

@@ -142,6 +142,11 @@ class Report:
         if not any(each.loop_seconds for each in self.ranks):
             return "nothing is known of what the run waited for: there was no loop over a loader of this package"
         source, transfer, peers = [self.waited(cause) for cause in CAUSES]
+        if self.counters and max(source, transfer) < _BOUND:
+            return (
+                f"compute-bound, or peer-bound: {source + transfer:.0%} of the step waits for data. A lazy device "
+                "computes where its graph is cut, so that computing counts as reducing and stepping"
+            )
         if peers >= max(source, transfer, _PEER_BOUND if self.slowest is None else _BOUND):
             slowest = "" if self.slowest is None else f"; rank {self.slowest} is the slowest"
             return f"peer-bound: {peers:.0%} of the step goes to reducing and to waiting for other ranks{slowest}"
