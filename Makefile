@@ -1,11 +1,15 @@
-# make demo | test | test-all | check | bench   Everything is installed into .venv, at the versions in constraints.txt.
+# make demo | test | test-all | test-xla | check | bench
+# Everything is installed into .venv, at the versions in constraints.txt; for test-xla into .venv-xla, with torch 2.9.
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-all check bench clean
+XLA    := .venv-xla
+ON_XLA := PJRT_DEVICE=CPU $(XLA)/bin/python -m pytest --backend xla
+
+.PHONY: demo test test-all test-xla check bench clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/train_digits.py --mode processes --devices 2
@@ -15,6 +19,14 @@ test: $(VENV)/.test
 
 test-all: $(VENV)/.test
 	$(BIN)/python -m pytest
+
+# A process has one number of virtual devices. What runs in worker processes does not depend on it.
+test-xla: $(XLA)/.test
+	CPU_NUM_DEVICES=2 $(ON_XLA) -m any_family
+	CPU_NUM_DEVICES=2 $(ON_XLA) tests/xla tests/compat tests/examples/test_torch_xla_style.py
+	CPU_NUM_DEVICES=4 $(ON_XLA) -m any_family -k "not processes"
+	CPU_NUM_DEVICES=4 $(ON_XLA) tests/xla/test_xla_replicas.py tests/xla/test_xla_compilations.py
+	CPU_NUM_DEVICES=8 $(ON_XLA) tests/xla/test_xla_replicas.py tests/xla/test_xla_compilations.py
 
 check: $(VENV)/.test $(VENV)/.check
 	$(BIN)/ruff check .
@@ -33,16 +45,24 @@ bench: $(VENV)/.bench
 	$(BIN)/python bench/overhead.py
 	$(BIN)/python bench/first_batch.py
 	$(BIN)/python bench/prefetch_bytes.py
-	if test -x $(VENV)-xla/bin/python; then for each in overhead first_batch; do \
-	    PJRT_DEVICE=CPU PYTHONPATH=. $(VENV)-xla/bin/python bench/$$each.py || exit 1; done; fi
+	if test -x $(XLA)/bin/python; then for each in overhead first_batch xla; do \
+	    PJRT_DEVICE=CPU $(XLA)/bin/python bench/$$each.py || exit 1; done; fi
 
 clean:
-	rm -rf $(VENV) build out *.egg-info
+	rm -rf $(VENV) $(XLA) build out *.egg-info
 
 # One stamp per extra of setup.cfg: what is installed stays installed.
 $(VENV)/.%: setup.cfg constraints.txt | $(BIN)/python
 	@echo "installing unisono[$*] into $(VENV): up to 1.3 GB, a few minutes the first time"
 	@$(PIP) --editable '.[$*]'
+	@touch $@
+
+# The pair from setup.cfg first: every other torch of the index is as large, and constraints.txt names a newer one.
+$(XLA)/.test: setup.cfg constraints.txt
+	@echo "installing torch 2.9 and torch-xla 2.9 into $(XLA): 7 GB, a few minutes the first time"
+	@test -x $(XLA)/bin/python || $(PYTHON) -m venv $(XLA)
+	@grep -v '^torch==' constraints.txt > $(XLA)/constraints.txt
+	@$(XLA)/bin/pip --disable-pip-version-check install --quiet --constraint $(XLA)/constraints.txt --editable '.[test,xla]'
 	@touch $@
 
 $(BIN)/python:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ import torch._dynamo  # noqa: F401 - the first optimizer imports it, and it sets
 import torch.distributed as dist
 from hypothesis import settings
 
-from unisono import world
+from unisono import backends, world
 from unisono.launch.starting import nursery as nurseries
 
 pytest_plugins = ["pytester"]
@@ -31,6 +32,18 @@ settings.load_profile("unisono")
 
 PATIENCE_S = 3.0
 _OPEN_FILES = Path("/proc/self/fd")
+_NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # which torch 2.9 sets when it first compiles something
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Take the family at once: before a test module, or the conftest.py of a folder, asks which one it is.
+
+    Lazy devices are loaded now: their settings are for the whole process.
+    """
+    parser.addoption("--backend", default=None, help="the family of devices for tests that run on any")
+    if (family := parser.parse_known_args(sys.argv[1:]).backend) is not None:
+        os.environ["UNISONO_BACKEND"] = family
+        backends.pick_backend().device(0)
 
 
 @dataclass(frozen=True)
@@ -52,7 +65,7 @@ def footprint() -> Footprint:
     return Footprint(
         threads={thread for thread in threading.enumerate() if thread.name.startswith("unisono-") or not thread.daemon},
         children={child.pid: child for child in _living_children() if child.pid not in zygotes},
-        environ={name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
+        environ={name: value for name, value in os.environ.items() if name not in _NOT_OURS},
         files=_open_files(),
         has_group=dist.is_initialized(),
         has_thread_world=world._thread_world.get() is not None,

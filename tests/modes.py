@@ -14,14 +14,24 @@ from datetime import timedelta
 from typing import Any
 
 import cloudpickle
+import pytest
 import torch
 from torch import nn
 
 from unisono import DataParallel, DeviceIterator, DeviceLoader, current_world, spawn
+from unisono.backends import get_backend
 from unisono.tree import tree_map
 
 FAMILY = os.environ.get("UNISONO_BACKEND", "cpu")  # `pytest --backend` has put it there, for workers, too
 PATIENCE = timedelta(seconds=30)  # well inside the test's own time limit
+HOST = torch.device("cpu")  # where a body makes what lies in main memory, as data sets do
+
+
+def devices(count: int) -> list[str]:
+    """The family's first devices; where there are fewer, the test is skipped."""
+    if FAMILY != "cpu" and count > get_backend(FAMILY).device_count():
+        pytest.skip(f"there are no {count} {FAMILY} devices here", allow_module_level=True)
+    return [f"{FAMILY}:{index}" for index in range(count)]
 
 
 @dataclass(frozen=True)
@@ -50,12 +60,37 @@ class Mode:
         return self.run(lambda: body(DeviceLoader(loader)))
 
     def _replicas(self) -> DataParallel:
-        return DataParallel(nn.Identity(), [f"{FAMILY}:{rank}" for rank in range(self.ranks)])
+        return DataParallel(nn.Identity(), devices(self.ranks))
 
 
 SOLO = Mode("solo", 1)
 THREADS_2, THREADS_3, THREADS_4 = (Mode("threads", ranks) for ranks in (2, 3, 4))
 PROCESSES_2 = Mode("processes", 2)
+
+
+def fitting(*modes: Mode, workers: bool = False) -> list[Mode]:
+    """Those modes that the family has the devices for; on the CPU all.
+
+    Args:
+        workers: whether processes come along elsewhere, too, where starting them takes seconds.
+    """
+    if FAMILY == "cpu":
+        return list(modes)
+    count = get_backend(FAMILY).device_count()
+    return [mode for mode in modes if (workers if mode.name == "processes" else mode.ranks <= count)]
+
+
+def scaling(*modes: Mode, workers: bool = False) -> list[Mode]:
+    """The same for tests that take any number of ranks: elsewhere, threads are on all devices of the family at once."""
+    if FAMILY == "cpu":
+        return list(modes)
+    every = Mode("threads", get_backend(FAMILY).device_count())
+    return fitting(*dict.fromkeys(every if mode.name == "threads" else mode for mode in modes), workers=workers)
+
+
+def in_main_memory(values: Any) -> Any:
+    """Copies of what lies on devices, wherever it is in nested containers."""
+    return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, values)
 
 
 def _there(body: Callable[[], Any]) -> Any:
@@ -64,7 +99,7 @@ def _there(body: Callable[[], Any]) -> Any:
         return body()
     with current_world().device:
         result = body()
-    return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, result)
+    return in_main_memory(result)
 
 
 @contextlib.contextmanager

@@ -25,6 +25,8 @@ from unisono.protocols import Communicator
 from unisono.tree import tree_map
 from unisono.world import World, current_world, thread_worlds
 
+HERE = Path(__file__).parent
+
 Body = Callable[[Communicator], Any]
 
 PATIENCE = timedelta(seconds=40)  # inside the test's own time limit, so that a hang is told by the law's message
@@ -75,28 +77,42 @@ SOLO, THREADS_2, THREADS_4, PROCESSES_2, PROCESSES_3 = (
 )
 
 
-@pytest.fixture(params=[SOLO, THREADS_2, THREADS_4, PROCESSES_2], ids=str)
+def here(*ways: Ranks) -> list[Ranks]:
+    """Those for whose threads the family has devices."""
+    count = get_backend(FAMILY).device_count()
+    return [each for each in ways if FAMILY == "cpu" or each.mode != "threads" or each.size <= count]
+
+
+@pytest.fixture(params=here(SOLO, THREADS_2, THREADS_4, PROCESSES_2), ids=str)
 def ranks(request: pytest.FixtureRequest) -> Ranks:
     """Every implementation."""
     return request.param
 
 
-@pytest.fixture(params=[THREADS_2, THREADS_4, PROCESSES_2], ids=str)
+@pytest.fixture(params=here(THREADS_2, THREADS_4, PROCESSES_2), ids=str)
 def peers(request: pytest.FixtureRequest) -> Ranks:
     """Every implementation in which a rank has peers."""
     return request.param
 
 
-@pytest.fixture(params=[THREADS_4, PROCESSES_3], ids=str)
+@pytest.fixture(params=here(THREADS_4, PROCESSES_3), ids=str)
 def many_peers(request: pytest.FixtureRequest) -> Ranks:
     """Every implementation in which a rank has peers, and peers of peers."""
     return request.param
 
 
-@pytest.fixture(params=[SOLO, THREADS_2, THREADS_4, PROCESSES_2, PROCESSES_3], ids=str)
+@pytest.fixture(params=here(SOLO, THREADS_2, THREADS_4, PROCESSES_2, PROCESSES_3), ids=str)
 def rounding_ranks(request: pytest.FixtureRequest) -> Ranks:
     """Every implementation, with sizes at which the order of a sum matters."""
     return request.param
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Both contracts are for every family; before marks are looked at."""
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.add_marker(pytest.mark.any_family)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -45,6 +45,8 @@ _SETTINGS = {
     "XLA_THREAD_POOL_SIZE": "64",
     # Else 0 and 1 become constants of the graph, so that a factor's value decides whether it is compiled anew.
     "XLA_NO_SPECIAL_SCALARS": "1",
+    # Else a tensor's copy shares its buffer, which is gone when the copy is changed in place.
+    "XLA_ENABLE_PARAM_ALIASING": "0",
 }
 """What virtual devices on the CPU need, and the reasons; facts about torch_xla 2.9."""
 
@@ -134,6 +136,8 @@ class XlaBackend:
 
             tpu.configure_topology(local_rank, local_world_size)  # this process sees its own chip only
         self.runtime()
+        if _hardware() == _CPU:
+            os.environ["CPU_NUM_DEVICES"] = "1"
         _prepare_environment()  # again: torch_xla may have been imported in the process that this one was forked from
         device = torch.device("xla", 0)
         self.activate(device)

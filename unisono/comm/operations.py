@@ -66,7 +66,7 @@ def check_tensor(tensor: Any, name: str) -> None:
     if tensor.layout is not torch.strided:
         raise TypeError(f"{name} takes a dense tensor, got layout {tensor.layout}; call to_dense() first")
     steps = zip(tensor.stride(), tensor.shape, strict=True)
-    if name in _IN_PLACE and any(stride == 0 and size > 1 for stride, size in steps):
+    if name in _IN_PLACE and tensor.numel() and any(stride == 0 and size > 1 for stride, size in steps):
         raise ValueError(
             f"{name} got a tensor of shape {list(tensor.shape)} whose elements share memory, so it cannot be written "
             "in place; pass tensor.clone()"

@@ -45,10 +45,10 @@ class XlaThreads(HostedCommunicator[ThreadCommunicator]):
         check_reduction(tensor, op)
         if tensor.dtype not in _REDUCED_AS or tensor.is_cpu:
             return super().all_reduce(tensor, op)
-        own = tensor.detach().to(_REDUCED_AS[tensor.dtype], copy=True)
+        own = tensor.detach().to(_REDUCED_AS[tensor.dtype])
         self._settle()
-        self.inner.meet(Call.on("all_reduce", tensor, op), own, lambda all_: _reduce_all(all_, op))
-        return tensor.copy_(own.div_(self.size) if op == "mean" else own)
+        reduced = self.inner.meet(Call.on("all_reduce", tensor, op), own, lambda all_: _reduce_all(all_, op))[self.rank]
+        return tensor.copy_(reduced / self.size if op == "mean" else reduced)
 
 
 class XlaProcesses(HostedCommunicator[ProcessCommunicator]):
@@ -59,11 +59,11 @@ class XlaProcesses(HostedCommunicator[ProcessCommunicator]):
         check_reduction(tensor, op)
         if tensor.dtype not in _REDUCED_AS or tensor.is_cpu:
             return super().all_reduce(tensor, op)
-        own = tensor.detach().to(_REDUCED_AS[tensor.dtype], copy=True)
+        own = tensor.detach().to(_REDUCED_AS[tensor.dtype])
         self._settle()
         self.inner.barrier()  # a peer that has failed breaks this, and not the runtime
-        _reduce_all([own], op)
-        return tensor.copy_(own.div_(self.size) if op == "mean" else own)
+        (reduced,) = _reduce_all([own], op)
+        return tensor.copy_(reduced / self.size if op == "mean" else reduced)
 
 
 @cache
@@ -88,8 +88,7 @@ def check_joined(ones: Sequence[torch.Tensor], size: int) -> None:
     Raises:
         BrokenWorldError: it is another number. Runtimes that do not know of one another reduce nothing, in silence.
     """
-    _reduce_all(ones, "sum")
-    found = [each.item() for each in ones]
+    found = [each.item() for each in _reduce_all(ones, "sum")]
     if any(each != size for each in found):
         raise BrokenWorldError(
             f"an all_reduce of ones over {size} XLA devices gave {found[0]:g}: the runtime does not join them. It was "
@@ -98,12 +97,14 @@ def check_joined(ones: Sequence[torch.Tensor], size: int) -> None:
         )
 
 
-def _reduce_all(tensors: Sequence[torch.Tensor], op: ReduceOp) -> None:
-    """Reduce, in place, among the tensors' devices and their peers; each in a graph of its own."""
+def _reduce_all(tensors: Sequence[torch.Tensor], op: ReduceOp) -> list[torch.Tensor]:
+    """The reductions among the tensors' devices and their peers, one on each; each in a graph of its own."""
     import torch_xla
 
+    reduced = []
     for tensor in tensors:
         device = str(tensor.device)
-        torch_xla._XLAC._xla_all_reduce_inplace(_OPS[op], [tensor], 1.0, [], True)
+        reduced.append(torch_xla._XLAC._xla_all_reduce(_OPS[op], tensor, 1.0, [], True))
         torch_xla._XLAC._xla_step_marker(device, [], wait=False, reset_scope=True)
         torch_xla._XLAC._set_all_reduce_token(device, None)
+    return reduced

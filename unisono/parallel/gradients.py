@@ -60,7 +60,7 @@ def reduce_gradients(
     """
     _refuse_sparse(parameters)
     if world.comm.size == 1 or not parameters:
-        scale_gradients(parameters, 1.0 if factor is None else factor)
+        scale_gradients(parameters, 1.0 if factor is None else factor, in_place=not world.backend.is_lazy)
         if not is_part:
             check_presence(parameters)
         return
@@ -76,16 +76,20 @@ def reduce_gradients(
         if notes:
             present = _told(flat[-len(notes) :], parameters, world)
             flat, notes = flat[: -len(notes)], []
-        _unflatten(flat, bucket, present)
+        _unflatten(flat, bucket, present, in_place=not world.backend.is_lazy)
     if not is_part:
         check_presence(parameters)
 
 
 @torch.no_grad()
-def scale_gradients(parameters: Sequence[torch.Tensor], factor: float) -> None:
-    """Multiply the gradients, in place; by 0 also what is not finite."""
+def scale_gradients(parameters: Sequence[torch.Tensor], factor: float, in_place: bool = True) -> None:
+    """Multiply the gradients; by 0 also what is not finite."""
     gradients = [each.grad for each in parameters if each.grad is not None]
-    if gradients and factor == 0:
+    if not in_place and factor != 1:
+        for each in parameters:
+            if each.grad is not None:
+                each.grad = each.grad * factor if factor else torch.zeros_like(each.grad)
+    elif gradients and factor == 0:
         torch._foreach_zero_(gradients)
     elif gradients and factor != 1:
         torch._foreach_mul_(gradients, factor)
@@ -197,14 +201,15 @@ def _flatten(bucket: list[torch.Tensor], scale: float, notes: list[float]) -> to
 
 
 @torch.no_grad()
-def _unflatten(flat: torch.Tensor, bucket: list[torch.Tensor], present: set[int]) -> None:
+def _unflatten(flat: torch.Tensor, bucket: list[torch.Tensor], present: set[int], in_place: bool) -> None:
+    """Give each parameter its piece; on lazy devices not in place, where a gradient may be a view of one number."""
     start = 0
     for parameter in bucket:
         piece = flat[start : start + parameter.numel()].view_as(parameter)
         start += parameter.numel()
-        if parameter.grad is not None:
+        if parameter.grad is not None and in_place:
             parameter.grad.copy_(piece)
-        elif id(parameter) in present:
+        elif parameter.grad is not None or id(parameter) in present:
             parameter.grad = piece.clone()
 
 

@@ -1,0 +1,265 @@
+"""Collectives and meetings by the names of PyTorch/XLA: the same alone, in threads and in workers."""
+
+from __future__ import annotations
+
+import functools
+import operator
+
+import pytest
+import torch
+from families import RANKS, THREADS, mine
+
+import unisono.compat.torch_xla.core.functions as xf
+import unisono.compat.torch_xla.core.xla_model as xm
+from unisono.errors import BrokenWorldError, CollectiveMismatchError
+
+needs_two = pytest.mark.skipif(RANKS < 2, reason="there is one device")
+PAIRS = [[rank, rank + 1] for rank in range(0, RANKS, 2)] if RANKS % 2 == 0 else [[0], list(range(1, RANKS))]
+REVERSED = [group[::-1] for group in PAIRS]
+
+
+def group_of(rank):
+    return next(group for group in PAIRS if rank in group)
+
+
+def test_a_tensor_gives_a_new_one_and_a_list_is_reduced_in_place(way):
+    def reduce():
+        own = mine([1.0, 2.0]) * (xm.get_ordinal() + 1)
+        result = xm.all_reduce(xm.REDUCE_SUM, own, scale=0.5)
+        assert result is not own
+        listed = [own.clone(), mine([3.0])]
+        assert xm.all_reduce(xm.REDUCE_SUM, listed) is listed
+        assert own.tolist() == [xm.get_ordinal() + 1.0, 2.0 * (xm.get_ordinal() + 1)]
+        return result.tolist(), [each.tolist() for each in listed]
+
+    total = sum(range(1, way.ranks + 1))
+    expected = ([total / 2, float(total)], [[float(total), 2.0 * total], [3.0 * way.ranks]])
+    assert way.run(reduce) == [expected] * way.ranks
+
+
+def test_every_kind_of_reduction(way):
+    def reduce():
+        own = mine([1 + xm.get_ordinal(), 6])
+        found = {kind: xm.all_reduce(kind, own).tolist() for kind in ("sum", "mul", "and", "or", "min", "max")}
+        has = mine([xm.get_ordinal() == 0, True])
+        found |= {f"bool {kind}": xm.all_reduce(kind, has).tolist() for kind in (xm.REDUCE_AND, xm.REDUCE_OR)}
+        return found
+
+    ranks = range(1, way.ranks + 1)
+    folds = {"sum": operator.add, "mul": operator.mul, "and": operator.and_, "or": operator.or_, "min": min, "max": max}
+    expected = {
+        kind: [functools.reduce(fold, ranks), functools.reduce(fold, [6] * way.ranks)] for kind, fold in folds.items()
+    }
+    expected |= {"bool and": [way.ranks == 1, True], "bool or": [True, True]}
+    assert way.run(reduce) == [expected] * way.ranks
+
+
+def test_groups_reduce_and_gather_among_themselves(several):
+    def reduce():
+        rank = xm.get_ordinal()
+        summed = xm.all_reduce(xm.REDUCE_SUM, mine([float(rank)]), groups=PAIRS).tolist()
+        gathered = xm.all_gather(mine([[rank]]), dim=1, groups=REVERSED).tolist()
+        return summed, gathered
+
+    expected = [([float(sum(group_of(rank)))], [group_of(rank)[::-1]]) for rank in range(RANKS)]
+    assert several.run(reduce) == expected
+
+
+def test_all_gather_puts_ranks_side_by_side(way):
+    def gather():
+        own = mine([[xm.get_ordinal()], [10]])
+        return [xm.all_gather(own, dim=dim).tolist() for dim in (0, 1, -1)], xm.all_gather(mine(1.5)).tolist()
+
+    ranks = range(way.ranks)
+    columns = [list(ranks), [10] * way.ranks]
+    rows = [[value] for rank in ranks for value in (rank, 10)]
+    assert way.run(gather) == [([rows, columns, columns], [1.5] * way.ranks)] * way.ranks
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda x: xm.all_reduce("median", x), ValueError, "reduce_type='median' does not exist; choose one of sum"),
+        (lambda x: xm.all_reduce("and", x), TypeError, "has no 'and'; convert"),
+        (lambda x: xm.all_reduce("sum", x.long(), scale=0.5), TypeError, "scale=0.5 would round"),
+        (lambda x: xm.all_reduce("sum", x, groups=[[7]]), ValueError, "must hold each of the ordinals 0 to 0 once"),
+        (lambda x: xm.all_gather(x, groups=[0]), TypeError, "no list of lists"),
+        (lambda x: xm.all_reduce("sum", 3), TypeError, "'int' object is not iterable"),
+    ],
+)
+def test_bad_reductions_are_told(call, error, words):
+    with pytest.raises(error, match=words):
+        call(mine([1.0]))
+
+
+def test_a_rendezvous_gives_payloads_by_ordinal_and_a_tag_may_be_used_again(way):
+    def meet():
+        payload = f"from {xm.get_ordinal()}".encode()
+        assert xm.rendezvous("empty") == [b""] * way.ranks
+        return [xm.rendezvous("twice", payload) for _ in range(2)]
+
+    everyone = [f"from {rank}".encode() for rank in range(way.ranks)]
+    assert way.run(meet) == [[everyone, everyone]] * way.ranks
+
+
+def test_groups_meet_each_by_themselves(several):
+    def meet():
+        rank = xm.get_ordinal()
+        group = group_of(rank)
+        return xm.rendezvous(f"group of {group[0]}", bytes([rank]), replicas=group[::-1])
+
+    assert several.run(meet) == [[bytes([member]) for member in group_of(rank)] for rank in range(RANKS)]
+
+
+def test_a_master_may_do_something_before_the_others():
+    done = []
+
+    def download():
+        if not xm.is_master_ordinal():
+            xm.rendezvous("download_only_once")
+        done.append(xm.get_ordinal())
+        if xm.is_master_ordinal():
+            xm.rendezvous("download_only_once")
+
+    THREADS.run(download)
+    assert done[0] == 0
+    assert sorted(done) == list(range(RANKS))
+
+
+@needs_two
+def test_ranks_that_wait_for_different_things_are_told(several):
+    def by_tag():
+        with pytest.raises(CollectiveMismatchError, match=r"rank 0 waits in rendezvous 'of 0' .* but rank 1 in 'of 1'"):
+            xm.rendezvous(f"of {min(xm.get_ordinal(), 1)}")
+        with pytest.raises(CollectiveMismatchError, match="must name the same tag and replicas"):
+            xm.rendezvous("same", replicas=[1] if xm.get_ordinal() == 1 else [])
+        with pytest.raises(CollectiveMismatchError, match="must name the same tag"):
+            xm.mesh_reduce(f"of {xm.get_ordinal()}", 1, sum)
+        return True
+
+    assert several.run(by_tag) == [True] * RANKS
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: xm.rendezvous("tag", 3), TypeError, "payload=3 is a int; pass bytes, or use mesh_reduce"),
+        (lambda: xm.rendezvous("tag", replicas=[0, 4]), ValueError, "must name ordinals from 0 to 0, each once"),
+        (lambda: xm.rendezvous("tag", replicas=[0, 0]), ValueError, "each once"),
+        (lambda: xm.add_step_closure(3), TypeError, "closure=3 is a int"),
+    ],
+)
+def test_bad_meetings_are_told(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+@needs_two
+def test_a_group_without_its_caller_is_refused():
+    def meet():
+        if xm.get_ordinal() == 0:
+            xm.rendezvous("tag", replicas=[1])
+
+    with pytest.raises(ValueError, match=r"replicas=\[1\] lacks the caller, 0"):
+        THREADS.run(meet)
+
+
+@needs_two
+def test_a_rank_that_leaves_a_rendezvous_out_wakes_the_others():
+    def meet():
+        if xm.get_ordinal() == 0:
+            xm.rendezvous("alone")
+
+    with pytest.raises(BrokenWorldError, match=r"ha(s|ve) left"):
+        THREADS.run(meet)
+
+
+def test_mesh_reduce_calls_the_function_on_every_rank_with_all_values(way):
+    def reduce():
+        rank = xm.get_ordinal()
+        value = xm.mesh_reduce("value", float(rank), lambda values: (values, max(values)))
+        tensors = xm.mesh_reduce(
+            "tensors", {"x": mine([rank, 1])}, lambda each: torch.stack([part["x"] for part in each])
+        )
+        assert tensors.is_cpu
+        return value, tensors.tolist()
+
+    ranks = [float(rank) for rank in range(way.ranks)]
+    expected = ((ranks, ranks[-1]), [[rank, 1] for rank in range(way.ranks)])
+    assert way.run(reduce) == [expected] * way.ranks
+
+
+def test_a_value_with_a_graph_travels_as_a_value(way):
+    def reduce():
+        loss = (mine([2.0]).requires_grad_() * 3).sum()
+        return xm.mesh_reduce("loss", loss, lambda losses: sum(losses).item())
+
+    assert way.run(reduce) == [6.0 * way.ranks] * way.ranks
+
+
+def test_do_on_ordinals_runs_on_those_with_tensors_in_main_memory(way):
+    def run():
+        return xm.do_on_ordinals(lambda x, name: (x.is_cpu, x.tolist(), name), data=(mine([1.0]), "n"))
+
+    assert way.run(run) == [(True, [1.0], "n")] + [None] * (way.ranks - 1)
+
+
+def test_gradients_go_through_collectives_to_each_ranks_own_part(way):
+    def gradients():
+        rank = xm.get_ordinal()
+        found = {}
+        for kind in ("sum", "max", "mul"):
+            x = mine([rank + 1.0, 2.0]).requires_grad_()
+            xf.all_reduce(kind, x, scale=0.5).sum().backward()
+            found[kind] = x.grad.tolist()
+        x = mine([[1.0], [2.0]]).requires_grad_()
+        (xf.all_gather(x, dim=1) * mine([[10.0 * (1 + each) for each in range(way.ranks)]])).sum().backward()
+        found["gather"] = x.grad.tolist()
+        y = mine([1.0]).requires_grad_()
+        with pytest.raises(TypeError, match="has no 'or'"):
+            xf.all_reduce("or", y)
+        return found
+
+    product = functools.reduce(operator.mul, range(1, way.ranks + 1)) / 2
+    for rank, found in enumerate(way.run(gradients)):
+        assert found["sum"] == [0.5, 0.5]
+        assert found["max"] == [0.5 * (rank == way.ranks - 1), 0.5]
+        assert found["mul"] == pytest.approx([product / (rank + 1), 0.5 * 2 ** (way.ranks - 1)])
+        assert found["gather"] == [[10.0 * (1 + rank)]] * 2
+
+
+@pytest.mark.parametrize("split", [1, 2])
+def test_a_distributed_product_is_the_product_and_so_are_its_gradients(way, split):
+    def multiply():
+        torch.manual_seed(0)
+        whole, x = torch.randn(3, 2 * way.ranks), torch.randn(way.ranks, 2 * way.ranks, 4)
+        rank, device = xm.get_ordinal(), xm.xla_device()
+        own = whole[:, 2 * rank : 2 * rank + 2].to(device).requires_grad_()
+        result = xf.distributed_mm(own, x[rank].to(device), split=split)
+        result.sum().backward()
+        assert torch.allclose(result.detach().cpu(), whole @ x[rank], atol=1e-5)
+        return own.grad.cpu().tolist()
+
+    for rank, grad in enumerate(way.run(multiply)):
+        torch.manual_seed(0)
+        torch.randn(3, 2 * way.ranks)
+        x = torch.randn(way.ranks, 2 * way.ranks, 4)
+        rows = x[rank][2 * rank : 2 * rank + 2].sum(1)
+        assert torch.allclose(torch.tensor(grad), rows.expand(3, 2), atol=1e-4)
+
+
+def test_matrices_that_do_not_fit_are_told():
+    with pytest.raises(ValueError, match=r"x has 3 rows, but w of shape \(2, 2\) on 1 replicas makes 2 columns"):
+        xf.distributed_mm(torch.ones(2, 2), torch.ones(3, 2))
+    with pytest.raises(ValueError, match="split=3 does not divide the 2 columns"):
+        xf.distributed_mm(torch.ones(2, 2), torch.ones(2, 2), split=3)
+
+
+def test_the_masters_weights_reach_all(several):
+    def broadcast():
+        torch.manual_seed(xm.get_ordinal())
+        model = torch.nn.Linear(2, 2).to(xm.xla_device())
+        xm.broadcast_master_param(model)
+        return model.weight.tolist()
+
+    assert len({str(weight) for weight in several.run(broadcast)}) == 1

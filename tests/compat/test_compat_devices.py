@@ -1,0 +1,166 @@
+"""Devices and ordinals by the names of PyTorch/XLA: right in a plain script, in threads and in workers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import DEVICES, FAMILY, PROCESSES, RANKS, THREADS
+from torch import nn
+
+import unisono.compat.torch_xla as torch_xla
+import unisono.compat.torch_xla.core.xla_model as xm
+import unisono.compat.torch_xla.distributed.data_parallel as dp
+import unisono.compat.torch_xla.distributed.xla_multiprocessing as xmp
+import unisono.compat.torch_xla.runtime as xr
+
+
+def test_a_script_that_is_alone_works_on_the_first_device():
+    assert xm.xla_device() == torch.device(FAMILY, 0) == torch_xla.device()
+
+
+def test_a_numbered_device_is_that_one_of_the_family():
+    assert [str(xm.xla_device(index)) for index in range(RANKS)] == DEVICES
+    assert xm.xla_device() == torch.device(FAMILY, 0)
+
+
+def test_every_replica_has_a_device_of_its_own_and_knows_it(way):
+    found = way.run(lambda: str(xm.xla_device()))
+    if way is THREADS:
+        assert found == DEVICES
+    elif FAMILY == "cpu":
+        assert found == DEVICES[: way.ranks]
+    else:
+        assert len(found) == way.ranks
+
+
+def test_a_worker_sees_its_own_device_only():
+    def look():
+        with pytest.raises(ValueError, match="sees its own device only"):
+            xm.xla_device(RANKS + 5)
+        return len(xm.get_xla_supported_devices()), xm.xla_device(0) == xm.xla_device(), xr.addressable_device_count()
+
+    assert PROCESSES.run(look) == [(1, True, 1)] * RANKS
+
+
+def test_a_kind_that_is_not_here_has_no_devices():
+    missing = "MPS" if not torch.backends.mps.is_available() else "TPU"
+    assert xm.get_xla_supported_devices(missing) == []
+    with pytest.raises(ValueError, match=f"no device of kind '{missing}' here; there are .*cpu:0"):
+        xm.xla_device(devkind=missing)
+
+
+def test_kinds_come_as_a_string_or_a_list_of_which_the_first_that_has_any_counts(monkeypatch):
+    own = xm.xla_device_hw(xm.xla_device())
+    missing = "MPS" if not torch.backends.mps.is_available() else "TPU"
+    every = xm.get_xla_supported_devices()
+    assert xm.get_xla_supported_devices(own) == xm.get_xla_supported_devices([missing, own]) == every
+    assert xm.get_xla_supported_devices(devkind=own.lower()) == every
+
+
+def test_max_devices_takes_the_first_few_and_none_or_zero_all(monkeypatch):
+    if FAMILY == "cpu":
+        monkeypatch.setenv("CPU_NUM_DEVICES", str(RANKS))
+    assert xm.get_xla_supported_devices() == DEVICES
+    assert xm.get_xla_supported_devices(max_devices=1) == DEVICES[:1]
+    assert xm.get_xla_supported_devices(max_devices=0) == xm.get_xla_supported_devices(max_devices=99) == DEVICES
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: xm.get_xla_supported_devices(max_devices=-1), ValueError, "max_devices=-1 is too small"),
+        (lambda: xm.get_xla_supported_devices(max_devices=1.5), TypeError, "max_devices=1.5 is a float"),
+        (lambda: xm.get_xla_supported_devices("nonsense"), ValueError, "no kind of device; choose one of TPU"),
+        (lambda: xm.get_xla_supported_devices(3), TypeError, "devkind=3 is a int; pass a string"),
+        (lambda: xm.xla_device("0"), TypeError, "n='0' is a str"),
+        (lambda: xm.xla_device(-1), ValueError, ":-1 does not exist"),
+        (lambda: xm.xla_device_hw("warp:0"), ValueError, "device 'warp:0' does not exist; there are"),
+    ],
+)
+def test_what_names_no_device_is_told_with_what_there_is(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_hardware_is_told_in_upper_case():
+    names = {"cpu": "CPU", "cuda": "GPU", "mps": "MPS"}
+    hardware = xm.xla_device_hw(xm.xla_device())
+    assert hardware == names.get(FAMILY, hardware)
+    assert hardware in ("CPU", "GPU", "MPS", "TPU")
+    assert xm.xla_real_devices(DEVICES) == [f"{hardware}:{rank}" for rank in range(RANKS)]
+    assert xr.device_type() == ("CUDA" if hardware == "GPU" else hardware)
+
+
+def test_any_set_of_one_kind_can_be_a_replication():
+    assert len(xm.xla_replication_devices(DEVICES[:1])) == 1
+    assert len(xm.xla_replication_devices(DEVICES)) == RANKS
+
+
+def test_outside_any_replication_the_default_is_given_verbatim():
+    assert (xm.get_ordinal(), xm.get_local_ordinal(), xm.xrt_world_size()) == (0, 0, 1)
+    assert (xm.get_ordinal(-1), xm.get_local_ordinal(defval=-1), xm.xrt_world_size(None)) == (-1, -1, None)
+    assert xm.is_master_ordinal()
+    assert (xr.world_size(), xr.global_ordinal(), xr.local_ordinal(), xr.process_count()) == (1, 0, 0, 1)
+
+
+def test_inside_a_replication_ordinals_are_right_whatever_the_default(several):
+    found = several.run(lambda: (xm.get_ordinal(-1), xm.get_local_ordinal(-1), xm.xrt_world_size(None)))
+    assert found == [(rank, rank, RANKS) for rank in range(RANKS)]
+
+
+def test_the_runtime_module_counts_processes_and_devices(several):
+    def look():
+        return xr.world_size(), xr.global_ordinal(), xr.process_count(), xr.process_index(), xr.is_spmd()
+
+    processes = RANKS if several is PROCESSES else 1
+    indices = range(RANKS) if several is PROCESSES else [0] * RANKS
+    assert several.run(look) == [(RANKS, rank, processes, index, False) for rank, index in enumerate(indices)]
+
+
+def test_a_replication_of_one_has_ordinal_0_and_leaves_nothing_behind():
+    assert xmp.spawn(lambda index: (index, xm.get_ordinal(-1), xm.xrt_world_size(None)), nprocs=1) == [(0, 0, 1)]
+    assert dp.DataParallel(nn.Identity(), DEVICES[:1])(lambda *_: xm.get_ordinal(-1), []) == [0]
+    assert xm.get_ordinal(-1) == -1
+
+
+def test_exactly_one_replica_is_the_master_and_prints(several, capfd):
+    def look():
+        xm.master_print("it is", xm.get_ordinal(), flush=True)
+        return xm.is_master_ordinal(), xm.is_master_ordinal(local=False)
+
+    assert several.run(look) == [(True, True)] + [(False, False)] * (RANKS - 1)
+    lines = capfd.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("it is")] == ["it is 0"]
+
+
+def test_the_generator_repeats_what_came_behind_a_seed_and_behind_a_state(way):
+    def draw():
+        device = xm.xla_device()
+
+        def numbers():
+            return torch.rand(3, device=device).tolist()
+
+        xm.set_rng_state(11)
+        assert xm.get_rng_state() == 11
+        first = numbers()
+        state = xm.get_rng_state(device)
+        second = numbers()
+        xm.set_rng_state(state, device)
+        assert numbers() == second != first
+        torch_xla.manual_seed(11)
+        assert numbers() == first
+        return first
+
+    assert len({tuple(numbers) for numbers in way.run(draw)}) == 1
+
+
+def test_a_seed_that_is_none_is_refused():
+    with pytest.raises(TypeError, match="seed='1' is a str"):
+        xm.set_rng_state("1")
+    with pytest.raises(ValueError, match="seed=-1 is too small"):
+        xm.set_rng_state(-1)
+
+
+def test_waiting_for_devices_returns_when_they_are_idle():
+    xm.wait_device_ops()
+    xm.wait_device_ops(DEVICES)

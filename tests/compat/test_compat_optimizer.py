@@ -1,0 +1,153 @@
+"""`optimizer_step` and its kin: the mean over the replicas, and equal weights on all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import DEVICES, RANKS, mine
+from test_compat_collectives import PAIRS, group_of, needs_two
+from torch import nn
+
+import unisono.compat.torch_xla.core.xla_model as xm
+import unisono.compat.torch_xla.distributed.data_parallel as dp
+from unisono.errors import CollectiveMismatchError
+
+
+def linear():
+    torch.manual_seed(0)
+    return nn.Linear(2, 1, bias=False).to(xm.xla_device())
+
+
+def own_step(step):
+    """One step of SGD with rate 1 on the replica's own sample (rank + 1, 1): how far the weight moved."""
+    model = linear()
+    before = model.weight.detach().cpu().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(mine([[xm.get_ordinal() + 1.0, 1.0]])).sum().backward()
+    step(optimizer)
+    return (before - model.weight.detach().cpu()).round(decimals=4).tolist()
+
+
+def mean_of(ranks):
+    return round(sum(rank + 1.0 for rank in ranks) / len(ranks), 4)
+
+
+def test_the_step_takes_the_mean_of_the_gradients(way):
+    expected = [[mean_of(range(way.ranks)), 1.0]]
+    assert way.run(lambda: own_step(xm.optimizer_step)) == [expected] * way.ranks
+
+
+def test_reduced_gradients_can_be_clipped_before_a_plain_step(way):
+    def step(optimizer):
+        xm.reduce_gradients(optimizer)
+        torch.nn.utils.clip_grad_value_(optimizer.param_groups[0]["params"], 0.5)
+        optimizer.step()
+
+    assert way.run(lambda: own_step(step)) == [[[0.5, 0.5]]] * way.ranks
+
+
+def test_groups_sum_among_themselves_over_the_number_of_all(several):
+    found = several.run(lambda: own_step(lambda optimizer: xm.optimizer_step(optimizer, groups=PAIRS)))
+    groups = [group_of(rank) for rank in range(RANKS)]
+    sums = [[[round(sum(rank + 1.0 for rank in group) / RANKS, 4), len(group) / RANKS]] for group in groups]
+    assert found == sums
+
+
+def test_a_barrier_ends_the_step_and_runs_its_closures(way):
+    def step(optimizer):
+        heard = []
+        xm.add_step_closure(heard.append, args=("closure",))
+        xm.optimizer_step(optimizer)
+        assert heard == []
+        xm.optimizer_step(optimizer, barrier=True)
+        assert heard == ["closure"]
+
+    way.run(lambda: own_step(step))
+
+
+def test_a_closure_added_by_a_closure_waits_for_the_next_step():
+    heard = []
+
+    def first():
+        heard.append("first")
+        xm.add_step_closure(heard.append, args=("second",))
+
+    xm.add_step_closure(first)
+    xm.mark_step()
+    assert heard == ["first"]
+    xm.mark_step()
+    xm.mark_step()
+    assert heard == ["first", "second"]
+
+
+def test_what_the_step_returns_is_returned_and_its_arguments_arrive():
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    arguments = {"closure": lambda: model(mine([[1.0, 1.0]])).sum()}
+    model(mine([[1.0, 1.0]])).sum().backward()
+    loss = xm.optimizer_step(optimizer, optimizer_args=arguments)
+    assert loss.item() == pytest.approx(model.weight.sum().item())
+    assert list(arguments) == ["closure"]
+
+
+def test_a_gradient_that_some_replicas_lack_counts_as_zero_there(several):
+    def step():
+        device = xm.xla_device()
+        parameters = [nn.Parameter(torch.zeros(2, device=device)) for _ in range(2)]
+        used = parameters[:1] if xm.get_ordinal() else parameters
+        sum(each.sum() for each in used).backward()
+        xm.optimizer_step(torch.optim.SGD(parameters, lr=1.0))
+        return [each.tolist() for each in parameters]
+
+    assert several.run(step) == [[[-1.0, -1.0], pytest.approx([-1 / RANKS] * 2)]] * RANKS
+
+
+@needs_two
+def test_replicas_that_train_different_models_are_told(several):
+    def step():
+        model = nn.Linear(2 + xm.get_ordinal(), 1).to(xm.xla_device())
+        model(torch.ones(1, 2 + xm.get_ordinal(), device=xm.xla_device())).sum().backward()
+        with pytest.raises(CollectiveMismatchError, match="the models of rank 0 and rank"):
+            xm.optimizer_step(torch.optim.SGD(model.parameters(), lr=1.0))
+        return True
+
+    assert several.run(step) == [True] * RANKS
+
+
+def test_bad_steps_are_told():
+    with pytest.raises(TypeError, match="optimizer=3 is a int"):
+        xm.optimizer_step(3)
+    optimizer = torch.optim.SGD(linear().parameters(), lr=1.0)
+    with pytest.raises(ValueError, match="leave out one of them"):
+        xm.optimizer_step(optimizer, optimizer_args={"closure": print}, groups=[[0]])
+
+
+def test_replicas_stay_alike_over_many_steps_and_equal_one_device():
+    """The same global batches on all devices and on one: the losses and the weights agree to rounding."""
+    torch.manual_seed(3)
+    data = [(torch.randn(4, 6), torch.randint(3, (4,))) for _ in range(4 * RANKS)]
+
+    def network():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def loop(model, loader, device, context):
+        optimizer = context.getattr_or("optimizer", lambda: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        losses = []
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            xm.optimizer_step(optimizer)
+            losses.append(loss.item())
+        return losses
+
+    replicas = dp.DataParallel(network, DEVICES)
+    found = [[sum(step) / RANKS for step in zip(*replicas(loop, data), strict=True)] for _ in range(2)]
+    rounds = [data[start : start + RANKS] for start in range(0, len(data), RANKS)]
+    joined = [tuple(torch.cat(part) for part in zip(*each, strict=True)) for each in rounds]
+    single = dp.DataParallel(network(), [])
+    assert found == [pytest.approx(single(loop, joined)[0], abs=1e-5) for _ in range(2)]
+    assert replicas.are_alike()
+    for name, value in replicas.models[0].state_dict().items():
+        assert torch.allclose(value.cpu(), single.models[0].state_dict()[name], atol=1e-5)

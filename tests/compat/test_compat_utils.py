@@ -1,0 +1,237 @@
+"""Data that is made up, wrappers, walks through structures, timers, rates and metrics by the names of PyTorch/XLA."""
+
+from __future__ import annotations
+
+import io
+from collections import OrderedDict, namedtuple
+
+import pytest
+import torch
+from families import FAMILY, RANKS, mine
+
+import unisono.compat.torch_xla as torch_xla
+import unisono.compat.torch_xla.core.functions as xf
+import unisono.compat.torch_xla.core.rates as rates
+import unisono.compat.torch_xla.core.xla_model as xm
+import unisono.compat.torch_xla.debug.metrics as met
+import unisono.compat.torch_xla.distributed.parallel_loader as pl
+import unisono.compat.torch_xla.runtime as xr
+import unisono.compat.torch_xla.utils.utils as xu
+from unisono.compat.torch_xla.amp import autocast
+
+Pair = namedtuple("Pair", "a b")
+
+
+def is_tensor(part):
+    return isinstance(part, torch.Tensor)
+
+
+def test_a_sample_generator_gives_the_very_object_again_and_again():
+    data = object()
+    generator = xu.SampleGenerator(data, 3)
+    assert [each is data for each in generator] == [True] * 3
+    assert len(generator) == len(list(generator)) == 3
+    assert generator.next() is next(generator) is data
+    assert len(list(generator)) == 3
+    assert list(xu.SampleGenerator(data, 0)) == []
+
+
+def test_a_function_generator_gives_tensors_and_what_the_function_makes_of_them():
+    generator = xu.FnDataGenerator(lambda x: x * 2, 4, torch.ones, dims=[3], count=2)
+    assert len(generator) == 2
+    for _ in range(2):
+        found = list(generator)
+        assert [(tuple(x.shape), torch.equal(y, 2 * x)) for x, y in found] == [((4, 3), True)] * 2
+    assert generator.next()[0].shape == (4, 3)
+    assert xu.FnDataGenerator(len, 4, torch.zeros).next()[0].shape == (4, 1)
+    next(generator)
+    with pytest.raises(StopIteration):
+        next(generator)
+
+
+def test_a_wrapper_without_its_methods_says_which():
+    with pytest.raises(NotImplementedError, match=r"DataWrapper must define get_tensors\(\)"):
+        xu.DataWrapper().get_tensors()
+
+
+class Node:
+    """An object in a circle."""
+
+    def __init__(self, tensor):
+        self.tensor, self.other = tensor, None
+
+
+def test_a_structure_is_walked_and_rewritten_with_its_types_its_sharing_and_its_circles():
+    tensor = torch.ones(2)
+    one, two = Node(tensor), Node(torch.zeros(1))
+    one.other, two.other = two, one
+    structure = OrderedDict(pair=Pair(tensor, "name"), nodes=[one, (two,)])
+    seen = []
+    xu.for_each_instance(structure, is_tensor, seen.append)
+    assert len(seen) == 2
+    found = xu.for_each_instance_rewrite(structure, is_tensor, lambda each: each + 1)
+    assert type(found) is OrderedDict
+    assert type(found["pair"]) is Pair
+    assert found["pair"].a.tolist() == [2.0, 2.0]
+    assert found["nodes"][0].tensor is found["pair"].a
+    assert found["nodes"][0].other is found["nodes"][1][0]
+    assert found["nodes"][0].other.other is found["nodes"][0]
+    assert one.tensor is tensor
+    assert tensor.tolist() == [1.0, 1.0]
+    assert xu.for_each_instance_rewrite(structure, lambda part: False, str) is structure
+
+
+def test_an_arena_converts_all_tensors_in_one_call():
+    calls = []
+
+    def convert(tensors):
+        calls.append(len(tensors))
+        return [tensor.to(xm.xla_device()) for tensor in tensors]
+
+    arena = xm.ToXlaTensorArena(convert, lambda tensor: tensor.dtype == torch.float32)
+    found = arena.transform({"a": torch.ones(1), "b": [torch.zeros(2), torch.tensor(1)], "c": "name"})
+    assert calls == [2]
+    assert found["a"].device.type == found["b"][0].device.type == FAMILY
+    assert found["b"][1].is_cpu
+
+
+def test_views_of_one_memory_are_found():
+    base = torch.arange(4)
+    xm.check_view_sharing([base, {"again": base}, torch.arange(4)])
+    with pytest.raises(RuntimeError, match=r"shape \(4,\) and \(2,\) share memory"):
+        xm.check_view_sharing([base, base[:2]])
+
+
+def test_data_is_sent_with_its_types_and_keeps_what_takes_gradients():
+    leaf = torch.ones(2, requires_grad=True)
+    data = (leaf, Pair("name", torch.nn.Parameter(torch.ones(1))), None)
+    found = xm.send_cpu_data_to_device(data, xm.xla_device())
+    assert type(found) is tuple
+    assert type(found[1]) is Pair
+    assert found[0].requires_grad
+    assert {found[0].device.type, found[1].b.device.type} == {FAMILY}
+    assert leaf.is_cpu
+
+
+def test_time_is_told(capsys):
+    told = []
+    with xu.TimedScope("block: ", told.append):
+        pass
+    assert xu.timed(lambda: 3, "call: ", told.append) == 3
+    xu.timed(lambda: 3, "to the errors: ")
+    assert [line.split()[0] for line in told] == ["block:", "call:"]
+    assert all(line.endswith("ms") for line in told)
+    assert capsys.readouterr().err.startswith("to the errors: ")
+
+
+def test_the_environment_is_converted_and_a_default_is_not(monkeypatch):
+    monkeypatch.setenv("UNISONO_TEST_NUMBER", "3")
+    assert xu.getenv_as("UNISONO_TEST_NUMBER", int) == 3
+    assert xu.getenv_as("UNISONO_TEST_MISSING", int, "verbatim") == "verbatim"
+    monkeypatch.setenv("UNISONO_TEST_NUMBER", "three")
+    with pytest.raises(ValueError, match="UNISONO_TEST_NUMBER='three' in the environment is no int"):
+        xu.getenv_as("UNISONO_TEST_NUMBER", int)
+
+
+def test_parallel_work_comes_in_order():
+    assert xu.parallel_work(4, lambda x, y: x * y, range(5), range(5)) == [0, 1, 4, 9, 16]
+
+
+def test_rates_are_smoothed_by_the_rate_before(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(rates.time, "monotonic", lambda: now[0])
+    tracker = xm.RateTracker()
+    assert tracker.rate() == tracker.global_rate() == 0.0
+    tracker.add(10)
+    now[0] = 1.0
+    assert tracker.rate() == 10.0, "the first one as it is"
+    tracker.add(20)
+    now[0] = 2.0
+    assert tracker.rate() == pytest.approx(0.6 * 20 + 0.4 * 10)
+    assert tracker.rate() == 0.0, "no time has passed"
+    assert tracker.global_rate() == 15.0
+
+
+def test_the_smoothing_comes_from_the_environment(monkeypatch):
+    monkeypatch.setenv("RATE_TRACKER_SMOOTHING", "0.9")
+    assert xm.RateTracker()._smooth_factor == 0.9
+    assert xm.RateTracker(0.1)._smooth_factor == 0.1
+    with pytest.raises(ValueError, match="smooth_factor=2 is no part"):
+        xm.RateTracker(2)
+
+
+def test_metrics_tell_what_was_done_since_they_were_cleared():
+    met.clear_all()
+    assert met.counter_value("batches") is None
+    assert met.metric_data("fetch") is None
+    assert len(list(pl.MpDeviceLoader([torch.zeros(4)] * 3, xm.xla_device()))) == 3
+    assert met.counter_value("batches") == 3
+    assert met.counter_value("samples") == 12
+    assert {"batches", "samples", "MarkStep"} <= set(met.counter_names())
+    count, total, samples = met.metric_data("fetch")
+    assert count == len(samples) > 0
+    assert total == pytest.approx(sum(value for _, value in samples))
+    assert {"fetch", "compute"} <= set(met.metric_names())
+    report = met.metrics_report()
+    assert "Metric: fetch\n  TotalSamples: " in report
+    assert "Counter: batches\n  Value: 3\n" in report
+    assert "Counter: batches Value: 3\n" in met.short_metrics_report(["batches"])
+    met.clear_all()
+    assert (met.counter_value("batches"), met.metric_data("fetch"), met.metrics_report()) == (None, None, "")
+
+
+def test_the_top_module_has_what_todays_scripts_take_from_it(monkeypatch):
+    if FAMILY == "cpu":
+        monkeypatch.setenv("CPU_NUM_DEVICES", str(RANKS))
+    assert torch_xla.device_count() == len(torch_xla.devices()) == len(torch_xla.real_devices()) == RANKS
+    assert xr.global_runtime_device_count() == xr.addressable_device_count() == RANKS
+    met.clear_all()
+    with torch_xla.step():
+        x = mine([1.0, 2.0])
+    torch_xla.sync()
+    torch_xla.sync(wait=True)
+
+    @torch_xla.compile
+    def double(x):
+        return 2 * x
+
+    assert double(x).tolist() == [2.0, 4.0]
+    with torch_xla.compile():
+        x = x + 1
+    assert x.tolist() == [2.0, 3.0]
+    assert met.counter_value("MarkStep") == 8
+    assert torch_xla.core.xla_model is xm
+
+
+def test_autocast_takes_bfloat16_on_any_device():
+    layer = torch.nn.Linear(2, 2).to(xm.xla_device())
+    with autocast(xm.xla_device()):
+        assert layer(mine([[1.0, 2.0]])).dtype == torch.bfloat16
+    assert layer(mine([[1.0, 2.0]])).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "words"),
+    [
+        (xm, "all_to_all", "whole models side by side; all_gather gives"),
+        (xm, "collective_permute", "left out on purpose"),
+        (xr, "use_spmd", "left out on purpose: one replica of your script runs per device"),
+        (xf, "nms", "torchvision"),
+        (pl, "BatchDataLoader", "batch_size"),
+        (met, "executed_fallback_ops", "nothing falls back"),
+        (torch_xla, "_XLAC", "C extension"),
+        (torch_xla.amp, "GradScaler", "needs no loss scaling"),
+        (xm, "nonsense", "has no attribute 'nonsense'"),
+        (xu, "nonsense", "has no attribute 'nonsense'"),
+    ],
+)
+def test_names_that_are_left_out_say_what_to_do_instead(module, name, words):
+    assert not hasattr(module, name)
+    with pytest.raises(AttributeError, match=words):
+        getattr(module, name)
+
+
+def test_reports_go_to_any_stream():
+    stream = io.StringIO()
+    xm.master_print("one", 2, fd=stream)
+    assert stream.getvalue() == "one 2\n"

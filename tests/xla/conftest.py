@@ -1,0 +1,51 @@
+"""What only the XLA family does. Without torch_xla these tests are skipped; `make test-xla` runs them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from unisono.backends import get_backend
+
+ROOT = Path(__file__).parent.parent.parent
+LIMIT_S = 110
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = get_backend("xla").unavailable_reason()
+    for item in items:
+        if reason and "xla" in item.path.parts:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def devices() -> list[str]:
+    """All XLA devices of this process."""
+    return [f"xla:{index}" for index in range(get_backend("xla").device_count())]
+
+
+Script = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Script:
+    """Run lines in a process of their own, whose runtime starts as its environment says."""
+
+    def run(lines: str, **environ: str) -> subprocess.CompletedProcess[str]:
+        path = tmp_path / "script.py"
+        path.write_text(lines)
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "PJRT_", "CPU_NUM"))}
+        return subprocess.run(
+            [sys.executable, str(path)],
+            env={**kept, "PYTHONPATH": str(ROOT), "PJRT_DEVICE": "CPU", "UNISONO_BACKEND": "xla", **environ},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+
+    return run

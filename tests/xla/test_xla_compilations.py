@@ -1,0 +1,96 @@
+"""How many graphs are compiled: as many as there are distinct shapes and programs, whatever the epochs and devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from unisono import Accelerator, DataParallel, barrier, gather_report, optimizer_step
+from unisono.backends import get_backend
+
+
+def compiled() -> int:
+    return get_backend("xla").counters()["graphs compiled"]
+
+
+def loader(samples: int, batch: int) -> DataLoader[Any]:
+    data = TensorDataset(torch.randn(samples, 5), torch.randint(0, 3, (samples,)))
+    return DataLoader(data, batch, shuffle=True)
+
+
+def epoch(model: nn.Module, batches: Any, device: torch.device, context: Any) -> None:
+    make = lambda: torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)  # noqa: E731
+    optimizer = context.getattr_or("optimizer", make)
+    for inputs, targets in batches:
+        optimizer.param_groups[0]["lr"] *= 0.99
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), targets).backward()
+        optimizer_step(optimizer)
+
+
+def width() -> int:
+    """Another one for each test: graphs stay compiled as long as the process lives."""
+    width.last += 1
+    return width.last
+
+
+width.last = 20
+
+
+@pytest.mark.parametrize("tail", [0, 1])
+def test_from_the_second_epoch_on_nothing_is_compiled(devices, tail):
+    size = width()
+    replicas = DataParallel(nn.Sequential(nn.Linear(5, size), nn.ReLU(), nn.Linear(size, 3)), devices)
+    replicas(lambda *_: barrier(), [])  # where the devices are joined, once in a process
+    batches = loader(len(devices) * 4 * 3 + tail * len(devices), 4)
+    before = compiled()
+    replicas(epoch, batches)
+    first = compiled() - before
+    # Forward, backward and flat gradients, once for each shape; the reduction; the first step, which makes the
+    # momentum, and every other one. Where the ranks compare their models, nothing.
+    assert first == 1 + tail + 1 + 2
+    for _ in range(2):
+        replicas(epoch, batches)
+    assert compiled() - before == first
+
+
+def test_one_device_needs_one_graph_for_each_shape_and_one_for_the_first_step(devices):
+    size = width()
+    accelerator = Accelerator(device=devices[0])
+    model = nn.Sequential(nn.Linear(5, size), nn.ReLU(), nn.Linear(size, 3))
+    model, optimizer, batches = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), loader(4 * 3 + 2, 4)
+    )
+    before = compiled()
+    for _ in range(3):
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            accelerator.backward(F.cross_entropy(model(inputs), targets))
+            optimizer.step()
+    assert compiled() - before == 3
+    report = gather_report(accelerator.world)
+    assert report is not None
+    assert report.counters["graphs compiled"] == compiled()
+    assert "A lazy device computes where its graph is cut" in report.verdict or "-bound" in report.verdict
+
+
+def test_a_schedule_and_weights_of_nought_and_one_compile_nothing_new(devices):
+    size = width()
+    accelerator = Accelerator(device=devices[0])
+    model = nn.Sequential(nn.Linear(5, size), nn.ReLU(), nn.Linear(size, 3))
+    model, optimizer, batches = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), 1.0, momentum=0.5), loader(4 * 6, 4)
+    )
+    for number, (inputs, targets) in enumerate([*batches, *batches]):
+        optimizer.param_groups[0]["lr"] = (1.0, 0.5, 0.1)[number % 3]
+        optimizer.zero_grad()
+        accelerator.backward(F.cross_entropy(model(inputs), targets))
+        optimizer.step()
+        if number == 2:
+            before = compiled()
+    assert compiled() == before

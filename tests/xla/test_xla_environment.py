@@ -1,0 +1,148 @@
+"""The runtime starts once, as its environment says: what is too late, or would be wrong in silence, is an error."""
+
+from __future__ import annotations
+
+import pytest
+
+TRAIN = """
+import torch
+from torch import nn
+from unisono import DataParallel, all_reduce, current_world
+def total(*_):
+    return all_reduce(torch.ones(1, device=current_world().device)).item()
+"""
+
+
+def test_devices_come_to_be_as_many_as_are_asked_for_first(script):
+    done = script(TRAIN + "print(DataParallel(nn.Linear(1, 1), ['xla:0', 'xla:1', 'xla:2'])(total, []))")
+    assert done.stdout.splitlines()[-1] == "[3.0, 3.0, 3.0]", done.stderr
+
+
+def test_more_devices_than_the_runtime_was_started_with_are_refused_with_the_way_out(script):
+    done = script(
+        TRAIN
+        + """
+DataParallel(nn.Linear(1, 1), ['xla:0'])(lambda *_: None, [])
+try:
+    DataParallel(nn.Linear(1, 1), ['xla:0', 'xla:1'])
+except ValueError as error:
+    print(error)
+"""
+    )
+    assert "device xla:1 does not exist: 1 xla device(s) here" in done.stdout, done.stderr
+    assert "set CPU_NUM_DEVICES=2 in the environment before the first use of a device" in done.stdout
+
+
+def test_a_number_of_devices_that_the_user_has_set_stands(script):
+    done = script(TRAIN + "DataParallel(nn.Linear(1, 1), ['xla:0', 'xla:1', 'xla:2'])", CPU_NUM_DEVICES="2")
+    assert "ValueError: device xla:2 does not exist: 2 xla device(s) here" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_32BIT_LONG"])
+def test_modes_that_narrow_numbers_in_silence_are_refused(script, name):
+    done = script("import unisono\nunisono.Accelerator(device='xla:0')", **{name: "1"})
+    assert f"UnisonoError: {name}=1 is set: tensors would keep their type and lose its precision" in done.stderr
+
+
+def test_a_runtime_that_somebody_else_has_started_without_its_settings_is_refused(script):
+    lines = "import torch, torch_xla\ntorch.ones(1, device='xla:0').tolist()\n" + TRAIN
+    done = script(lines + "DataParallel(nn.Linear(1, 1), ['xla:0', 'xla:1'])(total, [])", CPU_NUM_DEVICES="2")
+    assert "was started, with several virtual devices, before unisono was asked for one" in done.stderr
+    assert "PJRT_CPU_ASYNC_CLIENT=0 XLA_THREAD_POOL_SIZE=64 XLA_NO_SPECIAL_SCALARS=1" in done.stderr
+
+
+def test_one_device_of_a_runtime_that_somebody_else_has_started_will_do(script):
+    lines = "import torch, torch_xla\ntorch.ones(1, device='xla:0').tolist()\n" + TRAIN
+    done = script(lines + "print(DataParallel(nn.Linear(1, 1), ['xla:0'])(total, []))")
+    assert done.stdout.splitlines()[-1] == "[1.0]", done.stderr
+
+
+def test_a_backward_pass_before_the_runtime_has_started_is_an_error_that_tells_what_comes_first(script):
+    done = script(
+        "import torch, unisono\ntorch.ones(1, requires_grad=True).sum().backward()\nunisono.Accelerator(device='xla:0')"
+    )
+    assert "UnisonoError: torch's autograd does not know xla:0" in done.stderr
+    assert "call unisono.Device.default_xla() at the beginning of the program" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("compile=True", "compile does not go with xla:0: XLA compiles every step by itself"),
+        ("precision='fp16'", "precision='fp16' does not go with xla:0: XLA devices compute in bfloat16"),
+    ],
+)
+def test_what_the_devices_lack_is_refused_with_what_to_do_instead(script, argument, message):
+    done = script(f"import unisono\nunisono.Accelerator(device='xla:0', {argument})")
+    assert f"ValueError: {message}" in done.stderr
+
+
+SPMD = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from unisono import Accelerator
+
+def train(**options):
+    torch.manual_seed(1)
+    accelerator = Accelerator(**options)
+    model = nn.Sequential(nn.Linear(20, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+    numbers = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randn(45, 20, generator=numbers), torch.randint(0, 4, (45,), generator=numbers))
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), DataLoader(data, 16)
+    )
+    losses = []
+    for _ in range(2):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(inputs), targets)
+            accelerator.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+    return losses
+
+spread = train(device="xla:0", strategy="spmd")
+import torch_xla.runtime
+print(torch_xla.runtime.global_runtime_device_count())
+torch.testing.assert_close(spread, train(cpu=True), rtol=1e-5, atol=1e-6)
+print("the same")
+"""
+
+
+def test_one_program_over_all_devices_trains_what_one_device_does_batch_norm_included(script):
+    done = script(SPMD, CPU_NUM_DEVICES="4")
+    assert done.stdout.splitlines()[-2:] == ["4", "the same"], done.stderr
+
+
+def test_one_program_over_all_devices_is_refused_when_a_device_is_in_use(script):
+    done = script(
+        "import unisono\nunisono.Device.default_xla()\nunisono.Accelerator(device='xla:0', strategy='spmd')",
+    )
+    assert "UnisonoError: strategy='spmd' comes too late: an XLA device of this process is in use" in done.stderr
+
+
+RECOMPILE = """
+import torch
+from torch.nn import functional as F
+from unisono import Accelerator
+class Growing:
+    def __iter__(self):
+        return ((torch.ones(size, 4), torch.ones(size, 1)) for size in range(2, 60))
+accelerator = Accelerator(device="xla:0")
+model = torch.nn.Linear(4, 1)
+model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.01), Growing())
+for inputs, targets in loader:
+    optimizer.zero_grad()
+    accelerator.backward(F.mse_loss(model(inputs), targets))
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_compiling_in_every_step_is_warned_of_once_with_its_cause(script):
+    done = script(RECOMPILE)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("had to be compiled, which costs far more than running them") == 1
+    assert "the batches' tensors have many shapes ((2, 4), (2, 1)" in done.stderr

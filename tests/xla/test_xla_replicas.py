@@ -1,0 +1,219 @@
+"""Replica threads on the XLA devices of a process: any program, any failure, and the process goes on."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from unisono import DataParallel, all_reduce, barrier, broadcast, current_world, optimizer_step, rank
+from unisono.errors import BrokenWorldError, CollectiveMismatchError
+
+ABORTS_S = 15  # after which the runtime ends a process in which a device waits for another
+
+
+class BoomError(Exception):
+    pass
+
+
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
+
+
+def loader(samples: int, batch: int = 4) -> DataLoader[Any]:
+    numbers = torch.Generator().manual_seed(0)
+    inputs = torch.randn(samples, 6, generator=numbers)
+    return DataLoader(TensorDataset(inputs, torch.randint(0, 3, (samples,), generator=numbers)), batch)
+
+
+def train(model: nn.Module, batches: Any, device: torch.device, context: Any, disturb: Any = None) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    losses = []
+    for number, (inputs, targets) in enumerate(batches):
+        optimizer.zero_grad()
+        outputs = model(inputs)
+        loss = F.cross_entropy(outputs, targets)
+        loss.backward()
+        if disturb is not None:
+            disturb(number, outputs, loss)
+        optimizer_step(optimizer)
+        losses.append(loss.item())
+    return losses
+
+
+def weights(replicas: DataParallel) -> list[torch.Tensor]:
+    return [each.detach().cpu() for each in replicas.models[0].parameters()]
+
+
+def plain_weights(ranks: int, samples: int) -> list[torch.Tensor]:
+    """The same steps on one device: each takes the samples of a round of batches."""
+    model, step = network(), ranks * 4
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    inputs, targets = loader(samples).dataset.tensors  # type: ignore[attr-defined]
+    for start in range(0, samples, step):
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs[start : start + step]), targets[start : start + step]).backward()
+        optimizer.step()
+    return [each.detach() for each in model.parameters()]
+
+
+@pytest.mark.parametrize("rest", [0, 1, 5])
+def test_replicas_train_what_one_device_would_whatever_the_tail(devices, rest):
+    samples = len(devices) * 4 * 5 + rest
+    replicas = DataParallel(network, devices)
+    replicas(train, loader(samples))
+    torch.testing.assert_close(weights(replicas), plain_weights(len(devices), samples), rtol=1e-5, atol=1e-6)
+    assert replicas.are_alike()
+
+
+def _reads(number: int, outputs: torch.Tensor, kept: list[Any]) -> None:
+    if rank() == 0:
+        outputs.argmax(1).tolist()
+
+
+def _computes(number: int, outputs: torch.Tensor, kept: list[Any]) -> None:
+    if rank() == 0:
+        kept.append([outputs.detach() * 2, outputs.exp().sum()])  # and leaves it unread
+
+
+def _computes_by_rank(number: int, outputs: torch.Tensor, kept: list[Any]) -> None:
+    kept.append(outputs.detach()[: 1 + (rank() + number) % 3].sum() * rank())
+
+
+@pytest.mark.parametrize("beside", [_reads, _computes, _computes_by_rank])
+def test_what_only_some_ranks_do_changes_nothing(devices, beside):
+    kept: list[Any] = []
+    samples = len(devices) * 4 * 4
+    replicas = DataParallel(network, devices)
+
+    def disturbed(*args: Any) -> None:
+        train(*args, disturb=lambda number, outputs, loss: beside(number, outputs, kept))
+
+    replicas(disturbed, loader(samples))
+    torch.testing.assert_close(weights(replicas), plain_weights(len(devices), samples), rtol=1e-5, atol=1e-6)
+
+
+def test_a_collective_may_be_read_at_once(devices):
+    def reads(*_: Any) -> tuple[float, float]:
+        own = torch.full((3,), float(rank() + 1), device=current_world().device)
+        total = all_reduce(own).sum().item()
+        return total, broadcast(torch.full((2,), float(rank()), device=own.device), root=1).sum().item()
+
+    count = len(devices)
+    told = DataParallel(network, devices)(reads, [])
+    assert told == [(3 * count * (count + 1) / 2, 2.0)] * count
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8])
+def test_types_that_the_runtime_does_not_reduce_are_reduced_all_the_same(devices, dtype):
+    def reduce(*_: Any) -> torch.Tensor:
+        return all_reduce(torch.full((4,), rank() + 1, dtype=dtype, device=current_world().device)).cpu()
+
+    count = len(devices)
+    expected = torch.full((4,), count * (count + 1) // 2, dtype=dtype)
+    for found in DataParallel(network, devices)(reduce, []):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("moment", ["before the forward pass", "before the step", "instead of a collective"])
+def test_a_replica_that_fails_is_its_own_error_and_the_process_goes_on(devices, moment):
+    samples = len(devices) * 4 * 4
+    replicas = DataParallel(network, devices)
+
+    def fails(model: nn.Module, batches: Any, device: torch.device, context: Any) -> None:
+        if rank() == fails.culprit and moment == "before the forward pass":
+            raise BoomError("in replica")
+
+        def disturb(number: int, outputs: torch.Tensor, loss: torch.Tensor) -> None:
+            if moment == "instead of a collective" and number == 1 and rank() != fails.culprit:
+                all_reduce(loss.detach().clone())
+            if number == 1 and rank() == fails.culprit:
+                raise BoomError("in replica")
+
+        train(model, batches, device, context, disturb)
+
+    for fails.culprit in range(len(devices)):
+        began = time.monotonic()
+        with pytest.raises(BoomError, match="in replica") as failure:
+            replicas(fails, loader(samples))
+        assert time.monotonic() - began < ABORTS_S / 2 + 10  # the first time it compiles
+        assert f"rank {fails.culprit} of {len(devices)}, xla:{fails.culprit}" in failure.value.__notes__[0]
+    fresh = DataParallel(network, devices)
+    fresh(train, loader(samples))
+    torch.testing.assert_close(weights(fresh), plain_weights(len(devices), samples), rtol=1e-5, atol=1e-6)
+
+
+def test_a_replica_that_returns_early_breaks_the_world_of_those_that_wait(devices):
+    def leaves(*_: Any) -> None:
+        if rank():
+            all_reduce(torch.ones(2, device=current_world().device))
+
+    with pytest.raises(BrokenWorldError, match="rank 0 has left this world"):
+        DataParallel(network, devices)(leaves, [])
+
+
+def test_replicas_that_lose_step_are_told_both_calls(devices):
+    def differs(*_: Any) -> None:
+        all_reduce(torch.ones(2 + (rank() == 1), device=current_world().device))
+
+    with pytest.raises(CollectiveMismatchError, match=r"rank.* called all_reduce\(float32\[2\]"):
+        DataParallel(network, devices)(differs, [])
+
+
+def test_collectives_one_after_another_leave_what_they_were_given(devices):
+    def twice(*_: Any) -> list[list[float]]:
+        own = torch.full((2,), rank() + 1.0, device=current_world().device)
+        return [each.tolist() for each in (all_reduce(own.clone()), all_reduce(own.clone()), own)]
+
+    count = len(devices)
+    total = [count * (count + 1) / 2] * 2
+    for _ in range(5):
+        told = DataParallel(network, devices)(twice, [])
+        assert told == [[total, total, [own + 1.0] * 2] for own in range(count)]
+
+
+def test_a_gradient_that_is_one_number_for_all_elements_is_reduced_rightly(devices):
+    def steps(*_: Any) -> list[float]:
+        weights = nn.Parameter(torch.ones(4, device=current_world().device))
+        (weights.sum() * (rank() + 1)).backward()
+        optimizer_step(torch.optim.SGD([weights], 1.0))
+        return weights.tolist()
+
+    count = len(devices)
+    assert DataParallel(network, devices)(steps, []) == [[1 - (count + 1) / 2] * 4] * count
+
+
+def test_replicas_draw_different_masks_and_the_same_ones_again(devices):
+    def draws(*_: Any) -> list[float]:
+        barrier()
+        return F.dropout(torch.ones(64, device=current_world().device), 0.5).tolist()
+
+    def masks() -> list[list[float]]:
+        torch.manual_seed(3)
+        return DataParallel(network, devices)(draws, [])
+
+    first, again = masks(), masks()
+    assert first == again
+    assert len({tuple(mask) for mask in first}) == len(devices)
+
+
+def test_some_of_the_devices_reduce_through_main_memory(devices):
+    if len(devices) < 3:
+        pytest.skip("all devices of this process are two")
+    replicas = DataParallel(network, devices[:2])
+    replicas(train, loader(33))
+    torch.testing.assert_close(weights(replicas), plain_weights(2, 33), rtol=1e-5, atol=1e-6)
+
+
+def test_a_batch_of_another_replicas_device_is_refused(devices):
+    def crosses(model: nn.Module, batches: Any, device: torch.device, context: Any) -> None:
+        model(torch.ones(2, 6, device=devices[(rank() + 1) % len(devices)]))
+
+    with pytest.raises(ValueError, match=r"the Sequential is on xla:\d and got a tensor of shape \(2, 6\) on xla:\d"):
+        DataParallel(network, devices)(crosses, [])

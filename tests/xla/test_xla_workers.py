@@ -1,0 +1,90 @@
+"""Worker processes with an XLA device each: they reduce on the host, and no process group gets a tensor of theirs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from unisono import Accelerator, all_gather_object, all_reduce, current_world, spawn
+from unisono.backends import xla
+from unisono.errors import BrokenWorldError
+
+
+@pytest.fixture(autouse=True)
+def _by_value(request):
+    import cloudpickle
+
+    cloudpickle.register_pickle_by_value(request.module)
+    yield
+    cloudpickle.unregister_pickle_by_value(request.module)
+
+
+def test_each_worker_has_a_device_to_itself_and_reduces_with_the_others():
+    def work(index: int) -> tuple[str, list[float]]:
+        world = current_world()
+        return str(world.device), all_reduce(torch.full((2,), index + 1.0, device=world.device)).tolist()
+
+    assert spawn(work, nprocs=3, backend="xla") == [("xla:0", [6.0, 6.0])] * 3
+
+
+def test_workers_draw_different_masks():
+    def draws(index: int) -> list[float]:
+        return nn.functional.dropout(torch.ones(64, device=current_world().device), 0.5).tolist()
+
+    first, second = spawn(draws, nprocs=2, backend="xla")
+    assert first != second
+
+
+def test_a_process_group_refuses_xla_tensors_and_takes_others():
+    def calls(index: int) -> list[str]:
+        own = torch.ones(2, device=current_world().device)
+        told = []
+        for call in (dist.all_reduce, lambda t: dist.broadcast(t, 0), lambda t: dist.all_gather([t, t], t)):
+            with pytest.raises(TypeError, match="got an XLA tensor, which process groups do not reduce") as refusal:
+                call(own)
+            told.append(str(refusal.value).split("'s ")[1].split()[0])
+        host = torch.ones(1)
+        dist.all_reduce(host)
+        assert host.item() == 2
+        return told
+
+    assert spawn(calls, nprocs=2, backend="xla") == [["allreduce", "broadcast", "allgather"]] * 2
+
+
+def test_results_and_objects_come_to_other_processes_in_main_memory():
+    def makes(index: int) -> tuple[nn.Module, torch.Tensor]:
+        model = nn.Linear(2, 2).to(current_world().device)
+        assert [each.device.type for each in all_gather_object(model.weight)] == ["cpu", "cpu"]
+        return model, torch.full((2,), 1.0 + index, device=current_world().device, requires_grad=True)
+
+    results = spawn(makes, nprocs=2, backend="xla")
+    assert [each.tolist() for _, each in results] == [[1.0, 1.0], [2.0, 2.0]]
+    assert all(tensor.is_cpu and tensor.requires_grad for _, tensor in results)
+    assert all(each.is_cpu for model, _ in results for each in model.parameters())
+
+
+@pytest.mark.parametrize("options", [{"strategy": "fsdp"}, {"strategy": "zero1"}, {"comm_hook": "fp16"}], ids=str)
+def test_engines_of_torch_are_refused_where_its_groups_take_no_tensors(options):
+    def makes(index: int) -> str:
+        with pytest.raises(ValueError, match="does not go with xla:0: process groups take no XLA tensors") as refusal:
+            Accelerator(**options)
+        return str(refusal.value)
+
+    for told in spawn(makes, nprocs=2, backend="xla"):
+        assert "take strategy='ddp', without comm_hook" in told
+
+
+def test_a_runtime_that_does_not_join_the_processes_is_found_out_at_the_start():
+    """On the CPU the runtimes of two processes know nothing of one another, and reduce nothing, in silence."""
+
+    def pretending(index: int) -> None:
+        xla.XlaBackend.process_transport = lambda self: "runtime"  # type: ignore[method-assign]
+        from unisono.comm.fitting import process_communicator
+
+        world = current_world()
+        process_communicator(world.backend, world.device, owns_group=False)
+
+    with pytest.raises(BrokenWorldError, match="an all_reduce of ones over 2 XLA devices gave 1"):
+        spawn(pretending, nprocs=2, backend="xla")

@@ -1,0 +1,1 @@
+"""Names of other frameworks over this one."""

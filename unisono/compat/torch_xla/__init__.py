@@ -1,0 +1,108 @@
+"""PyTorch/XLA's names over this framework: a script of its time runs on cpu, cuda, mps and xla by other import lines.
+
+`import torch_xla.core.xla_model as xm` becomes `import unisono.compat.torch_xla.core.xla_model as xm`, and so for each
+module. UNISONO_BACKEND=cpu, cuda, mps or xla says which kind of device; unset, an accelerator comes before the CPU.
+
+This module has what today's scripts take from `torch_xla` itself. No code is shared with it; where the original loses
+data or errors, or hangs, this does what its documents promise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar, overload
+
+import torch
+
+from unisono.compat.torch_xla import runtime as runtime
+from unisono.compat.torch_xla.absent import refuse
+from unisono.compat.torch_xla.core import devices as _devices
+from unisono.compat.torch_xla.core import steps as _steps
+from unisono.compat.torch_xla.core import xla_model as _  # noqa: F401 - torch_xla.core.xla_model is there, too
+from unisono.compat.torch_xla.distributed import xla_multiprocessing as _multiprocessing
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_INSTEAD = {
+    "experimental": "it holds drafts of the original's",
+    "stablehlo": "torch.export writes a model's graph",
+    "_XLAC": "it is the original's C extension, and what a script does with it works there only",
+}
+
+
+def __getattr__(name: str) -> Any:
+    refuse(__name__, name, _INSTEAD)
+
+
+def device(index: int | None = None) -> torch.device:
+    """The replica's own device; the `index`-th, where one is named. As `xla_model.xla_device`."""
+    return _devices.xla_device(index)
+
+
+def devices() -> list[torch.device]:
+    """The devices that the caller sees."""
+    return [torch.device(each) for each in _devices.get_xla_supported_devices()]
+
+
+def device_count() -> int:
+    """How many there are."""
+    return len(_devices.get_xla_supported_devices())
+
+
+def real_devices() -> list[str]:
+    """The same by their hardware: "CPU:0"."""
+    return _devices.xla_real_devices()
+
+
+def sync(wait: bool = False, reset_scope: bool = True) -> None:
+    """The step ends here. As `xla_model.mark_step`; `reset_scope` has no effect."""
+    _steps.mark_step(wait)
+
+
+@contextmanager
+def step() -> Iterator[None]:
+    """A `with` block that is a step: one ends before it, and one behind it."""
+    sync()
+    yield
+    sync()
+
+
+@overload
+def compile(f: Callable[P, R], full_graph: bool = ..., name: str | None = ...) -> Callable[P, R]: ...
+@overload
+def compile(f: None = ..., full_graph: bool = ..., name: str | None = ...) -> Any: ...
+def compile(f: Callable[P, R] | None = None, full_graph: bool = False, name: str | None = None) -> Any:
+    """The function as a step of its own, which a lazy device compiles whole; without one, a `with` block like `step`.
+
+    Args:
+        full_graph, name: have no effect: values may be read inside, which ends a lazy device's graph there.
+    """
+    if f is None:
+        return step()
+
+    @wraps(f)
+    def stepping(*args: P.args, **kwargs: P.kwargs) -> R:
+        with step():
+            return f(*args, **kwargs)
+
+    return stepping
+
+
+def launch(
+    fn: Callable[..., Any], args: Sequence[Any] = (), start_method: str = "spawn", debug_single_process: bool = False
+) -> list[Any]:
+    """Call `fn(index, *args)` in one worker process per device, as `xla_multiprocessing.spawn`.
+
+    Args:
+        debug_single_process: call it once, in this process.
+    """
+    nprocs = 1 if debug_single_process else None
+    return _multiprocessing.spawn(fn, args, nprocs, start_method=start_method)
+
+
+def manual_seed(seed: int, device: str | torch.device | None = None) -> None:
+    """Seed the device's random generator. As `xla_model.set_rng_state`."""
+    _devices.set_rng_state(seed, device)

@@ -1,0 +1,189 @@
+"""Collectives over all replicas or groups of them, and steps of optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from types import MappingProxyType
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from unisono.compat.torch_xla.core.steps import mark_step
+from unisono.parallel import agreement, collectives, gradients
+from unisono.parallel import optimizer as steps
+from unisono.parallel.names import trained_parameters
+from unisono.protocols import ReduceOp
+from unisono.timeline import REDUCE
+from unisono.window import window_of
+from unisono.world import World, current_world
+
+L = TypeVar("L", bound=Sequence[torch.Tensor])
+
+REDUCE_SUM = "sum"
+REDUCE_MUL = "mul"
+REDUCE_AND = "and"
+REDUCE_OR = "or"
+REDUCE_MIN = "min"
+REDUCE_MAX = "max"
+
+Groups = Sequence[Sequence[int]] | None
+
+_OPS: dict[str, ReduceOp] = {REDUCE_SUM: "sum", REDUCE_MUL: "product", REDUCE_MIN: "min", REDUCE_MAX: "max"}
+_FOLDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    REDUCE_SUM: torch.add,
+    REDUCE_MUL: torch.mul,
+    REDUCE_AND: torch.bitwise_and,
+    REDUCE_OR: torch.bitwise_or,
+    REDUCE_MIN: torch.minimum,
+    REDUCE_MAX: torch.maximum,
+}
+
+
+@overload
+def all_reduce(reduce_type: str, inputs: torch.Tensor, scale: float = ..., groups: Groups = ...) -> torch.Tensor: ...
+@overload
+def all_reduce(reduce_type: str, inputs: L, scale: float = ..., groups: Groups = ...) -> L: ...
+@torch.no_grad()
+def all_reduce(reduce_type: str, inputs: Any, scale: float = 1.0, groups: Groups = None) -> Any:
+    """Reduce over the replicas, then multiply by `scale`; not differentiable (`functions.all_reduce` is).
+
+    Args:
+        reduce_type: "sum", "mul", "min", "max"; "and" and "or" of whole numbers and bools, bit by bit.
+        inputs: a tensor, for a new one; or a list of tensors, which are reduced in place.
+        groups: lists of ordinals, each replica in one of them: it is reduced over one's own. All replicas call.
+
+    Raises:
+        TypeError: the tensors' type does not have the operation, or cannot be scaled.
+        ValueError: there is no such operation, or the groups do not part the replicas.
+        BrokenWorldError, CollectiveMismatchError: as for `unisono.all_reduce`.
+    """
+    if reduce_type not in _FOLDS:
+        raise ValueError(f"reduce_type={reduce_type!r} does not exist; choose one of {', '.join(_FOLDS)}")
+    world = current_world()
+    group = own_group(groups, world)
+    if isinstance(inputs, torch.Tensor):
+        return _reduced(reduce_type, inputs, scale, group, world)
+    for each in inputs:
+        each.copy_(_reduced(reduce_type, each, scale, group, world))
+    return inputs
+
+
+def _reduced(
+    reduce_type: str, tensor: torch.Tensor, scale: float, group: list[int] | None, world: World
+) -> torch.Tensor:
+    _check_scaled(tensor, scale)
+    if reduce_type in (REDUCE_AND, REDUCE_OR) and (tensor.is_floating_point() or tensor.is_complex()):
+        raise TypeError(f"all_reduce of {tensor.dtype} has no {reduce_type!r}; convert to a whole number or to bool")
+    if group is None and reduce_type in _OPS:
+        result = collectives.all_reduce(tensor.detach().clone(), _OPS[reduce_type], world)
+    else:
+        result = reduce(_FOLDS[reduce_type], _parts(tensor, group, world))
+    return result if scale == 1 else result.mul_(scale)
+
+
+def _check_scaled(tensor: torch.Tensor, scale: float) -> None:
+    is_whole = not (tensor.is_floating_point() or tensor.is_complex())
+    if scale != 1 and is_whole and (tensor.dtype == torch.bool or scale != int(scale)):
+        raise TypeError(f"scale={scale} would round {tensor.dtype} numbers; convert to a floating type first")
+
+
+def _parts(tensor: torch.Tensor, group: list[int] | None, world: World) -> list[torch.Tensor]:
+    """The tensors of one's own group, of which every replica gets all."""
+    with world.timeline.loop().span(REDUCE):
+        parts = world.comm.all_gather(tensor)
+    return parts if group is None else [parts[rank] for rank in group]
+
+
+@torch.no_grad()
+def all_gather(value: torch.Tensor, dim: int = 0, groups: Groups = None) -> torch.Tensor:
+    """The replicas' tensors, which have one shape, side by side along `dim`, by ordinal; those without dimensions are
+    stacked.
+
+    Not differentiable (`functions.all_gather` is). `groups`, and the errors, are those of `all_reduce`.
+    """
+    world = current_world()
+    group = own_group(groups, world)
+    if group is None:
+        return collectives.all_gather(value, dim, world)
+    parts = _parts(value, group, world)
+    return torch.stack(parts) if value.ndim == 0 else torch.cat(parts, dim)
+
+
+def own_group(groups: Groups, world: World) -> list[int] | None:
+    """The group that this replica is in; None where there are none.
+
+    Raises:
+        TypeError: it is no list of lists of whole numbers.
+        ValueError: the groups do not hold each replica once.
+    """
+    if not groups:
+        return None
+    if not all(isinstance(group, Sequence) and not isinstance(group, str) for group in groups):
+        raise TypeError(f"groups={groups!r} is no list of lists of ordinals, as in [[0, 1], [2, 3]]")
+    members = [rank for group in groups for rank in group]
+    if sorted(members) != list(range(world.world_size)):
+        raise ValueError(
+            f"groups={[*map(list, groups)]} must hold each of the ordinals 0 to {world.world_size - 1} once"
+        )
+    return next(list(group) for group in groups if world.rank in group)
+
+
+def reduce_gradients(optimizer: Optimizer, groups: Groups = None) -> None:
+    """Replace the gradients by their mean over the replicas; to clip them before `optimizer.step()`, say.
+
+    As `unisono.optimizer_step` does, the mean is that over all samples, where a loader has told how many each had.
+
+    Args:
+        groups: as for `all_reduce`. The sum over one's own group is divided by the number of all replicas, as ever.
+
+    Raises:
+        CollectiveMismatchError: the replicas' models differ.
+    """
+    world = current_world()
+    if world.world_size == 1:
+        return
+    parameters = trained_parameters(optimizer)
+    if groups:
+        for each in parameters:  # each one, so that none is paired with another's; what is missing counts as zero
+            own = torch.zeros_like(each) if each.grad is None else each.grad
+            each.grad = all_reduce(REDUCE_SUM, own, 1 / world.world_size, groups)
+        return
+    with world.timeline.loop().span(REDUCE):
+        steps.check_once(optimizer, parameters, world)
+        gradients.reduce_gradients(parameters, world, window_of(world).share_for(optimizer))
+
+
+def optimizer_step(
+    optimizer: Optimizer,
+    barrier: bool = False,
+    optimizer_args: Mapping[str, Any] = MappingProxyType({}),
+    groups: Groups = None,
+) -> Any:
+    """Reduce the gradients over the replicas, then `optimizer.step(**optimizer_args)`, whose result is returned.
+
+    Args:
+        barrier: the step ends here, as by `mark_step`. Without it, the loader's next batch ends it.
+        groups: as for `reduce_gradients`.
+
+    Raises:
+        ValueError: groups with a closure, whose gradients nobody would reduce.
+        TypeError, RuntimeError, CollectiveMismatchError, BrokenWorldError: as for `unisono.optimizer_step`.
+    """
+    if not groups:
+        result = steps.optimizer_step(optimizer, optimizer_args=optimizer_args)
+    elif optimizer_args.get("closure") is not None:
+        raise ValueError("optimizer_step(groups=...) reduces once, before the closure; leave out one of them")
+    else:
+        reduce_gradients(optimizer, groups)
+        result = optimizer.step(**optimizer_args)
+    if barrier:
+        mark_step()
+    return result
+
+
+def broadcast_master_param(model: nn.Module) -> None:
+    """Give every replica the parameters and buffers of replica 0, in place."""
+    agreement.broadcast_parameters(model)

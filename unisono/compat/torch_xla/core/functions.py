@@ -1,0 +1,106 @@
+"""`torch_xla.core.functions`: collectives with gradients.
+
+*Threads:* a backward pass may run in a thread without a world, so what it needs to know is noted on the way forward;
+only the gradients of its own replica go through it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from unisono.compat.torch_xla.absent import refuse
+from unisono.compat.torch_xla.core import collectives
+from unisono.compat.torch_xla.core.collectives import REDUCE_MAX, REDUCE_MIN, REDUCE_MUL, REDUCE_SUM, Groups
+from unisono.world import current_world
+
+
+def __getattr__(name: str) -> Any:
+    refuse(__name__, name, {"nms": "torchvision.ops.nms runs on the CPU and on CUDA"})
+
+
+class AllReduce(torch.autograd.Function):
+    """See `all_reduce`."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, reduce_type: str, scale: float, groups: Groups) -> torch.Tensor:
+        output = collectives.all_reduce(reduce_type, value, scale, groups)
+        ctx.reduce_type, ctx.scale = reduce_type, scale
+        ctx.save_for_backward(value, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        value, output = ctx.saved_tensors
+        if ctx.reduce_type == REDUCE_SUM:
+            own = grad * ctx.scale
+        elif ctx.reduce_type == REDUCE_MUL:
+            own = torch.where(value == 0, torch.zeros_like(grad), grad * output / value)
+        elif ctx.reduce_type in (REDUCE_MIN, REDUCE_MAX):
+            own = torch.where(value * ctx.scale == output, grad * ctx.scale, torch.zeros_like(grad))
+        else:
+            raise RuntimeError(f"all_reduce {ctx.reduce_type!r} has no gradient; use 'sum', 'mul', 'min' or 'max'")
+        return own, None, None, None
+
+
+class AllGather(torch.autograd.Function):
+    """See `all_gather`."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, dim: int) -> torch.Tensor:
+        ctx.rank, ctx.dim, ctx.is_scalar = current_world().rank, dim, value.ndim == 0
+        ctx.size = 1 if ctx.is_scalar else value.shape[dim]
+        return collectives.all_gather(value, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        own = grad[ctx.rank] if ctx.is_scalar else grad.narrow(ctx.dim, ctx.rank * ctx.size, ctx.size)
+        return own.clone(), None
+
+
+def all_reduce(reduce_type: str, value: torch.Tensor, scale: float = 1.0, groups: Groups = None) -> torch.Tensor:
+    """`xla_model.all_reduce` of a tensor, with a gradient.
+
+    The gradient is that of this replica's own part, times `scale`; it is not reduced. That of "min" and "max" goes to
+    the replicas whose value it is.
+
+    Raises:
+        RuntimeError: on the way back, for "and" and "or".
+    """
+    return AllReduce.apply(value, reduce_type, scale, groups)  # type: ignore[no-any-return]
+
+
+def all_gather(value: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """`xla_model.all_gather`, with a gradient: this replica's part of the result's."""
+    return AllGather.apply(value, dim)  # type: ignore[no-any-return]
+
+
+def distributed_mm(w: torch.Tensor, x: torch.Tensor, split: int = 1) -> torch.Tensor:
+    """`W @ x` for a matrix `W` whose columns are shared out among the replicas.
+
+    Args:
+        w: this replica's columns, N x K.
+        x: (K * world size) x M, this replica's own.
+        split: in how many parts, along M, to do it, which bounds the memory.
+
+    Returns:
+        N x M, for this replica's `x`.
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    world = current_world()
+    if x.shape[0] != w.shape[1] * world.world_size:
+        raise ValueError(
+            f"x has {x.shape[0]} rows, but w of shape {tuple(w.shape)} on {world.world_size} replicas makes "
+            f"{w.shape[1] * world.world_size} columns; pass all rows of x"
+        )
+    if x.shape[1] % split:
+        raise ValueError(f"split={split} does not divide the {x.shape[1]} columns of x; pass a number that does")
+    results = []
+    for part in torch.split(x, x.shape[1] // split, dim=1):
+        everyone = all_gather(part, dim=1).narrow(0, world.rank * w.shape[1], w.shape[1])
+        product = all_reduce(REDUCE_SUM, w @ everyone)
+        results.append(product.narrow(1, world.rank * part.shape[1], part.shape[1]))
+    return torch.cat(results, dim=1)

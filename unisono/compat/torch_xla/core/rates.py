@@ -1,0 +1,52 @@
+"""How fast something goes on: samples per second, smoothed."""
+
+from __future__ import annotations
+
+import time
+
+from unisono.compat.torch_xla.utils.utils import getenv_as
+
+SMOOTH_FACTOR = 0.4
+
+
+class RateTracker:
+    """Counts, and tells how many there were per second.
+
+    Args:
+        smooth_factor: from 0 to 1, how much the last rate counts in the next; None takes RATE_TRACKER_SMOOTHING of the
+            environment, or 0.4.
+
+    Raises:
+        ValueError: it is not in that range.
+    """
+
+    def __init__(self, smooth_factor: float | None = None) -> None:
+        if smooth_factor is None:
+            smooth_factor = getenv_as("RATE_TRACKER_SMOOTHING", float, SMOOTH_FACTOR)
+        if not 0 <= smooth_factor <= 1:
+            raise ValueError(f"smooth_factor={smooth_factor} is no part; pass a number from 0 (not smoothed) to 1")
+        self._smooth_factor = smooth_factor
+        self._began = self._last_time = time.monotonic()
+        self._total = self._last_total = 0.0
+        self._rate: float | None = None
+
+    def add(self, count: float) -> None:
+        """So many more."""
+        self._total += count
+
+    def rate(self) -> float:
+        """Per second since the last call, smoothed by the rates before; 0 where no time has passed."""
+        now = time.monotonic()
+        passed = now - self._last_time
+        if passed <= 0:
+            return 0.0
+        rate = (self._total - self._last_total) / passed
+        if self._rate is not None:
+            rate += self._smooth_factor * (self._rate - rate)
+        self._last_time, self._last_total, self._rate = now, self._total, rate
+        return rate
+
+    def global_rate(self) -> float:
+        """Per second since the beginning."""
+        passed = time.monotonic() - self._began
+        return self._total / passed if passed > 0 else 0.0

@@ -1,0 +1,122 @@
+"""`torch_xla.debug.metrics`: what this replica has done, from its timeline and from its devices' runtime.
+
+Metrics are the phases of its loops ("fetch", "compute", "reduce", "step", "move"), in nanoseconds. Counters are
+"samples", "batches", "steps", "bytes", "MarkStep" and others; on a compiling runtime also "CachedCompile" and
+"UncachedCompile", which count for the whole process.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from unisono.compat.torch_xla.absent import refuse
+from unisono.timeline import PHASES
+from unisono.world import World, current_world
+
+_RUNTIME_NAMES = {"compilations": "UncachedCompile", "cached graphs": "CachedCompile"}
+
+
+class _Seen(NamedTuple):
+    """What has been counted up to a moment: counters, and of each phase its nanoseconds and its spans."""
+
+    counts: Counter[str]
+    totals: Counter[str]
+    stop: int
+
+
+_lock = threading.Lock()
+_cleared: WeakKeyDictionary[World, _Seen] = WeakKeyDictionary()
+
+
+def __getattr__(name: str) -> Any:
+    refuse(__name__, name, {"executed_fallback_ops": "nothing falls back here: an operation runs, or is an error"})
+
+
+def counter_names() -> list[str]:
+    """The counters that have counted something."""
+    return sorted(name for name, value in _counts().items() if value)
+
+
+def counter_value(counter_name: str) -> int | None:
+    """What a counter has counted; None where that is nothing."""
+    return _counts()[counter_name] or None
+
+
+def metric_names() -> list[str]:
+    """The phases in which time has passed."""
+    return [phase for phase in PHASES if metric_data(phase) is not None]
+
+
+def metric_data(metric_name: str) -> tuple[int, float, list[tuple[float, float]]] | None:
+    """How often a phase was entered, its nanoseconds together, and `(end in seconds, nanoseconds)` of the latest.
+
+    None where no time has passed in it.
+    """
+    world, before = current_world(), _before()
+    tracks = world.timeline.tracks()
+    total = sum(track.totals.get(metric_name, 0) for track in tracks) - before.totals[metric_name]
+    spans = [span for track in tracks for span in track.spans.copy()]
+    samples = [
+        (span.stop / 1e9, float(span.stop - span.start))
+        for span in sorted(spans, key=lambda span: span.stop)
+        if span.phase == metric_name and span.stop > before.stop
+    ]
+    return (len(samples), float(total), samples) if total > 0 else None
+
+
+def metrics_report() -> str:
+    """All metrics and counters, as text."""
+    parts = []
+    for name in metric_names():
+        count, total, _ = metric_data(name) or (0, 0.0, [])
+        parts.append(f"Metric: {name}\n  TotalSamples: {count}\n  Accumulator: {total / 1e6:.3f}ms\n")
+    counts = _counts()
+    parts += [f"Counter: {name}\n  Value: {counts[name]}\n" for name in counter_names()]
+    return "".join(parts)
+
+
+def short_metrics_report(counter_names: list[str] | None = None, metric_names: list[str] | None = None) -> str:
+    """The same of the counters and metrics that are named, one line each; none named: of all."""
+    names = counter_names if counter_names is not None else sorted(_counts())
+    phases = metric_names if metric_names is not None else list(PHASES)
+    lines = [f"Counter: {name} Value: {value}\n" for name in names if (value := counter_value(name))]
+    lines += [f"Metric: {name} Accumulator: {data[1] / 1e6:.3f}ms\n" for name in phases if (data := metric_data(name))]
+    return "".join(lines)
+
+
+def clear_all() -> None:
+    """Count from here on. Reports of this framework (`unisono.gather_report`) go on counting."""
+    world = current_world()
+    tracks = world.timeline.tracks()
+    totals: Counter[str] = Counter()
+    for track in tracks:
+        totals.update(track.totals.copy())
+    stop = max((track.spans[-1].stop for track in tracks if track.spans), default=0)
+    with _lock:
+        _cleared[world] = _Seen(_counted(world), totals, stop)
+
+
+clear_counters = clear_metrics = clear_all
+
+
+def _before() -> _Seen:
+    with _lock:
+        return _cleared.get(current_world(), _Seen(Counter(), Counter(), 0))
+
+
+def _counts() -> Counter[str]:
+    counts = _counted(current_world())
+    counts.subtract(_before().counts)
+    return counts
+
+
+def _counted(world: World) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for track in world.timeline.tracks():
+        counts.update(track.counts.copy())
+    for name, value in world.backend.counters().items():
+        counts[_RUNTIME_NAMES.get(name, name)] += value
+    return counts

@@ -1,0 +1,51 @@
+"""`torch_xla.distributed.data_parallel`: a replica of the network per device, each in a thread of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from unisono.compat.torch_xla.distributed.parallel_loader import PerDeviceLoader, tail_of
+from unisono.loaders.device_iterator import DeviceIterator
+from unisono.loaders.parallel_loader import ParallelLoader
+from unisono.parallel import data_parallel as native
+from unisono.parallel.context import Context as Context
+
+T = TypeVar("T")
+
+LoopFn = Callable[[nn.Module, PerDeviceLoader, torch.device, Context], T]
+
+
+class DataParallel(native.DataParallel):
+    """Runs a loop on every device with a replica of the network. Arguments, attributes: as for `unisono.DataParallel`.
+
+    With `device_ids=[]`, the native run, the loop gets plain batches as in every other case. Any set of devices will
+    do. A replica that raises, raises in the caller.
+    """
+
+    def __call__(  # type: ignore[override]
+        self,
+        loop_fn: LoopFn[T],
+        loader: Iterable[Any],
+        fixed_batch_size: bool = False,
+        batchdim: int = 0,
+    ) -> list[T]:
+        """Call `loop_fn(model, device_loader, device, context)` once per device; what they returned, in device order.
+
+        The batches of a last round that has not one for each device are dropped.
+        """
+        if not callable(loop_fn):
+            raise TypeError(f"loop_fn={loop_fn!r} is a {type(loop_fn).__name__}; pass a function")
+
+        @wraps(loop_fn)
+        def loop(model: nn.Module, batches: DeviceIterator, device: torch.device, context: Context) -> T:
+            return loop_fn(model, PerDeviceLoader(batches, device), device, context)
+
+        if isinstance(loader, list | tuple) and not loader:
+            return super().__call__(loop, loader)
+        dealt = ParallelLoader(loader, self.devices, batchdim, fixed_batch_size, tail=tail_of(self.devices))
+        return super().__call__(loop, dealt)

@@ -1,0 +1,163 @@
+"""`torch_xla.distributed.parallel_loader`: batches on their devices, and a step's end before each.
+
+As in the original a loader is not cut by ranks: each process gives its loader its own part, by a DistributedSampler
+say. Devices of one process take batches in turn, and a last round that is incomplete is dropped; of one device nothing
+is.
+
+What comes with this framework's loaders: an error of the dataset reaches the loop, a loop that is left leaves no
+threads, containers keep their types, a batch may be None, and the order of a shuffled DataLoader depends on its seed
+and the epoch alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from unisono.backends import resolve_device
+from unisono.compat.torch_xla.absent import refuse
+from unisono.compat.torch_xla.core.devices import send_attributes
+from unisono.compat.torch_xla.core.steps import mark_step
+from unisono.loaders import parallel_loader as native
+from unisono.loaders.device_iterator import DeviceIterator
+from unisono.loaders.sharding import Tail
+from unisono.world import current_world
+
+Place = str | torch.device
+
+
+def __getattr__(name: str) -> Any:
+    refuse(__name__, name, {"BatchDataLoader": "take a DataLoader's own batch_size"})
+
+
+class PerDeviceLoader:
+    """The batches of one device, once. Each `next` ends a step first (`mark_step`), that behind the last batch too."""
+
+    def __init__(self, iterator: DeviceIterator, device: Place) -> None:
+        self._iterator = iterator
+        self._place = resolve_device(device)
+
+    def __iter__(self) -> PerDeviceLoader:
+        return self
+
+    def __next__(self) -> Any:
+        mark_step()
+        return send_attributes(next(self._iterator), *self._place)
+
+    def __len__(self) -> int:
+        return len(self._iterator)
+
+    def next(self) -> Any:
+        """As `next()` of it."""
+        return next(self)
+
+    def close(self) -> None:
+        """Take no more. Idempotent."""
+        self._iterator.close()
+
+
+class ParallelLoader:
+    """One pass over a loader for several devices of this process: batch i goes to `devices[i % len(devices)]`.
+
+    Args:
+        loader: a DataLoader or another iterable of batches, with or without a length.
+        devices: without repetition.
+        batchdim: the dimension of the samples, for `fixed_batch_size`.
+        fixed_batch_size: end before the first round with a batch of another size than the first.
+        loader_prefetch_size, device_prefetch_size: how many batches may wait as loaded, and moved, per device.
+
+    Raises:
+        TypeError, ValueError: an argument is not what it must be; nothing has been started.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        devices: Sequence[Place],
+        batchdim: int = 0,
+        fixed_batch_size: bool = False,
+        loader_prefetch_size: int = 8,
+        device_prefetch_size: int = 4,
+    ) -> None:
+        self._native = native.ParallelLoader(
+            loader,
+            devices,
+            batchdim,
+            fixed_batch_size,
+            loader_prefetch_size,
+            device_prefetch_size,
+            tail=tail_of(devices),
+            sharded=is_rank_of_several(),
+        )
+
+    def per_device_loader(self, device: Place) -> PerDeviceLoader:
+        """The iterator of one device, which keeps this loader alive.
+
+        Raises:
+            ValueError: the device is not one of this loader's.
+            ClosedError: the loader is closed.
+        """
+        return PerDeviceLoader(self._native.per_device_loader(device), device)
+
+    def per_device_samples(self) -> int:
+        """The number of batches for each device; TypeError where the loader has no length."""
+        return len(self)
+
+    def __len__(self) -> int:
+        return len(self._native)
+
+    def close(self) -> None:
+        """End the pass and its threads. Idempotent."""
+        self._native.close()
+
+    def __enter__(self) -> ParallelLoader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class MpDeviceLoader:
+    """A loader whose batches arrive on one device, looped over as often as one likes.
+
+    Arguments as for `ParallelLoader`.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        device: Place,
+        batchdim: int = 0,
+        fixed_batch_size: bool = False,
+        loader_prefetch_size: int = 8,
+        device_prefetch_size: int = 4,
+    ) -> None:
+        self._device = device
+        self._native = native.DeviceLoader(
+            loader,
+            device,
+            batchdim,
+            fixed_batch_size,
+            loader_prefetch_size,
+            device_prefetch_size,
+            tail="split",
+            sharded=is_rank_of_several(),
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        return PerDeviceLoader(iter(self._native), self._device)
+
+    def __len__(self) -> int:
+        return len(self._native)
+
+
+def tail_of(devices: Sequence[Place]) -> Tail:
+    """What becomes of the last round: one device takes what there is."""
+    return "drop" if len(devices) > 1 else "split"
+
+
+def is_rank_of_several() -> bool:
+    """Whether there are further ranks, who have parts of their own."""
+    return current_world().world_size > 1

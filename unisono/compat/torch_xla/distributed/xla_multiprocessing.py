@@ -1,0 +1,103 @@
+"""`torch_xla.distributed.xla_multiprocessing`: one worker process per device, and what they share."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal, TypeVar, overload
+
+import torch
+from torch import nn
+
+from unisono.launch import spawn as native
+from unisono.launch.context import ProcessContext
+
+R = TypeVar("R")
+
+START_METHODS = ("spawn", "fork", "forkserver")
+
+
+@overload
+def spawn(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = ...,
+    nprocs: int | None = ...,
+    join: Literal[True] = ...,
+    daemon: bool = ...,
+    start_method: str = ...,
+) -> list[Any]: ...
+@overload
+def spawn(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = ...,
+    nprocs: int | None = ...,
+    *,
+    join: Literal[False],
+    daemon: bool = ...,
+    start_method: str = ...,
+) -> ProcessContext: ...
+def spawn(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    nprocs: int | None = None,
+    join: bool = True,
+    daemon: bool = False,
+    start_method: str = "spawn",
+) -> list[Any] | ProcessContext:
+    """Call `fn(index, *args)` in one worker process per device, as `unisono.spawn` does; it has the errors.
+
+    Args:
+        nprocs: 1 to the number of devices, any number on the CPU; None takes all. 1 runs `fn` in this process.
+        join: False gives a `ProcessContext` at once.
+        start_method: "spawn", "fork" or "forkserver". All start workers in the same way, which is as fast as "fork"
+            and safe for accelerators: `fn` and `args` travel by value, what `fn` uses of its module with them.
+
+    Returns:
+        What the calls returned, by ordinal.
+
+    Raises:
+        ValueError: there is no such start method.
+    """
+    if start_method not in START_METHODS:
+        known = ", ".join(map(repr, START_METHODS))
+        raise ValueError(f"start_method={start_method!r} does not exist; choose one of {known}")
+    if join:
+        return native.spawn(fn, args, nprocs, True, daemon)
+    return native.spawn(fn, args, nprocs, join=False, daemon=daemon)
+
+
+class MpSerialExecutor:
+    """Lets the workers of this machine, processes and threads, run something one after another: a download, say."""
+
+    def __init__(self) -> None:
+        descriptor, self._path = tempfile.mkstemp(prefix="unisono-serial-")
+        os.close(descriptor)
+        weakref.finalize(self, _remove, self._path, os.getpid())
+
+    def run(self, fn: Callable[[], R]) -> R:
+        """What `fn()` returns; every worker that calls this runs it, while no other one does."""
+        import fcntl
+
+        with open(self._path, "rb") as file:  # a lock of its own, which ends with it, however that comes
+            fcntl.flock(file, fcntl.LOCK_EX)
+            return fn()
+
+
+class MpModelWrapper:
+    """A model for `spawn`: made once, in the calling process, and moved by the workers one after another."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._turns = MpSerialExecutor()
+
+    def to(self, device: str | torch.device) -> nn.Module:
+        """The model itself, on the device."""
+        return self._turns.run(partial(self._model.to, device))
+
+
+def _remove(path: str, pid: int) -> None:
+    if pid == os.getpid() and os.path.exists(path):
+        os.unlink(path)

@@ -1,0 +1,119 @@
+"""Which replica is calling, and which devices it sees: what the names of PyTorch/XLA ask of this framework.
+
+A *replication* is a world that somebody has made: `spawn`, a `DataParallel`, a launcher. Outside of one a script is
+alone, on whichever device it has chosen last.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextvars import Context
+from weakref import WeakKeyDictionary
+
+import torch
+
+from unisono.backends import NAMES, available_devices, get_backend, resolve_device
+from unisono.protocols import Backend
+from unisono.world import World, current_world, process_world
+
+_SYNONYMS = {"GPU": "CUDA"}
+_KINDS = ("TPU", "GPU", "CUDA", "MPS", "XLA", "CPU")
+
+_lock = threading.Lock()
+_chosen: WeakKeyDictionary[World, tuple[Backend, torch.device]] = WeakKeyDictionary()
+"""The device that a world's thread has asked for last, where that is not the world's own."""
+
+
+def replication() -> World | None:
+    """The calling replica's world; None for a script that is alone."""
+    world = current_world()
+    is_own = world.world_size > 1 or world.is_of_processes or world is process_world()
+    return world if is_own or world is not Context().run(current_world) else None
+
+
+def here() -> tuple[Backend, torch.device]:
+    """The device that the caller works on."""
+    world = current_world()
+    with _lock:
+        return _chosen.get(world, (world.backend, world.device))
+
+
+def choose(backend: Backend, device: torch.device) -> torch.device:
+    """Make it the device that the caller works on."""
+    backend.activate(device)
+    with _lock:
+        _chosen[current_world()] = backend, device
+    return device
+
+
+def is_worker() -> bool:
+    """Whether the caller is a replica in a process of its own, which sees no device but its own."""
+    world = replication()
+    return world is not None and world.is_of_processes
+
+
+def devices_of(devkind: str | Sequence[str] | None) -> list[torch.device]:
+    """The devices that the caller sees: all of the first kind, in the order that is given, that has any.
+
+    Args:
+        devkind: "TPU", "GPU", "CUDA", "MPS", "XLA" or "CPU", or a list of these; None is the kind in use.
+
+    Raises:
+        TypeError, ValueError: it is no such kind.
+    """
+    world = current_world()
+    families: Iterator[Backend] = iter([world.backend] if devkind is None else _families(devkind, world.backend))
+    for family in families:
+        if is_worker():
+            if family is world.backend:
+                return [world.device]
+        elif family.is_available() and family.device_count():
+            return [family.device(index) for index in range(family.device_count())]
+    return []
+
+
+def _families(devkind: str | Sequence[str], first: Backend) -> Iterator[Backend]:
+    """The families of these kinds, the one in use before others of the same kind; each is looked at when it is due."""
+    for kind in _checked_kinds(devkind):
+        for name in dict.fromkeys([first.name, *NAMES]):
+            family = get_backend(name)
+            if _SYNONYMS.get(kind, kind) in (family.hardware(), family.name.upper()):
+                yield family
+
+
+def _checked_kinds(devkind: str | Sequence[str]) -> list[str]:
+    kinds = [devkind] if isinstance(devkind, str) else devkind
+    if not isinstance(kinds, Sequence) or not all(isinstance(kind, str) for kind in kinds):
+        raise TypeError(f"devkind={devkind!r} is a {type(devkind).__name__}; pass a string, a list of strings or None")
+    for kind in kinds:
+        if kind.upper() not in _KINDS:
+            raise ValueError(f"devkind={kind!r} is no kind of device; choose one of {', '.join(_KINDS)}")
+    return [kind.upper() for kind in kinds]
+
+
+def device_of(n: int | None, devkind: str | Sequence[str] | None) -> tuple[Backend, torch.device]:
+    """The device that `xla_device(n, devkind)` means to the caller.
+
+    Raises:
+        TypeError: `n` is no whole number.
+        ValueError: there is no such device; the message lists what there is.
+    """
+    if n is not None and (isinstance(n, bool) or not isinstance(n, int)):
+        raise TypeError(f"n={n!r} is a {type(n).__name__}; pass a whole number, or None for one's own device")
+    seen = devices_of(devkind)
+    world = current_world()
+    if not seen:
+        there = [str(world.device)] if is_worker() else available_devices()
+        raise ValueError(f"there is no device of kind {devkind!r} here; there are {', '.join(there)}")
+    is_own = seen[0].type == world.device.type
+    if n is None:
+        return resolve_device(world.device if is_own and replication() else seen[0])
+    if is_worker():
+        if n not in (0, world.device.index):
+            raise ValueError(
+                f"n={n}, but rank {world.rank} sees its own device only, {world.device}; call xla_device() without n"
+            )
+        return resolve_device(world.device)
+    family = resolve_device(seen[0])[0]
+    return family, family.device(n)

@@ -1,0 +1,91 @@
+"""`torch_xla.runtime`, the `xr` of today's scripts: how many replicas and devices there are, and which is this one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from unisono.compat.torch_xla.absent import refuse
+from unisono.compat.torch_xla.core.ordinals import get_local_ordinal, get_ordinal, xrt_world_size
+from unisono.compat.torch_xla.places import devices_of, here
+from unisono.world import current_world
+
+_NO_SPMD = "one replica of your script runs per device, by launch(), spawn() or DataParallel; none runs for all of them"
+
+_INSTEAD = {
+    "use_spmd": _NO_SPMD,
+    "initialize_cache": "compilations are kept for the process",
+    "set_device_type": "set UNISONO_BACKEND=cpu, cuda, mps or xla before the program starts",
+    "get_master_ip": "launchers tell the workers one another's address",
+}
+
+
+def __getattr__(name: str) -> Any:
+    refuse(__name__, name, _INSTEAD)
+
+
+def world_size() -> int:
+    """The number of replicas, processes or threads."""
+    return xrt_world_size()
+
+
+def global_ordinal() -> int:
+    """The replica's number among all."""
+    return get_ordinal()
+
+
+def local_ordinal() -> int:
+    """The replica's number on this machine."""
+    return get_local_ordinal()
+
+
+def device_type() -> str:
+    """What the device is made of: "CPU", "CUDA", "MPS" or "TPU"."""
+    return here()[0].hardware()
+
+
+def addressable_device_count() -> int:
+    """The number of devices that this process sees."""
+    return len(devices_of(None))
+
+
+def local_device_count() -> int:
+    """The number of devices on this machine that take part."""
+    return _num_processes(current_world().local_world_size) * addressable_device_count()
+
+
+def global_device_count() -> int:
+    """The number of devices that take part."""
+    return process_count() * addressable_device_count()
+
+
+global_runtime_device_count = global_device_count
+
+
+def process_index() -> int:
+    """The number of this process among all."""
+    world = current_world()
+    return world.rank if world.is_of_processes else 0
+
+
+def process_count() -> int:
+    """The number of processes."""
+    return _num_processes(current_world().world_size)
+
+
+def local_process_count() -> int:
+    """The number of processes on this machine."""
+    return _num_processes(current_world().local_world_size)
+
+
+def host_index() -> int:
+    """The number of this machine."""
+    return current_world().node_rank
+
+
+def is_spmd() -> bool:
+    """Never: see `use_spmd`."""
+    return False
+
+
+def _num_processes(ranks: int) -> int:
+    return ranks if current_world().is_of_processes else 1

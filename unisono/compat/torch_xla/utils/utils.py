@@ -1,0 +1,198 @@
+"""Data that is made up, objects that tell their tensors, and a few small things that scripts use."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+
+from unisono.compat.torch_xla.absent import refuse
+from unisono.loaders import sample_generator
+from unisono.tree import leaves, tree_map
+
+T = TypeVar("T")
+
+_OPAQUE = (type, types.ModuleType, types.FunctionType, torch.Tensor)  # their attributes are not looked into
+
+
+def __getattr__(name: str) -> Any:
+    refuse(__name__, name, {"Cleaner": "use contextlib.ExitStack", "LazyProperty": "use functools.cached_property"})
+
+
+class SampleGenerator(sample_generator.SampleGenerator[T]):
+    """Yields `data`, the very object, `sample_count` times in each loop over it."""
+
+    def next(self) -> T:
+        """The next one of the counter of its own, which loops do not touch."""
+        return next(self)
+
+
+class FnDataGenerator:
+    """Yields `(gen_tensor(batch_size, *dims), func(of that))`, `count` times in each loop over it.
+
+    Args:
+        func: makes the target of a batch.
+        gen_tensor: makes a batch of a shape, `torch.randn` say.
+        dims: the shape of a sample; None is (1,).
+    """
+
+    def __init__(
+        self,
+        func: Callable[[torch.Tensor], Any],
+        batch_size: int,
+        gen_tensor: Callable[..., torch.Tensor],
+        dims: Sequence[int] | None = None,
+        count: int = 1,
+    ) -> None:
+        self._func = func
+        self._shape = (batch_size, *(dims or [1]))
+        self._gen_tensor = gen_tensor
+        self._counter = sample_generator.SampleGenerator(None, count)
+
+    def __len__(self) -> int:
+        return len(self._counter)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, Any]]:
+        return (self._made() for _ in self._counter)
+
+    def __next__(self) -> tuple[torch.Tensor, Any]:
+        next(self._counter)
+        return self._made()
+
+    next = __next__
+
+    def _made(self) -> tuple[torch.Tensor, Any]:
+        data = self._gen_tensor(*self._shape)
+        return data, self._func(data)
+
+
+class DataWrapper:
+    """Base of objects in a batch that choose which of their tensors move with it; loaders call `to`."""
+
+    def get_tensors(self) -> list[torch.Tensor]:
+        """The tensors that move."""
+        raise NotImplementedError(f"{type(self).__name__} must define get_tensors()")
+
+    def from_tensors(self, tensors: list[torch.Tensor]) -> Any:
+        """An object like this one, of those tensors, which are in the order of `get_tensors`."""
+        raise NotImplementedError(f"{type(self).__name__} must define from_tensors(tensors)")
+
+    def to(self, device: torch.device) -> Any:
+        """The like of this object with its tensors on the device."""
+        return self.from_tensors([tensor.to(device) for tensor in self.get_tensors()])
+
+
+class TimedScope:
+    """A `with` block that tells how long it took.
+
+    Args:
+        msg: stands before the time.
+        printfn: is called with one text.
+    """
+
+    def __init__(self, msg: str = "", printfn: Callable[[str], Any] = print) -> None:
+        self._msg = msg
+        self._printfn = printfn
+        self._start = 0.0
+
+    def __enter__(self) -> TimedScope:
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._printfn(f"{self._msg}{1000 * (time.perf_counter() - self._start):.3f}ms")
+
+
+def eprint(*args: Any, **options: Any) -> None:
+    """`print` to the errors' stream."""
+    print(*args, file=sys.stderr, **options)
+
+
+def timed(fn: Callable[[], T], msg: str = "", printfn: Callable[[str], Any] = eprint) -> T:
+    """What `fn()` returns; how long it took is told."""
+    with TimedScope(msg, printfn):
+        return fn()
+
+
+def getenv_as(name: str, type: Callable[[str], Any], defval: Any = None) -> Any:
+    """The environment variable, converted by `type`; `defval` as it is where the variable is unset.
+
+    Raises:
+        ValueError: its text is none of that type.
+    """
+    text = os.environ.get(name)
+    try:
+        return defval if text is None else type(text)
+    except ValueError as error:
+        kind = getattr(type, "__name__", type)
+        raise ValueError(f"{name}={text!r} in the environment is no {kind}; set another value or unset it") from error
+
+
+def for_each_instance(value: Any, select_fn: Callable[[Any], bool], fn: Callable[[Any], Any]) -> None:
+    """Call `fn` with each part of a structure that `select_fn` selects, once, in order.
+
+    Asked is of all that is no container; objects are walked through by their attributes.
+    """
+    seen: dict[int, Any] = {}
+
+    def visit(node: Any) -> None:
+        for leaf in leaves(node):
+            if id(leaf) in seen:
+                continue
+            seen[id(leaf)] = leaf
+            if select_fn(leaf):
+                fn(leaf)
+            elif isinstance(leaf, DataWrapper):
+                visit(leaf.get_tensors())
+            elif _has_attributes(leaf):
+                visit(list(vars(leaf).values()))
+
+    visit(value)
+
+
+def for_each_instance_rewrite(value: Any, select_fn: Callable[[Any], bool], fn: Callable[[Any], Any]) -> Any:
+    """The structure with `fn(part)` in place of each part that `select_fn` selects.
+
+    As for `for_each_instance`. Containers keep their types, an object is replaced by a shallow copy, and nothing of the
+    structure itself is changed. One without such a part comes back as it is.
+    """
+    found: list[Any] = []
+    for_each_instance(value, select_fn, found.append)
+    if not found:
+        return value
+    images: dict[int, tuple[Any, Any]] = {}  # holds what it knows by id
+
+    def image_of(leaf: Any) -> Any:
+        if id(leaf) in images:
+            return images[id(leaf)][1]
+        if select_fn(leaf):
+            twin = fn(leaf)
+        elif isinstance(leaf, DataWrapper):
+            twin = leaf.from_tensors(tree_map(image_of, leaf.get_tensors()))
+        elif _has_attributes(leaf):
+            twin = copy.copy(leaf)
+            images[id(leaf)] = leaf, twin
+            vars(twin).update({name: tree_map(image_of, part) for name, part in vars(leaf).items()})
+        else:
+            twin = leaf
+        images[id(leaf)] = leaf, twin
+        return twin
+
+    return tree_map(image_of, value)
+
+
+def parallel_work(num_workers: int, fn: Callable[..., T], *args: Sequence[Any]) -> list[T]:
+    """`fn` of the arguments side by side, in threads; the results in order, or the first error."""
+    with ThreadPoolExecutor(num_workers, thread_name_prefix="unisono-parallel-work") as pool:
+        return list(pool.map(fn, *args))
+
+
+def _has_attributes(leaf: Any) -> bool:
+    return hasattr(leaf, "__dict__") and not isinstance(leaf, _OPAQUE)
