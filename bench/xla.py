@@ -75,7 +75,9 @@ def theirs(count: int) -> Callable[[], float]:
     devices = [torch.device("xla", index) for index in range(count)]
     models = [build_model().to(device) for device in devices]
     optimizers = [sgd(model) for model in models]
-    samplers: list[DistributedSampler[Any]] = [DistributedSampler(data(), count, rank, drop_last=True) for rank in range(count)]
+    samplers: list[DistributedSampler[Any]] = [
+        DistributedSampler(data(), count, rank, drop_last=True) for rank in range(count)
+    ]
     if count > 1:
         xm.set_replication(devices[0], devices)
         torch_xla.sync = gated(torch_xla.sync, count)

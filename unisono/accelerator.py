@@ -224,7 +224,7 @@ class Accelerator:
         known = {id(each) for module in self._prepared.modules() for each in module.parameters()}
         if known and not any(id(each) in known for each in clipped):
             raise ValueError(
-                f"clip_grad_norm got {len(clipped)} parameters, of no prepared model; prepare() may put others in their "
+                f"clip_grad_norm got {len(clipped)} parameters of no prepared model; prepare() may put others in their "
                 "place, so take them from the model that it returned"
             )
         if not self._accumulation.is_boundary():

@@ -62,6 +62,11 @@ class World:
         return isinstance(seat_of(self.comm), ProcessCommunicator)
 
     @property
+    def is_hosted(self) -> bool:
+        """Whether a rank's tensor comes to the others by way of main memory, or of the devices' runtime."""
+        return seat_of(self.comm) is not self.comm
+
+    @property
     def takes_engines(self) -> bool:
         """Whether torch's own engines can reduce among the ranks: several processes, and tensors that a group takes."""
         return self.world_size > 1 and self.is_of_processes and self.backend.unsupported_reason("process_group") is None

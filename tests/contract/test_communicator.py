@@ -475,7 +475,12 @@ def texts(size: int) -> dict[str, Told]:
     }
 
 
-NOT_ON_XLA = ("a sparse tensor", "a sum of eight bit floats", "an expanded tensor, in place", "an expanded tensor to overwrite")
+NOT_ON_XLA = (
+    "a sparse tensor",
+    "a sum of eight bit floats",
+    "an expanded tensor, in place",
+    "an expanded tensor to overwrite",
+)
 """It has no sparse tensors and no eight bit floats, and tells of no tensor that it is an expanded one."""
 
 

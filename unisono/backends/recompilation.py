@@ -18,9 +18,9 @@ _MANY_SHAPES = 12  # an image, its label, their tails, an evaluation's: these ar
 class RecompilationWatch:
     """One device's graphs, as they are cut.
 
-    Each step has two or three cuts. In a run that has settled none of them compiles. A new phase (an evaluation, a tail)
-    compiles a few; what is warned of is compiling all along, twice or more in every stretch. The first cuts, and so the
-    graphs that every run compiles, do not count.
+    Each step has two or three cuts. In a run that has settled none of them compiles, and a new phase (a tail, an
+    evaluation) compiles a few. What is warned of is compiling all along, twice or more in every stretch. The first cuts
+    do not count: every run compiles in them.
 
     *Threads:* shapes are noted by transfer threads, cuts by the loop's.
     """

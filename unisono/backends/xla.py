@@ -53,6 +53,12 @@ _SETTINGS = {
 _NARROWING = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_FP16", "XLA_DOWNCAST_FP16", "XLA_USE_32BIT_LONG")
 """Modes that keep the type's name and not its precision."""
 
+_UNFIT = {
+    torch.complex128: "take complex64",
+    **dict.fromkeys((torch.uint16, torch.uint32, torch.uint64), "take a signed type"),
+}
+"""Types that change when they are uploaded, in silence."""
+
 _LACKS: dict[Feature, str] = {
     "compile": "XLA compiles every step by itself; leave compile out",
     "fp16": "XLA devices compute in bfloat16, which needs no loss scaler; take precision='bf16'",
@@ -160,8 +166,9 @@ class XlaBackend:
         watch = self._watches[device]
 
         def upload(leaf: Any) -> Any:
+            leaf = _fit(leaf)
             watch.note_shape(leaf)
-            return self._uploaded(_fit(leaf), device)
+            return self._uploaded(leaf, device)
 
         moved = tree_map(upload, batch)
         return moved, None if self._sharding is None else moved
@@ -180,7 +187,7 @@ class XlaBackend:
                 *[None if each is None else self._uploaded(each, device) for each in order],
             )
         if isinstance(leaf, torch.Tensor) and leaf.is_cpu:
-            plain = leaf.detach().as_subclass(torch.Tensor)
+            plain = leaf.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()
             (moved,) = self.runtime()._XLAC._xla_tensors_from_aten([plain], [str(device)], None)
             if isinstance(leaf, torch.nn.Parameter):
                 return torch.nn.Parameter(moved, leaf.requires_grad)
@@ -305,11 +312,31 @@ def _refuse_group(name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def _fit(leaf: Any) -> Any:
-    """The leaf, where XLA has its like."""
-    if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
-        raise TypeError(f"a batch holds a tensor of layout {leaf.layout}, and XLA has dense ones only; call to_dense()")
-    if isinstance(leaf, torch.Tensor) and leaf.dtype is torch.complex128:
-        raise TypeError("a batch holds a complex128 tensor, whose imaginary part XLA would drop; take complex64")
+    """The leaf, where XLA has its like.
+
+    Raises:
+        TypeError: it has not; the message tells what to do.
+    """
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized or leaf.is_meta:
+        kind = (
+            "nested"
+            if leaf.is_nested
+            else "quantized"
+            if leaf.is_quantized
+            else "meta"
+            if leaf.is_meta
+            else leaf.layout
+        )
+        raise TypeError(
+            f"a batch holds a {kind} tensor, and XLA has plain dense ones only; make one of it (to_dense(), "
+            "to_padded_tensor(), dequantize())"
+        )
+    if leaf.dtype in _UNFIT:
+        raise TypeError(
+            f"a batch holds a tensor of {leaf.dtype}, which XLA would take for another type; {_UNFIT[leaf.dtype]}"
+        )
     return leaf
 
 

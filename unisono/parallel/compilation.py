@@ -10,6 +10,7 @@ torch's own conditions in a few places (a flag that a module reads, a global), a
 itself. It is never wrong: torch decides what runs.
 
 What is compiled is looked up without the gate, by several threads at once, which torch does not expect: `_keep_order`.
+Before torch learned it, as in 2.9, each call passes the gate: forward passes run one at a time there.
 
 The backward graph is compiled with the forward one, inside the gate, and not at the first backward pass.
 
@@ -23,6 +24,8 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from types import CodeType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -33,6 +36,7 @@ from torch import nn
 from unisono.comm.gate import compiling
 from unisono.world import World
 
+_BACKWARD_AT_ONCE = "force_non_lazy_backward_lowering"
 _MANY = 2  # torch compiles sizes and whole numbers 0 and 1 for themselves, and the larger ones together, if it must
 
 
@@ -107,33 +111,68 @@ def _keep_order() -> None:
         eval_frame._set_lru_cache(False)
 
 
+def _is_open() -> bool:
+    """Whether torch runs what is compiled while another thread compiles.
+
+    Torch 2.9 does not: it takes such a call for a part of what it traces, and raises, and it cannot leave the order.
+    """
+    from torch._C._dynamo import eval_frame
+
+    return hasattr(torch.compiler, "_compile_session_context") and hasattr(eval_frame, "_set_lru_cache")
+
+
 def _gated(module: nn.Module, compiled: Callable[..., Any], known: set[object], device: str) -> Callable[..., Any]:
+    beside = nullcontext if _is_open() else compiling.inside
+
     def call(*args: Any, **kwargs: Any) -> Any:
         if compiling.is_inside or torch.compiler.is_dynamo_compiling():
             return compiled(*args, **kwargs)
         modes, inputs = _modes(module, device), [*_leaves(args), *_leaves(kwargs)]
         exact = (modes, tuple(map(_exact, inputs)))
-        if exact in known or (general := (modes, tuple(map(_general, inputs)))) in known:
+        if exact not in known and (general := (modes, tuple(map(_general, inputs)))) not in known:
+            with compiling.inside():
+                if exact not in known and general not in known:
+                    result, has_compiled = _first_call(compiled, args, kwargs)
+                    known.add(exact if has_compiled else general)
+                    return result
+        with beside():
             return compiled(*args, **kwargs)
-        with compiling.inside():
-            if exact not in known and general not in known:
-                result, has_compiled = _first_call(compiled, args, kwargs)
-                known.add(exact if has_compiled else general)
-                return result
-        return compiled(*args, **kwargs)
 
     return call
 
 
 def _first_call(compiled: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, bool]:
     """The call's result, and whether something was compiled for it, here or by another model meanwhile."""
-    import torch._functorch.config as functorch_config
     from torch._dynamo.utils import counters
 
     before = counters["frames"]["total"]
-    with functorch_config.patch(force_non_lazy_backward_lowering=True):
+    with _backward_at_once():
         result = compiled(*args, **kwargs)
     return result, counters["frames"]["total"] != before
+
+
+def _backward_at_once() -> AbstractContextManager[None]:
+    """Let torch compile the backward graph with the forward one. For who is inside the gate."""
+    from torch._functorch import config
+
+    if hasattr(config, _BACKWARD_AT_ONCE):
+        patched: AbstractContextManager[None] = config.patch({_BACKWARD_AT_ONCE: True})
+        return patched
+    _ask_the_gate()
+    return nullcontext()
+
+
+@cache
+def _ask_the_gate() -> None:
+    """The same for torch 2.9, which has no such setting, but an argument of a function that each backend comes by."""
+    from torch._functorch import aot_autograd
+
+    plain = aot_autograd.prepare_aot_module_simplified
+
+    def prepare(*args: Any, **kwargs: Any) -> Any:
+        return plain(*args, **{_BACKWARD_AT_ONCE: compiling.is_inside, **kwargs})
+
+    aot_autograd.prepare_aot_module_simplified = prepare
 
 
 def _structure(module: nn.Module) -> object:

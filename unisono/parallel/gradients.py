@@ -8,11 +8,10 @@ so each rank scales its gradient by its share n_r / N and the sum over the ranks
 was dealt. Where no share is known, it is the plain mean over the ranks, n_r / N = 1 / size. For gradients that weigh
 something else already, `weights.py` has the factor.
 
-Gradients travel in flat buckets, one reduction each. The first bucket carries a few numbers more (on lazy devices they
-go before it, from main memory): how many batches each rank took and of which round, the shares, whose sum must be 1,
-and which parameters have a gradient. So ranks that stand
-in different rounds are found out, and a parameter without a gradient on some ranks counts as zero there and is never
-paired with another one.
+Gradients travel in flat buckets, one reduction each. The first bucket carries a few numbers more (by way of main memory
+they go before it): how many batches each rank took and of which round, the shares, whose sum must be 1, and which
+parameters have a gradient. So ranks that stand in different rounds are found out, and a parameter without a gradient on
+some ranks counts as zero there and is never paired with another one.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def reduce_gradients(
     factor = part_of(share, world) if factor is None else factor
     notes = [*_notes(share, world), *(float(parameter.grad is not None) for parameter in parameters)]
     present: set[int] = set()
-    if world.backend.is_lazy:  # to read them from a bucket would cut a graph
+    if world.is_hosted:  # to read them from a bucket would cut a graph
         present = _told(world.comm.all_reduce(torch.tensor(notes)), parameters, world)
         notes = []
     for bucket in _buckets(parameters):

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 _agreed: WeakKeyDictionary[World, WeakSet[Optimizer]] = WeakKeyDictionary()
 """The optimizers whose parameters have been compared, by the rank that did."""
 
+_with_foreign_batches: WeakSet[World] = WeakSet()
+
 prepared: WeakSet[Optimizer] = WeakSet()
 """The optimizers that an Accelerator has prepared: their steps reduce by themselves."""
 
@@ -127,6 +129,11 @@ def check_once(optimizer: Optimizer, parameters: Sequence[torch.Tensor], world: 
         warn_of_foreign_batches(world, "optimizer_step", "DeviceLoader(loader) cuts it")
 
 
+def expect_foreign_batches(world: World) -> None:
+    """In this world each rank brings batches of its own, as PyTorch/XLA's scripts do by a DistributedSampler."""
+    _with_foreign_batches.add(world)
+
+
 def warn_of_foreign_batches(world: World, called: str, way_out: str) -> None:
     """On rank zero of several, where no loader of this package has delivered a batch.
 
@@ -134,7 +141,7 @@ def warn_of_foreign_batches(world: World, called: str, way_out: str) -> None:
         called: what the user did.
         way_out: what gives each rank a part.
     """
-    if world.rank == 0 and world.world_size > 1 and window_of(world).is_unused:
+    if world.rank == 0 and world.world_size > 1 and window_of(world).is_unused and world not in _with_foreign_batches:
         logger.warning(
             "%s in a world of %d ranks, whose batches come from no loader of this package: they count equally, and a "
             "plain DataLoader gives each rank all of the data; %s",

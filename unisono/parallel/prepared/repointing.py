@@ -62,7 +62,8 @@ class Places:
             for parameter in group["params"]:
                 model, name = self._place_of[parameter]
                 moved[parameter] = now[model][name]
-            group["params"] = [moved[parameter] for parameter in group["params"]]
+            # In place: LBFGS, for one, holds the list, too.
+            group["params"][:] = [moved[parameter] for parameter in group["params"]]
         state = {moved.get(key, key): _beside(value, moved.get(key, key)) for key, value in optimizer.state.items()}
         optimizer.state.clear()
         optimizer.state.update(state)

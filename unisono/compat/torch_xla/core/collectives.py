@@ -145,6 +145,7 @@ def reduce_gradients(optimizer: Optimizer, groups: Groups = None) -> None:
     world = current_world()
     if world.world_size == 1:
         return
+    steps.expect_foreign_batches(world)
     parameters = trained_parameters(optimizer)
     if groups:
         for each in parameters:  # each one, so that none is paired with another's; what is missing counts as zero
@@ -173,6 +174,7 @@ def optimizer_step(
         TypeError, RuntimeError, CollectiveMismatchError, BrokenWorldError: as for `unisono.optimizer_step`.
     """
     if not groups:
+        steps.expect_foreign_batches(current_world())
         result = steps.optimizer_step(optimizer, optimizer_args=optimizer_args)
     elif optimizer_args.get("closure") is not None:
         raise ValueError("optimizer_step(groups=...) reduces once, before the closure; leave out one of them")

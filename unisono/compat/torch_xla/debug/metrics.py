@@ -16,7 +16,7 @@ from unisono.compat.torch_xla.absent import refuse
 from unisono.timeline import PHASES
 from unisono.world import World, current_world
 
-_RUNTIME_NAMES = {"compilations": "UncachedCompile", "cached graphs": "CachedCompile"}
+_RUNTIME_NAMES = {"graphs compiled": "UncachedCompile", "graphs found compiled": "CachedCompile"}
 
 
 class _Seen(NamedTuple):

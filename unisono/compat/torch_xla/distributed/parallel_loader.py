@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils.data.distributed import DistributedSampler
 
 from unisono.backends import resolve_device
 from unisono.compat.torch_xla.absent import refuse
@@ -135,6 +136,7 @@ class MpDeviceLoader:
         device_prefetch_size: int = 4,
     ) -> None:
         self._device = device
+        self._sampler = getattr(loader, "sampler", None)
         self._native = native.DeviceLoader(
             loader,
             device,
@@ -147,6 +149,8 @@ class MpDeviceLoader:
         )
 
     def __iter__(self) -> Iterator[Any]:
+        if isinstance(self._sampler, DistributedSampler):  # whose epoch is what the script has set
+            self._native.set_epoch(self._sampler.epoch)
         return PerDeviceLoader(iter(self._native), self._device)
 
     def __len__(self) -> int:
