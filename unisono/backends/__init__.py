@@ -90,6 +90,7 @@ def resolve_device(device: str | int | torch.device) -> tuple[Backend, torch.dev
         TypeError: it is neither a string, an integer nor a device.
         ValueError: no such device exists here; the message lists those that do.
     """
+    device = getattr(device, "torch_device", device)  # of a `Device`
     if isinstance(device, bool) or not isinstance(device, str | int | torch.device):
         raise TypeError(f"device={device!r} is a {type(device).__name__}; pass a string, an index or a torch.device")
     if isinstance(device, int):

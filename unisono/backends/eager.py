@@ -62,5 +62,5 @@ class EagerBackend(ABC):
 
     def unsupported_reason(self, feature: Feature) -> str | None:
         if feature == "spmd":
-            return "one program over all devices is what XLA does; take strategy='ddp', with threads or processes"
+            return "XLA's devices have it (device='xla:0', or UNISONO_BACKEND=xla); here take strategy='ddp'"
         return None

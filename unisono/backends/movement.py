@@ -33,7 +33,8 @@ def move_module(module: torch.nn.Module, device: torch.device) -> torch.nn.Modul
         for name, tensor in named:
             ties.setdefault(id(tensor), []).append(name)
     module.to(device)
-    if device.type == "xla":  # which aborts the process, a step later, when devices were mixed
+    is_script = isinstance(module, torch.jit.ScriptModule)  # and takes no such hook
+    if device.type == "xla" and not is_script and _refuse_foreign not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(_refuse_foreign, with_kwargs=True)
     for first, *others in ties.values():
         for name in others:
@@ -43,13 +44,18 @@ def move_module(module: torch.nn.Module, device: torch.device) -> torch.nn.Modul
 
 
 def _refuse_foreign(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise where tensors of two XLA devices would meet, which aborts the process when the step is cut."""
     device = next((parameter.device for parameter in module.parameters()), None)
     for leaf in leaves([args, kwargs]):
-        if isinstance(leaf, torch.Tensor) and device is not None and leaf.device != device:
+        if device is not None and isinstance(leaf, torch.Tensor) and _are_apart(leaf.device, device):
             raise ValueError(
                 f"the {type(module).__name__} is on {device} and got a tensor of shape {tuple(leaf.shape)} on "
                 f"{leaf.device}; take batches from the loop's own loader, or move it with tensor.to({str(device)!r})"
             )
+
+
+def _are_apart(one: torch.device, other: torch.device) -> bool:
+    return one.type == other.type == "xla" and one.index != other.index
 
 
 def _found(module: torch.nn.Module, name: str) -> torch.Tensor:

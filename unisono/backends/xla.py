@@ -107,6 +107,11 @@ class XlaBackend:
 
     def device(self, index: int) -> torch.device:
         """As in every family; of virtual devices, before the first use, there will be as many as are asked for."""
+        if self._sharding is not None and index > 0:
+            raise ValueError(
+                f"device xla:{index} does not exist: this process computes by strategy='spmd', whose xla:0 stands for "
+                "all of them"
+            )
         is_open = _hardware() == _CPU and not _missing() and _started() is None
         if is_open and index >= self.device_count() and _virtual_count() in (0, self._asked):
             self._asked = index + 1

@@ -115,6 +115,7 @@ def world_on(world: World, device: str | int | torch.device | None, cpu: bool, s
             f"strategy='spmd' is one program that has all devices, and this is rank {world.rank} of "
             f"{world.world_size}; call it in a plain script, or take strategy='ddp' here"
         )
+    device = getattr(device, "torch_device", device)  # of a `Device`
     if cpu and device is not None:
         raise ValueError(f"cpu=True and device={device!r} contradict each other; pass one of them")
     if not cpu and device is None:
