@@ -88,7 +88,7 @@ class XlaBackend:
         return _hardware()
 
     def unavailable_reason(self) -> str:
-        return _missing()
+        return _missing() or ("" if self.is_available() else f"PJRT_DEVICE={_hardware()}, and there is no chip here")
 
     def is_accelerated(self) -> bool:
         return _hardware() != _CPU
@@ -101,9 +101,9 @@ class XlaBackend:
             return len(started._xla_get_devices())
         if _hardware() == _CPU:
             return _virtual_count() or 1
-        from torch_xla._internal import tpu  # counts chips on the bus
+        from torch_xla._internal import tpu  # counts chips on the bus, and asks Google what they are
 
-        return int(tpu.num_available_devices())
+        return int(tpu.num_available_devices()) if tpu.num_available_chips() else 0
 
     def device(self, index: int) -> torch.device:
         """As in every family; of virtual devices, before the first use, there will be as many as are asked for."""
@@ -370,7 +370,9 @@ def _prepare_environment() -> None:
                 f"{name}={os.environ[name]} is set: tensors would keep their type and lose its precision, in silence; "
                 "unset it, and take precision='bf16' for mixed precision"
             )
-    for name, value in {"PJRT_DEVICE": _hardware(), **(_SETTINGS if _hardware() == _CPU else {}), **_added}.items():
+    if not os.environ.get("PJRT_DEVICE"):
+        os.environ["PJRT_DEVICE"] = _hardware()
+    for name, value in {**(_SETTINGS if _hardware() == _CPU else {}), **_added}.items():
         os.environ.setdefault(name, value)
 
 
@@ -406,15 +408,22 @@ def _hardware() -> str:
 
 def _virtual_count() -> int:
     """How many devices on the CPU the environment asks for; 0 where it does not say."""
-    text = os.environ.get("CPU_NUM_DEVICES", "0")
-    if not text.isdecimal():
+    text = os.environ.get("CPU_NUM_DEVICES") or ""
+    if text and (not text.isdecimal() or int(text) < 1):
         raise ValueError(f"CPU_NUM_DEVICES={text!r} in the environment; it must be a whole number from 1 on")
-    return int(text)
+    return int(text or 0)
+
+
+def _missing() -> str:
+    """Why XLA cannot be used here, and the way out; "" where it can."""
+    if (reason := _not_installed()) or _hardware() in (_CPU, _TPU):
+        return reason
+    return f"PJRT_DEVICE={os.environ['PJRT_DEVICE']} is neither CPU nor TPU, which are served here; unset it"
 
 
 @cache
-def _missing() -> str:
-    """Why torch_xla cannot be used here, and the way out; "" where it can."""
+def _not_installed() -> str:
+    """Why torch_xla cannot be used with this torch; "" where it can."""
     try:
         version = importlib.metadata.version("torch_xla")
     except importlib.metadata.PackageNotFoundError:

@@ -163,7 +163,7 @@ def has_rows(loader: DataLoader[Any]) -> bool:
 def _rows(dataset: Any, indices: Sequence[Any]) -> list[torch.Tensor]:
     while type(dataset) is Subset:
         dataset, indices = dataset.dataset, [dataset.indices[index] for index in indices]
-    places = torch.as_tensor(indices)
+    places = torch.as_tensor(indices, device=torch.default_generator.device)
     if places.dtype != torch.int64 or places.ndim != 1:
         raise TypeError("these are no plain indices")
     return [tensor[places] for tensor in dataset.tensors]

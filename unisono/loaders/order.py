@@ -113,7 +113,8 @@ class _Draw:
             and not sampler.replacement
             and sampler.num_samples == len(sampler.data_source)
         ):
-            return torch.randperm(sampler.num_samples, generator=self._generator())  # as the sampler draws it
+            generator = self._generator()
+            return torch.randperm(sampler.num_samples, generator=generator, device=generator.device)  # as it draws it
         return self(sampler)
 
     def __call__(self, sampler: Any, read: Callable[[Any], Any] = lambda index: index) -> Iterable[Any]:
@@ -124,7 +125,7 @@ class _Draw:
             samples = None
         except TypeError:
             length = samples = self._length
-        with seeded(self._seed):
+        with seeded(self._seed), torch.default_generator.device:  # whatever the caller's default device is
             source = map(read, sampler)
             drawn = list(islice(_until(source, samples), length))
             more = list(islice(source, 1))

@@ -119,7 +119,7 @@ class PartReader(IterableDataset[Packed]):
         self.dataset = dataset
         self.size = size
         self.cut = cut
-        self.cell = torch.tensor([cut.epoch]).share_memory_()
+        self.cell = torch.tensor([cut.epoch], device=torch.default_generator.device).share_memory_()
         self._collate = collate
         self._drop_last = drop_last
 

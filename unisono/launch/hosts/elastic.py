@@ -27,6 +27,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from unisono.errors import STOP_EXIT_CODE, describe_exit
 from unisono.launch.hosts.addresses import interface_of
+from unisono.launch.hosts.agent_settings import agent_settings
 from unisono.launch.hosts.asking import StopWish
 from unisono.launch.hosts.endpoint import local_address, serves_endpoint, wait_served
 from unisono.launch.hosts.entry import SETTINGS, Settings
@@ -145,29 +146,31 @@ def _launch_as(options: ElasticOptions, is_host: bool, logs: _Logs, target: str,
     settings = rendezvous_settings(options, is_host)
     if not is_host:
         wait_served(options.endpoint, float(settings.get("join_timeout", 600)))
-    config = LaunchConfig(
-        min_nodes=options.min_nodes,
-        max_nodes=options.max_nodes,
-        nproc_per_node=options.nproc,
-        run_id=options.run_id,
-        role="" if options.log_dir and not options.prefix else "worker",
-        rdzv_backend="c10d",
-        rdzv_endpoint=options.endpoint,
-        rdzv_configs=dict(settings),
-        local_addr=options.local_addr or local_address(options.endpoint),
-        max_restarts=options.max_restarts,
-        monitor_interval=0.1,
-        shutdown_timeout=math.ceil(options.grace_s) + 2,  # the guard of each worker sees to the grace itself
-        signals_to_handle=",".join(signum.name for signum in _HANDLED if signum != signal.SIGTERM),
-        logs_specs=logs,
-        log_line_prefix_template="[rank ${rank}] " if options.prefix else "${role_name}",
-    )
     command = [
         "-m",
         "unisono.launch.hosts.entry",
         *(text.replace("$", "$$") for text in [target, *argv]),
     ]  # it fills in ${}
-    elastic_launch(config, sys.executable)(*command)
+    ending = [signum for signum in _HANDLED if signum != signal.SIGTERM]
+    patience_s = math.ceil(options.grace_s) + 2  # the guard of each worker sees to the grace itself
+    with agent_settings(signal.SIGTERM, ending, patience_s) as told:
+        config = LaunchConfig(
+            min_nodes=options.min_nodes,
+            max_nodes=options.max_nodes,
+            nproc_per_node=options.nproc,
+            run_id=options.run_id,
+            role="" if options.log_dir and not options.prefix else "worker",
+            rdzv_backend="c10d",
+            rdzv_endpoint=options.endpoint,
+            rdzv_configs=dict(settings),
+            local_addr=options.local_addr or local_address(options.endpoint),
+            max_restarts=options.max_restarts,
+            monitor_interval=0.1,
+            logs_specs=logs,
+            log_line_prefix_template="[rank ${rank}] " if options.prefix else "${role_name}",
+            **told,
+        )
+        elastic_launch(config, sys.executable)(*command)
 
 
 class _Logs(DefaultLogsSpecs):

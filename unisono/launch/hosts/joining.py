@@ -31,6 +31,7 @@ from unisono.backends.cores import fair_num_threads
 from unisono.comm.fitting import process_communicator, seat_of
 from unisono.comm.processes import ProcessCommunicator
 from unisono.errors import StoppedError
+from unisono.launch.greetings import without_greetings
 from unisono.launch.hosts.addresses import address_towards, interface_of
 from unisono.launch.hosts.environment import Place, announced_place, take, within
 from unisono.launch.hosts.returning import returning_together
@@ -169,13 +170,14 @@ def _join(place: Place, backend: Backend, timeout: timedelta, is_checked: bool) 
     try:
         _name_interface(place)
         _store = _store_of(place, timeout)
-        dist.init_process_group(
-            backend.process_group_backend,
-            store=_store,
-            rank=place.rank,
-            world_size=place.world_size,
-            timeout=timeout,
-        )
+        with without_greetings():
+            dist.init_process_group(
+                backend.process_group_backend,
+                store=_store,
+                rank=place.rank,
+                world_size=place.world_size,
+                timeout=timeout,
+            )
         comm = process_communicator(backend, device, _store, is_checked)
         comm.barrier()  # or a rank that is done soon would leave while a slow one still connects to it
     except RuntimeError as error:

@@ -1,0 +1,46 @@
+"""What gloo says on standard output when ranks have met: before torch 2.13 a line from each, in the user's output.
+
+*Threads:* any may print meanwhile; what it prints comes out when the block ends. The descriptor is the whole process's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+
+import torch
+
+_STDOUT = 1
+_GREETS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+_GREETING = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. [^\n]*\n")
+
+
+@contextlib.contextmanager
+def without_greetings() -> Iterator[None]:
+    """Keep gloo's greetings out of standard output, and nothing else."""
+    if not _GREETS:
+        yield
+        return
+    try:
+        stdout = os.dup(_STDOUT)
+    except OSError:  # nobody listens
+        yield
+        return
+    with tempfile.TemporaryFile() as kept:
+        os.dup2(kept.fileno(), _STDOUT)
+        try:
+            yield
+        finally:
+            os.dup2(stdout, _STDOUT)
+            os.close(stdout)
+            kept.seek(0)
+            _write(_GREETING.sub(b"", kept.read()))
+
+
+def _write(text: bytes) -> None:
+    with contextlib.suppress(OSError):  # who was to read it has gone
+        while text:
+            text = text[os.write(_STDOUT, text) :]
