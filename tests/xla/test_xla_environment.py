@@ -51,6 +51,27 @@ def test_a_runtime_that_somebody_else_has_started_without_its_settings_is_refuse
     assert "PJRT_CPU_ASYNC_CLIENT=0 XLA_THREAD_POOL_SIZE=64 XLA_NO_SPECIAL_SCALARS=1" in done.stderr
 
 
+@pytest.mark.parametrize("setting", [{"XLA_THREAD_POOL_SIZE": "1"}, {"PJRT_CPU_ASYNC_CLIENT": "1"}], ids=str)
+def test_settings_of_the_users_own_that_would_make_the_runtime_abort_lead_through_main_memory(script, setting):
+    done = script(TRAIN + "print(DataParallel(nn.Linear(1, 1), ['xla:0', 'xla:1'])(total, []))", **setting)
+    assert done.stdout.splitlines()[-1] == "[2.0, 2.0]", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"CPU_NUM_DEVICES": "0"}, "CPU_NUM_DEVICES='0' in the environment; it must be a whole number from 1 on"),
+        ({"PJRT_DEVICE": "CUDA"}, "PJRT_DEVICE=CUDA is neither CPU nor TPU, which are served here"),
+        ({"PJRT_DEVICE": "TPU"}, "PJRT_DEVICE=TPU, and there is no chip here"),
+    ],
+    ids=str,
+)
+def test_hardware_that_is_not_there_is_refused(script, setting, message):
+    done = script("import unisono\nunisono.Device.default_xla()", **setting)
+    assert "ValueError" in done.stderr
+    assert message in done.stderr
+
+
 def test_one_device_of_a_runtime_that_somebody_else_has_started_will_do(script):
     lines = "import torch, torch_xla\ntorch.ones(1, device='xla:0').tolist()\n" + TRAIN
     done = script(lines + "print(DataParallel(nn.Linear(1, 1), ['xla:0'])(total, []))")

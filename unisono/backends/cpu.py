@@ -28,7 +28,7 @@ class CpuBackend(EagerBackend):
         return False
 
     def device_count(self) -> int:
-        text = os.environ.get("CPU_NUM_DEVICES") or "1"
+        text = os.environ.get("CPU_NUM_DEVICES", "1")
         if not text.isdecimal() or int(text) < 1:
             raise ValueError(f"CPU_NUM_DEVICES={text!r} in the environment; it must be a whole number from 1 on")
         return int(text)

@@ -161,7 +161,8 @@ class XlaBackend:
         if self._sharding is not None:
             raise UnisonoError("this process computes by strategy='spmd', with one thread for all devices, for good")
         spans = [device.index for device in devices] == list(range(len(self.runtime()._XLAC._xla_get_devices())))
-        return "runtime" if spans and len(devices) > 1 else "host"
+        may = _hardware() != _CPU or _may_reduce(len(devices))
+        return "runtime" if spans and may and len(devices) > 1 else "host"
 
     def process_transport(self) -> Transport:
         return "host" if _hardware() == _CPU else "runtime"
@@ -408,10 +409,16 @@ def _hardware() -> str:
 
 def _virtual_count() -> int:
     """How many devices on the CPU the environment asks for; 0 where it does not say."""
-    text = os.environ.get("CPU_NUM_DEVICES") or ""
-    if text and (not text.isdecimal() or int(text) < 1):
+    text = os.environ.get("CPU_NUM_DEVICES")
+    if text is not None and (not text.isdecimal() or int(text) < 1):
         raise ValueError(f"CPU_NUM_DEVICES={text!r} in the environment; it must be a whole number from 1 on")
     return int(text or 0)
+
+
+def _may_reduce(count: int) -> bool:
+    """Whether devices of a CPU can reduce among themselves as the runtime is set, which the user may have done."""
+    threads = os.environ.get("XLA_THREAD_POOL_SIZE", "")
+    return os.environ.get("PJRT_CPU_ASYNC_CLIENT") == "0" and threads.isdecimal() and int(threads) >= count
 
 
 def _missing() -> str:
