@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from modes import PROCESSES_2, SOLO, THREADS_2
+from modes import FAMILY, PROCESSES_2, SOLO, THREADS_2, devices, fitting, in_main_memory
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -17,7 +17,7 @@ from unisono import Accelerator, DataParallel, rank, world_size
 from unisono.tree import leaves
 
 
-@pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
+@pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str)
 def test_a_seed_gives_the_same_first_weights_on_each_rank_and_mode_and_then_numbers_of_their_own(mode):
     def body() -> tuple[torch.Tensor, torch.Tensor]:
         accelerator = Accelerator(seed=5)
@@ -33,8 +33,11 @@ def test_a_seed_gives_the_same_first_weights_on_each_rank_and_mode_and_then_numb
     assert not torch.equal(found[0][1], found[1][1])
 
 
-@pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
+@pytest.mark.any_family
+@pytest.mark.parametrize("mode", fitting(SOLO, THREADS_2, PROCESSES_2), ids=str)
 def test_a_synchronised_batch_norm_is_exact_under_weights_of_the_users_own(mode):
+    if FAMILY == "xla" and mode is SOLO:
+        pytest.skip("torch_xla's own BatchNorm divides the running variance by all values, and torch's by one less")
     inputs, targets = (each.double() for each in torch.randn(9, 6).split([4, 2], 1))
 
     def network() -> nn.Module:
@@ -51,7 +54,7 @@ def test_a_synchronised_batch_norm_is_exact_under_weights_of_the_users_own(mode)
         own = slice(None) if world_size() == 1 else [slice(0, 2), slice(2, 9)][rank()]  # very uneven
         for _ in range(3):
             optimizer.zero_grad()
-            loss = F.mse_loss(made(inputs[own]), targets[own])
+            loss = F.mse_loss(made(inputs[own].to(accelerator.device)), targets[own].to(accelerator.device))
             accelerator.backward(loss, weight=len(inputs[own]))
             optimizer.step()
         return made.state_dict()
@@ -96,6 +99,7 @@ def test_the_loss_scale_goes_through_a_checkpoint():
     assert all(map(torch.equal, leaves(second[1].state_dict()), leaves(whole[1].state_dict())))
 
 
+@pytest.mark.any_family
 def test_an_accelerator_in_the_context_goes_on_from_call_to_call_also_behind_a_failure():
     samples = 23
     loader = DataLoader(data(samples), batch_size=2)
@@ -111,13 +115,13 @@ def test_an_accelerator_in_the_context_goes_on_from_call_to_call_also_behind_a_f
             context.accelerator.backward(F.mse_loss(context.model(inputs), targets))
             context.optimizer.step()
 
-    replicas = DataParallel(model(), ["cpu:0", "cpu:1"])
+    replicas = DataParallel(model(), devices(2))
     replicas(loop, loader)
     with contextlib.suppress(KeyError):
         replicas(lambda *arguments: loop(*arguments, fails=True), loader)
     replicas(loop, loader)
     assert replicas.are_alike()
-    torch.testing.assert_close(replicas.state_dict(), plain_run_of(samples, epochs=2), **CLOSE)
+    torch.testing.assert_close(in_main_memory(replicas.state_dict()), plain_run_of(samples, epochs=2), **CLOSE)
 
 
 def plain_run_of(samples: int, epochs: int) -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from modes import devices, in_main_memory
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
@@ -241,6 +242,21 @@ def test_state_moves_and_step_counts_stay_where_torch_wants_them(capturable):
             "exp_avg_sq": "meta",
         }
     assert {each.device.type for state in optimizer.state.values() for each in state.values()} == {"cpu"}
+
+
+@pytest.mark.any_family
+def test_a_run_is_copied_to_a_device_of_the_family_and_on_it_and_home_and_each_goes_on_alike():
+    model = nn.Linear(3, 2)
+    runs = [(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))]
+    for device in (devices(1)[0], devices(1)[0], "cpu"):
+        runs.append(copy_to(runs[-1], device))
+        for network, optimizer in runs:
+            optimizer.zero_grad()
+            network(torch.ones(5, 3, device=network.weight.device)).square().mean().backward()
+            optimizer.step()
+    states = [in_main_memory(network.state_dict()) for network, _ in runs]
+    assert {each.device.type for each in runs[-1][0].parameters()} == {"cpu"}
+    torch.testing.assert_close(states[1:], [states[0]] * 3)
 
 
 def test_an_optimizer_needs_its_parameters():

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from modes import devices
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
@@ -351,3 +352,18 @@ def test_a_reduced_run_stays_close_to_the_full_one():
         losses[reduce] = loss.item()
     assert losses[False] < 0.1
     assert losses[True] < 0.2
+
+
+@pytest.mark.any_family
+def test_a_module_on_a_device_of_the_family_computes_in_reduced_precision_and_returns():
+    device = devices(1)[0]
+    network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(device)
+    inputs = torch.linspace(-1, 1, 15, device=device).view(5, 3)
+    full = network(inputs).detach().cpu()
+    network = to_reduced_precision(network)
+    reduced = network(to_reduced_precision(inputs))
+    reduced.sum().backward()
+    assert (reduced.dtype, network[0].weight.grad.dtype) == (torch.bfloat16,) * 2
+    torch.testing.assert_close(reduced.detach().cpu().float(), full, rtol=0.05, atol=0.02)
+    network = to_full_precision(network)
+    torch.testing.assert_close(network(inputs).detach().cpu(), full, rtol=0.05, atol=0.02)

@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from modes import devices
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
@@ -31,6 +32,16 @@ def test_devices_do_not_mix_and_both_are_named():
         "(2, 2) on cpu; inside unisono.strict() nothing moves by itself: bring both to one device with "
         "unisono.copy_to(tensor, device), or make a number's tensor with unisono.scalar_like(value, tensor)"
     )
+
+
+@pytest.mark.any_family
+def test_a_device_of_the_family_mixes_with_itself_only():
+    here = torch.ones(2, 2, device=devices(1)[0])
+    words = rf"torch\.Tensor\.add mixes devices: .* on {here.device}, .* on meta"
+    with strict():
+        assert (here + here).sum().item() == 8
+        with pytest.raises(MixedPlacementError, match=words):
+            here + THERE
 
 
 def test_precisions_do_not_mix_and_both_are_named():

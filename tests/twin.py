@@ -11,12 +11,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from modes import Mode
+from modes import HOST, Mode, in_main_memory
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from unisono import Accelerator, backward, optimizer_step
+from unisono import Accelerator, backward, current_world, optimizer_step
 from unisono.loaders.parallel_loader import DeviceLoader
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-13}
@@ -48,8 +48,8 @@ class Case(NamedTuple):
 def data(samples: int) -> TensorDataset:
     """Inputs, targets, and tokens: whole numbers, of which some are 0."""
     numbers = torch.Generator().manual_seed(1)
-    inputs, targets = torch.randn(samples, 7, generator=numbers, dtype=torch.float64).split([5, 2], 1)
-    return TensorDataset(inputs, targets, torch.randint(0, 3, (samples,), generator=numbers).double())
+    inputs, targets = torch.randn(samples, 7, generator=numbers, dtype=torch.float64, device=HOST).split([5, 2], 1)
+    return TensorDataset(inputs, targets, torch.randint(0, 3, (samples,), generator=numbers, device=HOST).double())
 
 
 def seeded(network: nn.Module, seed: int = 0) -> nn.Module:
@@ -57,12 +57,15 @@ def seeded(network: nn.Module, seed: int = 0) -> nn.Module:
     numbers = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in network.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=numbers, dtype=torch.float64) / 3)
+            drawn = torch.randn(parameter.shape, generator=numbers, dtype=torch.float64, device=HOST)
+            parameter.copy_(drawn / 3)
     return network
 
 
 def model(seed: int = 0) -> nn.Module:
-    return seeded(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2)).double(), seed)
+    """In main memory, as scripts make it that leave its moves to an Accelerator."""
+    with HOST:
+        return seeded(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2)).double(), seed)
 
 
 def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -110,7 +113,7 @@ def plain_run(case: Case, ranks: int, make_optimizer: MakeOptimizer = adam) -> S
 
 def run(case: Case, make_optimizer: MakeOptimizer = adam, **options: Any) -> State:
     """The same on this rank, with its peers."""
-    network = model()
+    network = model().to(current_world().device) if case.way == "bare" else model()
     optimizer = make_optimizer(network.parameters())
     loader: Any = DataLoader(data(case.samples), batch_size=case.batch)
     if case.way == "bare":
@@ -151,6 +154,7 @@ def bare_run(case: Case, network: nn.Module, optimizer: torch.optim.Optimizer, l
 
 def assert_all_are(states: Sequence[State], expected: State) -> None:
     """All ranks have the same bits, and they are close to the twin's."""
+    states, expected = in_main_memory((list(states), expected))
     for state in states:
         assert state.keys() == expected.keys()
         assert all(torch.equal(state[name], states[0][name]) for name in state)

@@ -61,6 +61,12 @@ class Backend(Protocol):
     def activate(self, device: torch.device) -> None:
         """Make it the calling thread's device, before that thread's first work on it."""
 
+    def start(self, device: torch.device) -> None:
+        """Start the family's runtime, where it has one of its own and that is not up, on a thread that computes.
+
+        Before other threads use the device. UnisonoError, where it comes too late for torch's autograd.
+        """
+
     def preload(self) -> None:
         """Import what the family needs, into a process that its workers will be forked from; start no runtime."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from modes import PROCESSES_2, SOLO, THREADS_3
+from modes import PROCESSES_2, SOLO, THREADS_3, scaling
 from torch.utils.data import DataLoader, IterableDataset
 
 from unisono import DeviceLoader, current_world
@@ -21,22 +21,26 @@ class Stream(IterableDataset):
             raise OSError("the disk is gone")
 
 
+NUMBERS = torch.arange(13)
+
+
 def ask_at_each(loader):
     iterator = iter(loader)
     return [(len(batch), iterator.is_last(), iterator.is_last()) for batch in iterator]
 
 
 LOADERS = {
-    "map-style": lambda: DeviceLoader(DataLoader(torch.arange(13), batch_size=2)),
-    "no prefetching": lambda: DeviceLoader(DataLoader(torch.arange(13), batch_size=2), loader_prefetch_size=0),
+    "map-style": lambda: DeviceLoader(DataLoader(NUMBERS, batch_size=2)),
+    "no prefetching": lambda: DeviceLoader(DataLoader(NUMBERS, batch_size=2), loader_prefetch_size=0),
     "stream": lambda: DeviceLoader(DataLoader(Stream(13), batch_size=2)),
-    "list": lambda: DeviceLoader([torch.arange(2)] * 7),
-    "drop": lambda: DeviceLoader(DataLoader(torch.arange(13), batch_size=2, drop_last=True)),
-    "pad": lambda: DeviceLoader(DataLoader(torch.arange(13), batch_size=2), tail="pad"),
+    "list": lambda: DeviceLoader([NUMBERS[:2]] * 7),
+    "drop": lambda: DeviceLoader(DataLoader(NUMBERS, batch_size=2, drop_last=True)),
+    "pad": lambda: DeviceLoader(DataLoader(NUMBERS, batch_size=2), tail="pad"),
 }
 
 
-@pytest.mark.parametrize("mode", [SOLO, THREADS_3, PROCESSES_2], ids=str)
+@pytest.mark.any_family
+@pytest.mark.parametrize("mode", scaling(SOLO, THREADS_3, PROCESSES_2), ids=str)
 @pytest.mark.parametrize("name", LOADERS)
 def test_only_the_last_batch_is_the_last_and_nothing_is_lost_by_asking(mode, name):
     def body():
@@ -46,7 +50,7 @@ def test_only_the_last_batch_is_the_last_and_nothing_is_lost_by_asking(mode, nam
     for asked, sizes in mode.run(body):
         assert [size for size, _, _ in asked] == sizes
         assert [first for _, first, _ in asked] == [second for _, _, second in asked]
-        assert [first for _, first, _ in asked] == [False] * (len(sizes) - 1) + [True]
+        assert [first for _, first, _ in asked] == [number == len(sizes) for number in range(1, len(sizes) + 1)]
 
 
 def test_it_is_the_last_before_and_behind_the_loop():

@@ -556,3 +556,23 @@ def test_ranks_on_threads_that_draw_at_once_draw_the_same():
     alone = DeviceLoader(DataLoader(Numbers(500), 10, sampler=Drawn()))
     assert Counter(order) == Counter(sample for batch in alone for sample in batch.tolist())
     assert random.getstate() == state
+
+
+@pytest.mark.parametrize("name", [*GENERATED, "stream"])
+def test_a_default_device_elsewhere_is_none_of_the_orders_business(name):
+    """Numbers on "meta" are none; on an accelerator two threads would work on one device."""
+
+    class Stream(IterableDataset):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(COUNT))
+
+    dataset = Stream() if name == "stream" else Numbers(100)
+    sampler = None if name == "stream" else GENERATED[name](None)
+
+    def found() -> list[int]:
+        loader = DeviceLoader(DataLoader(dataset, batch_size=4, sampler=sampler), seed=3)
+        return [number for batch in loader for number in batch.tolist()]
+
+    expected = found()
+    with torch.device("meta"):
+        assert found() == expected

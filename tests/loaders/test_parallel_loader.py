@@ -25,30 +25,29 @@ from batches import CONTAINERS, Sample, same
 from epochs import join_own_threads, own_threads
 from hypothesis import given
 from hypothesis import strategies as st
-from modes import PROCESSES_2
+from modes import FAMILY, PROCESSES_2, devices, in_main_memory
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from unisono import ClosedError, DeviceIterator, DeviceLoader, ParallelLoader
+from unisono.backends import get_backend
 from unisono.timeline import COMPUTE, FETCH
 from unisono.tree import take
 from unisono.world import World, solo_world, thread_worlds
 
 PATIENCE_S = 20.0
-
-
-def devices(count: int) -> list[str]:
-    return [f"cpu:{index}" for index in range(count)]
+MOST = 4 if FAMILY == "cpu" else get_backend(FAMILY).device_count()
 
 
 def worlds(count: int) -> list[World]:
-    return thread_worlds([torch.device("cpu", rank) for rank in range(count)])
+    return thread_worlds([*map(torch.device, devices(count))])
 
 
 def rounds_of(loader: Any, count: int, **options: Any) -> list[list[tuple[Any, int]]]:
-    """Each device's (batch, valid_samples), the devices drained one after another."""
+    """Each device's (batch, valid_samples), the devices drained one after another; in main memory."""
+    fetched = (lambda batch: batch) if FAMILY == "cpu" else in_main_memory
     with ParallelLoader(loader, devices(count), **options) as parallel:
         iterators = [parallel.per_device_loader(device) for device in devices(count)]
-        return [[(batch, iterator.valid_samples) for batch in iterator] for iterator in iterators]
+        return [[(fetched(batch), iterator.valid_samples) for batch in iterator] for iterator in iterators]
 
 
 def batches_of(loader: Any, count: int, **options: Any) -> list[list[Any]]:
@@ -111,15 +110,17 @@ class Stream(IterableDataset):
 # Who gets which batch.
 
 
+@pytest.mark.any_family
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_batch_i_goes_to_device_i_modulo_n_and_comes_out_plain(count):
     batches = [object() for _ in range(4 * count)]
     assert batches_of(batches, count) == [batches[place::count] for place in range(count)]
 
 
+@pytest.mark.any_family
 @given(
     sizes=st.lists(st.integers(1, 5), max_size=12),
-    count=st.integers(1, 4),
+    count=st.integers(1, MOST),
     dim=st.sampled_from([0, 1, -1]),
 )
 def test_the_tail_is_split_and_nothing_is_lost(sizes, count, dim):
@@ -142,6 +143,7 @@ def test_a_device_for_which_no_sample_is_left_repeats_one_that_does_not_count():
     assert delivered == [(last, 1), (last, 0), (last, 0)]
 
 
+@pytest.mark.any_family
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_a_batch_keeps_its_containers(name):
     make, look = CONTAINERS[name]
@@ -315,6 +317,7 @@ def test_no_more_is_prefetched_than_allowed(loaded, moved, count):
     assert not overshoot
 
 
+@pytest.mark.any_family
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("sizes", [(8, 4), (1, 1)])
 def test_one_thread_may_drain_one_device_after_another(count, sizes):
@@ -328,15 +331,17 @@ def until(condition: Callable[[], Any]) -> None:
         threading.Event().wait(0.001)
 
 
+@pytest.mark.any_family
 @pytest.mark.parametrize("leave", [DeviceIterator.close, lambda iterator: None], ids=["by closing", "by dropping it"])
 def test_a_consumer_that_leaves_does_not_starve_the_others(leave):
     with ParallelLoader(range(400), devices(2), loader_prefetch_size=1, device_prefetch_size=1) as parallel:
         may_leave = threading.Event()
-        staying = parallel.per_device_loader("cpu:1")
+        leaving, remaining = devices(2)
+        staying = parallel.per_device_loader(remaining)
         found = []
 
         def take_one() -> int:
-            iterator = parallel.per_device_loader("cpu:0")
+            iterator = parallel.per_device_loader(leaving)
             first = next(iterator)
             may_leave.wait(PATIENCE_S)
             leave(iterator)
@@ -352,11 +357,13 @@ def test_a_consumer_that_leaves_does_not_starve_the_others(leave):
         assert found == list(range(1, 400, 2))
 
 
+@pytest.mark.any_family
 def test_what_waits_for_a_dropped_iterator_is_there_for_the_next():
     with ParallelLoader(range(10), devices(2)) as parallel:
-        assert next(parallel.per_device_loader("cpu:0")) == 0
-        assert list(parallel.per_device_loader("cpu:1")) == [1, 3, 5, 7, 9]
-        assert list(parallel.per_device_loader("cpu:0")) == [2, 4, 6, 8]
+        first, second = devices(2)
+        assert next(parallel.per_device_loader(first)) == 0
+        assert list(parallel.per_device_loader(second)) == [1, 3, 5, 7, 9]
+        assert list(parallel.per_device_loader(first)) == [2, 4, 6, 8]
 
 
 def test_threads_that_ask_at_once_start_one_pass():
@@ -444,9 +451,12 @@ def raises_coded() -> Iterator[list[Any]]:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("where", BROKEN)
+@pytest.mark.parametrize(
+    "where", ["transfer", *(pytest.param(each, marks=pytest.mark.any_family) for each in BROKEN if each != "transfer")]
+)
 def test_an_error_reaches_every_device_in_its_own_type_after_the_rounds_before_it(where, count):
-    place = "while a batch was moved to cpu:" if where == "transfer" else f"in the loader's reader, round {10 // count}"
+    reading = f"in the loader's reader, round {10 // count}"
+    place = f"while a batch was moved to {FAMILY}:" if where == "transfer" else reading
     with ParallelLoader(BROKEN[where](), devices(count)) as parallel:
         for iterator in [parallel.per_device_loader(device) for device in devices(count)]:
             delivered = 0
@@ -566,6 +576,7 @@ def test_a_batch_that_contains_itself_is_refused():
 # Ends, early and late.
 
 
+@pytest.mark.any_family
 def test_a_closed_loader_wakes_who_waits_and_refuses_who_comes():
     source = Paced()
     parallel = ParallelLoader(source, devices(2))
@@ -583,7 +594,7 @@ def test_a_closed_loader_wakes_who_waits_and_refuses_who_comes():
     with pytest.raises(ClosedError):
         next(iterators[0])
     with pytest.raises(ClosedError, match="makes one pass"):
-        parallel.per_device_loader("cpu:0")
+        parallel.per_device_loader(devices(1)[0])
 
 
 def test_a_loader_that_is_closed_while_its_pass_begins_ends():
@@ -615,6 +626,7 @@ def test_leaving_the_block_closes():
         next(iterator)
 
 
+@pytest.mark.any_family
 @pytest.mark.parametrize("left", [0, 1])
 def test_a_closed_iterator_takes_no_more_and_the_other_goes_on(left):
     with ParallelLoader(range(100), devices(2)) as parallel:
@@ -628,6 +640,7 @@ def test_a_closed_iterator_takes_no_more_and_the_other_goes_on(left):
         assert list(other) == list(range(1 - left, 100, 2))
 
 
+@pytest.mark.any_family
 def test_leaving_the_loop_three_hundred_times_leaves_nothing():
     alive: list[weakref.ref[torch.Tensor]] = []
 
@@ -711,6 +724,7 @@ def test_a_script_that_ends_in_mid_epoch_ends_cleanly(source, times):
 # Loop after loop.
 
 
+@pytest.mark.any_family
 def test_a_device_loader_is_looped_over_again_with_a_new_order_each_time():
     loader = DeviceLoader(DataLoader(Numbers(30), batch_size=4, shuffle=True))
     epochs = [torch.cat(list(loader)).tolist() for _ in range(3)]
@@ -734,14 +748,16 @@ def test_a_device_loader_tells_the_valid_samples_of_the_running_loop():
     assert [split.valid_samples for _ in split] == [0]
 
 
+@pytest.mark.any_family
 def test_a_device_loader_takes_the_device_of_its_world():
     loader = DeviceLoader([torch.ones(1)], world=worlds(2)[1])
-    assert iter(loader)._lane.device == torch.device("cpu:1")
+    assert iter(loader)._lane.device == torch.device(FAMILY, 1)
 
 
 # Several ranks.
 
 
+@pytest.mark.any_family
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("kind", ["map-style", "stream", "list"])
 def test_in_a_world_of_several_ranks_each_takes_its_share_of_any_loader(kind, count):

@@ -105,7 +105,8 @@ def test_where_the_batches_do_not_fit_it_is_said_before_and_when_it_fails(storie
     warning, error = said
     assert warning.startswith("/dev/shm had 8.2 MB free when the loader workers started, and 4 batches of 3.0 MB, ")
     assert "need 12.0 MB, for each rank on this machine" in warning
-    assert error.startswith("unable to allocate shared memory")
+    # a torch that reserves no memory for what it shares, as 2.9, is killed where it writes
+    assert error.startswith("unable to allocate shared memory") or "was killed by SIGBUS" in error
     assert "/dev/shm, of 8.2 MB with " in error
     for text in said:
         assert "docker run --shm-size" in text

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_4, Mode
+from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_4, Mode, scaling
 from torch import nn
 
 import unisono
@@ -113,7 +113,8 @@ def test_how_a_tensor_lies_in_memory_does_not_matter():
 # Checking.
 
 
-@pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
+@pytest.mark.any_family
+@pytest.mark.parametrize("mode", scaling(SOLO, THREADS_2, PROCESSES_2), ids=str)
 def test_replicas_that_agree_pass(mode):
     def body() -> int:
         network = model()
@@ -125,7 +126,8 @@ def test_replicas_that_agree_pass(mode):
     assert mode.run(body) == [3] * mode.ranks
 
 
-@pytest.mark.parametrize("mode", [THREADS_4, PROCESSES_2], ids=str)
+@pytest.mark.any_family
+@pytest.mark.parametrize("mode", scaling(THREADS_4, PROCESSES_2), ids=str)
 def test_the_first_parameter_that_differs_is_named_with_its_holders(mode):
     def body() -> None:
         network = model()
@@ -192,6 +194,7 @@ def test_each_module_is_counted_by_itself():
         assert name == "the parameter '0.bias'"
 
 
+@pytest.mark.any_family
 def test_buffers_are_compared_where_that_is_asked_for():
     def body() -> None:
         network = model()
@@ -213,6 +216,7 @@ def test_modules_of_different_make_differ_by_the_name_of_a_parameter():
         assert "the parameter '1.weight' is missing on rank 0 and float32[2, 2] of sum 0.0" in message
 
 
+@pytest.mark.any_family
 def test_a_model_without_parameters_agrees():
     assert THREADS_2.run(lambda: check_replicas(nn.Identity())) == [None, None]
 

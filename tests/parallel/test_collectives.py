@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode
+from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode, scaling
 
 import unisono
 from unisono.comm.solo import SoloCommunicator
 from unisono.world import thread_worlds
 
+pytestmark = pytest.mark.any_family
 
-@pytest.fixture(params=[SOLO, THREADS_2, THREADS_3, PROCESSES_2], ids=str)
+
+@pytest.fixture(params=scaling(SOLO, THREADS_2, THREADS_3, PROCESSES_2), ids=str)
 def mode(request: pytest.FixtureRequest) -> Mode:
     return request.param
 
@@ -75,7 +77,8 @@ def test_broadcast_gives_every_rank_the_roots(mode):
 @pytest.mark.parametrize("dim", [0, 1])
 def test_all_gather_samples_keeps_those_that_count_of_ranks_that_have_different_numbers(mode, dim):
     def whole(rank):
-        return torch.arange(8).reshape(4, 2).narrow(0, 0, 4 - rank) + 100 * rank
+        rows = mode.ranks + 1
+        return torch.arange(2 * rows).reshape(rows, 2).narrow(0, 0, rows - rank) + 100 * rank
 
     def gather():
         mine = whole(unisono.rank())

@@ -6,6 +6,7 @@ import copy
 import pickle
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -164,6 +165,33 @@ def test_many_shapes_that_share_a_graph_do_not_pass_the_gate_one_by_one():
     (family,) = compilation._families[Net].values()
     assert len(family.known) <= 3
     assert backend.forward == 2
+
+
+def test_a_compiled_model_runs_while_another_one_compiles():
+    """Of what a thread traces, torch lets some things be seen by all threads."""
+
+    class Other(Net):
+        pass
+
+    running, other = (
+        compile_module(each, current_world(), backend="aot_eager", dynamic=False) for each in (Net(), Other())
+    )
+    running(torch.ones(5, 3))
+    is_over = threading.Event()
+
+    def run() -> int:
+        rounds = 0
+        while not is_over.is_set():
+            running(torch.ones(5, 3)).sum().backward()
+            rounds += 1
+        return rounds
+
+    with ThreadPoolExecutor(1) as pool:
+        rounds = pool.submit(run)
+        for size in (2, 3, 4):
+            other(torch.ones(size, 3)).sum().backward()
+        is_over.set()
+    assert rounds.result() > 0
 
 
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)

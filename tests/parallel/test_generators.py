@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from modes import devices
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -20,7 +21,7 @@ from unisono import DataParallel, all_reduce
 from unisono.parallel.generators import own_generator
 from unisono.randomness import seeded
 
-TWO = ["cpu:0", "cpu:1"]
+TWO = devices(2)
 ONES = torch.ones(4, 6)
 IMAGES = torch.arange(2400.0).view(2, 3, 20, 20)
 
@@ -263,7 +264,7 @@ def trained(calls: int) -> tuple[list[torch.Tensor], list[list[float]]]:
         for inputs in loader:
             model.zero_grad()
             model(inputs).sum().backward()
-            masks += F.dropout(torch.ones(20)).tolist()
+            masks += F.dropout(torch.ones(20, device=device)).tolist()
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter -= 0.01 * all_reduce(parameter.grad, "mean")
@@ -271,9 +272,10 @@ def trained(calls: int) -> tuple[list[torch.Tensor], list[list[float]]]:
 
     batches = [torch.full((2, 6), float(number)) for number in range(12)]
     masks = [sum(each, []) for each in zip(*[replicas(train, batches) for _ in range(calls)], strict=True)]  # noqa: RUF017
-    return [parameter.detach() for parameter in replicas.models[0].parameters()], masks
+    return [parameter.detach().cpu() for parameter in replicas.models[0].parameters()], masks
 
 
+@pytest.mark.any_family
 def test_a_run_with_dropout_is_repeated_bit_by_bit_and_the_replicas_masks_differ():
     weights, masks = trained(3)
     for _ in range(5):
@@ -283,6 +285,7 @@ def test_a_run_with_dropout_is_repeated_bit_by_bit_and_the_replicas_masks_differ
     assert masks[0] != masks[1]
 
 
+@pytest.mark.any_family
 def test_a_call_does_not_disturb_the_callers_generator_and_goes_on_where_the_last_one_stopped():
     replicas = DataParallel(network(), TWO)
     before = torch.get_rng_state()
@@ -291,6 +294,7 @@ def test_a_call_does_not_disturb_the_callers_generator_and_goes_on_where_the_las
     assert len({tuple(each) for each in (*first, *second)}) == 4
 
 
+@pytest.mark.any_family
 def test_the_generators_can_be_kept_and_set():
     replicas = DataParallel(network(), TWO)
     states = [generator.get_state() for generator in replicas.generators]
@@ -300,6 +304,7 @@ def test_the_generators_can_be_kept_and_set():
     assert replicas.run_on_replicas(lambda *_: torch.rand(2).tolist()) == first
 
 
+@pytest.mark.any_family
 def test_replicas_that_seed_alike_build_alike_though_they_do_it_at_once():
     together = threading.Barrier(2)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, THREADS_4, Mode
+from modes import FAMILY, PROCESSES_2, SOLO, THREADS_2, THREADS_3, THREADS_4, Mode, fitting, scaling
 
 import unisono
 from unisono import CollectiveMismatchError, current_world
@@ -18,12 +18,17 @@ from unisono.parallel import gradients
 from unisono.parallel.gradients import reduce_gradients
 from unisono.window import Share
 
-SHARES = {2: [Share(0.25, 1), Share(0.75, 1)], 3: [Share(0.5, 2), Share(0.5, 2), Share(0.0, 2)]}
+PAIR = [Share(0.25, 1), Share(0.75, 1)]
 
 
-@pytest.fixture(params=[THREADS_2, THREADS_3, PROCESSES_2], ids=str)
+@pytest.fixture(params=scaling(THREADS_2, THREADS_3, PROCESSES_2, workers=True), ids=str)
 def mode(request: pytest.FixtureRequest) -> Mode:
     return request.param
+
+
+def shares_of(ranks: int) -> list[Share]:
+    """They add up to 1; and two ranks count, of however many."""
+    return PAIR if ranks == 2 else [Share(0.5, 2), Share(0.5, 2), *[Share(0.0, 2)] * (ranks - 2)]
 
 
 def parameter(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.nn.Parameter:
@@ -42,8 +47,9 @@ def reduced(mode: Mode, make: Callable[[int], list[torch.Tensor]], shares: list[
     return mode.run(body)
 
 
+@pytest.mark.any_family
 def test_gradients_are_weighed_by_the_ranks_shares(mode):
-    shares = SHARES[mode.ranks]
+    shares = shares_of(mode.ranks)
 
     def make(rank: int) -> list[torch.Tensor]:
         weight = parameter((2, 3))
@@ -66,8 +72,9 @@ def test_without_shares_every_rank_counts_the_same(mode):
         torch.testing.assert_close(gradient, torch.tensor([mean], dtype=torch.float64), rtol=1e-15, atol=0)
 
 
+@pytest.mark.any_family
 def test_a_parameter_without_a_gradient_on_some_ranks_counts_as_zero_and_none_is_mispaired(mode):
-    shares = SHARES[mode.ranks]
+    shares = shares_of(mode.ranks)
 
     def make(rank: int) -> list[torch.Tensor]:
         first, nowhere, second, everywhere = (parameter((3,)) for _ in range(4))
@@ -83,8 +90,12 @@ def test_a_parameter_without_a_gradient_on_some_ranks_counts_as_zero_and_none_is
 
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.float16, torch.float32, torch.complex128]
+if FAMILY == "xla":
+    DTYPES.pop()  # its complex128 has no imaginary part
+    DTYPES.append(torch.complex64)
 
 
+@pytest.mark.any_family
 @pytest.mark.parametrize("first", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
 @pytest.mark.parametrize("bucket_bytes", [1, 40, 64 * 2**20])
 def test_every_type_and_shape_is_reduced_in_whatever_buckets(monkeypatch, first, bucket_bytes):
@@ -104,9 +115,9 @@ def test_every_type_and_shape_is_reduced_in_whatever_buckets(monkeypatch, first,
     each_ranks = [make(rank) for rank in range(2)]
     expected = []
     for pair in zip(*each_ranks, strict=True):
-        terms = [share.part * each.grad for share, each in zip(SHARES[2], pair, strict=True) if each.grad is not None]
+        terms = [share.part * each.grad for share, each in zip(PAIR, pair, strict=True) if each.grad is not None]
         expected.append(sum(terms[1:], terms[0]) if terms else None)
-    for found in reduced(THREADS_2, make, SHARES[2]):
+    for found in reduced(THREADS_2, make, PAIR):
         for one, other in zip(found, expected, strict=True):
             assert torch.equal(one, other), "small multiples of a quarter are exact in every type"
 
@@ -129,6 +140,7 @@ def test_a_model_larger_than_a_bucket_takes_several(monkeypatch):
     assert [[place[id(each)] for each in bucket] for bucket in gradients._buckets(weights)] == [[0, 1], [2], [3], [4]]
 
 
+@pytest.mark.skipif(FAMILY == "xla", reason="XLA has dense tensors only")
 def test_a_sparse_gradient_is_refused_before_anything_is_sent(mode):
     def body() -> str:
         table = torch.nn.Embedding(5, 2, sparse=True)
@@ -144,6 +156,7 @@ def test_a_sparse_gradient_is_refused_before_anything_is_sent(mode):
         assert "sparse=False" in message
 
 
+@pytest.mark.any_family
 def test_one_rank_alone_keeps_its_gradient():
     weight = parameter((2,))
     weight.grad = torch.ones(2)
@@ -166,7 +179,8 @@ def told(mode: Mode, shares: list[Share | None]) -> list[str]:
     return mode.run(body)
 
 
-@pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
+@pytest.mark.any_family
+@pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str)
 def test_ranks_in_different_rounds_are_told_on_every_rank(mode):
     for message in told(mode, [Share(0.5, 2), Share(0.5, 1)]):
         assert "rank 0 took 2 batches and rank 1 took 1" in message

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, THREADS_4, Mode
+from modes import HOST, PROCESSES_2, SOLO, THREADS_2, THREADS_3, THREADS_4, Mode, fitting, scaling
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -29,7 +29,7 @@ from unisono import (
 from unisono.backends.cpu import CpuBackend
 from unisono.world import solo_world
 
-GLOBAL_BATCH = 12
+GLOBAL_BATCH = 24
 CLOSE = {"rtol": 1e-11, "atol": 1e-13}
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
@@ -43,20 +43,20 @@ Loader = DeviceIterator | DeviceLoader
 State = dict[str, torch.Tensor]
 
 
-@pytest.fixture(params=[THREADS_2, THREADS_3, THREADS_4, PROCESSES_2], ids=str)
+@pytest.fixture(params=scaling(THREADS_2, THREADS_3, THREADS_4, PROCESSES_2, workers=True), ids=str)
 def mode(request: pytest.FixtureRequest) -> Mode:
     return request.param
 
 
-@pytest.fixture(params=[THREADS_2, PROCESSES_2], ids=str)
+@pytest.fixture(params=fitting(THREADS_2, PROCESSES_2), ids=str)
 def pair(request: pytest.FixtureRequest) -> Mode:
     return request.param
 
 
 def data(samples: int) -> TensorDataset:
     numbers = torch.Generator().manual_seed(1)
-    inputs = torch.randn(samples, 5, generator=numbers, dtype=torch.float64)
-    return TensorDataset(inputs, torch.randn(samples, 2, generator=numbers, dtype=torch.float64))
+    inputs, targets = torch.randn(samples, 7, generator=numbers, dtype=torch.float64, device=HOST).split([5, 2], 1)
+    return TensorDataset(inputs, targets)
 
 
 def seeded(network: nn.Module, seed: int) -> nn.Module:
@@ -112,9 +112,10 @@ def assert_same_bits(states: list[State]) -> None:
         assert all(torch.equal(state[name], states[0][name]) for name in state)
 
 
-TAILS = {24: "none", 23: "one sample short", 17: "less than a batch each", 13: "one sample for all ranks"}
+TAILS = {48: "none", 47: "one sample short", 34: "less than a batch each", 25: "one sample for all ranks"}
 
 
+@pytest.mark.any_family
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_number_of_ranks_steps_like_one_device_with_the_whole_batch(mode, name):
     for samples, states in zip(TAILS, run(mode, list(TAILS), OPTIMIZERS[name]), strict=True):
@@ -129,7 +130,7 @@ def test_a_world_of_one_is_the_plain_loop_to_the_bit():
 
 
 def test_batches_dealt_by_a_data_parallel_step_like_the_whole_batch():
-    loader = DataLoader(data(23), batch_size=GLOBAL_BATCH // 3)
+    loader = DataLoader(data(47), batch_size=GLOBAL_BATCH // 3)
 
     def body(batches: Loader) -> State:
         network = model()
@@ -142,7 +143,7 @@ def test_batches_dealt_by_a_data_parallel_step_like_the_whole_batch():
 
     states = THREADS_3.loop(body, loader)
     assert_same_bits(states)
-    torch.testing.assert_close(states[0], plain_run(23, OPTIMIZERS["adam"], epochs=1), **CLOSE)
+    torch.testing.assert_close(states[0], plain_run(47, OPTIMIZERS["adam"], epochs=1), **CLOSE)
 
 
 def test_a_part_of_the_model_that_some_ranks_do_not_use_is_stepped_alike():
@@ -182,6 +183,7 @@ def test_a_part_of_the_model_that_some_ranks_do_not_use_is_stepped_alike():
     torch.testing.assert_close(found[0][0], expected, **CLOSE)
 
 
+@pytest.mark.any_family
 def test_batches_from_elsewhere_count_equally_per_rank(mode):
     def body() -> torch.Tensor:
         weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
@@ -208,6 +210,7 @@ def test_a_loader_that_cuts_itself_counts_equally_per_rank(pair):
     assert pair.run(body) == [-1.5, -1.5]
 
 
+@pytest.mark.any_family
 def test_batches_without_gradients_do_not_count(pair):
     """Evaluation between two steps, on a split tail, leaves the shares of the next step as they are."""
     train, test = [torch.ones(3), torch.ones(1)], [torch.ones(5)]
@@ -244,6 +247,7 @@ def stepped(network: nn.Module, inputs: torch.Tensor) -> None:
     optimizer_step(torch.optim.SGD(network.parameters(), lr=0.1))
 
 
+@pytest.mark.any_family
 def test_ranks_with_different_numbers_of_batches_are_told(pair):
     def body() -> None:
         batches = iter(DeviceLoader([torch.ones(2, 5).double()] * 8))
@@ -273,6 +277,7 @@ def longer() -> nn.Module:
     return nn.Sequential(*model(), nn.Linear(2, 2).double())
 
 
+@pytest.mark.any_family
 @pytest.mark.parametrize(
     ("other", "words"),
     [
@@ -385,7 +390,7 @@ def plain_lbfgs(samples: int) -> tuple[State, list[float]]:
     return network.state_dict(), losses
 
 
-@pytest.mark.parametrize("samples", [24, 19])
+@pytest.mark.parametrize("samples", [48, 38])
 def test_a_closure_steps_like_the_whole_batch(mode, samples):
     """A line search multiplies what rounding leaves, hence 1e-7; a wrong gradient would differ in the first digit."""
     expected, expected_losses = plain_lbfgs(samples)
@@ -397,8 +402,8 @@ def test_a_closure_steps_like_the_whole_batch(mode, samples):
 
 
 def test_a_closure_alone_is_the_plain_run():
-    state, losses = SOLO.loop(by_closure, DataLoader(data(19), batch_size=GLOBAL_BATCH))[0]
-    expected, expected_losses = plain_lbfgs(19)
+    state, losses = SOLO.loop(by_closure, DataLoader(data(38), batch_size=GLOBAL_BATCH))[0]
+    expected, expected_losses = plain_lbfgs(38)
     torch.testing.assert_close(state, expected, **CLOSE)
     assert losses == pytest.approx(expected_losses, rel=1e-11)
 
@@ -462,6 +467,7 @@ def test_a_step_ends_the_devices_step_once_and_a_barrier_waits_for_it():
     assert (world.backend.steps, world.backend.waits) == (2, 1)
 
 
+@pytest.mark.any_family
 def test_steps_are_counted_and_timed():
     world = solo_world()
     network = model()
@@ -481,6 +487,7 @@ def test_what_is_no_optimizer_is_refused(optimizer):
         optimizer_step(optimizer)
 
 
+@pytest.mark.any_family
 def test_a_frozen_parameter_is_left_alone(pair):
     def body() -> tuple[float, float]:
         frozen, free = nn.Parameter(torch.ones(1), requires_grad=False), nn.Parameter(torch.zeros(1))
@@ -491,6 +498,7 @@ def test_a_frozen_parameter_is_left_alone(pair):
     assert pair.run(body) == [(1.0, -1.5)] * 2
 
 
+@pytest.mark.any_family
 def test_complex_parameters_are_stepped_alike(pair):
     def body() -> complex:
         weight = nn.Parameter(torch.zeros(1, dtype=torch.complex64))
@@ -501,6 +509,7 @@ def test_complex_parameters_are_stepped_alike(pair):
     assert pair.run(body) == [-2 - 1j] * 2
 
 
+@pytest.mark.any_family
 def test_several_optimizers_share_a_step_of_one_loader(pair):
     """A pair of networks that are trained in turns on the same batches, as a generator and its critic are."""
 

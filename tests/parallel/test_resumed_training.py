@@ -10,9 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+from modes import FAMILY, HOST, devices
 from torch.utils.data import DataLoader, Dataset
 
-from unisono import DataParallel, DeviceLoader, ParallelLoader, barrier, is_rank_zero, optimizer_step, spawn
+from unisono import (
+    DataParallel,
+    DeviceLoader,
+    ParallelLoader,
+    barrier,
+    current_world,
+    is_rank_zero,
+    optimizer_step,
+    spawn,
+)
 
 EPOCHS = 3
 SAMPLES, GLOBAL_BATCH = 53, 12  # five rounds in an epoch, the last one of five samples
@@ -42,7 +52,7 @@ def train(model: torch.nn.Module, epoch: Any, loader: Any, checkpoint: Path, sto
     """Go on from the checkpoint, if there is one, for so many steps, or to the end; then write it."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     if checkpoint.exists():
-        saved = torch.load(checkpoint, weights_only=True)
+        saved = torch.load(checkpoint, HOST, weights_only=True)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
     for step, (x, y) in enumerate(epoch, start=1):
@@ -58,7 +68,7 @@ def train(model: torch.nn.Module, epoch: Any, loader: Any, checkpoint: Path, sto
 
 
 def loader_state(checkpoint: Path) -> dict[str, Any] | None:
-    return torch.load(checkpoint, weights_only=True)["loader"] if checkpoint.exists() else None
+    return torch.load(checkpoint, HOST, weights_only=True)["loader"] if checkpoint.exists() else None
 
 
 def on_one_rank(index: int, checkpoint: Path, stop_after: int | None, num_workers: int = 0) -> None:
@@ -66,7 +76,7 @@ def on_one_rank(index: int, checkpoint: Path, stop_after: int | None, num_worker
     loader = DeviceLoader(source(num_workers), split="global")
     if state := loader_state(checkpoint):
         loader.load_state_dict(state)
-    train(network(), loader, loader, checkpoint, stop_after)
+    train(network().to(current_world().device), loader, loader, checkpoint, stop_after)
 
 
 def solo(checkpoint: Path, stop_after: int | None) -> None:
@@ -74,11 +84,11 @@ def solo(checkpoint: Path, stop_after: int | None) -> None:
 
 
 def processes(checkpoint: Path, stop_after: int | None) -> None:
-    spawn(on_one_rank, args=(checkpoint, stop_after, 1), nprocs=3)
+    spawn(on_one_rank, args=(checkpoint, stop_after, 1), nprocs=3, backend=FAMILY)
 
 
 def threads(checkpoint: Path, stop_after: int | None) -> None:
-    replicas = DataParallel(network(), ["cpu:0", "cpu:1"])
+    replicas = DataParallel(network(), devices(2))
     loader = ParallelLoader(source(), replicas.devices, split="global")
     if state := loader_state(checkpoint):
         loader.load_state_dict(state)
@@ -92,10 +102,11 @@ def weights(tmp_path: Path, name: str, passes: list[tuple[Any, int | None]]) -> 
         way(checkpoint, stop_after)
     while (loader_state(checkpoint) or {"epoch": 0})["epoch"] < EPOCHS:
         solo(checkpoint, None)
-    saved = torch.load(checkpoint, weights_only=True)
+    saved = torch.load(checkpoint, HOST, weights_only=True)
     return torch.cat([each.flatten() for each in saved["model"].values()])
 
 
+@pytest.mark.any_family
 @pytest.mark.parametrize(
     "passes",
     [

@@ -43,6 +43,7 @@ def heeded(monkeypatch: pytest.MonkeyPatch) -> None:
 # Threads.
 
 
+@pytest.mark.any_family
 def test_replicas_stop_after_the_same_step_when_their_process_is_asked(heeded):
     def body() -> int:
         for step in range(1000):
@@ -63,6 +64,7 @@ def test_replicas_that_nobody_prepared_are_told_what_to_call_first():
     assert "unisono-replica-" in str(refused.value)
 
 
+@pytest.mark.any_family
 def test_once_agreed_it_stays_so_in_that_world_and_meets_nobody(heeded):
     def body() -> tuple[list[bool], int]:
         world, calls = current_world(), []

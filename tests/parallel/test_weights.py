@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3
+from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, scaling
 from torch import nn
 
 from unisono import DeviceLoader, backward, current_world, optimizer_step, use_world
@@ -12,8 +12,10 @@ from unisono.parallel.weights import Tally
 from unisono.window import window_of
 from unisono.world import solo_world
 
+pytestmark = pytest.mark.any_family
 
-@pytest.fixture(params=[SOLO, THREADS_3, PROCESSES_2], ids=str)
+
+@pytest.fixture(params=scaling(SOLO, THREADS_3, PROCESSES_2), ids=str)
 def mode(request):
     return request.param
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from matplotlib import image
-from modes import PROCESSES_2, SOLO, THREADS_3, Mode
+from modes import FAMILY, HOST, PROCESSES_2, SOLO, THREADS_3, Mode, scaling
 from torch.utils.data import DataLoader
 
 from unisono import (
@@ -35,6 +35,7 @@ from unisono import (
     print_report,
 )
 from unisono import timeline as timelines
+from unisono.backends import get_backend
 from unisono.launch.watching.monitor import SAMPLES_PATH, Monitor, Sample
 from unisono.loaders.stages import Lane
 from unisono.report.picture import save_picture
@@ -50,7 +51,7 @@ def train_and_report() -> tuple[Report | None, float]:
         for parameter in model.parameters():
             parameter.fill_(0.5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = DeviceLoader(DataLoader(torch.arange(33.0).unsqueeze(1), batch_size=4))
+    loader = DeviceLoader(DataLoader(torch.arange(33.0, device=HOST).unsqueeze(1), batch_size=4))
     barrier()
     start = time.perf_counter()
     for _ in range(2):
@@ -60,7 +61,8 @@ def train_and_report() -> tuple[Report | None, float]:
     return gather_report(), time.perf_counter() - start
 
 
-@pytest.mark.parametrize("mode", [SOLO, THREADS_3, PROCESSES_2], ids=str)
+@pytest.mark.any_family
+@pytest.mark.parametrize("mode", scaling(SOLO, THREADS_3, PROCESSES_2), ids=str)
 def test_rank_zero_gets_every_ranks_numbers_and_each_sample_counts_once(mode: Mode) -> None:
     with use_world(solo_world()):
         results = mode.run(train_and_report)
@@ -70,13 +72,14 @@ def test_rank_zero_gets_every_ranks_numbers_and_each_sample_counts_once(mode: Mo
     assert [each.rank for each in report.ranks] == list(range(mode.ranks))
     assert report.samples == 2 * 33
     rounds = -(-33 // (4 * mode.ranks))
+    moves = get_backend(FAMILY).moves_in_background
     for each in report.ranks:
         assert each.steps == each.batches == 2 * rounds
-        assert each.device == f"cpu:{each.rank}"
+        assert each.device == f"{FAMILY}:{each.rank}"
         assert each.memory > 2**20
         assert 0 < each.loop_seconds <= wall * 1.5 + 1
         assert sum(each.share(phase) for phase in LOOP_PHASES) == pytest.approx(1)
-        assert {name for name, _ in each.spans} == {"loop"}
+        assert {name for name, _ in each.spans} == {"loop", *(["transfer"] if moves else [])}
         assert sum(each.waits.values()) == pytest.approx(each.seconds[FETCH])
         assert each.nbytes == sum(samples * 4 for samples in (each.samples, each.repeated))
         assert each.dropped == 0
@@ -379,6 +382,7 @@ else:
     subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path, timeout=60)
 
 
+@pytest.mark.any_family
 def test_the_world_of_the_calling_thread_is_summarised() -> None:
     with use_world(solo_world()):
         assert summarise().device == str(current_world().device)

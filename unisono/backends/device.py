@@ -90,7 +90,7 @@ class Device:
         """
         backend = pick_backend("xla")
         device = backend.device(0)
-        backend.activate(device)
+        backend.start(device)
         return cls.of(device)
 
     @classmethod

@@ -22,6 +22,9 @@ class EagerBackend(ABC):
     @abstractmethod
     def activate(self, device: torch.device) -> None: ...
 
+    def start(self, device: torch.device) -> None:  # noqa: B027 - there is no runtime but torch
+        pass
+
     def unavailable_reason(self) -> str:
         return ""
 

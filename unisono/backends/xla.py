@@ -128,10 +128,12 @@ class XlaBackend:
         return torch.device("xla", index)
 
     def activate(self, device: torch.device) -> None:
-        inner = self.runtime()._XLAC
-        is_first = _started() is None  # and no other thread uses the device
-        inner._xla_set_default_device(str(device))
-        if is_first:
+        self.runtime()._XLAC._xla_set_default_device(str(device))
+
+    def start(self, device: torch.device) -> None:
+        self.runtime()
+        if _started() is None:
+            self.activate(device)
             _try_backward(device)
 
     def preload(self) -> None:
@@ -151,6 +153,7 @@ class XlaBackend:
             os.environ["CPU_NUM_DEVICES"] = "1"
         _prepare_environment()  # again: torch_xla may have been imported in the process that this one was forked from
         device = torch.device("xla", 0)
+        self.start(device)
         self.activate(device)
         _guard_process_groups()
         state = self.seeded_state(seed_of("rank", torch.initial_seed(), local_rank), device)

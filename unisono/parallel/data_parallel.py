@@ -84,9 +84,8 @@ class DataParallel:
                 family = pick_backend()
                 device_ids = [family.device(index) for index in range(family.device_count())]
             resolved = resolve_devices(device_ids)
-            for backend, device in {backend: (backend, device) for backend, device in reversed(resolved)}.values():
-                if backend.is_lazy:
-                    backend.activate(device)  # starts its runtime, which is for all threads
+            for backend, device in resolved:
+                backend.start(device)
             self.models = [move_module(copy.deepcopy(module), device) for _, device in resolved]
         self.devices = [str(device) for _, device in resolved]
         self._resolved = resolved

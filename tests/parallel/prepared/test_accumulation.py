@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from modes import PROCESSES_2, SOLO, THREADS_2, Mode
+from modes import HOST, PROCESSES_2, SOLO, THREADS_2, Mode, fitting
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -17,12 +17,13 @@ from unisono import Accelerator, backward
 
 def samples(count: int, seed: int = 0) -> TensorDataset:
     numbers = torch.Generator().manual_seed(seed)
-    inputs, targets = torch.randn(count, 4, generator=numbers, dtype=torch.float64).split([3, 1], 1)
+    inputs, targets = torch.randn(count, 4, generator=numbers, dtype=torch.float64, device=HOST).split([3, 1], 1)
     return TensorDataset(inputs, targets)
 
 
 def network() -> nn.Module:
-    return seeded(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double())
+    with HOST:
+        return seeded(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double())
 
 
 def loss_of(model: nn.Module, data: TensorDataset, first: int, last: int) -> torch.Tensor:
@@ -32,11 +33,12 @@ def loss_of(model: nn.Module, data: TensorDataset, first: int, last: int) -> tor
 
 def close(model: nn.Module, expected: nn.Module) -> bool:
     pairs = zip(model.parameters(), expected.parameters(), strict=True)
-    return all(torch.allclose(got, want, **CLOSE) for got, want in pairs)
+    return all(torch.allclose(got.cpu(), want, **CLOSE) for got, want in pairs)
 
 
+@pytest.mark.any_family
 @pytest.mark.parametrize("skips_sync", [False, True])
-@pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
+@pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str)
 def test_a_sum_of_batches_weighs_each_sample_of_an_uneven_tail_the_same(mode: Mode, skips_sync: bool) -> None:
     def train() -> bool:
         data, accelerator, model = samples(11), Accelerator(), network()
@@ -99,7 +101,7 @@ def test_gradients_that_went_by_the_model_are_told_of_where_they_cannot_be_weigh
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
+@pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str)
 def test_a_loop_of_evaluation_that_stays_open_takes_no_step_s_weight(mode: Mode, accumulate: int) -> None:
     def train() -> bool:
         data, accelerator, model = samples(14), Accelerator(accumulate=accumulate), network()

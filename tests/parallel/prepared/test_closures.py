@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from modes import PROCESSES_2, SOLO, THREADS_3
+from modes import PROCESSES_2, SOLO, THREADS_3, scaling
 from torch.nn import functional as F
 from twin import Plain, assert_all_are, compare, data, loader_of, mean_loss, model
 
 from unisono import Accelerator, DeviceLoader, backward, optimizer_step
 
 
-@pytest.fixture(params=[SOLO, THREADS_3, PROCESSES_2], ids=str)
+@pytest.fixture(params=scaling(SOLO, THREADS_3, PROCESSES_2), ids=str)
 def mode(request):
     return request.param
 

@@ -8,7 +8,7 @@ import pytest
 import twin
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from modes import PROCESSES_2, SOLO, Mode
+from modes import PROCESSES_2, SOLO, THREADS_4, Mode, scaling
 from twin import Case, assert_all_are, plain_run
 
 PROCESSES_3, PROCESSES_4 = Mode("processes", 3), Mode("processes", 4)
@@ -51,6 +51,24 @@ def test_processes_train_like_one_device_however_the_samples_fall(mode):
         for _ in range(6)
     ]
     todo = [case for case in drawn if has_tokens(case, mode.ranks)]
+    results = mode.run(lambda: [twin.run(case) for case in todo])
+    for case, states in zip(todo, zip(*results, strict=True), strict=True):
+        print(case)
+        assert_all_are(states, plain_run(case, mode.ranks))
+
+
+SOME = [
+    Case(23, 2),
+    Case(21, 2, 2, tokens=True, leave_at=2),
+    Case(17, 2, 3, "plain", leave_at=1),
+    Case(19, 2, 2, "bare", tokens=True),
+]
+
+
+@pytest.mark.any_family
+@pytest.mark.parametrize("mode", scaling(SOLO, THREADS_4, PROCESSES_2, workers=True), ids=str)
+def test_every_way_to_train_is_like_one_device(mode):
+    todo = [case for case in SOME if has_tokens(case, mode.ranks)]
     results = mode.run(lambda: [twin.run(case) for case in todo])
     for case, states in zip(todo, zip(*results, strict=True), strict=True):
         print(case)

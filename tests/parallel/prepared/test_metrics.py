@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, THREADS_4
+from modes import HOST, PROCESSES_2, SOLO, THREADS_2, THREADS_3, THREADS_4, scaling
 from torch.utils.data import DataLoader, IterableDataset
 from twin import loader_of, model, sgd
 
@@ -19,7 +19,7 @@ MODES = [SOLO, THREADS_2, THREADS_3, THREADS_4, PROCESSES_2]
 
 
 def numbers(count, batch):
-    return DataLoader(torch.arange(count), batch_size=batch)
+    return DataLoader(torch.arange(count, device=HOST), batch_size=batch)
 
 
 def in_order(gathered):
@@ -86,6 +86,17 @@ def test_every_sample_comes_once_in_every_order_of_calls(count, batch, mode, tai
             assert found == list(range(count)), order.__name__
 
 
+@pytest.mark.any_family
+@pytest.mark.parametrize("mode", scaling(SOLO, THREADS_4), ids=str)
+@pytest.mark.parametrize("tail", ["split", "pad"])
+def test_every_sample_comes_once_of_a_short_last_round(mode, tail):
+    def body():
+        accelerator = Accelerator()
+        return [order(accelerator, accelerator.prepare(DeviceLoader(numbers(13, 3), tail=tail))) for order in ORDERS]
+
+    assert mode.run(body) == [[list(range(13))] * len(ORDERS)] * mode.ranks
+
+
 def test_processes_count_every_sample_once():
     cases = list(itertools.product([1, 2, 3, 9, 13], [1, 3]))
 
@@ -98,11 +109,12 @@ def test_processes_count_every_sample_once():
             assert found == [list(range(count))] * len(ORDERS)
 
 
-@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.any_family
+@pytest.mark.parametrize("mode", scaling(*MODES), ids=str)
 def test_a_loop_that_was_left_counts_what_it_received(mode):
     def body():
         accelerator = Accelerator()
-        loader = accelerator.prepare(numbers(23, 2))
+        loader = accelerator.prepare(numbers(6 * mode.ranks - 1, 2))
         found = []
         with torch.no_grad():
             for stop in (1, 2):
@@ -149,7 +161,8 @@ class Stream(IterableDataset):
         return iter(range(11))
 
 
-@pytest.mark.parametrize("mode", [THREADS_3, PROCESSES_2], ids=str)
+@pytest.mark.any_family
+@pytest.mark.parametrize("mode", scaling(THREADS_3, PROCESSES_2), ids=str)
 def test_streams_that_end_unevenly_count_every_sample_once(mode):
     def body():
         accelerator = Accelerator()

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3
+from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, scaling
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
@@ -18,7 +18,7 @@ from unisono.parallel.gradients import reduce_gradients
 from unisono.window import Share
 
 
-@pytest.fixture(params=[SOLO, THREADS_3, PROCESSES_2], ids=str)
+@pytest.fixture(params=scaling(SOLO, THREADS_3, PROCESSES_2), ids=str)
 def mode(request):
     return request.param
 
@@ -53,6 +53,11 @@ def clipped_part_by_part(accelerator, loader):
 def test_the_norm_is_that_of_the_global_batch(mode, accumulate):
     lines = {each.__name__: each for each in (clipped_by_hand, clipped_part_by_part)}
     compare(mode, lines, 23, 3, accumulate=accumulate)
+
+
+@pytest.mark.any_family
+def test_the_norm_is_that_of_all_parameters_of_a_prepared_model(mode):
+    compare(mode, {"clipped by hand": clipped_by_hand}, 23, 3)
 
 
 def test_max_grad_norm_is_clipping_by_hand(mode):
@@ -196,7 +201,7 @@ def test_plain_backward_passes_under_fp16_are_refused_with_a_loader_and_without(
     step(torch.ones(1, 5), accelerator.backward)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.any_family)])
 def test_the_guard_names_parameter_and_rank_on_all_ranks_and_training_goes_on(mode, accumulate):
     def body():
         accelerator, network = Accelerator(nan_guard=True, accumulate=accumulate), model()

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from modes import PROCESSES_2, THREADS_2
+from modes import PROCESSES_2, THREADS_2, fitting
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
     CosineAnnealingLR,
@@ -76,7 +76,7 @@ def test_the_rates_are_those_of_the_plain_loop_whatever_accumulates(name, when):
     assert rates[1] == rates[2]
 
 
-@pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
+@pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str)
 def test_rates_do_not_depend_on_the_number_of_ranks(mode):
     def body():
         accelerator, network = Accelerator(), model()

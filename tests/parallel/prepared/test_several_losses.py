@@ -6,15 +6,17 @@ import itertools
 
 import pytest
 import torch
-from modes import PROCESSES_2, SOLO, THREADS_3
+from modes import FAMILY, PROCESSES_2, SOLO, THREADS_3, scaling
 from torch import nn
 from torch.nn import functional as F
 from twin import Plain, State, adam, assert_all_are, compare, loader_of, model, seeded, sgd
 
 from unisono import Accelerator
 
+ALONE = [SOLO] if FAMILY == "cpu" else []  # elsewhere all of these loops may be compiled, and once is enough
 
-@pytest.fixture(params=[SOLO, THREADS_3, PROCESSES_2], ids=str)
+
+@pytest.fixture(params=scaling(*ALONE, THREADS_3, PROCESSES_2), ids=str)
 def mode(request):
     return request.param
 
@@ -342,11 +344,12 @@ def test_the_same_lines_give_the_same_weights_on_one_device_and_on_several_ranks
     compare(mode, EVERY_BATCH_A_STEP, samples)
 
 
-@pytest.mark.parametrize("accumulate", [2, 3])
+@pytest.mark.parametrize("accumulate", [pytest.param(2, marks=pytest.mark.any_family), 3])
 def test_the_same_lines_accumulate_what_one_device_takes_at_once(mode, accumulate):
     compare(mode, ACCUMULATING, 43, 2, accumulate=accumulate)
 
 
+@pytest.mark.any_family
 @pytest.mark.parametrize("accumulate", [2, 3])
 def test_optimizers_that_take_turns_accumulate_each_for_itself(mode, accumulate):
     samples = 2 * 2 * mode.ranks * accumulate

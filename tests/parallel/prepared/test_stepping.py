@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from modes import PROCESSES_2, SOLO, THREADS_2, Mode
+from modes import PROCESSES_2, SOLO, THREADS_2, Mode, fitting
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from twin import CLOSE, seeded
@@ -17,7 +17,8 @@ def prepared(accelerator: Accelerator) -> tuple[nn.Module, torch.optim.Optimizer
     return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-@pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
+@pytest.mark.any_family
+@pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str)
 def test_a_backward_pass_behind_clipping_is_reduced_as_well(mode: Mode) -> None:
     def train() -> bool:
         accelerator = Accelerator()
@@ -49,7 +50,7 @@ def test_a_backward_pass_behind_clipping_is_an_error_where_microbatches_were_wei
         THREADS_2.run(train)
 
 
-@pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
+@pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str)
 def test_batches_that_no_loader_has_cut_are_told_of_once(mode: Mode, capfd, caplog) -> None:  # type: ignore[no-untyped-def]
     def train() -> None:
         accelerator = Accelerator()

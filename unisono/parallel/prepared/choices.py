@@ -139,6 +139,7 @@ def _enter(backend: Backend, device: torch.device, strategy: str) -> None:
         if reason := backend.unsupported_reason("spmd"):
             raise ValueError(f"strategy='spmd' does not go with {device}: {reason}")
         backend.spread()
+    backend.start(device)
     backend.activate(device)
 
 
