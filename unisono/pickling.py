@@ -21,7 +21,6 @@ from types import FunctionType
 from typing import Any
 
 import cloudpickle
-import torch
 
 
 def dumps(value: Any) -> bytes:
@@ -53,7 +52,7 @@ def loads_call(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 class _ByName(cloudpickle.Pickler):  # type: ignore[misc] # it has no annotations
     def reducer_override(self, obj: Any) -> Any:
         _refuse_file(obj)
-        if isinstance(obj, torch.Tensor):
+        if _is_tensor(obj):
             return _reduced(obj)
         return NotImplemented if _is_named_in_main(obj) else super().reducer_override(obj)
 
@@ -67,7 +66,7 @@ class _ByValue(cloudpickle.Pickler):  # type: ignore[misc]
         _refuse_file(obj)
         if _is_named_in_main(obj):
             self.names[obj.__qualname__] = obj
-        if isinstance(obj, torch.Tensor):
+        if _is_tensor(obj):
             return _reduced(obj)
         return super().reducer_override(obj)
 
@@ -78,10 +77,16 @@ def _refuse_file(obj: Any) -> None:
         raise TypeError(f"cannot pickle the open file {obj.name!r}; pass its path")
 
 
-def _reduced(tensor: torch.Tensor) -> Any:
+def _is_tensor(obj: Any) -> bool:
+    """Without importing torch, which takes seconds and may not be needed: whoever has a tensor has imported it."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(obj, getattr(torch, "Tensor", ()))
+
+
+def _reduced(tensor: Any) -> Any:
     """How a tensor is pickled; as its copy in main memory, where torch would send one together with its device."""
     rebuild, args, *rest = tensor.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
-    if rebuild is torch._utils._rebuild_device_tensor_from_cpu_tensor:
+    if rebuild.__name__ == "_rebuild_device_tensor_from_cpu_tensor":
         return args[0].requires_grad_(tensor.requires_grad).__reduce_ex__(pickle.DEFAULT_PROTOCOL)
     return (rebuild, args, *rest)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from unisono.backends import check_index
+from unisono.backends.cpu import CpuBackend
 from unisono.launch import spawn as spawn_module
 from unisono.launch.spawn import spawn
 from unisono.launch.starting import nursery
@@ -107,10 +108,8 @@ def test_a_bad_number_of_logical_cpus_in_the_environment_is_refused(monkeypatch)
         spawn(work, backend="cpu")
 
 
-class TwoDevices:
-    """A family with two devices, as an accelerator would be: the rule about counts needs no more."""
-
-    name = "cpu"
+class TwoDevices(CpuBackend):
+    """A family with two devices, as an accelerator would be."""
 
     def device_count(self):
         return 2

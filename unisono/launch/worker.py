@@ -37,6 +37,7 @@ from unisono import preemption
 from unisono.backends import get_backend
 from unisono.comm.fitting import process_communicator
 from unisono.errors import StoppedError, UnisonoError, UnpicklableError, WorkerDiedError
+from unisono.launch.greetings import without_greetings
 from unisono.launch.pulse import beating
 from unisono.launch.reports import Kind, Reporter
 from unisono.launch.starting.marks import OUTER_DIRECTORY
@@ -248,9 +249,10 @@ def _join_world(job: Job, rank: int) -> World:
         os.environ.setdefault(name, str(job.num_threads))
     with _explained(rank):
         store = dist.FileStore(job.store, job.nprocs)  # type: ignore[attr-defined] # torch re-exports it silently
-        dist.init_process_group(
-            backend.process_group_backend, store=store, rank=rank, world_size=job.nprocs, timeout=job.timeout
-        )
+        with without_greetings():
+            dist.init_process_group(
+                backend.process_group_backend, store=store, rank=rank, world_size=job.nprocs, timeout=job.timeout
+            )
         comm = process_communicator(backend, device, store, job.is_checked)
         comm.barrier()  # or a rank whose fn is short would leave while a slow one still connects to it
     return World(

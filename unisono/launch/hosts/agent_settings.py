@@ -1,4 +1,4 @@
-"""What torch's elastic agent is told of signals and its workers' end: as settings, or, where it lacks those, by hand.
+"""What torch's elastic agent is told of signals and of its workers' end: by settings or, where it lacks them, by hand.
 
 *Threads:* the main one, or the agent could not handle signals.
 """
