@@ -25,8 +25,9 @@ test-xla: $(XLA)/.test
 	CPU_NUM_DEVICES=2 $(ON_XLA) -m any_family
 	CPU_NUM_DEVICES=2 $(ON_XLA) tests/xla tests/compat
 	CPU_NUM_DEVICES=2 $(ON_XLA) tests/examples/test_torch_xla_style.py -k "xla_devices or original"
-	CPU_NUM_DEVICES=4 $(ON_XLA) -m any_family -k "not processes"
+	CPU_NUM_DEVICES=4 $(ON_XLA) -m any_family -k threads-4
 	CPU_NUM_DEVICES=4 $(ON_XLA) tests/xla/test_xla_replicas.py tests/xla/test_xla_compilations.py
+	CPU_NUM_DEVICES=8 $(ON_XLA) -m any_family -k threads-8
 	CPU_NUM_DEVICES=8 $(ON_XLA) tests/xla/test_xla_replicas.py tests/xla/test_xla_compilations.py
 
 check: $(VENV)/.test $(VENV)/.check

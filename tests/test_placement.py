@@ -336,6 +336,9 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
+    def start(self, device: torch.device) -> None:
+        pass
+
     def mark_step(self, device: torch.device) -> None:
         self.calls.append(f"mark {device}")
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -117,12 +117,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _functions_travel_by_value(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Workers need not import the test module, and pytest with it."""
-    module = request.node.obj
-    assert isinstance(module, ModuleType)
-    cloudpickle.register_pickle_by_value(module)
+    """Workers need not import the test module, and pytest with it; nor this one, whose name others have as well."""
+    modules = [request.node.obj, sys.modules[__name__]]
+    for module in modules:
+        cloudpickle.register_pickle_by_value(module)
     yield
-    cloudpickle.unregister_pickle_by_value(module)
+    for module in modules:
+        cloudpickle.unregister_pickle_by_value(module)
 
 
 @pytest.fixture
