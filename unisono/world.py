@@ -161,7 +161,6 @@ def solo_world(
     """A world of one, on the first device of the picked family unless told otherwise."""
     backend = backend or pick_backend()
     device = device or backend.device(0)
-    backend.start(device)
     return World(device=device, backend=backend, comm=SoloCommunicator(), timeline=timeline or Timeline())
 
 
