@@ -16,7 +16,7 @@ from functools import cache
 
 import torch
 
-from unisono.comm.hosted import HostedCommunicator
+from unisono.comm.hosted import C, HostedCommunicator
 from unisono.comm.operations import Call, check_reduction
 from unisono.comm.processes import ProcessCommunicator
 from unisono.comm.threads import ThreadCommunicator
@@ -32,11 +32,11 @@ _REDUCED_AS = {
 }
 
 
-class XlaThreads(HostedCommunicator[ThreadCommunicator]):
-    """A replica thread's seat, where the threads' devices are all that the runtime has in this process.
+class _XlaCommunicator(HostedCommunicator[C]):
+    """Reduces floating-point tensors by the runtime.
 
     Args:
-        inner: the seat at the meeting.
+        inner: where the ranks meet.
         settle: cuts the graph of this rank's device.
     """
 
@@ -47,23 +47,29 @@ class XlaThreads(HostedCommunicator[ThreadCommunicator]):
             return super().all_reduce(tensor, op)
         own = tensor.detach().to(_REDUCED_AS[tensor.dtype])
         self._settle()
-        reduced = self.inner.meet(Call.on("all_reduce", tensor, op), own, lambda all_: _reduce_all(all_, op))[self.rank]
+        reduced = self._together(Call.on("all_reduce", tensor, op), own, op)
         return tensor.copy_(reduced / self.size if op == "mean" else reduced)
 
+    def _together(self, call: Call, own: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+        """Meet the others, then reduce."""
+        raise NotImplementedError
 
-class XlaProcesses(HostedCommunicator[ProcessCommunicator]):
+
+class XlaThreads(_XlaCommunicator[ThreadCommunicator]):
+    """A replica thread's seat, where the threads' devices are all that the runtime has in this process."""
+
+    def _together(self, call: Call, own: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+        reduced: list[torch.Tensor] = self.inner.meet(call, own, lambda all_: _reduce_all(all_, op))
+        return reduced[self.rank]
+
+
+class XlaProcesses(_XlaCommunicator[ProcessCommunicator]):
     """A process's seat, where the runtime joins the processes: one TPU chip each. Objects go by the process group."""
 
-    @torch.no_grad()
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
-        check_reduction(tensor, op)
-        if tensor.dtype not in _REDUCED_AS or tensor.is_cpu:
-            return super().all_reduce(tensor, op)
-        own = tensor.detach().to(_REDUCED_AS[tensor.dtype])
-        self._settle()
+    def _together(self, call: Call, own: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         self.inner.barrier()  # a peer that has failed breaks this, and not the runtime
         (reduced,) = _reduce_all([own], op)
-        return tensor.copy_(reduced / self.size if op == "mean" else reduced)
+        return reduced
 
 
 @cache
