@@ -11,6 +11,7 @@ What the runtime does not reduce, and what is only moved, goes through main memo
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cache
 
@@ -32,7 +33,7 @@ _REDUCED_AS = {
 }
 
 
-class _XlaCommunicator(HostedCommunicator[C]):
+class _XlaCommunicator(HostedCommunicator[C], ABC):
     """Reduces floating-point tensors by the runtime.
 
     Args:
@@ -50,9 +51,9 @@ class _XlaCommunicator(HostedCommunicator[C]):
         reduced = self._together(Call.on("all_reduce", tensor, op), own, op)
         return tensor.copy_(reduced / self.size if op == "mean" else reduced)
 
+    @abstractmethod
     def _together(self, call: Call, own: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         """Meet the others, then reduce."""
-        raise NotImplementedError
 
 
 class XlaThreads(_XlaCommunicator[ThreadCommunicator]):
