@@ -114,7 +114,7 @@ class Backend(Protocol):
         """Bytes in use: allocated on an accelerator, resident in this process on a CPU."""
 
     def counters(self) -> dict[str, int]:
-        """What the family's runtime has counted in this process, by names such as "compilations"; often nothing."""
+        """What the family's runtime has counted in this process, by names such as "graphs compiled"; often nothing."""
 
     def unsupported_reason(self, feature: Feature) -> str | None:
         """Why the family lacks the feature, and what to do instead, in words; None where it has it."""
