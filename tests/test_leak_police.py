@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
-
+import leak_police
 import pytest
 
 LEAKS = {
@@ -40,9 +38,8 @@ held = []
 
 @pytest.fixture
 def policed(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
-    shutil.copy(Path(__file__).with_name("conftest.py"), pytester.path / "conftest.py")
-    with (pytester.path / "conftest.py").open("a") as conftest:
-        conftest.write("\nPATIENCE_S = 0.2\n")
+    monkeypatch.setattr(leak_police, "PATIENCE_S", 0.2)
+    pytester.makeconftest("pytest_plugins = ['leak_police']")
     return pytester
 
 
@@ -52,7 +49,7 @@ def test_a_leak_fails_the_test_that_leaks(policed: pytest.Pytester, name: str) -
     release = "def teardown_module():\n    for each in held:\n        getattr(each, 'set', lambda: None)()\n"
     release += "        getattr(each, 'close', lambda: None)()\n        getattr(each, 'wait', lambda: None)()\n"
     policed.makepyfile(HEAD + f"def test_leaks():\n    {line}\ndef test_next_is_clean():\n    pass\n" + release)
-    result = policed.runpytest_inprocess("-p", "no:cacheprovider")
+    result = policed.runpytest_inprocess("-p", "no:cacheprovider", "-p", "no:randomly")
     result.assert_outcomes(passed=2, errors=1)
     result.stdout.fnmatch_lines([f"*the test leaked *{told.replace('[', '[[]')}*"])
 
@@ -70,4 +67,4 @@ def test_just_ending():
     threading.Timer(0.05, lambda: None).start()
 """
     )
-    policed.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(passed=2)
+    policed.runpytest_inprocess("-p", "no:cacheprovider", "-p", "no:randomly").assert_outcomes(passed=2)

@@ -203,7 +203,9 @@ def test_any_iterable_is_a_loader(source):
     assert len(found[0]) == len(found[1])
 
 
-@pytest.mark.parametrize("loader", [[], iter([]), DataLoader([]), DataLoader(Stream(0))], ids=str)
+@pytest.mark.parametrize(
+    "loader", [[], iter([]), DataLoader([]), DataLoader(Stream(0))], ids=["list", "iterator", "map-style", "stream"]
+)
 @pytest.mark.parametrize("count", [1, 3])
 def test_an_empty_loader_gives_every_device_nothing(loader, count):
     assert batches_of(loader, count) == [[]] * count

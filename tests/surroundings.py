@@ -1,0 +1,73 @@
+"""What the tests and their children are given, however pytest was started.
+
+A shell's background job ignores SIGINT and SIGQUIT, `nohup` ignores SIGHUP, a service may block signals, a login may
+set any limit or variable. Children inherit all of these, so they are set here once, before torch reads any of them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+# The rest of the environment is dropped: OMP_NUM_THREADS, RANK, SLURM_*, PYTHON*, COLUMNS, CI and their like.
+_KEPT = {"HOME", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "SHELL", "USER", "VIRTUAL_ENV"}
+_KEPT_PREFIXES = ("COVERAGE_", "CUDA_", "HYPOTHESIS_", "NCCL_", "NVIDIA_", "PYTEST_")
+_KEPT_FOR_A_FAMILY = {"CPU_NUM_DEVICES", "PJRT_DEVICE", "UNISONO_BACKEND"}  # with --backend
+_SET = {"LANG": "C.UTF-8"}
+
+_STOPPING = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
+_OPEN_FILES = 4096
+_UMASK = 0o022
+
+
+def normalize() -> None:
+    """Give this process, and so its children, the signals, limits, environment and directory that tests expect."""
+    _normalize_signals()
+    _normalize_limits()
+    os.umask(_UMASK)
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # else the controller has done it
+        _normalize_environment()
+        _use_own_temporary_directory()
+
+
+def _normalize_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for signum in _STOPPING:
+        if signal.getsignal(signum) is signal.SIG_IGN:
+            signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        # This process keeps outliving its terminal, as was asked; a handler, unlike SIG_IGN, does not survive an exec.
+        signal.signal(signal.SIGHUP, lambda *_: None)
+
+
+def _normalize_limits() -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+
+
+def _normalize_environment() -> None:
+    kept = _KEPT | _KEPT_FOR_A_FAMILY if any(each.startswith("--backend") for each in sys.argv) else _KEPT
+    for name in [name for name in os.environ if name not in kept and not name.startswith(_KEPT_PREFIXES)]:
+        del os.environ[name]
+    os.environ.update(_SET)
+
+
+def _use_own_temporary_directory() -> None:
+    """What earlier runs have left, torch's compiled kernels for one, is out of sight; what this run leaves is removed."""
+    directory = Path(tempfile.mkdtemp(prefix="unisono-tests-"))
+    os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
+    owner = os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    atexit.register(remove)
