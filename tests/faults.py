@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -153,14 +155,15 @@ class Script:
 
     Args:
         source: what it runs, as a file, or with `-c`, or from its standard input.
-        directory: where it runs and where temporary files go.
+        directory: where it runs.
         way: "file", "command" or "stdin".
     """
 
     def __init__(self, source: str, directory: Path, way: str = "file", **environ: str) -> None:
         self.mark = uuid4().hex
         self.directory = directory
-        (directory / "tmp").mkdir(exist_ok=True)
+        # Of its own, and short: the paths of sockets in it, as torch's loader workers make them, have a limit.
+        self._temporary = Path(tempfile.mkdtemp(prefix="run-"))
         file = directory / "script.py"
         file.write_text(source)
         arguments = {"file": [str(file)], "command": ["-c", source], "stdin": ["-"]}[way]
@@ -174,7 +177,7 @@ class Script:
                 stderr=subprocess.PIPE,
                 text=True,
                 process_group=0,
-                env={**os.environ, _MARK: self.mark, "PYTHONPATH": tests, "TMPDIR": str(directory / "tmp"), **environ},
+                env={**os.environ, _MARK: self.mark, "PYTHONPATH": tests, "TMPDIR": str(self._temporary), **environ},
             )
 
     def __enter__(self) -> Script:
@@ -185,6 +188,7 @@ class Script:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         output, errors = self.process.communicate()
+        shutil.rmtree(self._temporary, ignore_errors=True)
         if error is not None:
             error.add_note(f"the script's output:\n{output}\n{errors}")
 
@@ -216,4 +220,4 @@ class Script:
 
     def leftovers(self) -> list[str]:
         """Rendezvous directories that were left behind."""
-        return sorted(path.name for path in (self.directory / "tmp").glob("**/unisono-*"))
+        return sorted(path.name for path in self._temporary.glob("**/unisono-*"))

@@ -24,6 +24,7 @@ _SET = {"LANG": "C.UTF-8"}
 _STOPPING = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
 _OPEN_FILES = 4096
 _UMASK = 0o022
+_LONGEST = 30  # of a directory for temporary files: there are sockets in it, whose paths have a limit of about 100
 
 
 def normalize() -> None:
@@ -62,7 +63,7 @@ def _normalize_environment() -> None:
 
 def _use_own_temporary_directory() -> None:
     """What earlier runs have left, torch's compiled kernels for one, is out of sight; what this run leaves is removed."""
-    directory = Path(tempfile.mkdtemp(prefix="unisono-tests-"))
+    directory = Path(tempfile.mkdtemp(prefix="uni-", dir=None if len(tempfile.gettempdir()) <= _LONGEST else "/tmp"))
     os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
     owner = os.getpid()
 

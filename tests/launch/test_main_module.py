@@ -90,9 +90,9 @@ def test_groups_in_groups_come_to_an_end(tmp_path, monkeypatch):
     """Where a module that a worker imports later spawns at its top level, each group would start further ones."""
 
     def depth(index):
-        return os.environ["UNISONO_RENDEZVOUS"].count("/unisono-")
+        return int(os.path.basename(os.environ["UNISONO_RENDEZVOUS"]).split("-")[1])
 
     assert spawn(lambda index: spawn(depth, nprocs=2), nprocs=2) == [[2, 2], [2, 2]]
-    monkeypatch.setenv("UNISONO_RENDEZVOUS", str(tmp_path / "unisono-a" / "unisono-b" / "unisono-c"))
+    monkeypatch.setenv("UNISONO_RENDEZVOUS", str(tmp_path / "unisono-3-abc"))
     with pytest.raises(UnisonoError, match=r"in a worker of a worker, 3 deep; .* put that call under"):
         spawn(lambda index: None, nprocs=2)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from unisono.errors import UnisonoError
 from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.launch.worker import Job
 
-_PREFIX = "unisono-"
+_NAME = re.compile(r"unisono-(\d+)-")  # of a directory, with the depth of its group
 _MAX_DEPTH = 3  # groups in groups; each level multiplies the workers
 
 
@@ -46,12 +47,14 @@ class Rendezvous:
 def rendezvous() -> Iterator[Rendezvous]:
     """A rendezvous for one group, gone when the block ends. (The zygote removes it when the caller is killed.)"""
     outer = os.environ.get(OUTER_DIRECTORY, "")
-    if len([part for part in Path(outer).parts if part.startswith(_PREFIX)]) >= _MAX_DEPTH:
+    found = _NAME.match(Path(outer).name)
+    depth = int(found[1]) if found else 0
+    if depth >= _MAX_DEPTH:
         raise UnisonoError(
             f"spawn is called in a worker of a worker, {_MAX_DEPTH} deep; where that is not meant, a module that the "
             'workers import calls spawn at its top level: put that call under `if __name__ == "__main__":`'
         )
-    directory = tempfile.mkdtemp(prefix=_PREFIX, dir=outer if outer and os.path.isdir(outer) else None)
+    directory = tempfile.mkdtemp(prefix=f"unisono-{depth + 1}-", dir=outer if os.path.isdir(outer) else None)
     try:
         yield Rendezvous(Path(directory))
     finally:
