@@ -25,11 +25,10 @@ from typing import NoReturn
 from uuid import uuid4
 
 import psutil
+import warm
 
 PROMISE_S = 2.0  # nothing outlives a run by longer than this, plus the grace where it applies
 PATIENCE_S = 60.0  # for what must come: a hang, and not a slow machine, fails the test
-
-_MARK = "UNISONO_TEST_RUN"
 
 
 @dataclass(frozen=True)
@@ -150,35 +149,46 @@ def _is_alive(process: psutil.Process) -> bool:
         return False
 
 
+def _start(way: str, file: Path, directory: Path, environ: dict[str, str]) -> subprocess.Popen[str]:
+    arguments = {"file": [str(file)], "command": ["-c", file.read_text()], "stdin": ["-"]}[way]
+    with file.open() as text:
+        return subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=directory,
+            stdin=text if way == "stdin" else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            process_group=0,
+            env=environ,
+        )
+
+
 class Script:
     """A caller in a process of its own, the leader of a process group, as a shell would start it.
 
     Args:
         source: what it runs, as a file, or with `-c`, or from its standard input.
         directory: where it runs.
-        way: "file", "command" or "stdin".
+        way: "warm" forks it from an interpreter that has imported torch; a fresh one runs it as "file", "command" or
+            "stdin".
     """
 
-    def __init__(self, source: str, directory: Path, way: str = "file", **environ: str) -> None:
+    def __init__(self, source: str, directory: Path, way: str = "warm", **environ: str) -> None:
         self.mark = uuid4().hex
         self.directory = directory
         # Of its own, and short: the paths of sockets in it, as torch's loader workers make them, have a limit.
         self._temporary = Path(tempfile.mkdtemp(prefix="run-"))
         file = directory / "script.py"
         file.write_text(source)
-        arguments = {"file": [str(file)], "command": ["-c", source], "stdin": ["-"]}[way]
-        tests = str(Path(__file__).parent)
-        with file.open() as text:
-            self.process = subprocess.Popen(
-                [sys.executable, *arguments],
-                cwd=directory,
-                stdin=text if way == "stdin" else subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                process_group=0,
-                env={**os.environ, _MARK: self.mark, "PYTHONPATH": tests, "TMPDIR": str(self._temporary), **environ},
-            )
+        environ = {
+            **os.environ,
+            warm.MARK: self.mark,
+            "PYTHONPATH": str(Path(__file__).parent),
+            "TMPDIR": str(self._temporary),
+            **environ,
+        }
+        self.process = warm.run(file, directory, environ) if way == "warm" else _start(way, file, directory, environ)
 
     def __enter__(self) -> Script:
         return self
@@ -210,7 +220,7 @@ class Script:
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.environ().get(_MARK) == self.mark and _is_alive(process):
+                if process.environ().get(warm.MARK) == self.mark and _is_alive(process):
                     found.append(process)
         return found
 

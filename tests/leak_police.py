@@ -16,13 +16,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 import torch._dynamo  # noqa: F401 - the first optimizer imports it, and it sets environment variables
 import torch.distributed as dist
+import warm
 
 from unisono import world
 from unisono.launch.starting import nursery as nurseries
@@ -43,20 +44,21 @@ class Footprint:
     has_group: bool
     has_thread_world: bool
     has_process_world: bool
-    zygotes: frozenset[int] = field(compare=False)
+    zygotes: frozenset[int]  # and the interpreter that scripts are forked from: they outlive a test
 
 
 def footprint() -> Footprint:
-    zygotes = frozenset(nursery.pid for nursery in nurseries._nurseries.values())
+    zygotes = {nursery.pid for nursery in nurseries._nurseries.values()} | {*filter(None, [warm.server_pid()])}
+    parents = {os.getpid(), *zygotes}
     return Footprint(
         threads={thread for thread in threading.enumerate() if thread.name.startswith("unisono-") or not thread.daemon},
-        children={child for parent in (os.getpid(), *zygotes) for child in _children(parent)} - zygotes,
+        children={child for parent in parents for child in _children(parent)} - parents,
         environ={name: value for name, value in os.environ.items() if name not in _NOT_OURS},
         files=_open_files(),
         has_group=dist.is_initialized(),
         has_thread_world=world._thread_world.get() is not None,
         has_process_world=world._process_world is not None,
-        zygotes=zygotes,
+        zygotes=frozenset(zygotes),
     )
 
 
@@ -112,7 +114,7 @@ def _leaked_files(before: Footprint, after: Footprint) -> list[str]:
     }
     told = trackers & (after.files.keys() - before.files.keys())
     growth = len(after.files) - len(before.files) - len(told)
-    growth -= len(after.zygotes - before.zygotes)  # a zygote's control socket stays
+    growth -= len(after.zygotes - before.zygotes)  # a zygote's control socket stays, and that of warm scripts
     return [f"{growth} open file(s) among {opened}"] if growth > 0 else []
 
 

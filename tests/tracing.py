@@ -6,6 +6,7 @@ The interpreter looks for signals at the beginning of a function, after a call o
 from __future__ import annotations
 
 import dis
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -37,6 +38,7 @@ def interrupting(at: int, files: tuple[str, ...], fn: Callable[[], Any]) -> bool
         return trace
 
     tracing = sys.gettrace()
+    gc.disable()  # what others have left would be finalized in between, and be interrupted
     sys.settrace(trace)
     try:
         fn()
@@ -44,5 +46,6 @@ def interrupting(at: int, files: tuple[str, ...], fn: Callable[[], Any]) -> bool
         return True
     finally:
         sys.settrace(tracing)
+        gc.enable()
         latest.clear()
     return False

@@ -33,6 +33,8 @@ from unisono.outcome import Outcome
 
 logger = logging.getLogger(__name__)
 
+_READING_S = 1.0  # which the workers' pipes take to be read, at most
+
 
 class Supervisor:
     """Starts the workers of a job and watches them."""
@@ -46,6 +48,7 @@ class Supervisor:
             self._run = RunDirectory.create(policy.log_dir, job.facts())
         self._wake_r, self._wake_w = socket.socketpair()
         self._requests: list[str] = []
+        self._readings: list[threading.Event] = []  # set when the workers' pipes have been read
         self._was_asked = self._was_preempted = False
         self._has_begun = False
         self._lock = threading.RLock()  # a signal's handler may ask while the thread below it does
@@ -83,7 +86,8 @@ class Supervisor:
         return self._verdict.unwrap()
 
     def heeds_stop(self) -> bool:
-        """Whether a worker runs that takes a stop for a request."""
+        """Whether a worker runs that takes a stop for a request, and has said so before this call."""
+        self._catch_up()
         group = self._group
         return group is not None and any(worker.heeds_stop and not worker.has_ended for worker in group.workers)
 
@@ -104,6 +108,17 @@ class Supervisor:
         """This process is about to be ended, and its workers with it: the run's directory shall say so."""
         if self._run is not None:
             self._run.finish("stopped", error=f"the calling process was ended by {reason}")
+
+    def _catch_up(self) -> None:
+        """Wait until the thread has read what the workers have said so far: it reads their pipes before requests."""
+        if self._group is None or self._has_ended.is_set():
+            return
+        has_read = threading.Event()
+        with self._lock:
+            self._readings.append(has_read)
+        with contextlib.suppress(OSError):
+            self._wake_w.send(b"!")
+            has_read.wait(_READING_S)
 
     def _ask(self, request: str) -> None:
         with self._lock:
@@ -170,8 +185,11 @@ class Supervisor:
         self._wake_r.recv(4096)
         with self._lock:
             requests, self._requests = self._requests, []
+            readings, self._readings = self._readings, []
         for request in requests:
             getattr(self._group, request)()
+        for has_read in readings:
+            has_read.set()
 
     def _tell_restart(self, verdict: Outcome[list[Any]], restart_count: int) -> None:
         error = verdict.error

@@ -1,0 +1,209 @@
+"""Scripts that start at once: forked from an interpreter that has imported torch, and is else as fresh as any.
+
+A script of its own, with its own process group, environment and standard streams, costs a second and more of imports
+otherwise, and there are hundreds. What the start of an interpreter is about takes a real one (`faults.Script`).
+
+*Threads:* the interpreter has one, in `_serve`; it forks when it is asked to, reports how each script ended, and ends
+with pytest's process, whose end of the socket closes then. In pytest's, a thread for each stream of a script reads it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import random
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+MARK = "UNISONO_TEST_RUN"  # in the environment of all processes of a script
+_BLANK = "0" * 32
+_IMPORTED = ("torch._dynamo", "torch.utils.data", "unisono.launch.worker", "faults")
+
+_server: tuple[int, socket.socket] | None = None  # the interpreter's pid, and what it is asked through
+
+
+class Forked:
+    """A running script, as `subprocess.Popen` would have it."""
+
+    def __init__(self, pid: int, stdout: int, stderr: int, status: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._stdout, self._stderr, self._status = _Reader(stdout), _Reader(stderr), _Reader(status)
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.returncode = os.waitstatus_to_exitcode(int(self._status.result(timeout)))
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Wait until nobody is left who could write."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        found = [
+            reader.result(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            for reader in (self._stdout, self._stderr)
+        ]
+        self.wait(timeout)
+        return found[0], found[1]
+
+    def send_signal(self, signum: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signum)
+
+
+class _Reader:
+    """Reads a descriptor to its end, on a thread, and closes it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._text = ""
+        self._thread = threading.Thread(target=self._read, args=(descriptor,), name="script-output", daemon=True)
+        self._thread.start()
+
+    def result(self, timeout: float | None) -> str:
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise subprocess.TimeoutExpired("the script", timeout or 0.0, self._text)
+        return self._text
+
+    def _read(self, descriptor: int) -> None:
+        with open(descriptor, errors="replace", newline="") as file:
+            self._text = file.read()
+
+
+def run(file: Path, directory: Path, environ: dict[str, str]) -> Forked:
+    """Fork a script: the file is its `__main__`, the directory its own, and it leads a process group."""
+    asked = {"file": str(file), "directory": str(directory), "environ": environ}
+    server = _serving()
+    pipes = [os.pipe() for _ in range(3)]
+    try:
+        socket.send_fds(server, [json.dumps(asked).encode()], [writing for _, writing in pipes])
+        pid = int(server.recv(64))
+    finally:
+        for _, writing in pipes:
+            os.close(writing)
+    return Forked(pid, *(reading for reading, _ in pipes))
+
+
+def server_pid() -> int | None:
+    """Of the interpreter that scripts are forked from, if it runs."""
+    return _server[0] if _server is not None else None
+
+
+def _serving() -> socket.socket:
+    global _server
+    if _server is None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _START.format(path=str(Path(__file__).parent), socket=theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, MARK: _BLANK},
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        _server = process.pid, ours
+        atexit.register(lambda: (ours.close(), process.wait()))
+    return _server[1]
+
+
+# Everything below runs in the interpreter, or in a script.
+
+_START = """
+import sys
+sys.path.insert(0, {path!r})
+import warm
+exec(*warm._serve({socket}))
+"""
+
+
+def _serve(number: int) -> tuple[types.CodeType, dict[str, Any]]:
+    """Fork for each request. It returns in the fork only: with what the script is to run, and where."""
+    path = sys.path[1:]  # without that of the tests
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    ended_r, ended_w = os.pipe()
+    os.set_blocking(ended_w, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(ended_w, warn_on_full_buffer=False)
+    asking = socket.socket(fileno=number)
+    statuses: dict[int, int] = {}
+    while True:
+        ready, _, _ = select.select([asking, ended_r], [], [])
+        if ended_r in ready:
+            os.read(ended_r, 4096)
+            _report(statuses)
+        if asking not in ready:
+            continue
+        message, fds, _, _ = socket.recv_fds(asking, 1 << 16, 3)
+        if not message:
+            os._exit(0)
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for descriptor in (ended_r, ended_w, asking.detach(), *statuses.values()):
+                os.close(descriptor)
+            return _begin(json.loads(message), path, *fds)
+        statuses[pid] = fds.pop()
+        for descriptor in fds:
+            os.close(descriptor)
+        asking.send(str(pid).encode())
+
+
+def _report(statuses: dict[int, int]) -> None:
+    """Write how the scripts have ended that have."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            descriptor = statuses.pop(ended[0])
+            os.write(descriptor, str(ended[1]).encode())
+            os.close(descriptor)
+
+
+def _begin(
+    asked: dict[str, Any], path: list[str], stdout: int, stderr: int, status: int
+) -> tuple[types.CodeType, dict[str, Any]]:
+    """Become the script, up to its first line."""
+    os.setpgid(0, 0)
+    os.close(status)
+    for descriptor, number in ((stdout, 1), (stderr, 2)):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    _write_mark(asked["environ"][MARK])
+    os.environ.clear()
+    os.environ.update(asked["environ"])
+    os.chdir(asked["directory"])
+    file = asked["file"]
+    added = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:] = [os.path.dirname(file), *filter(None, added), *path]
+    sys.argv[:] = [file]
+    random.seed()
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__file__ = file
+    sys.excepthook = _excepthook
+    return compile(Path(file).read_text(), file, "exec"), main.__dict__
+
+
+def _excepthook(kind: type[BaseException], error: BaseException, at: types.TracebackType | None) -> None:
+    sys.__excepthook__(kind, error, at and at.tb_next)  # without the line that has run the script
+
+
+def _write_mark(mark: str) -> None:
+    """Where the kernel reads a process's environment; what the process changes of it later is not seen there."""
+    begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])
+    place = ctypes.string_at(begin, end - begin).index(f"{MARK}={_BLANK}".encode()) + len(MARK) + 1
+    ctypes.memmove(begin + place, mark.encode(), len(_BLANK))
