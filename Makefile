@@ -6,8 +6,12 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
+# So many tests run side by side: they wait for their processes a good deal, so two cores have work for three.
+TESTS  ?= 3
+PYTEST := -m pytest --numprocesses $(TESTS) --dist worksteal
+
 XLA    := .venv-xla
-ON_XLA := PJRT_DEVICE=CPU $(XLA)/bin/python -m pytest --backend xla
+ON_XLA := PJRT_DEVICE=CPU $(XLA)/bin/python $(PYTEST) --backend xla
 
 .PHONY: demo test test-all test-xla check bench clean
 
@@ -15,10 +19,10 @@ demo: $(VENV)/.examples
 	$(BIN)/python examples/train_digits.py --mode processes --devices 2
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python $(PYTEST) -m "not slow"
 
 test-all: $(VENV)/.test
-	$(BIN)/python -m pytest
+	$(BIN)/python $(PYTEST)
 
 # A process has one number of virtual devices. What runs in worker processes does not depend on it.
 test-xla: $(XLA)/.test

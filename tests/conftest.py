@@ -6,6 +6,7 @@ import surroundings
 
 surroundings.normalize()  # before torch, which reads the environment once
 
+import gc  # noqa: E402
 import os  # noqa: E402
 import sys  # noqa: E402
 
@@ -30,3 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     if family is not None:
         os.environ["UNISONO_BACKEND"] = family
         backends.pick_backend().device(0)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: collections, and the forks of loader workers, need not go through it."""
+    gc.collect()
+    gc.freeze()

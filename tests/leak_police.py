@@ -80,6 +80,7 @@ def leaks(before: Footprint, after: Footprint) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def leak_police() -> Iterator[None]:
+    world._solo = None  # what a loop leaves in the world of one is not the next test's
     before = footprint()
     yield
     found = leaks(before, footprint())
@@ -123,7 +124,7 @@ def _is_tracker(child: psutil.Process) -> bool:
 
 
 def _tracker_files() -> set[int]:
-    """The writing ends of the pipes to the trackers: multiprocessing's, and those of libraries that brought their own."""
+    """The writing ends of the pipes to the trackers: multiprocessing's, and those that libraries have brought."""
     trackers = [
         getattr(module, "_resource_tracker", None)
         for name, module in list(sys.modules.items())

@@ -62,7 +62,7 @@ def _normalize_environment() -> None:
 
 
 def _use_own_temporary_directory() -> None:
-    """What earlier runs have left, torch's compiled kernels for one, is out of sight; what this run leaves is removed."""
+    """What earlier runs have left, as torch's compiled kernels, is out of sight; what this run leaves is removed."""
     directory = Path(tempfile.mkdtemp(prefix="uni-", dir=None if len(tempfile.gettempdir()) <= _LONGEST else "/tmp"))
     os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
     owner = os.getpid()

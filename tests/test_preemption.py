@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from textwrap import dedent
 
 import pytest
+import warm
 
 from unisono.errors import STOP_EXIT_CODE
 
@@ -49,10 +52,12 @@ LOADERS = TERM + dedent(
 
 def run(source: str, beginning: str = TERM) -> tuple[int, list[str], str]:
     """Run a program: how it ended, the lines that it printed, and what it complained of."""
-    done = subprocess.run(
-        [sys.executable, "-c", beginning + dedent(source)], capture_output=True, text=True, timeout=PATIENCE_S
-    )
-    return done.returncode, done.stdout.splitlines(), done.stderr
+    with tempfile.TemporaryDirectory() as directory:
+        program = Path(directory) / "program.py"
+        program.write_text(beginning + dedent(source))
+        with warm.run(program) as process:
+            output, errors = process.communicate(PATIENCE_S)
+    return process.wait(), output.splitlines(), errors
 
 
 def test_a_shell_shows_the_code_of_a_stop_for_a_process_that_sigterm_ended():

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
-import pytest
+LIMIT_S = 3
+CONFTEST = """
+pytest_plugins = ["leak_police", "running_again", "time_limit"]
 
-HEAD = """
+def pytest_configure():
+    import time_limit
+    time_limit.ENDED_AFTER_S = 1.0
+"""
+HANGING = """
 import collections, itertools, threading
+import pytest
 from unisono import spawn
 
 def hold_a_lock_twice():
@@ -15,55 +26,56 @@ def hold_a_lock_twice():
     lock.acquire()
     lock.acquire()
 
-def hang_in_c():
-    collections.deque(itertools.repeat(None), maxlen=0)  # never comes back, and looks for no signal
-
 def stand_in_a_worker(index):
     print("the worker's last line", flush=True)
     hold_a_lock_twice()
+
+def say(index):
+    print("said by", index)
+
+def test_waits_for_ever():
+    hold_a_lock_twice()
+
+def test_hangs_in_c():
+    collections.deque(itertools.repeat(None), maxlen=0)  # never comes back, and looks for no signal
+
+@pytest.mark.timeout(20)
+def test_fails_among_processes():
+    spawn(say, nprocs=2)
+    raise AssertionError
+
+def test_hangs_in_a_worker():
+    spawn(stand_in_a_worker, nprocs=1)
+
+def test_is_fine():
+    pass
 """
 
 
-@pytest.fixture
-def limited(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    pytester.makeconftest(
-        "import time_limit\n"
-        "time_limit.ENDED_AFTER_S = 1.0\n"
-        "pytest_plugins = ['leak_police', 'running_again', 'time_limit']\n"
+def reports_of(directory: Path) -> dict[str, str]:
+    """What a run of these tests says of each that fails; and of the whole, under ""."""
+    (directory / "conftest.py").write_text(CONFTEST)
+    (directory / "test_hanging.py").write_text(HANGING)
+    options = ["-p", "no:cacheprovider", "-p", "no:randomly", "-n1", f"--timeout={LIMIT_S}"]
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "TMPDIR": str(directory)}
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", *options], cwd=directory, env=environ, capture_output=True, text=True
     )
-    return pytester
+    found = re.split(r"^_+ (?:test_hanging.py::)?(test_\w+)(?:\.py)? _+$", run.stdout, flags=re.MULTILINE)
+    return {"": run.stdout, **dict(zip(found[1::2], found[2::2], strict=True))}
 
 
-def run(limited: pytest.Pytester, body: str, *options: str) -> pytest.RunResult:
-    limited.makepyfile(HEAD + body)
-    return limited.runpytest_subprocess("-p", "no:cacheprovider", "-p", "no:randomly", "-n1", "--timeout=5", *options)
-
-
-def test_a_test_that_waits_for_ever_fails_alone(limited):
-    result = run(limited, "def test_hangs():\n    hold_a_lock_twice()\ndef test_next():\n    pass\n")
-    result.assert_outcomes(passed=1, failed=1)
-    result.stdout.fnmatch_lines(["*the test ran for more than 5 s*", "*in hold_a_lock_twice*"])
-
-
-def test_a_test_that_hangs_in_c_fails_alone(limited):
-    result = run(limited, "def test_hangs():\n    hang_in_c()\ndef test_next():\n    pass\n")
-    result.assert_outcomes(passed=1, failed=1)
-    result.stdout.fnmatch_lines(["*crashed while running*test_hangs*", "*stacks of all threads*", "*in hang_in_c*"])
-
-
-def test_the_report_of_a_hung_worker_has_its_last_lines_and_its_stack(limited):
-    result = run(limited, "def test_hangs():\n    spawn(stand_in_a_worker, nprocs=1)\ndef test_next():\n    pass\n")
-    result.assert_outcomes(passed=1, failed=1)
-    assert "the worker's last line" in result.stdout.str()
-    assert "in stand_in_a_worker" in result.stdout.str()
-
-
-def test_a_failed_test_of_processes_shows_their_output_and_how_to_run_it_again(limited):
-    result = run(
-        limited,
-        "def say(index):\n    print('said by', index)\n"
-        "def test_fails():\n    spawn(say, nprocs=2)\n    raise AssertionError\n",
-    )
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines_random(["*said by 0*", "*said by 1*", "*-m pytest -n0 *::test_fails"])
+def test_hung_tests_fail_alone_and_tell_where_everybody_stood(tmp_path: Path) -> None:
+    reports = reports_of(tmp_path)
+    assert re.search(r"4 failed, 1 passed", reports[""])
+    hung = reports["test_waits_for_ever"]
+    assert f"the test ran for more than {LIMIT_S} s" in hung
+    assert re.search(r"Current thread .*\n(.*\n)*.* in hold_a_lock_twice\n", hung)
+    assert "in test_hangs_in_c\n" in reports[""], "the stacks of a test whose process had to be ended"
+    assert "crashed while running 'test_hanging.py::test_hangs_in_c'" in reports[""]
+    hung_worker = reports["test_hangs_in_a_worker"]
+    assert "the worker's last line" in hung_worker
+    assert "in stand_in_a_worker\n" in hung_worker
+    failed = reports["test_fails_among_processes"]
+    assert all(f"said by {rank}" in failed for rank in range(2))
+    assert re.search(r"-m pytest -n0 \S*test_hanging.py::test_fails_among_processes\n", failed)

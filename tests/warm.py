@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 import types
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,13 @@ class Forked:
         self.pid = pid
         self.returncode: int | None = None
         self._stdout, self._stderr, self._status = _Reader(stdout), _Reader(stderr), _Reader(status)
+
+    def __enter__(self) -> Forked:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.send_signal(signal.SIGKILL)  # where it has not ended
+        self.wait()
 
     def poll(self) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -85,9 +93,19 @@ class _Reader:
             self._text = file.read()
 
 
-def run(file: Path, directory: Path, environ: dict[str, str]) -> Forked:
-    """Fork a script: the file is its `__main__`, the directory its own, and it leads a process group."""
-    asked = {"file": str(file), "directory": str(directory), "environ": environ}
+def run(file: Path, *arguments: str, directory: Path | None = None, environ: Mapping[str, str] | None = None) -> Forked:
+    """Fork a script: the file is its `__main__`, and it leads a process group.
+
+    Args:
+        file, arguments: what stands behind `python`.
+        directory: None for the current one.
+        environ: None for this process's.
+    """
+    asked = {
+        "argv": [str(file), *arguments],
+        "directory": str(directory or Path.cwd()),
+        "environ": {MARK: _BLANK, **(os.environ if environ is None else environ)},
+    }
     server = _serving()
     pipes = [os.pipe() for _ in range(3)]
     try:
@@ -187,10 +205,10 @@ def _begin(
     os.environ.clear()
     os.environ.update(asked["environ"])
     os.chdir(asked["directory"])
-    file = asked["file"]
+    file = asked["argv"][0]
     added = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:] = [os.path.dirname(file), *filter(None, added), *path]
-    sys.argv[:] = [file]
+    sys.argv[:] = asked["argv"]
     random.seed()
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__file__ = file

@@ -14,14 +14,13 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from faults import Line, Script, grandchild, stand_still, survivors
+from faults import PROMISE_S, SOON_S, Line, Script, grandchild, stand_still, survivors
 
 from unisono.errors import WorkerDiedError
 from unisono.launch.spawn import spawn
 from unisono.world import current_world
 
 GRACE_S = 0.5
-SOON_S = 4.0
 
 RICH = """
 import os, signal, sys, threading, time
@@ -73,7 +72,7 @@ def test_nothing_survives_a_signal_to_the_caller(tmp_path, hear, signum, to_grou
         assert len(script.living()) == 2 + 2 + 4 + 2  # caller and zygote, workers, loader workers, grandchildren
         (script.kill_group if to_group else script.kill)(signum)
         is_graceful = signum == signal.SIGINT  # rank 0 does not see it inside the transport
-        assert script.survivors(2.0 + (GRACE_S if is_graceful else 0.0)) == []
+        assert script.survivors(PROMISE_S + (GRACE_S if is_graceful else 0.0)) == []
         code, _, errors = script.end()
         assert code == -signum
         assert ("KeyboardInterrupt" in errors) == is_graceful
@@ -212,7 +211,7 @@ def test_an_interrupt_stops_the_workers_and_is_raised_in_the_caller(line, ear, r
 
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt), Actor(ear, (2, interrupt)) as actor:
-        spawn(work, nprocs=2)
+        spawn(work, nprocs=2, grace_s=60.0)
     assert time.monotonic() - began < SOON_S
     assert survivors([int(pid) for words in actor.heard for pid in words]) == []
     assert list(rendezvous_home.iterdir()) == []

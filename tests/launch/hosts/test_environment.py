@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 from agents import free_port
 from hypothesis import given
 from hypothesis import strategies as st
@@ -268,13 +269,16 @@ sys.stdout.write(f"{unisono.rank()}: {results}\\n")
 """
 
 
-def start(script: Path, environ: dict[str, str], *launcher: str) -> subprocess.Popen[str]:
+def start(script: Path, environ: dict[str, str], *launcher: str) -> warm.Forked | subprocess.Popen[str]:
     plain = {
         name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PET_", "TORCHELASTIC"))
     }
+    environ = {**plain, "PYTHONUNBUFFERED": "1", **environ}
+    if not launcher:
+        return warm.run(script, environ=environ)
     return subprocess.Popen(
         [sys.executable, *launcher, str(script)],
-        env={**plain, "PYTHONUNBUFFERED": "1", **environ},
+        env=environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

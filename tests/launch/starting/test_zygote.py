@@ -11,15 +11,13 @@ import time
 import psutil
 import pytest
 import torch
-from faults import Script, grandchild, stand_still, survivors
+from faults import SOON_S, Script, grandchild, stand_still, survivors
 
 from unisono.errors import UnisonoError, WorkerDiedError
 from unisono.launch import group as group_module
 from unisono.launch.spawn import spawn
 from unisono.launch.starting import nursery
 from unisono.world import current_world
-
-SOON_S = 10.0
 
 
 @pytest.fixture
@@ -241,7 +239,7 @@ os.execv(sys.executable, [sys.executable, "-c", inner])
 
 
 def test_a_caller_whose_standard_streams_are_closed_can_spawn(tmp_path):
-    with Script(CLOSED, tmp_path) as script:
+    with Script(CLOSED, tmp_path, "file") as script:
         assert script.end() == (0, "", "")
         assert (tmp_path / "found").read_text() == "[0, 1]"
         assert script.survivors() == []

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from faults import PATIENCE_S
+from faults import PATIENCE_S, SOON_S
 
 from unisono.launch.watching.output import Output, OutputOptions
 from unisono.launch.watching.run_directory import RunDirectory
@@ -204,7 +204,7 @@ def test_ten_megabytes_pass_at_once_and_whole(shown, run):
         while text:
             text = text[os.write(1, text) :]
     """
-    assert seconds(lambda: write(output, 0, code)) < 10
+    assert seconds(lambda: write(output, 0, code)) < SOON_S
     output.close()
     assert shown.stdout == run.log(0, "stdout").read_bytes() == b"".join(b"line %d\n" % n for n in range(800_000))
 
@@ -287,7 +287,7 @@ def test_the_tail_is_the_last_lines_and_bounded(shown):
 def test_a_reader_who_does_not_read_holds_up_neither_the_files_nor_the_end(pipe, shown, run):
     output = Output(OutputOptions(), run, shown.fds[0], pipe[1])
     write(output, 0, "import sys\nfor n in range(20_000): print('line', n, file=sys.stderr)")
-    assert seconds(lambda: output.close(0.2)) < 1
+    assert seconds(lambda: output.close(0.2)) < SOON_S
     assert run.log(0, "stderr").read_bytes().count(b"\n") == 20_000
     assert output.tail(0, 1) == ["line 19999"]
     assert len(os.read(pipe[0], 1 << 20)) > 20_000  # as much as went in
@@ -309,7 +309,7 @@ def test_a_stopped_terminal_stops_who_writes_to_it_and_not_the_end(kind, request
     output = Output(OutputOptions(), None, shown.fds[0], theirs)
     with worker(output, 0, FLOOD) as process:
         assert wait_until_still(process.pid) < 2_000_000  # bytes that are somewhere on the way
-    assert seconds(lambda: output.close(0.2)) < 1
+    assert seconds(lambda: output.close(0.2)) < SOON_S
     assert output.tail(0)[-2] == "flood"
     assert read_until(ours, b"flood")
 
@@ -398,7 +398,7 @@ def test_a_stray_that_holds_a_pipe_does_not_hold_the_end(shown, stray):
     write(output, 0, code)
     pid = int(shown.stdout)
     try:
-        assert seconds(lambda: output.close(0.3)) < 2
+        assert seconds(lambda: output.close(0.3)) < SOON_S
         assert shown.stderr.startswith(b"[rank 0] last words\n")
         assert not [thread for thread in threading.enumerate() if thread.name == "unisono-output"]
     finally:
