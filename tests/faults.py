@@ -183,7 +183,7 @@ class Script:
         self.mark = uuid4().hex
         self.directory = directory
         # Of its own, and short: the paths of sockets in it, as torch's loader workers make them, have a limit.
-        self._temporary = Path(tempfile.mkdtemp(prefix="run-"))
+        self._temporary = Path(tempfile.mkdtemp(prefix="run-", dir=os.environ["TMPDIR"]))
         file = directory / "script.py"
         file.write_text(source)
         environ = {

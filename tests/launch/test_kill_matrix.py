@@ -212,7 +212,6 @@ print(json.dumps([repeat(30), repeat(200)]))
         assert (code, errors) == (0, "")
         before, after = json.loads(output)
         memory = {name for name in before if name.endswith("memory") and ":" in name}
-        assert {name: after[name] for name in after.keys() - memory} == {
-            name: before[name] for name in before.keys() - memory
-        }
+        # The zygote may have had a second thread at first, which imports what the first optimizer needs.
+        assert {name: after[name] for name in after.keys() - memory if after[name] > before[name]} == {}
         assert {name: after[name] - before[name] for name in memory if after[name] - before[name] > GROWTH_BYTES} == {}
