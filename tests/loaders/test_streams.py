@@ -1,6 +1,7 @@
 """Iterable datasets: every sample once over all ranks and loader workers, from any point at which a loop was left.
 
-The oracles deal lists: a stream that is cut by stride is one list, of which part p of P takes `[p::P]`.
+The oracles deal lists: a stream that is cut by stride is one list, of which part p of P takes `[p::P]`. Where many
+ranks, workers and datasets are combined, stand-ins take the place of loader workers that are processes.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode
+from stand_ins import stand_ins
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -247,18 +249,28 @@ def through_json(state: Any) -> Any:
 
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2, THREADS_3], ids=str)
 @pytest.mark.parametrize("workers", [0, 1, 2, 3])
+@stand_ins()
 def test_every_sample_once_whoever_cuts_the_stream(mode, workers):
-    for dataset in DATASETS if workers in (0, 2) else DATASETS[:3]:
+    for dataset in DATASETS:
         found = passes(mode, dataset, None, workers=workers)
         assert all_of(found) == list(range(COUNT)), dataset.__name__
         assert_in_step(found)
 
 
-@pytest.mark.parametrize(("mode", "workers"), [(SOLO, 0), (SOLO, 2), (THREADS_2, 0), (THREADS_3, 0), (THREADS_2, 2)])
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2, THREADS_3], ids=str)
+@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+@stand_ins()
 def test_the_stride_deals_as_a_list_is_dealt(mode, workers):
+    assert dealt_by_stride(mode, workers) == by_stride(range(COUNT), mode.ranks, workers, SIZE)
+
+
+def test_the_stride_deals_so_to_processes_too():
+    assert dealt_by_stride(THREADS_2, 2) == by_stride(range(COUNT), 2, 2, SIZE)
+
+
+def dealt_by_stride(mode: Mode, workers: int) -> list[list[list[Any]]]:
     found = passes(mode, Stream, None, workers=workers)
-    counted = [[batch for batch, valid in zip(each.batches, each.valid, strict=True) if valid] for (each,) in found]
-    assert counted == by_stride(range(COUNT), mode.ranks, workers, SIZE)
+    return [[batch for batch, valid in zip(each.batches, each.valid, strict=True) if valid] for (each,) in found]
 
 
 def test_processes_take_every_sample_once_and_resume():
@@ -283,7 +295,16 @@ def test_processes_take_every_sample_once_and_resume():
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("workers", [0, 2])
+@stand_ins()
 def test_the_devices_of_one_process_share_a_stream(count, workers):
+    assert_shared(count, workers)
+
+
+def test_the_devices_of_one_process_share_what_processes_read():
+    assert_shared(2, 2)
+
+
+def assert_shared(count: int, workers: int) -> None:
     devices = [f"cpu:{place}" for place in range(count)]
     with ParallelLoader(loader_of(Stream(), workers), devices) as parallel:
         iterators = [parallel.per_device_loader(device) for device in devices]
@@ -298,17 +319,36 @@ def test_a_stream_that_is_said_to_be_cut_is_taken_as_it_comes():
         assert [sorted(each.counted) for (each,) in found] == [list(range(COUNT))] * 2
 
 
-@pytest.mark.parametrize(("mode", "workers"), [(SOLO, 0), (SOLO, 2), (THREADS_2, 0), (THREADS_2, 2)])
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
+@pytest.mark.parametrize("workers", [0, 2])
+@stand_ins()
 def test_a_stream_may_give_batches_of_its_own(mode, workers):
-    found = passes(mode, Tensors, None, workers=workers, size=None)
-    assert all_of(found) == list(range(COUNT))
+    assert all_of(passes(mode, Tensors, None, workers=workers, size=None)) == list(range(COUNT))
+
+
+def test_a_stream_may_give_batches_of_its_own_in_processes():
+    assert all_of(passes(SOLO, Tensors, None, workers=2, size=None)) == list(range(COUNT))
 
 
 @pytest.mark.parametrize("init", [set_range, only_seeds])
-def test_a_worker_init_fn_may_cut_the_stream_or_not(init):
-    for mode in (SOLO, THREADS_2):
-        found = passes(mode, Ranged, None, workers=2, worker_init_fn=init)
-        assert all_of(found) == list(range(COUNT))
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2, THREADS_3], ids=str)
+@stand_ins()
+def test_a_worker_init_fn_may_cut_the_stream_or_not(mode, init):
+    assert_cut_by_init(mode, init)
+
+
+@pytest.mark.parametrize(("mode", "init"), [(THREADS_2, set_range), (SOLO, only_seeds)])
+def test_a_worker_init_fn_may_cut_the_stream_or_not_in_processes(mode, init):
+    assert_cut_by_init(mode, init)
+
+
+def assert_cut_by_init(mode: Mode, init: Callable[[int], None]) -> None:
+    found = passes(mode, Ranged, None, workers=2, worker_init_fn=init)
+    assert all_of(found) == list(range(COUNT))
+    share = -(-COUNT // (2 * mode.ranks)) if init is set_range else 1
+    assert [sorted(batch[0] for batch in each.batches[:2]) for (each,) in found] == [
+        [2 * place * share, (2 * place + 1) * share] for place in range(mode.ranks)
+    ]
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
@@ -413,21 +453,51 @@ class Shuffled(Stream):
             "random": lambda: random.sample(range(self.count), self.count),
             "numpy": lambda: numpy.random.permutation(self.count).tolist(),
             "torch": lambda: torch.randperm(self.count).tolist(),
+            "all": lambda: random.sample(numpy.random.permutation(torch.randperm(self.count)).tolist(), self.count),
         }[self.which]()
         info = get_worker_info()
         for number in order[info.id :: info.num_workers] if self.cuts_itself else order:
             yield number * 1000 + random.randrange(1000)
 
 
+class ShuffledAtOnce(Shuffled):
+    """Draws when it is asked for an iterator, before the first sample is."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(list(super().__iter__()))
+
+
+@stand_ins()
+def test_a_shuffle_before_the_first_sample_is_the_same_in_all_workers_too():
+    found = passes(THREADS_2, lambda: ShuffledAtOnce("all"), None, workers=2)
+    assert [sample // 1000 for sample in all_of(found)] == list(range(COUNT))
+
+
 @pytest.mark.parametrize("which", ["random", "numpy", "torch"])
-def test_a_shuffle_with_global_generators_is_the_same_in_all_workers_and_another_in_each_epoch(which):
-    for mode, cuts_itself in ((SOLO, True), (THREADS_2, which == "numpy")):
-        found = passes(mode, lambda cuts=cuts_itself: Shuffled(which, cuts), None, None, workers=2)
-        for place in (0, 1):
-            assert sorted(sample // 1000 for each in found for sample in each[place].counted) == list(range(COUNT))
-        assert found[0][0].counted != found[0][1].counted
-        again = passes(mode, lambda cuts=cuts_itself: Shuffled(which, cuts), None, workers=2)
-        assert [each[0].batches for each in found] == [each[0].batches for each in again]
+@pytest.mark.parametrize("cuts_itself", [False, True])
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
+@stand_ins()
+def test_a_shuffle_with_global_generators_is_the_same_in_all_workers_and_another_in_each_epoch(
+    mode, cuts_itself, which
+):
+    found = passes(mode, lambda: Shuffled(which, cuts_itself), None, None, workers=2)
+    for place in (0, 1):
+        assert sorted(sample // 1000 for each in found for sample in each[place].counted) == list(range(COUNT))
+    assert found[0][0].counted != found[0][1].counted
+    again = passes(mode, lambda: Shuffled(which, cuts_itself), None, workers=2)
+    assert [each[0].batches for each in found] == [each[0].batches for each in again]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: Shuffled("all"), lambda: Shuffled("all", True), Sharded],
+    ids=["by stride", "by itself", "by shards"],
+)
+def test_stand_ins_read_what_processes_read(make):
+    found = passes(THREADS_2, make, None, None, workers=2, persistent_workers=True)
+    assert len({sample % 10**6 // (1000 if make is not Sharded else 1) for sample in all_of(found)}) == COUNT
+    with stand_ins():
+        assert found == passes(THREADS_2, make, None, None, workers=2, persistent_workers=True)
 
 
 def test_what_a_sample_is_augmented_with_differs_between_parts():
@@ -486,6 +556,7 @@ def test_drop_and_error_end_before_a_round_that_not_all_ranks_have():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@stand_ins()
 def test_one_device_keeps_the_tail_policies_of_a_stream(workers):
     def sizes(tail: str) -> list[int]:
         return sorted(len(batch) for batch in DeviceLoader(loader_of(Stream(11), workers, size=4), tail=tail))
@@ -630,26 +701,48 @@ RESUMED = [Stream, CutsItself, Sharded, Stateful, StatefulIterator]
 
 @pytest.mark.parametrize("dataset", RESUMED)
 @pytest.mark.parametrize(("mode", "workers"), [(SOLO, 0), (THREADS_2, 0), (SOLO, 3), (THREADS_2, 2)])
+@stand_ins()
 def test_the_rest_is_the_same_wherever_the_loop_was_left(mode, workers, dataset):
-    def body() -> tuple[Got, list[tuple[Got, Got]]]:
-        whole = loop(DeviceLoader(loader_of(dataset(), workers)))
-        parts = []
-        for steps in range(1, len(whole.batches), 1 if workers == 0 else 3):
-            first = loop(DeviceLoader(loader_of(dataset(), workers)), steps)
-            resumed = DeviceLoader(loader_of(dataset(), workers))
-            resumed.load_state_dict(through_json(first.state))
-            parts.append((first, loop(resumed)))
-        return whole, parts
+    (whole,) = zip(*passes(mode, dataset, None, workers=workers), strict=True)
+    for steps in range(1, len(whole[0].batches)):
+        assert_resumed(whole, mode, workers, dataset, steps)
 
-    for whole, parts in mode.run(body):
-        for first, rest in parts:
-            assert first.batches + rest.batches == whole.batches
-            assert first.valid + rest.valid == whole.valid
-            assert rest.state == whole.state
+
+@pytest.mark.parametrize(
+    ("mode", "workers", "dataset"), [(THREADS_2, 2, Stateful), (SOLO, 2, StatefulIterator), (SOLO, 3, CutsItself)]
+)
+def test_the_rest_is_the_same_for_processes_too(mode, workers, dataset):
+    with stand_ins():
+        (whole,) = zip(*passes(mode, dataset, None, workers=workers), strict=True)
+    assert_resumed(whole, mode, workers, dataset, 3)
+
+
+def assert_resumed(whole: Sequence[Got], mode: Mode, workers: int, dataset: type[Stream], steps: int) -> None:
+    """Each rank's loop over the rest gives what the whole pass has behind so many steps."""
+
+    def body() -> tuple[Got, Got]:
+        first = loop(DeviceLoader(loader_of(dataset(), workers)), steps)
+        resumed = DeviceLoader(loader_of(dataset(), workers))
+        resumed.load_state_dict(through_json(first.state))
+        return first, loop(resumed)
+
+    for expected, (first, rest) in zip(whole, mode.run(body), strict=True):
+        assert first.batches + rest.batches == expected.batches
+        assert first.valid + rest.valid == expected.valid
+        assert rest.state == expected.state
 
 
 @pytest.mark.parametrize("dataset", [Stream, Stateful])
+@stand_ins()
 def test_a_state_of_other_numbers_loses_no_sample(dataset):
+    assert_none_lost(dataset)
+
+
+def test_a_state_of_other_numbers_of_processes_loses_no_sample():
+    assert_none_lost(Stateful)
+
+
+def assert_none_lost(dataset: type[Stream]) -> None:
     taken: list[int] = []
     state = None
     for mode, workers, most in ((THREADS_2, 2, 2), (SOLO, 0, 1), (THREADS_3, 1, 1), (THREADS_2, 0, None)):
@@ -671,6 +764,7 @@ def test_a_state_of_other_numbers_loses_no_sample(dataset):
         (Sharded, (THREADS_2, 0), (SOLO, 0), "cut by the dataset; .* cut by the stride"),
     ],
 )
+@stand_ins()
 def test_a_stream_that_was_not_cut_by_stride_needs_the_same_numbers(dataset, before, after, words):
     state = passes(before[0], dataset, 1, workers=before[1])[0][0].state
     errors = refused(after[0], dataset, None, workers=after[1], state=state)
@@ -678,6 +772,13 @@ def test_a_stream_that_was_not_cut_by_stride_needs_the_same_numbers(dataset, bef
     for error in errors:
         assert type(error) is StateError
         assert re.search(words, str(error))
+
+
+def test_processes_refuse_a_stream_that_was_cut_otherwise():
+    state = passes(SOLO, CutsItself, 1)[0][0].state
+    (error,) = refused(SOLO, CutsItself, None, workers=1, state=state)
+    assert type(error) is StateError
+    assert "cut by the stride; here are 1 with 1, and it is cut by the worker" in str(error)
 
 
 def test_the_ranks_own_shards_may_be_read_by_other_numbers_of_workers():
@@ -714,6 +815,7 @@ def test_one_without_is_read_again_and_says_so(caplog):
     assert resumed.reads == list(range(COUNT))
 
 
+@stand_ins()
 def test_a_part_that_had_no_turn_yet_needs_no_state(caplog):
     state = loop(DeviceLoader(loader_of(Stateful(), 2)), 1).state
     assert list(state["states"]) == [0]
@@ -724,6 +826,7 @@ def test_a_part_that_had_no_turn_yet_needs_no_state(caplog):
     assert "reading and dropping" not in caplog.text
 
 
+@stand_ins()
 def test_a_state_goes_through_json_and_torch():
     for dataset, workers in ((Stream, 0), (Stateful, 2)):
         state = loop(DeviceLoader(loader_of(dataset(), workers)), 2).state
@@ -752,6 +855,7 @@ def test_the_state_tells_what_was_delivered_though_all_was_read():
 
 
 @pytest.mark.parametrize("persistent", [True, False])
+@stand_ins()
 def test_the_epochs_after_a_resumed_one_are_those_of_an_uninterrupted_run(persistent):
     options = {"persistent_workers": persistent, "workers": 2}
     for dataset in (CutsItself, ByEpoch):
@@ -765,6 +869,16 @@ def test_the_epochs_after_a_resumed_one_are_those_of_an_uninterrupted_run(persis
         assert rest.batches == whole[0].batches[3:]
         assert second.batches + rest_of_second.batches == whole[1].batches
         assert third.batches == whole[2].batches
+
+
+def test_persistent_processes_go_on_behind_a_resumed_epoch():
+    loader = DeviceLoader(loader_of(ByEpoch(), 2, persistent_workers=True))
+    first = loop(loader, 3)
+    loader.load_state_dict(first.state)
+    rest, *later = loop(loader), loop(loader), loop(loader)
+    found = [first.batches + rest.batches, *(each.batches for each in later)]
+    for epoch, batches in enumerate(found):
+        assert [batches] == by_stride(range(epoch * 1000, epoch * 1000 + COUNT), 1, 2, SIZE)
 
 
 def test_a_state_of_another_kind_is_refused():
@@ -838,12 +952,11 @@ def test_a_killed_worker_is_told_of():
             thread.join(PATIENCE_S)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_leaving_all_ranks_loops_early_begins_the_next_epoch(workers):
-    for persistent in {False, bool(workers)}:
-        found = passes(THREADS_2, Stream, 1, 2, None, workers=workers, persistent_workers=persistent)
-        assert all_of(found, 2) == list(range(COUNT))
-        assert [each[2].state["epoch"] for each in found] == [3, 3]
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (2, True)])
+def test_leaving_all_ranks_loops_early_begins_the_next_epoch(workers, persistent):
+    found = passes(THREADS_2, Stream, 1, 2, None, workers=workers, persistent_workers=persistent)
+    assert all_of(found, 2) == list(range(COUNT))
+    assert [each[2].state["epoch"] for each in found] == [3, 3]
 
 
 def test_a_rank_that_leaves_earlier_breaks_the_others():
@@ -880,12 +993,12 @@ def test_a_loader_that_is_gone_keeps_nothing_alive(workers):
 
 def test_persistent_workers_serve_one_loop_at_a_time(monkeypatch):
     monkeypatch.setattr("unisono.loaders.workers._BUSY_S", 0.01)
-    loader = DeviceLoader(loader_of(Stream(500), 1, persistent_workers=True))
+    loader = DeviceLoader(loader_of(Stream(200), 1, persistent_workers=True))
     first = iter(loader)
     before = next(first).tolist()
     with pytest.raises(BusyError):
         iter(loader)
-    assert before + [sample for batch in first for sample in batch.tolist()] == list(range(500))
+    assert before + [sample for batch in first for sample in batch.tolist()] == list(range(200))
     assert loop(loader).state["epoch"] == 2, "the pass that could not begin was none"
 
 
