@@ -11,9 +11,10 @@ import os  # noqa: E402
 import sys  # noqa: E402
 
 import pytest  # noqa: E402
+import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
-from unisono import backends  # noqa: E402
+from unisono import backends, warm  # noqa: E402
 
 pytest_plugins = ["leak_police", "pytester", "running_again", "time_limit"]
 
@@ -31,6 +32,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     if family is not None:
         os.environ["UNISONO_BACKEND"] = family
         backends.pick_backend().device(0)
+
+
+def pytest_collection() -> None:
+    """In a process that runs tests side by side with others: workers are forked soon, and cores are few."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        warm()
+        torch.set_num_threads(1)
 
 
 def pytest_collection_finish() -> None:

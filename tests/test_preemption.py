@@ -55,9 +55,8 @@ def run(source: str, beginning: str = TERM) -> tuple[int, list[str], str]:
     with tempfile.TemporaryDirectory() as directory:
         program = Path(directory) / "program.py"
         program.write_text(beginning + dedent(source))
-        with warm.run(program) as process:
-            output, errors = process.communicate(PATIENCE_S)
-    return process.wait(), output.splitlines(), errors
+        code, output, errors = warm.complete(program)
+    return code, output.splitlines(), errors
 
 
 def test_a_shell_shows_the_code_of_a_stop_for_a_process_that_sigterm_ended():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 LIMIT_S = 3
 CONFTEST = """
-pytest_plugins = ["leak_police", "running_again", "time_limit"]
+pytest_plugins = ["running_again", "time_limit"]
 
 def pytest_configure():
     import time_limit

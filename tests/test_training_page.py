@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import warm
 from modes import HOST, PROCESSES_2, SOLO, THREADS_2, Mode
 from torch import nn
 from torch.nn import functional as F
@@ -85,14 +84,16 @@ def run_script(text: str, directory: Path, *launcher: str) -> list[dict[str, tor
     """The weights that each rank ends with."""
     directory.mkdir()
     (directory / "script.py").write_text("import os\n" + text + SAVE)
-    command = [sys.executable, *launcher, "script.py"]
-    subprocess.run(command, cwd=directory, check=True, capture_output=True, timeout=100)
+    (directory / "launch.py").write_text(warm.COMMAND)
+    run = [*launcher, "script.py"] if launcher else []
+    code, _, errors = warm.complete(directory / ("launch.py" if launcher else "script.py"), *run, directory=directory)
+    assert code == 0, errors
     return [torch.load(path) for path in sorted(directory.glob("weights-*.pt"))]
 
 
 def test_the_changed_script_trains_on_two_processes_what_the_plain_one_does(tmp_path: Path) -> None:
     (plain,) = run_script(side("-").replace("batch_size=10", "batch_size=20"), tmp_path / "plain")
-    ranks = run_script(side("+"), tmp_path / "changed", "-m", "unisono", "run", "--nproc", "2")
+    ranks = run_script(side("+"), tmp_path / "changed", "run", "--nproc", "2")
     assert len(ranks) == 2
     for weights in ranks:
         torch.testing.assert_close(weights, plain)

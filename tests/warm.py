@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 MARK = "UNISONO_TEST_RUN"  # in the environment of all processes of a script
+COMMAND = "import sys\nfrom unisono.cli.main import main\nsys.exit(main(sys.argv[1:]))\n"  # a script that is `unisono`
 _BLANK = "0" * 32
 _IMPORTED = ("torch._dynamo", "torch.utils.data", "unisono.launch.worker", "faults")
 
@@ -115,6 +116,19 @@ def run(file: Path, *arguments: str, directory: Path | None = None, environ: Map
         for _, writing in pipes:
             os.close(writing)
     return Forked(pid, *(reading for reading, _ in pipes))
+
+
+def complete(
+    file: Path,
+    *arguments: str,
+    directory: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    timeout: float = 100.0,
+) -> tuple[int, str, str]:
+    """Run a script to its end: its exit code, output and errors. The arguments are those of `run`."""
+    with run(file, *arguments, directory=directory, environ=environ) as process:
+        output, errors = process.communicate(timeout)
+        return process.wait(), output, errors
 
 
 def server_pid() -> int | None:

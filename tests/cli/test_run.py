@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import warm
 from faults import SOON_S, Line, Script
 
 from unisono.cli import run as command
@@ -159,12 +160,11 @@ print("second stage")
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_what_comes_after_an_agreed_stop_in_the_script_does_not_run(tmp_path, num_workers):
     (tmp_path / "stopping.py").write_text(STOPPING)
-    command = [sys.executable, "-m", "unisono", "run", "-n", str(num_workers), "--backend", "cpu", "--no-prefix"]
-    found = subprocess.run(
-        [*command, "--max-restarts", "1", "stopping.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60
-    )
-    assert found.returncode == 143, found.stderr
-    assert sorted(found.stdout.splitlines()) == [f"saves {rank}" for rank in range(num_workers)]
+    (tmp_path / "launch.py").write_text(warm.COMMAND)
+    options = ["-n", str(num_workers), "--backend", "cpu", "--no-prefix", "--max-restarts", "1"]
+    code, output, errors = warm.complete(tmp_path / "launch.py", "run", *options, "stopping.py", directory=tmp_path)
+    assert code == 143, errors
+    assert sorted(output.splitlines()) == [f"saves {rank}" for rank in range(num_workers)]
 
 
 def test_only_the_chosen_ranks_are_shown_and_all_are_kept(run, script, tmp_path):

@@ -86,9 +86,8 @@ def run(script: str, ranks: int, family: str, *arguments: str, folder: Path = FO
     if family == "xla":  # whose settings are read when torch is imported
         command = [sys.executable, folder / script, *options, *arguments]
         return subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=100).stdout
-    with warm.run(folder / script, *options, *arguments, environ=environ) as process:
-        output, errors = process.communicate(100)
-    assert process.wait() == 0, errors
+    code, output, errors = warm.complete(folder / script, *options, *arguments, environ=environ)
+    assert code == 0, errors
     return output
 
 

@@ -78,7 +78,11 @@ def test_the_plain_script_is_plain_torch() -> None:
 
 @pytest.mark.parametrize(("mode", "ranks"), WAYS)
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, TIGHT), (torch.float32, LOOSE)], ids=["float64", "float32"]
+    ("dtype", "tolerance"),
+    [
+        pytest.param(torch.float64, TIGHT, id="float64"),
+        pytest.param(torch.float32, LOOSE, id="float32", marks=pytest.mark.slow),
+    ],
 )
 def test_every_mode_gives_the_losses_and_weights_of_one_device(
     mode: str, ranks: int, dtype: torch.dtype, tolerance: dict[str, Any]

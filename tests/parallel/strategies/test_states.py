@@ -156,7 +156,7 @@ def saved_under_each_strategy(mode: Mode) -> dict[tuple[str, str], Saved]:
 @pytest.mark.parametrize(
     ("savers", "loaders"),
     [
-        (PROCESSES_2, PROCESSES_2),
+        pytest.param(PROCESSES_2, PROCESSES_2, marks=pytest.mark.slow),
         (PROCESSES_2, PROCESSES_4),
         pytest.param(PROCESSES_4, PROCESSES_2, marks=pytest.mark.slow),
         pytest.param(PROCESSES_4, PROCESSES_4, marks=pytest.mark.slow),
