@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,6 +21,7 @@ from torch import nn
 
 from unisono import DataParallel, DeviceIterator, DeviceLoader, current_world, spawn
 from unisono.backends import get_backend
+from unisono.launch.starting.nursery import zygote_pid
 from unisono.tree import tree_map
 
 FAMILY = os.environ.get("UNISONO_BACKEND", "cpu")  # `pytest --backend` has put it there, for workers, too
@@ -50,6 +52,7 @@ class Mode:
             return [_there(body)]
         if self.name == "threads":
             return self._replicas()(lambda *_: _there(body), [])
+        wait_preloaded()
         with _by_value(body):
             return spawn(lambda _: _there(body), nprocs=self.ranks, num_threads=1, backend=FAMILY, timeout=PATIENCE)
 
@@ -66,6 +69,19 @@ class Mode:
 SOLO = Mode("solo", 1)
 THREADS_2, THREADS_3, THREADS_4 = (Mode("threads", ranks) for ranks in (2, 3, 4))
 PROCESSES_2 = Mode("processes", 2)
+
+
+def wait_preloaded() -> None:
+    """Give the zygote the idle moment in which it imports what optimizers need: each worker takes a second for it else."""
+    if zygote_pid() in _preloaded:
+        return
+    deadline = time.monotonic() + PATIENCE.total_seconds()
+    while not all(spawn(lambda _: "torch._dynamo" in sys.modules, nprocs=1)) and time.monotonic() < deadline:
+        time.sleep(0.6)  # it does so when nothing is asked of it
+    _preloaded.add(zygote_pid())
+
+
+_preloaded: set[int | None] = set()  # zygotes, by pid
 
 
 def fitting(*modes: Mode, workers: bool = False) -> list[Mode]:

@@ -111,6 +111,7 @@ def test_a_name_server_that_does_not_answer_is_a_warning_and_holds_nobody_up(tmp
     assert "/etc/resolv.conf" in found["advice"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("no_color", ["", "1"])
 def test_colors_are_for_terminals_without_no_color(no_color: str):
     screen, terminal = pty.openpty()

@@ -157,7 +157,7 @@ print("second stage")
 """
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_what_comes_after_an_agreed_stop_in_the_script_does_not_run(tmp_path, num_workers):
     (tmp_path / "stopping.py").write_text(STOPPING)
     (tmp_path / "launch.py").write_text(warm.COMMAND)

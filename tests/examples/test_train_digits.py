@@ -23,7 +23,7 @@ TIGHT: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-11}
 # The same in float32, of relative 6e-8.
 LOOSE: dict[str, Any] = {"rtol": 1e-3, "atol": 1e-4}
 
-WAYS = [("processes", 2), ("threads", 2), ("threads", 4)]
+WAYS = [("processes", 2), ("threads", 2), pytest.param("threads", 4, marks=pytest.mark.slow)]
 
 
 def _load() -> ModuleType:

@@ -59,12 +59,11 @@ def run(source, directory):
 @pytest.mark.parametrize(
     ("signum", "to_group"),
     [
-        (signal.SIGINT, True),
-        (signal.SIGTERM, False),
-        (signal.SIGHUP, True),
-        (signal.SIGKILL, False),
+        pytest.param(signal.SIGINT, True, id="SIGINT to the group"),
+        pytest.param(signal.SIGTERM, False, id="SIGTERM", marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, True, id="SIGHUP to the group", marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, False, id="SIGKILL"),
     ],
-    ids=["SIGINT to the group", "SIGTERM", "SIGHUP to the group", "SIGKILL"],
 )
 def test_nothing_survives_a_signal_to_the_caller(tmp_path, hear, signum, to_group):
     with run(f"spawn(work, nprocs=2, grace_s={GRACE_S})", tmp_path) as script:

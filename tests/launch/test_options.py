@@ -147,20 +147,23 @@ from unisono.launch.spawn import spawn
 def work(index):
     print("out", index)
     print("err", index, file=sys.stderr)
-spawn(work, nprocs=2, {options})
+for options in {options}:
+    spawn(work, nprocs=2, **options)
+    print("---", flush=True)
+    print("---", file=sys.stderr)
 """
+SHOWN = [
+    ({}, ["out 0", "out 1"], ["[rank 0] err 0", "[rank 1] err 1"]),
+    ({"prefix": True}, ["[rank 0] out 0", "[rank 1] out 1"], ["[rank 0] err 0", "[rank 1] err 1"]),
+    ({"prefix": False}, ["out 0", "out 1"], ["err 0", "err 1"]),
+    ({"log_ranks": [1]}, ["out 1"], ["[rank 1] err 1"]),
+]
 
 
-@pytest.mark.parametrize(
-    ("options", "output", "errors"),
-    [
-        ("", ["out 0", "out 1"], ["[rank 0] err 0", "[rank 1] err 1"]),
-        ("prefix=True", ["[rank 0] out 0", "[rank 1] out 1"], ["[rank 0] err 0", "[rank 1] err 1"]),
-        ("prefix=False", ["out 0", "out 1"], ["err 0", "err 1"]),
-        ("log_ranks=[1]", ["out 1"], ["[rank 1] err 1"]),
-    ],
-)
-def test_the_output_is_shown_as_it_was_asked_for(tmp_path, options, output, errors):
-    with Script(SHOW.format(options=options), tmp_path) as script:
-        code, out, err = script.end()
-    assert (code, sorted(out.splitlines()), sorted(err.splitlines())) == (0, output, errors)
+def test_the_output_is_shown_as_it_was_asked_for(tmp_path):
+    with Script(SHOW.format(options=[options for options, _, _ in SHOWN]), tmp_path) as script:
+        code, *found = script.end()
+    assert code == 0
+    shown = [[sorted(each.splitlines()) for each in text.split("---\n")[:-1]] for text in found]
+    for (options, output, errors), out, err in zip(SHOWN, *shown, strict=True):
+        assert (out, err) == (output, errors), options

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults import grandchild, survivors
+from modes import wait_preloaded
 
 from unisono.errors import WorkerDiedError
 from unisono.launch.spawn import ProcessContext, spawn
@@ -281,10 +282,8 @@ def test_a_path_entry_that_is_no_string_is_ignored_as_python_does(monkeypatch):
 @pytest.fixture
 def preloaded():
     """The zygote has used its first idle moment to import what optimizers need."""
-    deadline = time.monotonic() + 60
-    while not all(spawn(lambda index: "torch._dynamo" in sys.modules, nprocs=2)):
-        assert time.monotonic() < deadline
-        time.sleep(0.6)  # it does so when nothing is asked of it
+    wait_preloaded()
+    assert all(spawn(lambda index: "torch._dynamo" in sys.modules, nprocs=2))
 
 
 def test_the_zygote_has_one_thread_and_torch_is_warm_in_its_workers(preloaded):

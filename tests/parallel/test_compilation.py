@@ -273,6 +273,7 @@ def test_replicas_meet_in_the_middle_of_a_model_that_each_must_compile(mode):
     assert backend.counts == (3, 3), "the model falls into three graphs around its two meetings"
 
 
+@pytest.mark.slow
 def test_processes_meet_in_the_middle_of_a_compiled_model():
     found = PROCESSES_2.run(lambda: normalised(0.5, current_world().rank, "aot_eager"))
     torch.testing.assert_close(torch.cat([rank[0] for rank in found]), normalised(1.0, 0, None)[0])

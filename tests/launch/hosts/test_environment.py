@@ -292,6 +292,7 @@ def joining(tmp_path: Path) -> Path:
     return script
 
 
+@pytest.mark.slow
 def test_spawn_under_torchrun_runs_in_torchrun_s_workers(joining):
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d")
     with start(joining, {}, *launcher, "--rdzv-endpoint", "localhost:0") as process:

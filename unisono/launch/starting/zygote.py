@@ -60,7 +60,7 @@ from unisono.launch.starting.reaping import (
 )
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_IDLE_S = 2.0  # without a request: the workers that were asked for have their cores by now, and a short run has ended
+_IDLE_S = 0.5  # without a request: the workers that were asked for have their cores by now
 
 
 @dataclass
