@@ -72,7 +72,7 @@ PROCESSES_2 = Mode("processes", 2)
 
 
 def wait_preloaded() -> None:
-    """Give the zygote the idle moment in which it imports what optimizers need: each worker takes a second for it else."""
+    """Give the zygote the idle moment in which it imports what optimizers need, for a second: else each worker does."""
     if zygote_pid() in _preloaded:
         return
     deadline = time.monotonic() + PATIENCE.total_seconds()
