@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-# So many tests run side by side: they wait for their processes a good deal, so two cores have work for three.
+# The number of tests that run side by side. They often wait for their processes, so three keep two cores busy.
 TESTS  ?= 3
 PYTEST := -m pytest --numprocesses $(TESTS) --dist worksteal
 

@@ -27,7 +27,8 @@ from uuid import uuid4
 import psutil
 import warm
 
-# No test measures how fast a machine is: bench/ does. These tell what comes from what never does, or by a fallback.
+# No test measures how fast a machine is: bench/ does. These bounds separate what happens by itself from what never
+# happens, or only by a fallback.
 PROMISE_S = 20.0  # what a run leaves is gone by then, plus the grace where it applies
 SOON_S = 30.0  # before the fallbacks that the tests set, which are a minute away and more
 PATIENCE_S = 60.0  # for what must come: a hang, and not a slow machine, fails the test

@@ -113,8 +113,8 @@ def _leaked_files(before: Footprint, after: Footprint) -> list[str]:
         for number, target in after.files.items()
         if before.files.get(number) != target and number not in trackers
     }
-    told = trackers & (after.files.keys() - before.files.keys())
-    growth = len(after.files) - len(before.files) - len(told)
+    not_ours = trackers & (after.files.keys() - before.files.keys())
+    growth = len(after.files) - len(before.files) - len(not_ours)
     growth -= len(after.zygotes - before.zygotes)  # a zygote's control socket stays, and that of warm scripts
     return [f"{growth} open file(s) among {opened}"] if growth > 0 else []
 

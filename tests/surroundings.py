@@ -19,9 +19,9 @@ from pathlib import Path
 _KEPT = {"HOME", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "SHELL", "USER", "VIRTUAL_ENV"}
 _KEPT_PREFIXES = ("COVERAGE_", "CUDA_", "HYPOTHESIS_", "NCCL_", "NVIDIA_", "PYTEST_")
 _KEPT_FOR_A_FAMILY = {"CPU_NUM_DEVICES", "PJRT_DEVICE", "UNISONO_BACKEND"}  # with --backend
-_SET = {"LANG": "C.UTF-8"}
+_SET = {"COLUMNS": "80", "LANG": "C.UTF-8", "LINES": "24"}  # readline, which pytest imports, sets sizes of its own
 
-_STOPPING = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
+_IGNORED_BY_PYTHON = {signal.SIGPIPE, signal.SIGXFSZ}
 _OPEN_FILES = 4096
 _UMASK = 0o022
 _LONGEST = 30  # of a directory for temporary files: there are sockets in it, whose paths have a limit of about 100
@@ -39,12 +39,11 @@ def normalize() -> None:
 
 def _normalize_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    for signum in _STOPPING:
+    # Where SIGHUP was ignored, this process still outlives its terminal; a handler, unlike SIG_IGN, survives no exec.
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: lambda *_: None}
+    for signum in signal.valid_signals() - _IGNORED_BY_PYTHON:
         if signal.getsignal(signum) is signal.SIG_IGN:
-            signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        # This process keeps outliving its terminal, as was asked; a handler, unlike SIG_IGN, does not survive an exec.
-        signal.signal(signal.SIGHUP, lambda *_: None)
+            signal.signal(signum, handlers.get(signum, signal.SIG_DFL))
 
 
 def _normalize_limits() -> None:

@@ -23,7 +23,7 @@ import psutil
 import pytest
 
 AGAIN_S = 20.0  # between interrupts of a test that does not end
-ENDED_AFTER_S = 60.0  # behind the limit
+ENDED_AFTER_S = 60.0  # after the limit
 _OUTPUT_S = 1.0  # which the workers' stacks take to be here
 
 _last_words = pytest.StashKey[Path]()  # where the second watch writes, if it must

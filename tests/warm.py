@@ -98,7 +98,7 @@ def run(file: Path, *arguments: str, directory: Path | None = None, environ: Map
     """Fork a script: the file is its `__main__`, and it leads a process group.
 
     Args:
-        file, arguments: what stands behind `python`.
+        file, arguments: what follows `python` on a command line.
         directory: None for the current one.
         environ: None for this process's.
     """
