@@ -76,12 +76,16 @@ def wait_preloaded() -> None:
     if zygote_pid() in _preloaded:
         return
     deadline = time.monotonic() + PATIENCE.total_seconds()
-    while not all(spawn(lambda _: "torch._dynamo" in sys.modules, nprocs=1)) and time.monotonic() < deadline:
+    while not all(_ask_workers(lambda _: "torch._dynamo" in sys.modules)) and time.monotonic() < deadline:
         time.sleep(0.6)  # it does so when nothing is asked of it
     _preloaded.add(zygote_pid())
 
 
 _preloaded: set[int | None] = set()  # zygotes, by pid
+
+
+def _ask_workers(question: Callable[[int], bool]) -> list[bool]:
+    return spawn(question, nprocs=1, num_threads=1, backend=FAMILY)  # with a number of threads, it is a process
 
 
 def fitting(*modes: Mode, workers: bool = False) -> list[Mode]:

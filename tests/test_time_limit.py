@@ -14,7 +14,7 @@ pytest_plugins = ["running_again", "time_limit"]
 
 def pytest_configure():
     import time_limit
-    time_limit.ENDED_AFTER_S = 1.0
+    time_limit.ENDED_AFTER_S = 8.0
 """
 HANGING = """
 import collections, itertools, threading
@@ -27,7 +27,7 @@ def hold_a_lock_twice():
     lock.acquire()
 
 def stand_in_a_worker(index):
-    print("the worker's last line", flush=True)
+    print("the last line of", index, flush=True)
     hold_a_lock_twice()
 
 def say(index):
@@ -44,8 +44,9 @@ def test_fails_among_processes():
     spawn(say, nprocs=2)
     raise AssertionError
 
+@pytest.mark.timeout(15)
 def test_hangs_in_a_worker():
-    spawn(stand_in_a_worker, nprocs=1)
+    spawn(stand_in_a_worker, nprocs=2)
 
 def test_is_fine():
     pass
@@ -74,8 +75,9 @@ def test_hung_tests_fail_alone_and_tell_where_everybody_stood(tmp_path: Path) ->
     assert "in test_hangs_in_c\n" in reports[""], "the stacks of a test whose process had to be ended"
     assert "crashed while running 'test_hanging.py::test_hangs_in_c'" in reports[""]
     hung_worker = reports["test_hangs_in_a_worker"]
-    assert "the worker's last line" in hung_worker
-    assert "in stand_in_a_worker\n" in hung_worker
+    for rank in range(2):
+        assert f"the last line of {rank}" in hung_worker
+        assert re.search(rf"\[rank {rank}\] .* in stand_in_a_worker\n", hung_worker)
     failed = reports["test_fails_among_processes"]
     assert all(f"said by {rank}" in failed for rank in range(2))
     assert re.search(r"-m pytest -n0 \S*test_hanging.py::test_fails_among_processes\n", failed)
