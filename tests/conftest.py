@@ -35,10 +35,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection() -> None:
-    """In a process that runs tests side by side with others: workers are forked soon, and cores are few."""
+    """Cores are few, and in a process that runs many tests, workers are forked soon."""
+    torch.set_num_threads(1)
     if "PYTEST_XDIST_WORKER" in os.environ:
         warm()
-        torch.set_num_threads(1)
 
 
 def pytest_collection_finish() -> None:

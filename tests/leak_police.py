@@ -52,7 +52,7 @@ def footprint() -> Footprint:
     parents = {os.getpid(), *zygotes}
     return Footprint(
         threads={thread for thread in threading.enumerate() if thread.name.startswith("unisono-") or not thread.daemon},
-        children={child for parent in parents for child in _children(parent)} - parents,
+        children={child for parent in parents for child in _descendants(parent)} - parents,
         environ={name: value for name, value in os.environ.items() if name not in _NOT_OURS},
         files=_open_files(),
         has_group=dist.is_initialized(),
@@ -94,13 +94,13 @@ def leak_police() -> Iterator[None]:
 
 
 def _leaked_children(before: Footprint, after: Footprint) -> list[psutil.Process]:
-    """Also what they have started, which may have left them; a tracker is nobody's leak."""
+    """A tracker is nobody's leak."""
     found = []
     for pid in after.children - before.children:
         with contextlib.suppress(psutil.Error):
             child = psutil.Process(pid)
             if not _is_tracker(child):
-                found += [child, *child.children(recursive=True)]
+                found.append(child)
     return found
 
 
@@ -120,7 +120,7 @@ def _leaked_files(before: Footprint, after: Footprint) -> list[str]:
 
 
 def _is_tracker(child: psutil.Process) -> bool:
-    return "resource_tracker" in " ".join(child.cmdline())
+    return "resource_tracker import main" in " ".join(child.cmdline())
 
 
 def _tracker_files() -> set[int]:
@@ -159,11 +159,16 @@ def _clean(before: Footprint) -> None:
     world.set_process_world(None)
 
 
+def _descendants(pid: int) -> set[int]:
+    found = _children(pid)
+    return found.union(*map(_descendants, found))
+
+
 def _children(pid: int) -> set[int]:
     """The direct children, from the files in which the kernel lists them; those that have ended and wait are there."""
     try:
         lists = [task.joinpath("children").read_text() for task in (_PROC / str(pid) / "task").iterdir()]
-    except FileNotFoundError:  # no such list on this system, or a thread that has just ended
+    except OSError:  # no such list on this system, or a thread that has just ended
         with contextlib.suppress(psutil.Error):
             return {child.pid for child in psutil.Process(pid).children()}
         return set()

@@ -76,7 +76,8 @@ def wait_preloaded() -> None:
     if zygote_pid() in _preloaded:
         return
     deadline = time.monotonic() + PATIENCE.total_seconds()
-    while not all(_ask_workers(lambda _: "torch._dynamo" in sys.modules)) and time.monotonic() < deadline:
+    while not all(_ask_workers(lambda _: "torch._dynamo" in sys.modules)):
+        assert time.monotonic() < deadline, "the zygote has not been idle"
         time.sleep(0.6)  # it does so when nothing is asked of it
     _preloaded.add(zygote_pid())
 

@@ -19,18 +19,18 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if report.failed:
-        report.sections.append(("to run it again", _command(item)))
+        report.sections.append(("to run it again", command(item.config, item.nodeid)))
     return report
 
 
-def _command(item: pytest.Item) -> str:
+def command(config: pytest.Config, nodeid: str) -> str:
     family = os.environ.get("UNISONO_BACKEND")
     environ = [f"{name}={os.environ[name]}" for name in _OF_THE_FAMILY if family and name in os.environ]
     python = Path(sys.executable)
-    if python.is_relative_to(item.config.rootpath):
-        python = python.relative_to(item.config.rootpath)
+    if python.is_relative_to(config.rootpath):
+        python = python.relative_to(config.rootpath)
     words = [*environ, str(python), "-m", "pytest", "-n0"]
     words += ["--backend", family] if family else []
-    seed = item.config.getoption("randomly_seed", None)
+    seed = config.getoption("randomly_seed", None)
     words += [f"--randomly-seed={seed}"] if seed is not None else []
-    return shlex.join([*words, item.nodeid])
+    return shlex.join([*words, nodeid])

@@ -16,8 +16,8 @@ import tempfile
 from pathlib import Path
 
 # The rest of the environment is dropped: OMP_NUM_THREADS, RANK, SLURM_*, PYTHON*, COLUMNS, CI and their like.
-_KEPT = {"HOME", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "SHELL", "USER", "VIRTUAL_ENV"}
-_KEPT_PREFIXES = ("COVERAGE_", "CUDA_", "HYPOTHESIS_", "NCCL_", "NVIDIA_", "PYTEST_")
+_KEPT = {"HOME", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "PYTEST_VERSION", "SHELL", "USER", "VIRTUAL_ENV"}
+_KEPT_PREFIXES = ("COVERAGE_", "CUDA_", "HYPOTHESIS_", "NCCL_", "NVIDIA_")
 _KEPT_FOR_A_FAMILY = {"CPU_NUM_DEVICES", "PJRT_DEVICE", "UNISONO_BACKEND"}  # with --backend
 _SET = {"COLUMNS": "80", "LANG": "C.UTF-8", "LINES": "24"}  # readline, which pytest imports, sets sizes of its own
 
@@ -44,6 +44,8 @@ def _normalize_signals() -> None:
     for signum in signal.valid_signals() - _IGNORED_BY_PYTHON:
         if signal.getsignal(signum) is signal.SIG_IGN:
             signal.signal(signum, handlers.get(signum, signal.SIG_DFL))
+    if "PYTEST_XDIST_WORKER" in os.environ:  # it ends with its controller, which may have been told to outlive that
+        signal.signal(signal.SIGHUP, handlers[signal.SIGHUP])
 
 
 def _normalize_limits() -> None:
@@ -64,6 +66,7 @@ def _use_own_temporary_directory() -> None:
     """What earlier runs have left, as torch's compiled kernels, is out of sight; what this run leaves is removed."""
     directory = Path(tempfile.mkdtemp(prefix="uni-", dir=None if len(tempfile.gettempdir()) <= _LONGEST else "/tmp"))
     os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
+    os.environ.setdefault("HOME", str(directory))
     owner = os.getpid()
 
     def remove() -> None:

@@ -42,11 +42,11 @@ def seen_by_children(directory: Path, begin: Callable[[], None] | None, environ:
     (directory / "conftest.py").write_text("import surroundings\nsurroundings.normalize()\n")
     (directory / "test_children.py").write_text(TEST)
     options = ["-p", "no:cacheprovider", "-p", "no:randomly", "-p", "no:hypothesispytest"]
-    path = {"PYTHONPATH": str(Path(__file__).parent)}
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     run = subprocess.run(
         [sys.executable, "-m", "pytest", *options],
         cwd=directory,
-        env={**os.environ, **path, **environ},
+        env={**own, "PYTHONPATH": str(Path(__file__).parent), **environ},
         preexec_fn=begin,
         stdin=subprocess.DEVNULL,
         capture_output=True,

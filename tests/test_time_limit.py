@@ -48,6 +48,14 @@ def test_fails_among_processes():
 def test_hangs_in_a_worker():
     spawn(stand_in_a_worker, nprocs=2)
 
+@pytest.fixture
+def hanging_teardown():
+    yield
+    hold_a_lock_twice()
+
+def test_fails_and_hangs(hanging_teardown):
+    raise AssertionError
+
 def test_is_fine():
     pass
 """
@@ -58,17 +66,18 @@ def reports_of(directory: Path) -> dict[str, str]:
     (directory / "conftest.py").write_text(CONFTEST)
     (directory / "test_hanging.py").write_text(HANGING)
     options = ["-p", "no:cacheprovider", "-p", "no:randomly", "-n1", f"--timeout={LIMIT_S}"]
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "TMPDIR": str(directory)}
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environ = {**own, "PYTHONPATH": str(Path(__file__).parent), "TMPDIR": str(directory)}
     run = subprocess.run(
         [sys.executable, "-m", "pytest", *options], cwd=directory, env=environ, capture_output=True, text=True
     )
-    found = re.split(r"^_+ (?:test_hanging.py::)?(test_\w+)(?:\.py)? _+$", run.stdout, flags=re.MULTILINE)
+    found = re.split(r"^_+ ((?:ERROR at teardown of )?test_\w+)(?:\.py)? _+$", run.stdout, flags=re.MULTILINE)
     return {"": run.stdout, **dict(zip(found[1::2], found[2::2], strict=True))}
 
 
 def test_hung_tests_fail_alone_and_tell_where_everybody_stood(tmp_path: Path) -> None:
     reports = reports_of(tmp_path)
-    assert re.search(r"4 failed, 1 passed", reports[""])
+    assert re.search(r"5 failed, 1 passed.*, 1 error", reports[""])
     hung = reports["test_waits_for_ever"]
     assert f"the test ran for more than {LIMIT_S} s" in hung
     assert re.search(r"Current thread .*\n(.*\n)*.* in hold_a_lock_twice\n", hung)
@@ -78,6 +87,7 @@ def test_hung_tests_fail_alone_and_tell_where_everybody_stood(tmp_path: Path) ->
     for rank in range(2):
         assert f"the last line of {rank}" in hung_worker
         assert re.search(rf"\[rank {rank}\] .* in stand_in_a_worker\n", hung_worker)
+    assert f"the test ran for more than {LIMIT_S} s" in reports["ERROR at teardown of test_fails_and_hangs"]
     failed = reports["test_fails_among_processes"]
     assert all(f"said by {rank}" in failed for rank in range(2))
     assert re.search(r"-m pytest -n0 \S*test_hanging.py::test_fails_among_processes\n", failed)

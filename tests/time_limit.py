@@ -1,8 +1,10 @@
 """A test that hangs fails alone, and its report has the stacks of all threads and what the workers said last.
 
-At the limit, SIGALRM raises in the main thread, wherever Python runs or waits, and again every few seconds if tidying
-up hangs, too. What is stuck in C is beyond signals: a second watch, in C itself, writes down the stacks and ends the
-process; pytest-xdist fails the test, and starts another process for the rest.
+At the limit, SIGALRM raises in the main thread, wherever Python runs or waits, and again every few seconds if the
+teardown hangs, too. What is stuck in C is beyond signals: a second watch, in C itself, writes the stacks and ends the
+process; pytest-xdist fails the test, and starts another process for the rest. The report then has no output of workers.
+
+pytest-timeout reads the limits. Its own watches end with the first failure of a test, when its teardown may hang.
 """
 
 from __future__ import annotations
@@ -11,28 +13,34 @@ import contextlib
 import faulthandler
 import os
 import signal
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 import psutil
 import pytest
+import pytest_timeout
+from running_again import command
 
 AGAIN_S = 20.0  # between interrupts of a test that does not end
 ENDED_AFTER_S = 60.0  # after the limit
 _OUTPUT_S = 1.0  # which the workers' stacks take to be here
 
-_last_words = pytest.StashKey[Path]()  # where the second watch writes, if it must
+_last_words = pytest.StashKey[TextIO]()  # where the second watch writes, if it must
+_limit_s = pytest.StashKey[float]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Every process of pytest-xdist has a file of its own, in a directory that all of them know."""
-    name = os.environ.get("PYTEST_XDIST_WORKER", "alone")
-    config.stash[_last_words] = Path(tempfile.gettempdir()) / f"last-words-{name}"
+    """Every process of pytest-xdist has a file of its own, in a directory that all of them know; one alone, stderr."""
+    name = os.environ.get("PYTEST_XDIST_WORKER")
+    config.stash[_last_words] = _last_words_of(name).open("w") if name else os.fdopen(os.dup(2), "w")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    config.stash[_last_words].close()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -41,30 +49,58 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
         __tracebackhide__ = True
-        pytest.fail(f"the test ran for more than {settings.timeout:g} s\n\n{_describe_threads()}")
+        if not pytest_timeout.is_debugging():
+            pytest.fail(f"the test ran for more than {settings.timeout:g} s\n\n{_describe_threads()}")
 
-    last_words = item.config.stash[_last_words].open("w")
+    item.stash[_limit_s] = settings.timeout
     signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, settings.timeout, AGAIN_S)
-    faulthandler.dump_traceback_later(settings.timeout + ENDED_AFTER_S, exit=True, file=last_words)
-
-    def cancel() -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        faulthandler.cancel_dump_traceback_later()
-        last_words.close()
-
-    item.cancel_timeout = cancel  # type: ignore[attr-defined]  # where pytest-timeout looks for it
+    _arm_second_watch(item)
     return True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_cancel_timer(item: pytest.Item) -> bool:
+    """Go on watching: it is called for each failure."""
+    return True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """pytest, too, cancels the second watch at a failure."""
+    if _limit_s in item.stash:
+        _arm_second_watch(item)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    try:
+        return (yield)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        faulthandler.cancel_dump_traceback_later()
+
+
+def pytest_enter_pdb() -> None:
+    faulthandler.cancel_dump_traceback_later()
+
+
+def _arm_second_watch(item: pytest.Item) -> None:
+    limit_s = item.stash[_limit_s] + ENDED_AFTER_S
+    faulthandler.dump_traceback_later(limit_s, exit=True, file=item.config.stash[_last_words])
+
+
+def _last_words_of(process: str) -> Path:
+    return Path(tempfile.gettempdir()) / f"last-words-{process}"
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_handlecrashitem(crashitem: str, report: pytest.TestReport, sched: Any) -> None:
     """In the process that hands out the tests: one of the others has died over this one."""
-    words = Path(tempfile.gettempdir()) / f"last-words-{report.node.gateway.id}"  # type: ignore[attr-defined]
     with contextlib.suppress(OSError):
-        if stacks := words.read_text():
+        if stacks := _last_words_of(report.node.gateway.id).read_text():  # type: ignore[attr-defined]
             report.sections.append(("stacks of all threads, when the process was ended", stacks))
+    report.sections.append(("to run it again", command(sched.config, crashitem)))
 
 
 def _describe_threads() -> str:
@@ -85,8 +121,6 @@ def _ask_workers() -> None:
             asked = True
     if asked:
         time.sleep(_OUTPUT_S)
-    sys.stdout.flush()
-    sys.stderr.flush()
 
 
 def _workers() -> Iterator[psutil.Process]:

@@ -1,10 +1,11 @@
-"""Scripts that start at once: forked from an interpreter that has imported torch, and is else as fresh as any.
+"""Scripts that start at once: forked from an interpreter that has imported torch.
 
 A script of its own, with its own process group, environment and standard streams, costs a second and more of imports
-otherwise, and there are hundreds. What the start of an interpreter is about takes a real one (`faults.Script`).
+otherwise. Variables that the interpreter reads at its start, `PYTHONHASHSEED` for one, have no effect; what a test
+claims about the start of an interpreter takes a fresh one (`faults.Script`).
 
-*Threads:* the interpreter has one, in `_serve`; it forks when it is asked to, reports how each script ended, and ends
-with pytest's process, whose end of the socket closes then. In pytest's, a thread for each stream of a script reads it.
+*Threads:* the interpreter forks from its main thread, in `_serve`, reports how each script ended, and ends when pytest's
+process closes the socket. In pytest's process, a thread for each stream of a script reads it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -33,6 +35,7 @@ COMMAND = "import sys\nfrom unisono.cli.main import main\nsys.exit(main(sys.argv
 _BLANK = "0" * 32
 _IMPORTED = ("torch._dynamo", "torch.utils.data", "unisono.launch.worker", "faults")
 
+_environ = dict(os.environ)  # of the interpreter, before any test changes its own
 _server: tuple[int, socket.socket] | None = None  # the interpreter's pid, and what it is asked through
 
 
@@ -79,19 +82,20 @@ class _Reader:
     """Reads a descriptor to its end, on a thread, and closes it."""
 
     def __init__(self, descriptor: int) -> None:
-        self._text = ""
+        self._data = b""
         self._thread = threading.Thread(target=self._read, args=(descriptor,), name="script-output", daemon=True)
         self._thread.start()
 
     def result(self, timeout: float | None) -> str:
         self._thread.join(timeout)
         if self._thread.is_alive():
-            raise subprocess.TimeoutExpired("the script", timeout or 0.0, self._text)
-        return self._text
+            raise subprocess.TimeoutExpired("the script", timeout or 0.0, self._data)
+        return self._data.decode(errors="replace")
 
     def _read(self, descriptor: int) -> None:
-        with open(descriptor, errors="replace", newline="") as file:
-            self._text = file.read()
+        while chunk := os.read(descriptor, 1 << 16):
+            self._data += chunk
+        os.close(descriptor)
 
 
 def run(file: Path, *arguments: str, directory: Path | None = None, environ: Mapping[str, str] | None = None) -> Forked:
@@ -144,12 +148,18 @@ def _serving() -> socket.socket:
             process = subprocess.Popen(
                 [sys.executable, "-c", _START.format(path=str(Path(__file__).parent), socket=theirs.fileno())],
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, MARK: _BLANK},
+                env={**_environ, MARK: _BLANK},
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
         _server = process.pid, ours
-        atexit.register(lambda: (ours.close(), process.wait()))
+
+        def end() -> None:
+            ours.shutdown(socket.SHUT_RDWR)  # a fork of this process may hold a copy
+            ours.close()
+            process.wait()
+
+        atexit.register(end)
     return _server[1]
 
 
@@ -184,13 +194,18 @@ def _serve(number: int) -> tuple[types.CodeType, dict[str, Any]]:
         message, fds, _, _ = socket.recv_fds(asking, 1 << 16, 3)
         if not message:
             os._exit(0)
+        ready_r, ready_w = os.pipe()
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
+            os.close(ready_r)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for descriptor in (ended_r, ended_w, asking.detach(), *statuses.values()):
                 os.close(descriptor)
-            return _begin(json.loads(message), path, *fds)
+            return _begin(json.loads(message), path, ready_w, *fds)
+        os.close(ready_w)
+        os.read(ready_r, 1)  # comes to its end when the script has its process group and its mark
+        os.close(ready_r)
         statuses[pid] = fds.pop()
         for descriptor in fds:
             os.close(descriptor)
@@ -207,23 +222,28 @@ def _report(statuses: dict[int, int]) -> None:
 
 
 def _begin(
-    asked: dict[str, Any], path: list[str], stdout: int, stderr: int, status: int
+    asked: dict[str, Any], path: list[str], ready: int, stdout: int, stderr: int, status: int
 ) -> tuple[types.CodeType, dict[str, Any]]:
     """Become the script, up to its first line."""
     os.setpgid(0, 0)
-    os.close(status)
+    _write_mark(asked["environ"][MARK])
+    for descriptor in (ready, status):
+        os.close(descriptor)
     for descriptor, number in ((stdout, 1), (stderr, 2)):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    _write_mark(asked["environ"][MARK])
     os.environ.clear()
     os.environ.update(asked["environ"])
+    tempfile.tempdir = None  # an import has asked for the interpreter's
+    if "PYTHONUNBUFFERED" in os.environ:
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
     os.chdir(asked["directory"])
     file = asked["argv"][0]
     added = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:] = [os.path.dirname(file), *filter(None, added), *path]
     sys.argv[:] = asked["argv"]
     random.seed()
+    sys.modules["numpy.random"].seed()
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__file__ = file
     sys.excepthook = _excepthook

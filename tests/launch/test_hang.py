@@ -160,7 +160,7 @@ def test_a_rank_that_waits_for_one_that_has_returned_is_told_within_seconds_thou
     with pytest.raises(WorkerHungError, match=r"rank 0 has returned, while rank 1 waits in barrier\(\)") as caught:
         spawn(work, nprocs=3)
     assert caught.value.ranks == [0]
-    assert time.monotonic() - began < SOON_S
+    assert time.monotonic() - began < 25  # the next look after that would come at 30
 
 
 @pytest.mark.parametrize("options", [{"timeout": timedelta(days=300)}, {"hang_timeout_s": 1e7}, {"grace_s": 1e7}])

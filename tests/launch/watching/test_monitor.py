@@ -116,7 +116,7 @@ def test_the_cpu_time_of_children_that_come_and_go_is_seen(monitors):
         monitor.watch(0, breeder.pid)
         shares = [sample.cpu_percent for sample in samples_to_come(monitor, 0, 3)]
     assert all(share >= 0 for share in shares)
-    assert sum(shares) / len(shares) > 20
+    assert sum(shares) / len(shares) > 5  # of a core that others may want, too
 
 
 @pytest.mark.skipif(not hasattr(psutil.Process(), "io_counters"), reason="the system does not tell")
