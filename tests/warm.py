@@ -4,8 +4,8 @@ A script of its own, with its own process group, environment and standard stream
 otherwise. Variables that the interpreter reads at its start, `PYTHONHASHSEED` for one, have no effect; what a test
 claims about the start of an interpreter takes a fresh one (`faults.Script`).
 
-*Threads:* the interpreter forks from its main thread, in `_serve`, reports how each script ended, and ends when pytest's
-process closes the socket. In pytest's process, a thread for each stream of a script reads it.
+*Threads:* the interpreter forks from its main thread, in `_serve`, reports how each script ended, and ends when
+pytest's process closes the socket. There, a thread for each stream of a script reads it.
 """
 
 from __future__ import annotations
