@@ -36,7 +36,7 @@ def stand_ins() -> Iterator[None]:
 
 
 class StandIns:
-    """Takes the place of a `WorkerPool`: the workers take turns, and who has ended is left out."""
+    """Takes the place of a `WorkerPool`: the workers take turns, and those that have ended are left out."""
 
     def __init__(self, loader: DataLoader, reader: PartReader, start: StreamStart) -> None:
         self._count = loader.num_workers

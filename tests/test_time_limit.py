@@ -75,7 +75,7 @@ def reports_of(directory: Path) -> dict[str, str]:
     return {"": run.stdout, **dict(zip(found[1::2], found[2::2], strict=True))}
 
 
-def test_hung_tests_fail_alone_and_tell_where_everybody_stood(tmp_path: Path) -> None:
+def test_hung_tests_fail_alone_and_report_where_each_thread_stood(tmp_path: Path) -> None:
     reports = reports_of(tmp_path)
     assert re.search(r"5 failed, 1 passed.*, 1 error", reports[""])
     hung = reports["test_waits_for_ever"]

@@ -79,7 +79,7 @@ def epoch_of(epoch: int, model: Any, optimizer: Any, train_loader: Any, test_loa
 
 
 def run(script: str, ranks: int, family: str, *arguments: str, folder: Path = FOLDER) -> str:
-    """What the script prints, on so many devices."""
+    """What the script prints, on that number of devices."""
     options = [f"--batch_size={64 // ranks}", f"--num_epochs={EPOCHS}"]
     options += [f"--num_cores={ranks}"] if script in COUNTED else []
     environ = os.environ | {"UNISONO_BACKEND": family, "CPU_NUM_DEVICES": str(ranks), "PJRT_DEVICE": "CPU"}

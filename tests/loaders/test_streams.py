@@ -718,7 +718,7 @@ def test_the_rest_is_the_same_for_processes_too(mode, workers, dataset):
 
 
 def assert_resumed(whole: Sequence[Got], mode: Mode, workers: int, dataset: type[Stream], steps: int) -> None:
-    """Each rank's loop over the rest gives what the whole pass has behind so many steps."""
+    """Each rank's loop over the rest gives what the whole pass has after that number of steps."""
 
     def body() -> tuple[Got, Got]:
         first = loop(DeviceLoader(loader_of(dataset(), workers)), steps)
@@ -871,7 +871,7 @@ def test_the_epochs_after_a_resumed_one_are_those_of_an_uninterrupted_run(persis
         assert third.batches == whole[2].batches
 
 
-def test_persistent_processes_go_on_behind_a_resumed_epoch():
+def test_persistent_processes_continue_after_a_resumed_epoch():
     loader = DeviceLoader(loader_of(ByEpoch(), 2, persistent_workers=True))
     first = loop(loader, 3)
     loader.load_state_dict(first.state)

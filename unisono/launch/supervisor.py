@@ -33,7 +33,7 @@ from unisono.outcome import Outcome
 
 logger = logging.getLogger(__name__)
 
-_READING_S = 1.0  # which the workers' pipes take to be read, at most
+_READING_S = 1.0  # for milliseconds of work: a thread that is between two groups, or ending, does not answer
 
 
 class Supervisor:
@@ -86,7 +86,10 @@ class Supervisor:
         return self._verdict.unwrap()
 
     def heeds_stop(self) -> bool:
-        """Whether a worker runs that takes a stop for a request, and has said so before this call."""
+        """Whether a worker runs that takes a stop for a request, and has said so before this call.
+
+        Waits until the workers' pipes have been read, `_READING_S` at most.
+        """
         self._catch_up()
         group = self._group
         return group is not None and any(worker.heeds_stop and not worker.has_ended for worker in group.workers)
