@@ -1,7 +1,8 @@
 """The leak police: a test that leaves something behind fails, whatever it asserted.
 
 Watched: threads (ours by name, and any that is no daemon), child processes and those of a zygote, the environment, the
-default process group, the ambient world, open files. What is about to end gets a few seconds, so a test need not wait for it.
+default process group, the ambient world, open files. What is about to end gets a few seconds, so a test need not wait
+for it.
 
 Not ours, and not watched: the resource trackers of `multiprocessing` and of other libraries, which live as long as the
 interpreter.

@@ -346,7 +346,7 @@ def test_a_worker_sees_the_users_dataset_and_its_worker_init_fn_may_change_it(co
     join_own_threads()
     gc.collect()  # what it tracks tells it when it goes, and would start it again
     for thread in threading.enumerate():
-        if thread.name == "QueueFeederThread":  # torch's queues go on threads of their own, a moment later
+        if thread.name == "QueueFeederThread":  # torch's queues close on their own threads, a moment later
             thread.join(PATIENCE_S)
     gc.collect()
     resource_tracker._resource_tracker._stop()  # a process that spawned ones need
