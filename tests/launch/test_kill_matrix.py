@@ -24,6 +24,7 @@ from faults import PROMISE_S, Ear, Gate, Line, Script, survivors
 pytestmark = pytest.mark.slow
 
 GRACE_S = 0.3
+PATIENCE_S = 240.0  # for two hundred groups, on a slow machine
 GROWTH_BYTES = 1 << 20  # that 200 groups may add to a process: the allocator rounds
 SIGNALS = [
     signal.SIGINT,
@@ -183,9 +184,11 @@ if pid:
         assert script.leftovers() == []
 
 
+@pytest.mark.timeout(2 * PATIENCE_S)
 def test_two_hundred_groups_leave_no_trace(tmp_path: Path, ear: Ear) -> None:
-    source = """
+    source = '''
 import gc, json, tempfile
+from modes import wait_preloaded
 from unisono.launch.starting.nursery import zygote_pid
 
 def footprint():
@@ -197,21 +200,27 @@ def footprint():
         found[f"{name}: memory"] = process.memory_full_info().uss
     found["processes"] = len(psutil.Process().children(recursive=True))
     found["temporary files"] = len(os.listdir(tempfile.gettempdir()))
-    found["shared memory"] = len(os.listdir("/dev/shm"))
+    found["shared memory"] = len([name for name in os.listdir("/dev/shm") if not is_of_the_living(name)])
     return found
+
+def is_of_the_living(name):
+    """Another test's, which may run beside this one: torch puts the number of its process into the name."""
+    return any(part.isdecimal() and psutil.pid_exists(int(part)) for part in name.split("_"))
 
 def repeat(count):
     for _ in range(count):
         assert spawn(lambda index: index, nprocs=2) == [0, 1]
     return footprint()
 
+wait_preloaded()
 print(json.dumps([repeat(30), repeat(200)]))
-"""
+'''
     with Script(RICH + source, tmp_path) as script:
-        code, output, errors = script.end()
+        code, output, errors = script.end(PATIENCE_S)
         assert (code, errors) == (0, "")
         before, after = json.loads(output)
         memory = {name for name in before if name.endswith("memory") and ":" in name}
-        # The zygote may have had a second thread at first, which imports what the first optimizer needs.
-        assert {name: after[name] for name in after.keys() - memory if after[name] > before[name]} == {}
+        assert {name: after[name] for name in after.keys() - memory} == {
+            name: before[name] for name in before.keys() - memory
+        }
         assert {name: after[name] - before[name] for name in memory if after[name] - before[name] > GROWTH_BYTES} == {}
