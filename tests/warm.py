@@ -251,7 +251,8 @@ def _begin(
 
 
 def _excepthook(kind: type[BaseException], error: BaseException, at: types.TracebackType | None) -> None:
-    sys.__excepthook__(kind, error, at and at.tb_next)  # without the line that has run the script
+    at = at and at.tb_next  # without the line that has run the script
+    sys.__excepthook__(kind, error.with_traceback(at), at)
 
 
 def _write_mark(mark: str) -> None:
