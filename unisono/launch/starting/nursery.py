@@ -10,11 +10,11 @@ import atexit
 import contextlib
 import os
 import socket
-import subprocess
 import sys
 import threading
 import weakref
 from pathlib import Path
+from subprocess import DEVNULL, Popen, TimeoutExpired
 
 from unisono.errors import UnisonoError
 from unisono.launch.starting import wire
@@ -43,11 +43,11 @@ class Nursery:
         if start_method == "zygote":  # OpenBLAS would start threads when numpy is imported, and they survive no fork
             environ["OPENBLAS_NUM_THREADS"] = "1"
         with theirs:
-            self._process = subprocess.Popen(
+            self._process = Popen(
                 [sys.executable, "-c", start],
                 pass_fds=[theirs.fileno()],
                 env=environ,
-                stdin=subprocess.DEVNULL,
+                stdin=DEVNULL,
                 start_new_session=True,  # a Ctrl-C in the terminal is the caller's to handle
             )
         self._control = ours
@@ -75,7 +75,7 @@ class Nursery:
         self._control.close()  # which it takes for our end
         try:
             self._process.wait(5)
-        except (subprocess.TimeoutExpired, KeyboardInterrupt):  # at the exit, after Ctrl-C twice, say
+        except (TimeoutExpired, KeyboardInterrupt):  # at the exit, after Ctrl-C twice, say
             self._process.kill()
             self._process.wait()
 

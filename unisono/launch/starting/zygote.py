@@ -60,6 +60,8 @@ from unisono.launch.starting.reaping import (
 )
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+# The first optimizer of a process imports torch._dynamo, for more than a second; the first with zero1 the last one.
+_PRELOADED = ("torch._dynamo", "unisono.accelerator", "torch.distributed.optim")
 _IDLE_S = 0.5  # without a request: the workers that were asked for have their cores by now
 
 
@@ -171,8 +173,8 @@ class Zygote:
             self.is_frozen = True
             for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
                 finalizer.atexit = False  # or each worker would undo at its end what is imported here, for milliseconds
-            gc.collect()
             gc.freeze()  # what exists now is never written by a collection, so its pages stay shared
+            gc.enable()
 
     def _become_worker(self, rank: int, job: str, fds: list[int]) -> NoReturn:
         """In the child: cut every tie to the zygote but the parent-death signal, then be the worker."""
@@ -269,9 +271,11 @@ def _tell(group: _Group, message: dict[str, object]) -> None:
 
 
 def _preload() -> None:
-    """Body of the preloading thread: the first optimizer of a process imports this, for more than a second."""
+    """Body of the preloading thread."""
+    gc.disable()  # until the next fork
     with contextlib.suppress(Exception):
-        importlib.import_module("torch._dynamo")
+        for name in _PRELOADED:
+            importlib.import_module(name)
 
 
 def main(control_fd: int, caller: int, start_method: str) -> NoReturn:
@@ -284,5 +288,6 @@ def main(control_fd: int, caller: int, start_method: str) -> NoReturn:
     if os.getppid() != caller:
         sys.exit("the process that started this zygote is gone")
     if start_method == "zygote":
+        gc.disable()  # until the first fork: collections would take a fifth of the time of the imports, for nothing
         importlib.import_module("unisono.launch.worker")
     Zygote(control, caller, start_method).serve()
