@@ -25,7 +25,7 @@ from typing import NoReturn
 from uuid import uuid4
 
 import psutil
-import warm
+import warm_scripts
 
 # No test measures how fast a machine is: bench/ does. These bounds separate what happens by itself from what never
 # happens, or only by a fallback.
@@ -182,6 +182,7 @@ class Script:
 
     def __init__(self, source: str, directory: Path, way: str = "warm", **environ: str) -> None:
         self.mark = uuid4().hex
+        self._began = time.time()
         self.directory = directory
         # Of its own, and short: the paths of sockets in it, as torch's loader workers make them, have a limit.
         self._temporary = Path(tempfile.mkdtemp(prefix="run-", dir=os.environ["TMPDIR"]))
@@ -189,13 +190,15 @@ class Script:
         file.write_text(source)
         environ = {
             **os.environ,
-            warm.MARK: self.mark,
+            warm_scripts.MARK: self.mark,
             "PYTHONPATH": str(Path(__file__).parent),
             "TMPDIR": str(self._temporary),
             **environ,
         }
         if way == "warm":
-            self.process: warm.Forked | subprocess.Popen[str] = warm.run(file, directory=directory, environ=environ)
+            self.process: warm_scripts.Forked | subprocess.Popen[str] = warm_scripts.run(
+                file, directory=directory, environ=environ
+            )
         else:
             self.process = _start(way, file, directory, environ)
 
@@ -229,9 +232,18 @@ class Script:
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.environ().get(warm.MARK) == self.mark and _is_alive(process):
+                if self._environ(process).get(warm_scripts.MARK) == self.mark and _is_alive(process):
                     found.append(process)
         return found
+
+    def _environ(self, process: psutil.Process) -> dict[str, str]:
+        """Of a process in the middle of an exec, it is empty for a moment; of the kernel's own, always."""
+        patience = time.monotonic() + 1.0
+        while not (environ := process.environ()) and process.create_time() > self._began - 1.0 and process.exe():
+            if time.monotonic() > patience:
+                break
+            os.sched_yield()
+        return environ
 
     def survivors(self, within_s: float = PROMISE_S) -> list[str]:
         """What still lives when the time is over, in words."""

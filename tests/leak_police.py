@@ -24,7 +24,7 @@ import psutil
 import pytest
 import torch._dynamo  # noqa: F401 - the first optimizer imports it, and it sets environment variables
 import torch.distributed as dist
-import warm
+import warm_scripts
 
 from unisono import world
 from unisono.launch.starting import nursery as nurseries
@@ -49,7 +49,7 @@ class Footprint:
 
 
 def footprint() -> Footprint:
-    zygotes = {nursery.pid for nursery in nurseries._nurseries.values()} | {*filter(None, [warm.server_pid()])}
+    zygotes = {nursery.pid for nursery in nurseries._nurseries.values()} | {*filter(None, [warm_scripts.server_pid()])}
     parents = {os.getpid(), *zygotes}
     return Footprint(
         threads={thread for thread in threading.enumerate() if thread.name.startswith("unisono-") or not thread.daemon},

@@ -15,7 +15,6 @@ from datetime import timedelta
 from typing import Any
 
 import cloudpickle
-import pytest
 import torch
 from torch import nn
 
@@ -32,6 +31,8 @@ HOST = torch.device("cpu")  # where a body makes what lies in main memory, as da
 def devices(count: int) -> list[str]:
     """The family's first devices; where there are fewer, the test is skipped."""
     if FAMILY != "cpu" and count > get_backend(FAMILY).device_count():
+        import pytest  # here: workers import this module, or what does
+
         pytest.skip(f"there are no {count} {FAMILY} devices here", allow_module_level=True)
     return [f"{FAMILY}:{index}" for index in range(count)]
 
@@ -76,7 +77,7 @@ def wait_preloaded() -> None:
     if zygote_pid() in _preloaded:
         return
     deadline = time.monotonic() + PATIENCE.total_seconds()
-    while not all(_ask_workers(lambda _: "torch._dynamo" in sys.modules)):
+    while not all(_ask_workers(lambda _: "torch.distributed.optim" in sys.modules)):
         assert time.monotonic() < deadline, "the zygote has not been idle"
         time.sleep(0.6)  # it does so when nothing is asked of it
     _preloaded.add(zygote_pid())

@@ -12,7 +12,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
-import warm
+import warm_scripts
 
 from unisono.errors import STOP_EXIT_CODE
 
@@ -55,7 +55,7 @@ def run(source: str, beginning: str = TERM) -> tuple[int, list[str], str]:
     with tempfile.TemporaryDirectory() as directory:
         program = Path(directory) / "program.py"
         program.write_text(beginning + dedent(source))
-        code, output, errors = warm.complete(program)
+        code, output, errors = warm_scripts.complete(program)
     return code, output.splitlines(), errors
 
 

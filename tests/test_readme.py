@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import warm
+import warm_scripts
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -14,7 +14,7 @@ def test_the_example_of_the_readme_runs_and_both_ranks_agree(tmp_path: Path) -> 
     (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     script = tmp_path / "example.py"
     script.write_text(example)
-    code, output, errors = warm.complete(script)
+    code, output, errors = warm_scripts.complete(script)
     assert code == 0, errors
     lines = output.splitlines()
     losses = [float(line.rpartition(" ")[2]) for line in lines if line.startswith("epoch")]

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 LIMIT_S = 3
 CONFTEST = """
 pytest_plugins = ["running_again", "time_limit"]
@@ -17,7 +19,7 @@ def pytest_configure():
     time_limit.ENDED_AFTER_S = 8.0
 """
 HANGING = """
-import collections, itertools, threading
+import ctypes, threading
 import pytest
 from unisono import spawn
 
@@ -37,7 +39,9 @@ def test_waits_for_ever():
     hold_a_lock_twice()
 
 def test_hangs_in_c():
-    collections.deque(itertools.repeat(None), maxlen=0)  # never comes back, and looks for no signal
+    lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
+    lock(mutex)
+    lock(mutex)  # goes on waiting after a signal
 
 @pytest.mark.timeout(20)
 def test_fails_among_processes():
@@ -75,6 +79,7 @@ def reports_of(directory: Path) -> dict[str, str]:
     return {"": run.stdout, **dict(zip(found[1::2], found[2::2], strict=True))}
 
 
+@pytest.mark.waits_long
 def test_hung_tests_fail_alone_and_report_where_each_thread_stood(tmp_path: Path) -> None:
     reports = reports_of(tmp_path)
     assert re.search(r"5 failed, 1 passed.*, 1 error", reports[""])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import warm
+import warm_scripts
 from modes import HOST, PROCESSES_2, SOLO, THREADS_2, Mode
 from torch import nn
 from torch.nn import functional as F
@@ -84,9 +84,11 @@ def run_script(text: str, directory: Path, *launcher: str) -> list[dict[str, tor
     """The weights that each rank ends with."""
     directory.mkdir()
     (directory / "script.py").write_text("import os\n" + text + SAVE)
-    (directory / "launch.py").write_text(warm.COMMAND)
+    (directory / "launch.py").write_text(warm_scripts.COMMAND)
     run = [*launcher, "script.py"] if launcher else []
-    code, _, errors = warm.complete(directory / ("launch.py" if launcher else "script.py"), *run, directory=directory)
+    code, _, errors = warm_scripts.complete(
+        directory / ("launch.py" if launcher else "script.py"), *run, directory=directory
+    )
     assert code == 0, errors
     return [torch.load(path) for path in sorted(directory.glob("weights-*.pt"))]
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import warm
+import warm_scripts
 from faults import SOON_S, Line, Script
 
 from unisono.cli import run as command
@@ -160,9 +160,11 @@ print("second stage")
 @pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_what_comes_after_an_agreed_stop_in_the_script_does_not_run(tmp_path, num_workers):
     (tmp_path / "stopping.py").write_text(STOPPING)
-    (tmp_path / "launch.py").write_text(warm.COMMAND)
+    (tmp_path / "launch.py").write_text(warm_scripts.COMMAND)
     options = ["-n", str(num_workers), "--backend", "cpu", "--no-prefix", "--max-restarts", "1"]
-    code, output, errors = warm.complete(tmp_path / "launch.py", "run", *options, "stopping.py", directory=tmp_path)
+    code, output, errors = warm_scripts.complete(
+        tmp_path / "launch.py", "run", *options, "stopping.py", directory=tmp_path
+    )
     assert code == 143, errors
     assert sorted(output.splitlines()) == [f"saves {rank}" for rank in range(num_workers)]
 

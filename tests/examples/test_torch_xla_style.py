@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-import warm
+import warm_scripts
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -86,7 +86,7 @@ def run(script: str, ranks: int, family: str, *arguments: str, folder: Path = FO
     if family == "xla":  # whose settings are read when torch is imported
         command = [sys.executable, folder / script, *options, *arguments]
         return subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=100).stdout
-    code, output, errors = warm.complete(folder / script, *options, *arguments, environ=environ)
+    code, output, errors = warm_scripts.complete(folder / script, *options, *arguments, environ=environ)
     assert code == 0, errors
     return output
 

@@ -19,7 +19,7 @@ import numpy
 import psutil
 import pytest
 import torch
-import warm
+import warm_scripts
 from batches import CONTAINERS, Sample, same
 from epochs import join_own_threads, own_threads
 from hypothesis import given
@@ -717,7 +717,7 @@ for number, batch in enumerate(iterator):
 def test_a_script_that_ends_in_mid_epoch_ends_cleanly(tmp_path, source, times):
     (tmp_path / "ends.py").write_text(ENDS_IN_MID_EPOCH)
     for _ in range(times):
-        assert warm.complete(tmp_path / "ends.py", source) == (0, "", "")
+        assert warm_scripts.complete(tmp_path / "ends.py", source) == (0, "", "")
 
 
 # Loop after loop.

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-import warm
+import warm_scripts
 from matplotlib import image
 from modes import FAMILY, HOST, PROCESSES_2, SOLO, THREADS_3, Mode, scaling
 from torch.utils.data import DataLoader
@@ -379,7 +379,7 @@ else:
     sys.exit("no error")
 """
     (tmp_path / "script.py").write_text(script)
-    assert warm.complete(tmp_path / "script.py", directory=tmp_path) == (0, "", "")
+    assert warm_scripts.complete(tmp_path / "script.py", directory=tmp_path) == (0, "", "")
 
 
 @pytest.mark.any_family

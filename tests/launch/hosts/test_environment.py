@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import warm
+import warm_scripts
 from agents import free_port
 from hypothesis import given
 from hypothesis import strategies as st
@@ -269,13 +269,13 @@ sys.stdout.write(f"{unisono.rank()}: {results}\\n")
 """
 
 
-def start(script: Path, environ: dict[str, str], *launcher: str) -> warm.Forked | subprocess.Popen[str]:
+def start(script: Path, environ: dict[str, str], *launcher: str) -> warm_scripts.Forked | subprocess.Popen[str]:
     plain = {
         name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PET_", "TORCHELASTIC"))
     }
     environ = {**plain, "PYTHONUNBUFFERED": "1", **environ}
     if not launcher:
-        return warm.run(script, environ=environ)
+        return warm_scripts.run(script, environ=environ)
     return subprocess.Popen(
         [sys.executable, *launcher, str(script)],
         env=environ,

@@ -1,8 +1,9 @@
 """Scripts that start at once: forked from an interpreter that has imported torch.
 
 A script of its own, with its own process group, environment and standard streams, costs a second and more of imports
-otherwise. Variables that the interpreter reads at its start, `PYTHONHASHSEED` for one, have no effect; what a test
-claims about the start of an interpreter takes a fresh one (`faults.Script`).
+otherwise, and its zygote as much again: that is forked beside the script, and sleeps until the script starts it.
+Variables that the interpreter reads at its start, `PYTHONHASHSEED` for one, have no effect; what a test claims about
+the start of an interpreter takes a fresh one (`faults.Script`).
 
 *Threads:* the interpreter forks from its main thread, in `_serve`, reports how each script ended, and ends when
 pytest's process closes the socket. There, a thread for each stream of a script reads it.
@@ -13,6 +14,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import fcntl
+import gc
 import importlib
 import json
 import os
@@ -30,10 +33,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from unisono.launch.starting import nursery, wire
+
 MARK = "UNISONO_TEST_RUN"  # in the environment of all processes of a script
 COMMAND = "import sys\nfrom unisono.cli.main import main\nsys.exit(main(sys.argv[1:]))\n"  # a script that is `unisono`
 _BLANK = "0" * 32
 _IMPORTED = ("torch._dynamo", "torch.utils.data", "unisono.launch.worker", "faults")
+
+_STARTING = ("spawn", "launch", "unisono.cli")  # one of these words is in every script that starts workers
 
 _environ = dict(os.environ)  # of the interpreter, before any test changes its own
 _server: tuple[int, socket.socket] | None = None  # the interpreter's pid, and what it is asked through
@@ -148,7 +155,8 @@ def _serving() -> socket.socket:
             process = subprocess.Popen(
                 [sys.executable, "-c", _START.format(path=str(Path(__file__).parent), socket=theirs.fileno())],
                 pass_fds=[theirs.fileno()],
-                env={**_environ, MARK: _BLANK},
+                # Threads of OpenBLAS, which numpy's import starts, survive no fork.
+                env={**_environ, MARK: _BLANK, "OPENBLAS_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
@@ -168,16 +176,18 @@ def _serving() -> socket.socket:
 _START = """
 import sys
 sys.path.insert(0, {path!r})
-import warm
-exec(*warm._serve({socket}))
+import warm_scripts
+exec(*warm_scripts._serve({socket}))
 """
 
 
 def _serve(number: int) -> tuple[types.CodeType, dict[str, Any]]:
     """Fork for each request. It returns in the fork only: with what the script is to run, and where."""
     path = sys.path[1:]  # without that of the tests
+    gc.disable()
     for name in _IMPORTED:
         importlib.import_module(name)
+    gc.freeze()  # or each script would go through all that is imported, and copy it
     ended_r, ended_w = os.pipe()
     os.set_blocking(ended_w, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -225,16 +235,23 @@ def _begin(
     asked: dict[str, Any], path: list[str], ready: int, stdout: int, stderr: int, status: int
 ) -> tuple[types.CodeType, dict[str, Any]]:
     """Become the script, up to its first line."""
+    source = Path(asked["argv"][0]).read_text()
+    ours, theirs = socket.socketpair()
+    sleeper = os.fork() if any(word in source for word in _STARTING) else None
+    if sleeper == 0:
+        for descriptor in (ready, stdout, stderr, status, ours.detach()):
+            os.close(descriptor)
+        return _sleep(theirs)
+    theirs.close()
     os.setpgid(0, 0)
     _write_mark(asked["environ"][MARK])
     for descriptor in (ready, status):
         os.close(descriptor)
-    for descriptor, number in ((stdout, 1), (stderr, 2)):
-        os.dup2(descriptor, number)
-        os.close(descriptor)
-    os.environ.clear()
-    os.environ.update(asked["environ"])
-    tempfile.tempdir = None  # an import has asked for the interpreter's
+    _move({1: stdout, 2: stderr})
+    _replace_environ(asked["environ"])
+    if sleeper is not None:
+        _wake_at_first_start(sleeper, ours)
+    gc.enable()
     if "PYTHONUNBUFFERED" in os.environ:
         sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
     os.chdir(asked["directory"])
@@ -247,7 +264,58 @@ def _begin(
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__file__ = file
     sys.excepthook = _excepthook
-    return compile(Path(file).read_text(), file, "exec"), main.__dict__
+    return compile(source, file, "exec"), main.__dict__
+
+
+def _sleep(waking: socket.socket) -> tuple[types.CodeType, dict[str, Any]]:
+    """Be the process that the script starts for its zygote, from when it does; until then, nobody."""
+    try:
+        asked, fds = wire.receive(waking)
+    except EOFError:
+        os._exit(0)
+    waking.close()
+    os.setsid()
+    _write_mark(asked["environ"].get(MARK, _BLANK))
+    _move(dict(zip([0, 1, 2, *asked["fds"]], [os.open(os.devnull, os.O_RDONLY), *fds], strict=True)))
+    sys.argv[:] = ["-c"]
+    _replace_environ(asked["environ"])
+    os.chdir(asked["directory"])
+    return compile(asked["source"], "<string>", "exec"), {"__name__": "__main__"}
+
+
+def _wake_at_first_start(sleeper: int, waking: socket.socket) -> None:
+    """Let the nursery start the sleeper instead of a fresh interpreter: once, and from this process."""
+    script = os.getpid()
+
+    class Woken(subprocess.Popen[bytes]):
+        def _execute_child(self, args, _, __, ___, pass_fds, cwd, env, *____) -> None:  # type: ignore
+            asked = {"source": args[-1], "fds": list(pass_fds), "environ": env, "directory": cwd or os.getcwd()}
+            wire.send(waking, asked, (1, 2, *pass_fds))
+            waking.close()
+            self.pid, self._child_created = sleeper, True
+
+    def start(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        nursery.Popen = subprocess.Popen
+        return (Woken if os.getpid() == script else subprocess.Popen)(*arguments, **options)
+
+    nursery.Popen = start
+
+
+def _move(descriptors: dict[int, int]) -> None:
+    """Give each descriptor the number that is its key, and close it where it was."""
+    beyond = max(*descriptors, *descriptors.values()) + 1
+    copies = {number: fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, beyond) for number, each in descriptors.items()}
+    for descriptor in descriptors.values():
+        os.close(descriptor)
+    for number, copy in copies.items():
+        os.dup2(copy, number)
+        os.close(copy)
+
+
+def _replace_environ(environ: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environ)
+    tempfile.tempdir = None  # an import has asked for the interpreter's
 
 
 def _excepthook(kind: type[BaseException], error: BaseException, at: types.TracebackType | None) -> None:
