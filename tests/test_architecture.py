@@ -24,9 +24,12 @@ ROOT = Path(unisono.__file__).parent
 
 # A part is a module or a folder directly under the package. Imports go down only.
 FLOOR = {
-    **dict.fromkeys(["errors", "protocols", "pickling", "preemption", "outcome", "randomness", "tree", "timeline"], 0),
+    **dict.fromkeys(
+        ["errors", "protocols", "pickling", "preemption", "outcome", "randomness", "tree", "timeline", "storages"], 0
+    ),
+    **dict.fromkeys(["deliveries"], 1),
     **dict.fromkeys(["backends", "comm"], 1),
-    **dict.fromkeys(["world", "window"], 2),
+    **dict.fromkeys(["world"], 2),
     **dict.fromkeys(["loaders", "parallel", "launch", "checkpoint", "precision", "placement"], 3),
     **dict.fromkeys(["accelerator", "report"], 4),
     **dict.fromkeys(["cli", "compat"], 5),

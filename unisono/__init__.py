@@ -54,9 +54,9 @@ if TYPE_CHECKING:
     from unisono.parallel.collectives import world_size as world_size
     from unisono.parallel.context import Context as Context
     from unisono.parallel.data_parallel import DataParallel as DataParallel
+    from unisono.parallel.optimizer import backward as backward
     from unisono.parallel.optimizer import optimizer_step as optimizer_step
     from unisono.parallel.stopping import should_stop as should_stop
-    from unisono.parallel.weights import backward as backward
     from unisono.placement.barrier import lazy_barrier as lazy_barrier
     from unisono.placement.copying import copy_to as copy_to
     from unisono.placement.copying import scalar_like as scalar_like
@@ -120,9 +120,8 @@ _HOMES = {
     ],
     "unisono.parallel.context": ["Context"],
     "unisono.parallel.data_parallel": ["DataParallel"],
-    "unisono.parallel.optimizer": ["optimizer_step"],
+    "unisono.parallel.optimizer": ["backward", "optimizer_step"],
     "unisono.parallel.stopping": ["should_stop"],
-    "unisono.parallel.weights": ["backward"],
     "unisono.precision": ["is_reduced_precision", "to_full_precision", "to_reduced_precision"],
     "unisono.placement.copying": ["copy_to", "scalar_like"],
     "unisono.placement.mixing": ["strict"],

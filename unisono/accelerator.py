@@ -28,7 +28,9 @@ from unisono.parallel import collectives
 from unisono.parallel.agreement import broadcast_parameters
 from unisono.parallel.batch_norm import synchronize_batch_norm
 from unisono.parallel.compilation import compile_module
-from unisono.parallel.prepared.accumulation import Accumulation
+from unisono.parallel.ledger import Ledger
+from unisono.parallel.optimizer import ByHand
+from unisono.parallel.passes import Passes
 from unisono.parallel.prepared.choices import (
     AUTOCAST,
     check_arguments,
@@ -39,16 +41,15 @@ from unisono.parallel.prepared.choices import (
     engine_of,
     world_on,
 )
-from unisono.parallel.prepared.engines import Engine
 from unisono.parallel.prepared.guard import NanGuard
 from unisono.parallel.prepared.metrics import valid_rows
 from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.preparing import Prepared
 from unisono.parallel.prepared.stepping import Stepper
+from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.sharded import clip_grad_norm
 from unisono.parallel.strategies.states import load_model_state, load_optimizer_state, model_state, optimizer_state
 from unisono.parallel.strategies.zero import shard_optimizer
-from unisono.parallel.weights import run_backward
 from unisono.protocols import ReduceOp
 from unisono.randomness import seed_all, seed_of
 from unisono.world import World, current_world
@@ -127,9 +128,9 @@ class Accelerator:
         self.device = self.world.device
         self._autocast = AUTOCAST.get(precision or "")
         self._scaler = GradScaler(self.device.type) if precision == "fp16" else None
-        self._accumulation = Accumulation(
-            self.world, accumulate, weighs_plain=strategy != "fsdp" or not self.world.takes_engines
-        )
+        ledger = Ledger(self.world.comm.size, accumulate, is_mean=accumulate > 1)
+        self._passes = Passes(self.world, ledger)
+        self.world.state.part(ByHand).trainers.add(self._passes)
         self._guard = NanGuard(self.world) if nan_guard else None
         self._seed = seed
         self._is_seeded = False
@@ -139,9 +140,7 @@ class Accelerator:
         self._max_grad_norm = max_grad_norm
         self._strategy = strategy
         self._comm_hook = comm_hook
-        self._engine = engine_of(
-            strategy, self.world, self._accumulation, comm_hook, comm_options, find_unused_parameters
-        )
+        self._engine = engine_of(strategy, self.world, ledger, comm_hook, comm_options, find_unused_parameters)
         self._prepared = Prepared(
             self._model, self._optimizer, self._stepper, self._loader, check_of(strategy, self.world)
         )
@@ -174,16 +173,17 @@ class Accelerator:
         made = self._prepared.prepare(objects)
         return made[0] if len(made) == 1 else tuple(made)
 
-    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
-        """`loss.backward()`, weighted as `unisono.backward` tells; for fp16 the loss is scaled.
+    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None, batch: Any = None) -> None:
+        """`loss.backward()`; for fp16 the loss is scaled.
+
+        Args:
+            weight, batch: as for `unisono.backward`. None takes the batch that the model's inputs came from.
 
         Raises:
-            RuntimeError: a further batch comes without a step, and accumulation was not asked for.
             ValueError: as for `unisono.backward`.
         """
-        factor = self._accumulation.note(weight)
-        scaler = self.scaler if self._accumulation.is_first() else self._scaler
-        run_backward(loss if scaler is None else scaler.scale(loss), factor)
+        scaler = self.scaler if self._passes.ledger.is_closed else self._scaler
+        self._passes.backward(loss if scaler is None else scaler.scale(loss), weight, batch)
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """A microbatch, for batches from elsewhere; those of a prepared loader are counted by themselves.
@@ -191,12 +191,12 @@ class Accelerator:
         Args:
             models: nothing depends on them.
         """
-        return self._accumulation.microbatch()
+        return self._passes.microbatch()
 
     @property
     def is_boundary(self) -> bool:
         """Whether `optimizer.step()` steps on the present microbatch, and does not wait for more."""
-        return self._accumulation.is_boundary()
+        return self._passes.is_boundary()
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -227,7 +227,7 @@ class Accelerator:
                 f"clip_grad_norm got {len(clipped)} parameters of no prepared model; prepare() may put others in their "
                 "place, so take them from the model that it returned"
             )
-        if not self._accumulation.is_boundary():
+        if not self._passes.is_boundary():
             return None
         self._prepared.reduce(clipped)
         return clip_grad_norm(clipped, max_norm, norm_type, world=self.world)
@@ -297,16 +297,14 @@ class Accelerator:
         if self._places:
             module = move_module(module, self.device)
         if self._sync_batchnorm:
-            module = synchronize_batch_norm(module, self.world, self._accumulation.unit)
+            module = synchronize_batch_norm(module, self.world, self._passes.weight)
         if self.world.world_size > 1 and not (self.world.takes_engines and self._strategy != "fsdp"):
             broadcast_parameters(module, world=self.world)
         if self._guard is not None:
             self._guard.watch(module)
         if self._compile is not False:
             module = compile_module(module, self.world, **self._compile)
-        model = PreparedModel(
-            self._engine(module), self._accumulation, self.autocast if self._autocast is not None else None
-        )
+        model = PreparedModel(self._engine(module), self._passes, self.autocast if self._autocast is not None else None)
         if self._seed is not None and not self._is_seeded and self.world.world_size > 1:
             self._seed_generators(seed_of(self._seed, "rank", self.world.rank))
         self._is_seeded = True
@@ -332,7 +330,7 @@ class Accelerator:
             optimizer,
             engines,
             self.world,
-            self._accumulation,
+            self._passes,
             partial(clip_grad_norm, world=self.world),
             self._max_grad_norm,
             self._scaler,

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,15 +26,46 @@ from unisono.comm.fitting import process_communicator, seat_of, thread_communica
 from unisono.comm.processes import ProcessCommunicator
 from unisono.comm.solo import SoloCommunicator
 from unisono.comm.threads import ThreadCommunicator
+from unisono.deliveries import Deliveries
 from unisono.errors import NoWorldError
 from unisono.outcome import this_process
 from unisono.protocols import Backend, Communicator
 from unisono.timeline import Timeline
 
+T = TypeVar("T")
+
+
+class RankState:
+    """What a rank keeps from step to step.
+
+    Attributes:
+        deliveries: what it has received.
+        num_restarts: how often its loop has begun anew.
+    """
+
+    def __init__(self) -> None:
+        self.deliveries = Deliveries()
+        self.num_restarts = 0
+        self._parts: dict[Any, Any] = {}
+
+    def part(self, kind: type[T]) -> T:
+        """The rank's one object of that class, made when it is asked for."""
+        if kind not in self._parts:
+            self._parts.setdefault(kind, kind())
+        found: T = self._parts[kind]
+        return found
+
+    def restart(self) -> None:
+        """The rank's loop begins anew: whatever an earlier one has left is of no step."""
+        self.num_restarts += 1
+        for each in list(self._parts.values()):
+            if hasattr(each, "restart"):
+                each.restart()
+
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """One rank's view of a run; facts and the objects that serve it, no training state. Two are never equal.
+    """One rank's view of a run: facts, the objects that serve it, and its state. Two are never equal.
 
     Attributes:
         rank, world_size: this rank and the number of ranks (processes or threads).
@@ -43,6 +75,7 @@ class World:
         comm: how it meets its peers.
         restart_count: how often the group has been restarted.
         timeline: where this rank's time goes.
+        state: what this rank keeps from step to step.
     """
 
     device: torch.device
@@ -55,6 +88,7 @@ class World:
     node_rank: int = 0
     restart_count: int = 0
     timeline: Timeline = field(default_factory=Timeline)
+    state: RankState = field(default_factory=RankState)
 
     @property
     def is_of_processes(self) -> bool:

@@ -8,7 +8,6 @@ from modes import PROCESSES_2, SOLO, THREADS_3, scaling
 from torch.utils.data import DataLoader, IterableDataset
 
 from unisono import DeviceLoader, current_world
-from unisono.window import window_of
 
 
 class Stream(IterableDataset):
@@ -81,12 +80,10 @@ def test_an_error_of_the_source_comes_where_the_loop_comes_to_it():
         next(iterator)
 
 
-def test_the_window_asks_the_loop_and_does_not_keep_it():
+def test_a_delivered_batch_asks_its_loop_whether_it_is_the_last_and_does_not_keep_it():
     loader = DeviceLoader([torch.arange(2)] * 2)
-    window = window_of(current_world())
     iterator = iter(loader)
-    next(iterator)
-    latest = window.latest()
-    assert (latest.is_last(), latest.is_over) == (False, False)
+    [batch] = current_world().state.deliveries.find(next(iterator))
+    assert (batch.is_last(), batch.loop.is_open) == (False, True)
     del iterator
-    assert (latest.is_last(), window.latest().is_over) == (True, True)
+    assert (batch.is_last(), batch.loop.is_open) == (True, False)

@@ -16,7 +16,7 @@ from unisono import CollectiveMismatchError, current_world
 from unisono.loaders.sharding import Size, deal
 from unisono.parallel import gradients
 from unisono.parallel.gradients import reduce_gradients
-from unisono.window import Share
+from unisono.parallel.ledger import Share
 
 PAIR = [Share(0.25, 1), Share(0.75, 1)]
 

@@ -8,8 +8,6 @@ from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, scaling
 from torch import nn
 
 from unisono import DeviceLoader, backward, current_world, optimizer_step, use_world
-from unisono.parallel.weights import Tally
-from unisono.window import window_of
 from unisono.world import solo_world
 
 pytestmark = pytest.mark.any_family
@@ -90,15 +88,14 @@ def test_a_weight_of_zero_on_some_ranks_leaves_the_others_mean(mode):
     assert mode.run(body) == pytest.approx([5.0] * mode.ranks)
 
 
-def test_weights_that_are_zero_everywhere_are_an_error_on_all_ranks(mode):
+def test_a_step_whose_weights_are_zero_everywhere_is_skipped_on_all_ranks(mode):
     def body():
         weight, optimizer = one()
-        with pytest.raises(ValueError, match="weights of this step are 0 on all ranks"):
-            applied(weight, optimizer, (3.0, 0))
-        optimizer.zero_grad()
-        return applied(weight, optimizer, (5.0, 2))  # the failed step is over
+        assert applied(weight, optimizer, (3.0, 0)) == 0
+        kept = weight.item()
+        return kept, applied(weight, optimizer, (5.0, 2)), current_world().timeline.loop().counts["empty"]
 
-    assert mode.run(body) == [5.0] * mode.ranks
+    assert mode.run(body) == [(1.0, 5.0, 1)] * mode.ranks
 
 
 @pytest.mark.parametrize(
@@ -122,57 +119,86 @@ def test_a_tensor_of_several_elements_is_no_weight():
         backward(one()[0].sum(), torch.ones(2))
 
 
-def test_weights_for_some_microbatches_only_are_an_error(world):
-    tally = Tally(world)
-    tally.note(2)
+def test_weights_for_some_microbatches_only_are_an_error():
+    weight, _ = one()
+    backward(weight.sum(), 2)
     with pytest.raises(ValueError, match=r"another one has none; pass backward\(..., weight=\)"):
-        tally.note(None)
+        backward(weight.sum())
 
 
-def test_losses_of_one_batch_count_it_once_and_have_one_weight(world):
-    tally, loop = Tally(world), window_of(world).begin()
-    loop.add(2, 4)
-    assert [tally.note(3), tally.note(3), tally.microbatches] == [1, 1, 1]
-    with pytest.raises(ValueError, match="one batch has got the weights 3 and 5"):
-        tally.note(5)
+def test_losses_of_one_batch_count_it_once_and_have_one_weight():
+    weight, optimizer = one()
+    for numbers in DeviceLoader([torch.ones(4)], split="global"):
+        for factor in (2, 5):
+            backward((weight * numbers).mean() * factor, 3)
+        with pytest.raises(ValueError, match="one batch has got the weights 3 and 5"):
+            backward(weight.sum(), 5)
+    optimizer_step(optimizer)
+    assert weight.grad.item() == 7
 
 
-def test_factors_are_one_but_for_microbatches_of_another_size(world):
-    tally, loop = Tally(world), window_of(world).begin()
-    factors = []
-    for samples in (4, 4, 2, 0):
-        loop.add(samples, 8)
-        factors.append(tally.note(None))
-    assert factors == [1, 1, 0.5, 0]
-    share, factor = tally.share()
-    assert (share.part, share.batches, factor) == (10 / 32, 4, 4 / 32)
+def test_a_second_optimizer_on_the_same_batch_steps_on_the_same_gradients(mode):
+    def body():
+        (weight, first), (other, second) = one(), one()
+        for numbers in DeviceLoader([torch.arange(5.0)] * 2, split="global"):
+            backward((weight * numbers).mean() + 2 * (other * numbers).mean())
+            optimizer_step(first)
+            optimizer_step(second)
+        return weight.grad.item(), other.grad.item()
+
+    for found in mode.run(body):
+        assert found == pytest.approx((4, 8))
 
 
-def test_a_step_begins_anew_behind_a_step_and_behind_zero_grad(world):
-    tally, loop = Tally(world), window_of(world).begin()
-    _, optimizer = one()
-    for close in (lambda: tally.close(optimizer), tally.clear):
-        loop.add(2, 4)
-        tally.note(None)
-        close()
-        assert not tally.would_add()
-        loop.add(1, 4)
-        tally.note(None)
-        assert (tally.microbatches, tally.share()[0].part) == (1, 0.25)
-        tally.close(optimizer)
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_batches_drawn_ahead_are_weighed_where_they_are_named(mode, ahead):
+    def body():
+        weight, optimizer = one()
+        drawn, found = [], []
+        batches = iter(DeviceLoader([torch.arange(4.0), torch.arange(4.0), torch.arange(3.0) + 7], split="global"))
+        while drawn or ahead >= 0:
+            while len(drawn) <= ahead and (batch := next(batches, None)) is not None:
+                drawn.append(batch)
+            if not drawn:
+                return found
+            batch = drawn.pop(0)
+            backward((weight * batch).sum() / max(len(batch), 1), batch=batch)
+            optimizer_step(optimizer)
+            found.append(weight.grad.item())
+            optimizer.zero_grad()
+        return found
+
+    for found in mode.run(body):
+        assert found == pytest.approx([1.5, 1.5, 8.0])
 
 
-def test_a_second_optimizer_on_the_same_batch_gets_the_same_share(world):
-    tally, loop = Tally(world), window_of(world).begin()
-    (_, first), (_, second) = one(), one()
-    loop.add(1, 4)
-    tally.note(None)
-    tally.close(first)
-    assert (tally.is_held(second), tally.is_held(first)) == (True, False)
-    tally.note(None)
-    assert tally.share()[0].part == 0.25
-    loop.add(1, 4)
-    assert not tally.is_held(second)
+def test_a_loss_that_may_be_of_two_batches_that_count_differently_is_an_error():
+    def body():
+        weight, _ = one()
+        batches = list(DeviceLoader([torch.arange(4.0), torch.arange(3.0)], split="global"))
+        with pytest.raises(ValueError, match=r"2 batches were drawn .* backward\(loss, batch=batch\)"):
+            backward((weight * batches[0]).mean())
+
+    THREADS_2.run(body)
+
+
+def summed(*sizes):
+    """The gradient that a step applies to a plain sum over batches of those sizes."""
+    weight, optimizer = one()
+    for batch in DeviceLoader([torch.arange(float(size)) for size in sizes], split="global"):
+        (weight * batch).mean().backward()
+    optimizer_step(optimizer)
+    return weight.grad.item()
+
+
+def test_plain_sums_of_batches_that_were_dealt_differently_are_an_error_and_others_exact():
+    def body():
+        found = summed(4, 4)
+        with pytest.raises(ValueError, match=r"call unisono\.backward\(loss\) instead of loss\.backward\(\)"):
+            summed(4, 3)
+        return found
+
+    assert THREADS_2.run(body) == [3.0] * 2
 
 
 def test_batches_from_elsewhere_do_not_get_the_share_of_a_loop_that_is_over():

@@ -1,4 +1,4 @@
-"""DeviceIterator: the loop's end of a loader. It waits for batches, and keeps the loop's time and its window."""
+"""DeviceIterator: the loop's end of a loader. It waits for batches, notes what came, and keeps the loop's time."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable, Sized
 from functools import partial
 from typing import Any
 
+from unisono.deliveries import Loop as Received
 from unisono.loaders.channel import EndOfChannel
 from unisono.loaders.resume import State
 from unisono.loaders.stages import Delivery, Lane
 from unisono.outcome import Outcome
 from unisono.timeline import COMPUTE, FETCH, Loop
-from unisono.window import Pass, window_of
 from unisono.world import World
 
 
@@ -37,9 +37,9 @@ class DeviceIterator:
         self._parent = parent  # its threads end with the last iterator
         self._receive = receive
         self._state = state
-        self._window = window_of(world)
+        self._deliveries = world.state.deliveries
         self._loop: Loop | None = None
-        self._pass: Pass | None = None
+        self._received: Received | None = None
         self._ahead: Outcome[Delivery] | None = None
         self.valid_samples = 0
         self._total: int | None = None
@@ -55,10 +55,10 @@ class DeviceIterator:
     def __next__(self) -> Any:
         lane = self._lane
         track = lane.timeline.loop()
-        loop, running = self._loop, self._pass  # another thread may close this iterator, and end the pass
-        if loop is None or running is None or loop.track is not track:
+        loop, received = self._loop, self._received  # another thread may close this iterator, and end both
+        if loop is None or received is None or loop.track is not track:
             is_last = partial(_is_last, weakref.ref(self))
-            self._loop, self._pass = loop, running = Loop(track), self._window.begin(is_last)
+            self._loop, self._received = loop, received = Loop(track), self._deliveries.begin(is_last)
         else:
             track.switch(FETCH)
         began, queued = track.since, lane.sent - lane.received
@@ -70,8 +70,8 @@ class DeviceIterator:
         except BaseException as error:
             loop.end()
             track.count_wait(lane.last_stamps().divide(began, track.since), lane.is_direct)
-            self._window.end(running)
-            self._loop = self._pass = None
+            self._deliveries.end(received)
+            self._loop = self._received = None
             if isinstance(error, EndOfChannel):
                 lane.progress.has_ended = True
                 raise StopIteration from None
@@ -81,7 +81,7 @@ class DeviceIterator:
         claim = delivery.claim
         self.valid_samples, self._total = claim.samples, claim.total
         lane.progress.advance(delivery.position, claim.samples, claim.total)
-        running.add(claim.samples, claim.total, claim.mark, claim.repeated)
+        self._deliveries.add(received, delivery.batch, *claim)
         counts = track.counts
         counts["samples"] += claim.samples
         counts["batches"] += 1
@@ -132,14 +132,14 @@ class DeviceIterator:
     def _abandon_loop(self) -> None:
         self._lane.progress.is_left = True
         self._ahead = None
-        if self._pass is not None:
-            self._window.end(self._pass)
-            self._pass = None
+        if self._received is not None:
+            self._deliveries.end(self._received)
+            self._received = None
         if self._loop is not None and self._loop.abandon():
             self._loop = None
 
 
 def _is_last(iterator: weakref.ref[DeviceIterator]) -> bool:
-    """For the window, which must not keep the iterator alive: a loop that is left ends with it."""
+    """For the deliveries, which must not keep the iterator alive: a loop that is left ends with it."""
     alive = iterator()
     return alive is None or alive.is_last()

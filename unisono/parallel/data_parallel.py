@@ -33,9 +33,8 @@ from unisono.parallel.caller_state import CallerState
 from unisono.parallel.context import Context
 from unisono.parallel.generators import ReplicaGenerators
 from unisono.parallel.likeness import first_difference
-from unisono.parallel.optimizer import forget_agreement
+from unisono.parallel.optimizer import ByHand
 from unisono.parallel.replicas import ReplicaThreads
-from unisono.parallel.weights import tally_of
 from unisono.randomness import seed_of
 from unisono.timeline import Timeline
 from unisono.world import World, current_world, meet_anew, solo_world, thread_worlds, use_world
@@ -201,7 +200,7 @@ class DataParallel:
         _refuse_ranks(current_world())
         meet_anew(self._own_worlds)
         for world in self._own_worlds:
-            tally_of(world).restart()
+            world.state.restart()
         return self._own_worlds
 
     @cached_property
@@ -274,7 +273,8 @@ class DataParallel:
                 interrupt(error)
             else:
                 meet_anew(worlds)  # the meeting that broke keeps its cause, and so the batches in the frames of that
-            forget_agreement(worlds)
+            for world in worlds:
+                world.state.part(ByHand).agreed.clear()
             add_note_once(error, self._what_is_left())
             raise
 

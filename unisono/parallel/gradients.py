@@ -23,8 +23,8 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from unisono.errors import CollectiveMismatchError
+from unisono.parallel.ledger import Share
 from unisono.parallel.names import name_of
-from unisono.window import Share
 from unisono.world import World
 
 logger = logging.getLogger(__name__)

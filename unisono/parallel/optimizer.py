@@ -1,32 +1,127 @@
-"""`optimizer_step`: reduce the gradients over all ranks, then step."""
+"""Training by hand, without an Accelerator: `backward` weighs a loss, `optimizer_step` reduces and steps.
+
+Nothing of ours sees a plain module's forward pass. So a loss is taken for that of the oldest batch that none was
+counted for yet. Where it may be another one's (batches were drawn ahead) and that makes a difference, it is an error.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Mapping, Sequence, Set
+from functools import partial
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.optim import Optimizer
 
+from unisono.deliveries import Batch, all_count_the_same
 from unisono.parallel.agreement import check_agreement
 from unisono.parallel.gradients import part_of, reduce_gradients
+from unisono.parallel.ledger import Ledger, Share, claim_of
 from unisono.parallel.names import trained_parameters
-from unisono.parallel.weights import share_of, tally_of
 from unisono.timeline import REDUCE, STEP
-from unisono.window import Share, window_of
 from unisono.world import World, current_world
 
 logger = logging.getLogger(__name__)
 
-_agreed: WeakKeyDictionary[World, WeakSet[Optimizer]] = WeakKeyDictionary()
-"""The optimizers whose parameters have been compared, by the rank that did."""
-
-_with_foreign_batches: WeakSet[World] = WeakSet()
-
 prepared: WeakSet[Optimizer] = WeakSet()
 """The optimizers that an Accelerator has prepared: their steps reduce by themselves."""
+
+
+class Trainer(Protocol):
+    """Weighs the losses of the models that an Accelerator has prepared."""
+
+    def has(self, parameters: Set[torch.Tensor]) -> bool:
+        """Whether some of these are parameters of its models."""
+
+    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None, batch: Any) -> None:
+        """`loss.backward()`, weighted."""
+
+
+class ByHand:
+    """What a rank has done by hand.
+
+    Attributes:
+        agreed: the optimizers whose parameters have been compared with the other ranks'.
+        brings_batches: each rank brings batches of its own, as PyTorch/XLA's scripts do by a DistributedSampler.
+        ledger: of what `backward` has counted since the last step.
+        trainers: what weighs the losses of prepared models.
+        stepped_at: of each optimizer, the last batch that it has stepped on, as `Batch.at`.
+    """
+
+    def __init__(self) -> None:
+        self.agreed: WeakSet[Optimizer] = WeakSet()
+        self.brings_batches = False
+        self.trainers: WeakSet[Trainer] = WeakSet()
+        self.ledger: Ledger | None = None
+        self.stepped_at: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self.stepped: WeakSet[Optimizer] = WeakSet()  # since the last `backward` of another batch
+
+    def ledger_of(self, world: World) -> Ledger:
+        if self.ledger is None:
+            self.ledger = Ledger(world.comm.size, math.inf)
+        return self.ledger
+
+    def restart(self) -> None:
+        """The rank's loop begins anew, and whatever an earlier one has left is of no step."""
+        self.ledger = None
+        self.stepped_at.clear()
+
+
+def backward(
+    loss: torch.Tensor,
+    weight: float | torch.Tensor | None = None,
+    batch: Any = None,
+    *,
+    world: World | None = None,
+) -> None:
+    """`loss.backward()` for a microbatch, so that the next `optimizer_step` applies the gradient of the mean over all
+    microbatches since the last one, on all ranks, each weighted exactly.
+
+    The loss must be the mean over the microbatch, and is not divided by the number of microbatches. A batch that is to
+    be left out is left out before this call: nothing tells here that its gradients were zeroed.
+
+    Args:
+        loss: of one element.
+        weight: what the mean was taken over, where that is not the samples: the number of tokens that are not masked,
+            say. None takes the samples that the loader has dealt to this rank; without a loader of this package each
+            microbatch counts the same. All ranks give weights in a step, or none does. Several losses of one batch
+            have one weight. A small collective.
+        batch: tensors of the batch that the loss is of, as a loader of this package has delivered them. None takes the
+            one that was delivered last.
+
+    Raises:
+        ValueError: the weight is negative or not finite, or does not fit those given before in this step; or several
+            batches were drawn, and it is not known which one this is.
+    """
+    world = world or current_world()
+    hand = world.state.part(ByHand)
+    trainers = list(hand.trainers)
+    if trainers and (leaves := set(_leaves(loss))):
+        for each in trainers:
+            if each.has(leaves):
+                each.backward(loss, weight, batch)
+                return
+    ledger = hand.ledger_of(world)
+    found = _batch_of(batch, ledger, world, is_weighed=weight is not None)
+    claim = claim_of(found, weight, world)
+    key = found if found is not None else object()
+    if ledger.is_closed and not ledger.holds(key):
+        hand.stepped.clear()
+    ledger.enter(claim, key)
+    run_backward(loss, claim.part(world.comm.size) * ledger.scale(claim))
+
+
+def run_backward(loss: torch.Tensor, factor: float) -> None:
+    """The backward pass of the loss, whose gradients are scaled where they arrive, as those of prepared models are."""
+    hooks = [] if factor == 1 else [each.register_hook(partial(_scaled, factor)) for each in _leaves(loss)]
+    try:
+        loss.backward()
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def optimizer_step(
@@ -59,7 +154,7 @@ def optimizer_step(
     Raises:
         TypeError: `optimizer` is none, or a gradient is sparse.
         RuntimeError: no parameter has a gradient.
-        ValueError: a weight is no weight, or all are zero.
+        ValueError: a weight is no weight; or plain `loss.backward()` has added up batches that were dealt differently.
         CollectiveMismatchError: the ranks' models differ, or the ranks took different numbers of batches.
         BrokenWorldError: a peer failed or departed.
     """
@@ -71,24 +166,39 @@ def optimizer_step(
         if weight is not None:
             raise ValueError("a prepared optimizer's gradients have their weights; pass backward(loss, weight=...)")
         return optimizer.step(**arguments)
+    hand = world.state.part(ByHand)
     try:
-        return _step(optimizer, barrier, arguments, weight, world)
+        return _step(optimizer, barrier, arguments, weight, hand, world)
     finally:  # a step that has failed is over, too
-        tally_of(world).close(optimizer)
+        hand.ledger_of(world).close()
+        hand.stepped.add(optimizer)
+
+
+def reduce_held(optimizer: Optimizer, world: World, weight: float | torch.Tensor | None = None) -> Share | None:
+    """Reduce the gradients of an optimizer that nobody has prepared; this rank's share of them. A collective."""
+    share, factor = _share(optimizer, weight, world)
+    reduce_gradients(trained_parameters(optimizer), world, share, factor)
+    return share
 
 
 def _step(
-    optimizer: Optimizer, barrier: bool, arguments: dict[str, Any], weight: float | torch.Tensor | None, world: World
+    optimizer: Optimizer,
+    barrier: bool,
+    arguments: dict[str, Any],
+    weight: float | torch.Tensor | None,
+    hand: ByHand,
+    world: World,
 ) -> Any:
-    share, factor = _share(optimizer, weight, world)
-    parameters = trained_parameters(optimizer)
     track = world.timeline.loop()
     with track.span(REDUCE):
-        check_once(optimizer, parameters, world)
+        check_once(optimizer, trained_parameters(optimizer), world)
         if arguments.get("closure") is not None:
-            arguments["closure"] = _reducing(optimizer, arguments["closure"], share, world)
+            arguments["closure"] = _reducing(optimizer, arguments["closure"], weight, world)
         else:
-            reduce_gradients(parameters, world, share, factor)
+            reduce_held(optimizer, world, weight)
+            if _is_counted(optimizer, hand) and hand.ledger_of(world).is_empty:
+                track.count("empty")
+                return None
     with track.span(STEP):
         result = optimizer.step(**arguments)
         world.backend.mark_step(world.device)
@@ -98,20 +208,90 @@ def _step(
     return result
 
 
+def _is_counted(optimizer: Optimizer, hand: ByHand) -> bool:
+    """Whether the gradients that the optimizer is about to apply were made by `backward`."""
+    ledger = hand.ledger
+    return ledger is not None and ledger.count > 0 and not (ledger.is_closed and optimizer in hand.stepped)
+
+
 def _share(
     optimizer: Optimizer, weight: float | torch.Tensor | None, world: World
 ) -> tuple[Share | None, float | None]:
     """This rank's share of the step, and the factor of its gradients where that is another number."""
-    tally, window = tally_of(world), window_of(world)
-    if not tally.is_held(optimizer):
-        if weight is None:
-            return window.share_for(optimizer), None
-        window.take(optimizer)
-        return share_of(weight, world)
+    hand = world.state.part(ByHand)
+    batches = _taken(optimizer, hand, world)
+    if _is_counted(optimizer, hand):
+        if weight is not None:
+            raise ValueError(
+                "backward() has weighted these gradients; give the weight to backward(loss, weight=...) alone"
+            )
+        ledger = hand.ledger_of(world)
+        return ledger.share(), ledger.factor()
     if weight is not None:
-        raise ValueError("backward() has weighted these gradients; give the weight to backward(loss, weight=...) alone")
-    window.take(optimizer)
-    return tally.share()
+        claim = claim_of(None, weight, world)
+        return Share(claim.part(1), 1), claim.part(1)
+    return _plain_share(batches), None
+
+
+def _taken(optimizer: Optimizer, hand: ByHand, world: World) -> Sequence[Batch]:
+    """The batches that the optimizer steps on now: those since its last step, or the last one again."""
+    deliveries = world.state.deliveries
+    batches = deliveries.since(hand.stepped_at.get(optimizer, 0))
+    if batches:
+        hand.stepped_at[optimizer] = batches[-1].at
+    return batches or deliveries.since(0)[-1:]
+
+
+def _plain_share(batches: Sequence[Batch]) -> Share | None:
+    """The share of gradients that plain `loss.backward()` has made of these batches; None where nobody knows it.
+
+    Raises:
+        ValueError: the batches were dealt in different proportions.
+    """
+    if (
+        not batches
+        or any(not each.total for each in batches)
+        or (not batches[-1].loop.is_open and batches[-1].is_spent)
+    ):
+        return None
+    first, last = batches[0], batches[-1]
+    for each in batches:
+        each.is_spent = True
+        if each.samples * (first.total or 0) != first.samples * (each.total or 0):
+            raise ValueError(
+                f"{len(batches)} batches came between two optimizer steps, of which this rank had different parts "
+                f"({first.samples} of {first.total} samples, {each.samples} of {each.total}), and one number cannot "
+                "weigh the sum of their gradients; call unisono.backward(loss) instead of loss.backward(), which "
+                "weighs each, or train with an Accelerator"
+            )
+    return Share(last.samples / last.total, len(batches), last.mark) if last.total else None
+
+
+def _batch_of(given: Any, ledger: Ledger, world: World, is_weighed: bool) -> Batch | None:
+    """The batch that a loss is of.
+
+    Args:
+        given: by the user.
+        is_weighed: it counts what the user says.
+    """
+    deliveries = world.state.deliveries
+    if given is not None:
+        found = deliveries.find(given)
+        if not found:
+            raise ValueError(
+                "batch= holds no tensor of a batch that a loader of this package has delivered; pass the batch as it "
+                "came, or a view of it, or the number of its samples as weight="
+            )
+    else:
+        found = deliveries.candidates()
+        if not is_weighed and not all_count_the_same(found):
+            raise ValueError(
+                f"{len(found)} batches were drawn that the loss may be of, and they count differently; say which by "
+                "backward(loss, batch=batch)"
+            )
+    if found:
+        deliveries.use(found[0])
+    return found[0] if found else None
 
 
 def check_once(optimizer: Optimizer, parameters: Sequence[torch.Tensor], world: World) -> None:
@@ -120,18 +300,13 @@ def check_once(optimizer: Optimizer, parameters: Sequence[torch.Tensor], world: 
     Raises:
         CollectiveMismatchError: they do not.
     """
-    agreed = _agreed.setdefault(world, WeakSet())
+    agreed = world.state.part(ByHand).agreed
     if world.comm.size == 1 or optimizer in agreed:
         return
     check_agreement(parameters, world)
     agreed.add(optimizer)
     if optimizer not in prepared:
         warn_of_foreign_batches(world, "optimizer_step", "DeviceLoader(loader) cuts it")
-
-
-def expect_foreign_batches(world: World) -> None:
-    """In this world each rank brings batches of its own, as PyTorch/XLA's scripts do by a DistributedSampler."""
-    _with_foreign_batches.add(world)
 
 
 def warn_of_foreign_batches(world: World, called: str, way_out: str) -> None:
@@ -141,7 +316,8 @@ def warn_of_foreign_batches(world: World, called: str, way_out: str) -> None:
         called: what the user did.
         way_out: what gives each rank a part.
     """
-    if world.rank == 0 and world.world_size > 1 and window_of(world).is_unused and world not in _with_foreign_batches:
+    is_expected = world.state.part(ByHand).brings_batches or not world.state.deliveries.is_unused
+    if world.rank == 0 and world.world_size > 1 and not is_expected:
         logger.warning(
             "%s in a world of %d ranks, whose batches come from no loader of this package: they count equally, and a "
             "plain DataLoader gives each rank all of the data; %s",
@@ -151,25 +327,20 @@ def warn_of_foreign_batches(world: World, called: str, way_out: str) -> None:
         )
 
 
-def _reducing(optimizer: Optimizer, closure: Callable[[], Any], share: Share | None, world: World) -> Callable[[], Any]:
-    """A closure for `optimizer`, where each call is a step of its own; `share` is that of plain `loss.backward()`."""
-    tally, parameters = tally_of(world), trained_parameters(optimizer)
-
-    def begin() -> None:
-        tally.clear()
+def _reducing(
+    optimizer: Optimizer, closure: Callable[[], Any], weight: float | torch.Tensor | None, world: World
+) -> Callable[[], Any]:
+    """A closure for `optimizer`, where each call is a step of its own."""
+    hand = world.state.part(ByHand)
+    own = None if weight is not None else _plain_share(_taken(optimizer, hand, world))
 
     def reduce() -> Share | None:
-        own, factor = tally.share() if tally.is_held(optimizer) else (share, None)
-        reduce_gradients(parameters, world, own, factor)
+        if _is_counted(optimizer, hand) or weight is not None:
+            return reduce_held(optimizer, world, weight)
+        reduce_gradients(trained_parameters(optimizer), world, own)
         return own
 
-    return reducing(closure, begin, reduce, world)
-
-
-def forget_agreement(worlds: Iterable[World]) -> None:
-    """Something went wrong in these worlds: compare the models again before the next step."""
-    for world in worlds:
-        _agreed.pop(world, None)
+    return reducing(closure, hand.ledger_of(world).clear, reduce, world)
 
 
 def reducing(
@@ -191,3 +362,24 @@ def reducing(
             return world.comm.all_reduce(loss * part if part else torch.zeros_like(loss))
 
     return reduced
+
+
+def _scaled(factor: float, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Times 0 it is zero, also where it is not finite, as a mean over nothing is. Autograd leaves out what is None."""
+    return None if gradient is None else gradient * factor if factor else torch.zeros_like(gradient)
+
+
+def _leaves(loss: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors in which the backward pass of the loss leaves gradients."""
+    found: list[torch.Tensor] = []
+    seen, left = {loss.grad_fn}, [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None:
+            continue
+        if isinstance(leaf := getattr(node, "variable", None), torch.Tensor):
+            found.append(leaf)
+        new = {each for each, _ in node.next_functions if each not in seen}
+        seen |= new
+        left.extend(new)
+    return found

@@ -80,24 +80,22 @@ def test_a_batch_left_out_behind_its_backward_leaves_the_next_ones_weight() -> N
     assert all(THREADS_2.run(train))
 
 
-def test_gradients_that_went_by_the_model_are_told_of_where_they_cannot_be_weighed(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    from unisono.window import warn_of_unequal_shares
-
-    warn_of_unequal_shares.cache_clear()
-
-    def train() -> None:
-        accelerator, model = Accelerator(accumulate=2), network()
+@pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str)
+def test_backward_passes_that_go_past_the_prepared_model_are_weighed_and_reduced_too(mode: Mode) -> None:
+    def train() -> bool:
+        data, accelerator, model = samples(7), Accelerator(accumulate=2), network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(samples(7), batch_size=2))
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=2))
         for inputs, targets in loader:
             optimizer.zero_grad()
             F.mse_loss(accelerator.unwrap(model)(inputs), targets).backward()
             optimizer.step()
+        plain = network()
+        loss_of(plain, data, 0, 7).backward()
+        torch.optim.SGD(plain.parameters(), lr=0.1).step()
+        return close(model, plain)
 
-    THREADS_2.run(train)
-    assert "accelerator.backward(loss)" in caplog.text
+    assert all(mode.run(train))
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -175,14 +173,45 @@ def test_nothing_is_told_where_blocks_are_microbatches(caplog: pytest.LogCapture
     assert "accumulate=2" not in caplog.text
 
 
-def test_an_optimizer_that_is_not_prepared_is_named_as_a_cause_of_a_further_batch() -> None:
-    def train() -> None:
-        accelerator, model = Accelerator(), network()
-        model, loader = accelerator.prepare(model, DataLoader(samples(8), batch_size=2))
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
+def test_an_optimizer_that_is_not_prepared_steps_on_the_gradients_of_all_ranks(mode: Mode) -> None:
+    def train() -> bool:
+        data, accelerator, model = samples(11), Accelerator(), network()
+        model, loader = accelerator.prepare(model, DataLoader(data, batch_size=2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for inputs, targets in loader:
+            optimizer.zero_grad()
             accelerator.backward(F.mse_loss(model(inputs), targets))
             optimizer.step()
+        plain = network()
+        other = torch.optim.SGD(plain.parameters(), lr=0.1)
+        for first in range(0, 11, 2 * accelerator.world.world_size):
+            other.zero_grad()
+            loss_of(plain, data, first, min(first + 2 * accelerator.world.world_size, 11)).backward()
+            other.step()
+        return close(model, plain)
 
-    with pytest.raises(RuntimeError, match="not prepared does not count"):
-        SOLO.run(train)
+    assert all(mode.run(train))
+
+
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
+def test_no_optimizer_steps_in_the_middle_of_an_accumulation(mode: Mode) -> None:
+    def train() -> None:
+        accelerator, model = Accelerator(accumulate=2), network()
+        model, loader = accelerator.prepare(model, DataLoader(samples(16), batch_size=2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = [each.clone() for each in model.parameters()]
+        for number, (inputs, targets) in enumerate(loader):
+            accelerator.backward(F.mse_loss(model(inputs), targets))
+            if number == 0:
+                with pytest.raises(
+                    RuntimeError, match="the SGD steps on gradients of the Sequential that are this rank"
+                ):
+                    optimizer.step()
+                assert all(map(torch.equal, before, model.parameters()))
+            elif number == 1:
+                optimizer.step()
+                assert not any(map(torch.equal, before, model.parameters()))
+                return
+
+    mode.run(train)

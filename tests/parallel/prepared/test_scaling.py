@@ -15,7 +15,7 @@ from twin import adam, compare, data, loader_of, model, sgd
 
 from unisono import Accelerator, NonFiniteGradientError, current_world, rank
 from unisono.parallel.gradients import reduce_gradients
-from unisono.window import Share
+from unisono.parallel.ledger import Share
 
 
 @pytest.fixture(params=scaling(SOLO, THREADS_3, PROCESSES_2), ids=str)
@@ -256,3 +256,45 @@ def test_a_rank_that_weighs_nothing_may_have_a_loss_that_is_no_number():
         return weight.grad.tolist()
 
     assert THREADS_2.run(body) == [[3.0, 3.0]] * 2
+
+
+class _LeftOut(torch.autograd.Function):
+    """Takes a parameter, and has no gradient for it."""
+
+    @staticmethod
+    def forward(context, outputs, parameter):
+        return outputs.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient, None
+
+
+class _Leaving(nn.Sequential):
+    def __init__(self):
+        super().__init__(*model())
+        self.left_out = nn.Parameter(torch.ones(1).double())
+
+    def forward(self, inputs):
+        return _LeftOut.apply(super().forward(inputs), self.left_out)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_parameter_that_autograd_has_no_gradient_for_stays_as_it_was(mode, accumulate):
+    def train(accelerator, loader, run_backward):
+        network = _Leaving()
+        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
+        for inputs, targets, _ in loader:
+            optimizer.zero_grad()
+            run_backward(accelerator, F.mse_loss(network(inputs), targets))
+            optimizer.step()
+        return network.state_dict()
+
+    def plainly(accelerator, loader):
+        return train(accelerator, loader, lambda _, loss: loss.backward())
+
+    def weighted(accelerator, loader):
+        return train(accelerator, loader, lambda accelerator, loss: accelerator.backward(loss))
+
+    lines = {"plainly": plainly, "weighted": weighted}
+    compare(mode, lines, accumulate=accumulate, nan_guard=True, find_unused_parameters=True)

@@ -166,6 +166,24 @@ def test_schedulers_reach_the_optimizers_of_all_ranks():
         assert rates == [group["lr"] for group in optimizer.param_groups]
 
 
+def test_hooks_of_steps_go_along_and_their_handles_still_remove_them():
+    def body() -> list[str]:
+        called, model = [], network()
+        plain = OPTIMIZERS["sgd"](groups_of(model))
+        before = plain.register_step_pre_hook(lambda optimizer, *_: called.append(f"before {type(optimizer).__name__}"))
+        after = plain.register_step_post_hook(lambda *_: called.append("after"))
+        optimizer = shard_optimizer(plain, current_world())
+        wrapped = replicated(model)
+        train(wrapped, optimizer, range(2), own_range())
+        before.remove()
+        train(wrapped, optimizer, range(2, 3), own_range())
+        after.remove()
+        train(wrapped, optimizer, range(3, 4), own_range())
+        return called
+
+    assert PROCESSES_2.run(body) == [[*["before ZeroRedundancyOptimizer", "after"] * 2, "after"]] * 2
+
+
 def test_memory_formats_stay_as_they_are():
     def model() -> nn.Sequential:
         made = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)).double().to(memory_format=torch.channels_last)

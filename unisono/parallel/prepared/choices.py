@@ -10,8 +10,10 @@ from torch import nn
 
 from unisono.backends import CPU, resolve_device
 from unisono.parallel.agreement import broadcast_parameters
-from unisono.parallel.prepared.accumulation import Accumulation
-from unisono.parallel.prepared.engines import Engine, LateEngine, ReplicatedEngine, ShardedEngine
+from unisono.parallel.ledger import Ledger
+from unisono.parallel.strategies.ddp import ReplicatedEngine
+from unisono.parallel.strategies.engine import Engine
+from unisono.parallel.strategies.fsdp import ShardedEngine
 from unisono.parallel.strategies.hooks import hook_names
 from unisono.parallel.strategies.sharded import check_shardable
 from unisono.parallel.strategies.zero import check_divisible
@@ -84,7 +86,7 @@ def check_of(strategy: str, world: World) -> Callable[[nn.Module | torch.optim.O
 def engine_of(
     strategy: str,
     world: World,
-    accumulation: Accumulation,
+    ledger: Ledger,
     hook: str | None,
     options: Mapping[str, Any] | None,
     find_unused_parameters: bool,
@@ -95,15 +97,15 @@ def engine_of(
     there is nothing that torch's engines could do: the step reduces.
     """
     if not world.takes_engines:
-        return LateEngine
+        return lambda module: Engine(module, world, ledger)
     if strategy == "fsdp":
-        return lambda module: ShardedEngine(module, world, accumulation, find_unused_parameters)
+        return lambda module: ShardedEngine(module, world, ledger, find_unused_parameters)
 
     def replicated(module: nn.Module) -> Engine:
         if not any(each.requires_grad for each in module.parameters()):
             broadcast_parameters(module, world=world)
-            return LateEngine(module)
-        return ReplicatedEngine(module, world, accumulation, hook, options, find_unused_parameters)
+            return Engine(module, world, ledger)
+        return ReplicatedEngine(module, world, ledger, hook, options, find_unused_parameters)
 
     return replicated
 

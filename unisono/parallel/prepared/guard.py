@@ -37,9 +37,9 @@ class NanGuard:
         for each in parameters:
             self._found.pop(each, None)
 
-    def _look(self, name: str, watched: Callable[[], torch.Tensor | None], gradient: torch.Tensor) -> None:
+    def _look(self, name: str, watched: Callable[[], torch.Tensor | None], gradient: torch.Tensor | None) -> None:
         parameter = watched()
-        if parameter is not None:
+        if parameter is not None and gradient is not None:  # autograd leaves out what a Function returns None for
             is_bad = ~torch.isfinite(gradient).all()
             self._found[parameter] = name, self._found[parameter][1] | is_bad if parameter in self._found else is_bad
 

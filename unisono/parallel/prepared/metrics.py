@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from unisono.deliveries import REMEMBERED, Loop, Rows
 from unisono.tree import leaves, tree_map
-from unisono.window import REMEMBERED, Pass, Rows, window_of
 from unisono.world import World
 
 
@@ -33,7 +33,7 @@ def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[An
     if valid_samples is not None:
         return values, valid_samples
     count = _num_rows(values)
-    recent = window_of(world).recent()
+    recent = world.state.deliveries.recent()
     best = _best(_fitting(count, recent, world), recent[0] if recent else None)
     if not best:
         rows = recent[0].recent_rows() if recent else []
@@ -69,7 +69,7 @@ def _num_rows(values: Any) -> int:
     return rows.pop()
 
 
-def _fitting(count: int, recent: list[Pass], world: World) -> list[tuple[Pass, Rows]]:
+def _fitting(count: int, recent: list[Loop], world: World) -> list[tuple[Loop, Rows]]:
     """The loops, the last one first, some last batches of which have so many rows, in as many batches on each rank."""
     found = [each.last_rows(count) for each in recent]
     batches = [rows.batches if rows is not None else 0 for rows in found]
@@ -83,7 +83,7 @@ def _fitting(count: int, recent: list[Pass], world: World) -> list[tuple[Pass, R
     ]
 
 
-def _best(fitting: list[tuple[Pass, Rows]], newest: Pass | None) -> list[tuple[Pass, Rows]]:
+def _best(fitting: list[tuple[Loop, Rows]], newest: Loop | None) -> list[tuple[Loop, Rows]]:
     """Those that are likely; several where there is nothing to choose by."""
     present = [each for each in fitting if each[0].is_open and each[1].batches == 1]
     whole = [each for each in fitting if each[1].batches == each[0].num_batches]

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from unisono.parallel.prepared.accumulation import Accumulation
-from unisono.parallel.prepared.engines import Engine
+from unisono.parallel.passes import Passes
 from unisono.parallel.prepared.stepping import Stepper
+from unisono.parallel.strategies.engine import Engine
 from unisono.tree import tree_map
 
 _REDUCED = (torch.float16, torch.bfloat16)
@@ -24,24 +23,21 @@ class PreparedModel(nn.Module):
 
     Args:
         engine: runs the module.
-        accumulation: tells which forward pass ends a step.
+        passes: of the Accelerator's models.
         autocast: makes the context for each forward pass; None for none. Outputs come back in float32 then.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        accumulation: Accumulation,
-        autocast: Callable[[], AbstractContextManager[Any]] | None,
+        self, engine: Engine, passes: Passes, autocast: Callable[[], AbstractContextManager[Any]] | None
     ) -> None:
         super().__init__()
         self._engine = (engine,)  # in a tuple: what it wraps is no child of this module once more
-        self._accumulation = accumulation
+        self._passes = passes
         self._autocast = autocast
-        self._reduces = True
-        self._hooks: list[RemovableHandle] = []
+        self._syncs = True
         self._steppers: list[Stepper] = []
         self.training = engine.module.training
+        passes.watch_parameters(engine)
         self.module = engine.module  # last: from here on, attributes are the module's
 
     @property
@@ -54,43 +50,27 @@ class PreparedModel(nn.Module):
         self._steppers.append(stepper)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        reduces = False
-        if torch.is_grad_enabled():
-            self._accumulation.look(is_forward=True)
-            self._weigh(self._accumulation.plain_factor() if self._accumulation.weighs_plain else 1.0)
-            reduces = self._reduces and self._accumulation.is_boundary()
-        if self._autocast is None:
-            return self.engine.run(args, kwargs, reduces)
-        with self._autocast():
-            result = self.engine.run(args, kwargs, reduces)
-        return tree_map(_in_full, result)
-
-    def _weigh(self, factor: float) -> None:
-        """Let the gradients of the backward pass that follows weigh so much, unless its loss has a factor already."""
-        while self._hooks:
-            self._hooks.pop().remove()
-        if factor != 1:
-
-            def weigh(gradient: torch.Tensor) -> torch.Tensor | None:
-                if self._accumulation.is_noted():
-                    return None
-                return gradient * factor if factor else torch.zeros_like(gradient)
-
-            self._hooks = [each.register_hook(weigh) for each in self.parameters() if each.requires_grad]
+        bound = self._passes.bind((args, kwargs), self._syncs) if torch.is_grad_enabled() else None
+        with nullcontext() if self._autocast is None else self._autocast():
+            result = self.engine.run(args, kwargs)
+        if self._autocast is not None:
+            result = tree_map(_in_full, result)
+        if bound is not None:
+            self._passes.watch(self.engine, result, bound)
+        return result
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Forward passes of the block do not let their backward passes reduce."""
-        before, self._reduces = self._reduces, False
+        before, self._syncs = self._syncs, False
         try:
             yield
         finally:
-            self._reduces = before
+            self._syncs = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """`module.zero_grad`, but between microbatches of one step."""
-        if self._steppers:
-            self._accumulation.look()
+        self._passes.look()
         if all(stepper.may_zero() for stepper in self._steppers):
             self.module.zero_grad(set_to_none)
             for stepper in self._steppers:

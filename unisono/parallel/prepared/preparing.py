@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from unisono.parallel.names import remember_names, trained_parameters
-from unisono.parallel.prepared.engines import Engine
 from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.repointing import Places
 from unisono.parallel.prepared.scheduler import PreparedScheduler
-from unisono.parallel.prepared.stepping import Stepper
+from unisono.parallel.prepared.stepping import Stepper, watch
+from unisono.parallel.strategies.engine import Engine
 
 
 class Prepared:
@@ -137,6 +137,7 @@ class Prepared:
         remember_names(model.module)
         self.models.append(model)
         self._engines.append(model.engine)
+        watch(model.engine)
         _all_prepared[module] = _all_prepared[model.module] = model
         return model
 

@@ -1,12 +1,12 @@
-"""What `step` and `zero_grad` of a prepared optimizer do: the step reduces, unscales, guards and clips before it.
+"""What `step` and `zero_grad` of a prepared optimizer do: gradients are reduced by then, so a step unscales, guards and
+clips them, and steps.
 
 The optimizer stays the same object, so that whoever holds it, a scheduler say, steps rightly.
 
 Invariants:
-1. Gradients are reduced exactly once per step: by the backward pass, where the model's engine has finished a reduction
-   since the last step, and else here.
-2. While microbatches accumulate, `step` and `zero_grad` do nothing.
-3. All ranks skip a step, or none: they decide by the reduced gradients.
+1. While microbatches accumulate, `step` and `zero_grad` do nothing.
+2. All ranks skip a step, or none: they decide by the reduced gradients, and by numbers that all of them have.
+3. No optimizer, prepared or not, steps on gradients of one rank alone.
 """
 
 from __future__ import annotations
@@ -14,24 +14,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch.amp import GradScaler
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from unisono.parallel import optimizer as stepping
-from unisono.parallel.gradients import check_presence, check_rounds, reduce_gradients
+from unisono.parallel import optimizer as by_hand
+from unisono.parallel.gradients import check_presence, check_rounds
+from unisono.parallel.ledger import Ledger, Share
 from unisono.parallel.names import trained_parameters
-from unisono.parallel.prepared.accumulation import Accumulation
-from unisono.parallel.prepared.engines import Engine
+from unisono.parallel.passes import Passes
 from unisono.parallel.prepared.guard import NanGuard
+from unisono.parallel.strategies.engine import Engine
 from unisono.timeline import REDUCE, STEP
-from unisono.window import Share
 from unisono.world import World
 
 _CHECKED_STEPS = 2  # at first each step's rounds are compared, then those of one in so many
 _CHECK_EVERY = 32
+
+_engines: WeakSet[Engine] = WeakSet()  # of all prepared models of this process
 
 
 class Follower(Protocol):
@@ -48,7 +51,7 @@ class Stepper:
         optimizer: whose `step` and `zero_grad` become this object's.
         engines: of all prepared models; more may come.
         world: the rank's.
-        accumulation: which microbatches make a step.
+        passes: through the models.
         clip: clips the gradients of these parameters to a norm over all ranks.
         max_grad_norm: to which each step clips; None for no clipping.
         scaler: of the loss; None for none.
@@ -66,7 +69,7 @@ class Stepper:
         optimizer: Optimizer,
         engines: Sequence[Engine],
         world: World,
-        accumulation: Accumulation,
+        passes: Passes,
         clip: Callable[[Sequence[torch.Tensor], float], torch.Tensor],
         max_grad_norm: float | None = None,
         scaler: GradScaler | None = None,
@@ -78,27 +81,23 @@ class Stepper:
         self.is_scale_due = False
         self._engines = engines
         self._world = world
-        self._accumulation = accumulation
+        self._passes = passes
         self._clip = clip
         self._max_grad_norm = max_grad_norm
         self._scaler = scaler
         self._guard = guard
-        self._seen = {engine: engine.generation for engine in engines}
-        self._is_reduced = self._is_unscaled = self._is_inside = False
-        self._skipped_in = self._closed_in = (
-            0  # the last step, by its number, that was asked for too early, that is over
-        )
+        self._is_unscaled = self._is_inside = False
+        self._skipped_in = (
+            self._closed_in
+        ) = -1  # the last step, by its number, that was asked for too early; that is over
         self._num_skipped = 0  # in a row
-        self._has_reduced = False
-        self._is_added_to = False  # a backward pass came behind the reduction
-        self._hooks: list[RemovableHandle] = []  # that notice it
         self._plain_step, self._plain_zero = optimizer.step, optimizer.zero_grad
         step, zero = _methods(self)
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # a scheduler made before has marked it
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
         optimizer.zero_grad = MethodType(zero, optimizer)  # type: ignore[method-assign]
-        stepping.prepared.add(optimizer)
+        by_hand.prepared.add(optimizer)
 
     def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
         """`optimizer.step` at the end of an accumulation; else nothing, and None."""
@@ -106,8 +105,10 @@ class Stepper:
             self.num_steps += 1
             return self._plain_step(**arguments)
         self.num_asked += 1
-        self._accumulation.look()
-        if not self._accumulation.is_boundary():
+        self._passes.look()
+        is_boundary = self._passes.is_boundary()
+        self._passes.try_step()
+        if not is_boundary:
             self._skip()
             return None
         track = self._world.timeline.loop()
@@ -116,11 +117,14 @@ class Stepper:
                 each.check_hand()
             if closure is not None:
                 self._check_closure()
-            with track.span(REDUCE):
-                if closure is None:
-                    self.reduce(is_stepping=True)
-                else:
-                    closure = self._reducing(closure)
+                closure = self._reducing(closure)
+            elif self._ledger.is_empty:
+                track.count("empty")
+                return None
+            else:
+                with track.span(REDUCE):
+                    self.reduce()
+                    self._check()
             with track.span(STEP):
                 result = self._step(closure, arguments)
                 self._world.backend.mark_step(self._world.device)
@@ -131,25 +135,18 @@ class Stepper:
         track.count("steps")
         return result
 
-    def reduce(self, is_stepping: bool = False) -> None:
+    def reduce(self) -> None:
         """Make the gradients those of the whole step, unscaled; once, however often it is called before the step.
 
-        Args:
-            is_stepping: the step comes next, and no further backward pass.
-
         Raises:
-            RuntimeError: nothing has a gradient, or a backward pass came between two calls and cannot be made good.
+            RuntimeError: nothing has a gradient, or one was made past the scaler.
         """
-        parameters = trained_parameters(self.optimizer)
-        if self._is_added_to:
-            self._reduce_again()
-        if not self._is_reduced:
-            late = self._reduce(parameters)
-            self._is_reduced = True
-            if self._world.world_size > 1 and not is_stepping:
-                self._hooks = [each.register_hook(self._notice) for each in late]
+        for engine in self._own_engines():
+            if engine.is_held:
+                engine.reduce()
+        check_presence(trained_parameters(self.optimizer))
         if self._scaler is not None and not self._is_unscaled:
-            if not self._accumulation.has_noted:
+            if self._passes.went_past:
                 raise RuntimeError(
                     "precision='fp16' scales the loss, and this step's gradients were made by loss.backward(); call "
                     "accelerator.backward(loss) instead"
@@ -159,76 +156,55 @@ class Stepper:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """`optimizer.zero_grad`, but between microbatches of one step."""
-        self._accumulation.look()
+        self._passes.look()
         if self._is_inside or self.may_zero():
             self._plain_zero(set_to_none)
             self.forget()
 
     def may_zero(self) -> bool:
         """Whether gradients may be zeroed: nothing of the present step is in them, or it is over."""
-        now = self._accumulation
-        return now.every == 1 or self._closed_in == now.number or (now.count <= 1 and self._skipped_in != now.number)
+        now = self._ledger
+        is_over = now.every == 1 or self._closed_in == now.number or now.count == 0
+        return is_over or (now.count == 1 and self._skipped_in != now.number)
 
     def forget(self) -> None:
         """The gradients are zero."""
         if not self._is_inside:
             if self._guard is not None:
                 self._guard.forget(trained_parameters(self.optimizer))
-            self._accumulation.clear()
+            for engine in self._own_engines():
+                engine.forget()
+            self._passes.forget()
             self._settle()
 
+    @property
+    def _ledger(self) -> Ledger:
+        return self._passes.ledger
+
+    def _own_engines(self) -> list[Engine]:
+        """Those of models that have some of the optimizer's parameters."""
+        own = {id(each) for group in self.optimizer.param_groups for each in group["params"]}
+        return [engine for engine in self._engines if any(id(each) in own for each in engine.module.parameters())]
+
     def _skip(self) -> None:
-        now = self._accumulation
-        now.skip()
-        self._num_skipped = self._num_skipped + 1 if self._skipped_in >= now.restarted_at else 1
+        now = self._ledger
+        self._passes.warn_of_unknown_ends()
+        self._num_skipped = self._num_skipped + 1 if self._skipped_in >= self._passes.restarted_at else 1
         self._skipped_in = now.number
-        if self._num_skipped >= self._accumulation.every:
+        if self._num_skipped >= now.every:
             raise RuntimeError(
                 f"the {type(self.optimizer).__name__} was asked to step {self._num_skipped} times in a row, and never "
-                f"on the last microbatch of accumulate={self._accumulation.every}; call its step() on each one, and "
+                f"on the last microbatch of accumulate={now.every}; call its step() on each one, and "
                 "where several optimizers step on batches of no prepared loader, let each batch's lines run in "
                 "`with accelerator.accumulate():`"
             )
 
-    def _notice(self, gradient: torch.Tensor) -> None:
-        """A gradient arrives where reduced ones are."""
-        self._is_added_to = True
-
-    def _reduce_again(self) -> None:
-        """The ranks' factors of a batch add up to 1, so that what was reduced stays as it is."""
-        if self._accumulation.every > 1 or self._is_unscaled:
-            raise RuntimeError(
-                "a backward pass came behind clip_grad_norm() and before the step, and the gradients that it was added "
-                "to are those of all ranks, unscaled; clip behind the last backward pass of a step"
-            )
-        self._forget_reduction()
-
-    def _forget_reduction(self) -> None:
-        self._is_reduced = self._is_added_to = False
-        while self._hooks:
-            self._hooks.pop().remove()
-
-    def _reduce(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Reduce what no backward pass has; which parameters' gradients that were."""
-        share, factor = self._accumulation.share()
-        late = self._late(parameters)
-        if not self._has_reduced:
-            stepping.warn_of_foreign_batches(self._world, "optimizer.step()", "prepare(loader) cuts it")
-        self._has_reduced = True
-        if any(id(each) in engine.reduced for engine in self._engines for each in late):
-            check_presence(parameters)  # others may wait in a backward pass that this rank never begins
-        if late:
-            stepping.check_once(self.optimizer, late, self._world)
-            reduce_gradients(late, self._world, share, factor, is_part=True)
-        check_presence(parameters)
-        if not late and (self.num_steps < _CHECKED_STEPS or self.num_steps % _CHECK_EVERY == 0):
-            check_rounds(self._world, share)
-        return late
-
-    def _late(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The parameters whose gradients no backward pass has reduced."""
-        done = [each.reduced for each in self._engines if each.generation != self._seen.get(each, 0)]
-        return [each for each in parameters if not any(id(each) in reduced for reduced in done)]
+    def _check(self) -> None:
+        """Before a step: do the ranks stand in one round?"""
+        if self.num_steps == 0:
+            by_hand.warn_of_foreign_batches(self._world, "optimizer.step()", "prepare(loader) cuts it")
+        if self.num_steps < _CHECKED_STEPS or self.num_steps % _CHECK_EVERY == 0:
+            check_rounds(self._world, self._ledger.share())
 
     def _step(self, closure: Callable[[], Any] | None, arguments: dict[str, Any]) -> Any:
         self._is_inside = True
@@ -256,33 +232,54 @@ class Stepper:
     def _check_closure(self) -> None:
         if self._scaler is not None:
             raise RuntimeError("precision='fp16' and a closure do not go together; take precision='bf16'")
-        if self._accumulation.every > 1:
+        if self._ledger.every > 1:
             raise RuntimeError(
-                f"accumulate={self._accumulation.every} and a closure do not go together: it would compute the last "
+                f"accumulate={self._ledger.every} and a closure do not go together: it would compute the last "
                 "microbatch's gradients only; pass accumulate=1, and go through the microbatches in the closure"
             )
 
     def _reducing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def reduce() -> Share | None:
-            share, _ = self._accumulation.share()
-            self.reduce(is_stepping=True)
+            self.reduce()
+            self._check()
             self._finish()
-            self._settle()
-            return share
+            return self._ledger.share()
 
-        return stepping.reducing(closure, self._accumulation.clear, reduce, self._world)
+        return by_hand.reducing(closure, lambda: None, reduce, self._world)
 
     def _settle(self) -> None:
         """The gradients that are held belong to no further step of this optimizer."""
-        self._forget_reduction()
-        self._seen = {engine: engine.generation for engine in self._engines}
         if self._is_unscaled:
             self._is_unscaled, self.is_scale_due = False, True
 
     def _close(self) -> None:
         self._settle()
-        self._closed_in, self._num_skipped = self._accumulation.number, 0
-        self._accumulation.close(self.optimizer)
+        self._closed_in, self._num_skipped = self._ledger.number, 0
+        self._ledger.close()
+
+
+def watch(engine: Engine) -> None:
+    """Let no optimizer step on gradients of this model that are one rank's alone."""
+    _engines.add(engine)
+
+
+@register_optimizer_step_pre_hook
+def _refuse_held_gradients(optimizer: Optimizer, *_: Any) -> None:
+    """
+    Raises:
+        RuntimeError: the optimizer's gradients are not reduced.
+    """
+    held = [engine for engine in list(_engines) if engine.is_held]
+    if not held:
+        return
+    own = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    for engine in held:
+        if any(id(each) in own for each in engine.module.parameters()):
+            raise RuntimeError(
+                f"the {type(optimizer).__name__} steps on gradients of the {type(engine.module).__name__} that are "
+                "this rank's alone, in the middle of an accumulation or behind no_sync(); step with the optimizer that "
+                "prepare() has returned, or behind the backward pass that ends the step (accelerator.is_boundary)"
+            )
 
 
 def _methods(stepper: Stepper) -> tuple[Callable[..., Any], Callable[..., None]]:

@@ -27,7 +27,7 @@ T = TypeVar("T")
 def shard_optimizer(optimizer: Optimizer, world: World) -> ZeroRedundancyOptimizer:
     """An optimizer of the same class, groups and state over the same parameters, whose state is divided by ranks.
 
-    It takes the other one's place: schedulers must be given this one, and hooks of the other one's steps stay behind.
+    It takes the other one's place, and its steps the other one's hooks; schedulers must be given this one.
 
     Args:
         optimizer: any that treats each parameter for itself; the same on each rank. Its state is moved, and gone here.
@@ -48,6 +48,8 @@ def shard_optimizer(optimizer: Optimizer, world: World) -> ZeroRedundancyOptimiz
     sharded = _made_like(optimizer, all(parameter.is_contiguous() for parameter in parameters))
     load_local(sharded, optimizer.state_dict())
     optimizer.state.clear()
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        setattr(sharded, hooks, getattr(optimizer, hooks))  # the same ones: whoever has a handle may remove its hook
     return sharded
 
 

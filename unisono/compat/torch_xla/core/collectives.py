@@ -12,12 +12,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.compat.torch_xla.core.steps import mark_step
-from unisono.parallel import agreement, collectives, gradients
+from unisono.parallel import agreement, collectives
 from unisono.parallel import optimizer as steps
 from unisono.parallel.names import trained_parameters
 from unisono.protocols import ReduceOp
 from unisono.timeline import REDUCE
-from unisono.window import window_of
 from unisono.world import World, current_world
 
 L = TypeVar("L", bound=Sequence[torch.Tensor])
@@ -145,7 +144,7 @@ def reduce_gradients(optimizer: Optimizer, groups: Groups = None) -> None:
     world = current_world()
     if world.world_size == 1:
         return
-    steps.expect_foreign_batches(world)
+    world.state.part(steps.ByHand).brings_batches = True
     parameters = trained_parameters(optimizer)
     if groups:
         for each in parameters:  # each one, so that none is paired with another's; what is missing counts as zero
@@ -154,7 +153,7 @@ def reduce_gradients(optimizer: Optimizer, groups: Groups = None) -> None:
         return
     with world.timeline.loop().span(REDUCE):
         steps.check_once(optimizer, parameters, world)
-        gradients.reduce_gradients(parameters, world, window_of(world).share_for(optimizer))
+        steps.reduce_held(optimizer, world)
 
 
 def optimizer_step(
@@ -174,7 +173,7 @@ def optimizer_step(
         TypeError, RuntimeError, CollectiveMismatchError, BrokenWorldError: as for `unisono.optimizer_step`.
     """
     if not groups:
-        steps.expect_foreign_batches(current_world())
+        current_world().state.part(steps.ByHand).brings_batches = True
         result = steps.optimizer_step(optimizer, optimizer_args=optimizer_args)
     elif optimizer_args.get("closure") is not None:
         raise ValueError("optimizer_step(groups=...) reduces once, before the closure; leave out one of them")

@@ -1,0 +1,146 @@
+"""Which batch tensors come from, however they were drawn, and what is told where nothing can be known."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from unisono.deliveries import Batch, Deliveries, Loop, all_count_the_same
+
+
+@pytest.fixture
+def deliveries() -> Deliveries:
+    return Deliveries()
+
+
+def draw(deliveries: Deliveries, loop: Loop, samples: int = 2, total: int = 4) -> tuple[torch.Tensor, Batch]:
+    tensor = torch.zeros(samples, 3)
+    return tensor, deliveries.add(loop, {"inputs": [tensor]}, samples, total)
+
+
+def meant(deliveries: Deliveries, values: object) -> list[Batch]:
+    """The batches that may be meant; a pass uses the first."""
+    batches = deliveries.find(values) or deliveries.candidates()
+    if batches:
+        deliveries.use(batches[0])
+    return batches
+
+
+def test_a_batch_is_known_by_its_tensors_whenever_they_are_used(deliveries):
+    loop = deliveries.begin()
+    drawn = [draw(deliveries, loop) for _ in range(5)]
+    deliveries.end(loop)
+    for place in (3, 0, 4, 4, 1, 2, 0):
+        tensor, batch = drawn[place]
+        assert meant(deliveries, (tensor[1:], "text", None)) == [batch]
+
+
+def test_tensors_of_two_loaders_are_of_two_batches(deliveries):
+    (first, one), (second, other) = (draw(deliveries, deliveries.begin()) for _ in range(2))
+    assert deliveries.find((first, second)) == [other, one]
+
+
+def test_what_was_computed_from_the_only_batch_is_of_it(deliveries):
+    loop = deliveries.begin()
+    for _ in range(5):
+        tensor, batch = draw(deliveries, loop)
+        assert meant(deliveries, tensor + 1) == [batch]
+        assert meant(deliveries, tensor - 1) == [batch], "another view of it"
+        assert meant(deliveries, torch.randn(2, 3)) == [batch], "noise"
+
+
+def test_what_was_computed_ahead_may_be_of_several_batches_the_oldest_first(deliveries):
+    loop = deliveries.begin()
+    _, one = draw(deliveries, loop)
+    _, two = draw(deliveries, loop)
+    assert meant(deliveries, torch.zeros(1)) == [one, two]
+    _, three = draw(deliveries, loop, 1, 3)
+    batches = meant(deliveries, torch.zeros(1))
+    assert batches == [two, three, one]
+    assert all_count_the_same(batches[::2])
+    assert not all_count_the_same(batches)
+
+
+def test_a_look_at_the_first_batch_is_forgotten_when_a_loop_begins(deliveries):
+    peek = deliveries.begin()
+    draw(deliveries, peek)
+    deliveries.end(peek)
+    loop = deliveries.begin()
+    _, batch = draw(deliveries, loop)
+    assert meant(deliveries, torch.zeros(1)) == [batch]
+
+
+def test_evaluation_leaves_nothing_that_a_pass_could_be_of(deliveries):
+    with torch.no_grad():
+        draw(deliveries, deliveries.begin())
+    assert deliveries.candidates() == []
+    _, batch = draw(deliveries, deliveries.begin())
+    assert deliveries.candidates() == [batch]
+
+
+def test_what_comes_behind_a_loop_that_is_over_and_stepped_on_comes_from_elsewhere(deliveries):
+    loop = deliveries.begin()
+    _, batch = draw(deliveries, loop)
+    assert meant(deliveries, torch.zeros(1)) == [batch]
+    deliveries.end(loop)
+    assert meant(deliveries, torch.zeros(1)) == [batch]
+    batch.is_spent = True
+    assert meant(deliveries, torch.zeros(1)) == []
+
+
+def test_the_last_batch_of_a_loop_is_told_by_the_loader_and_no_earlier_one_asks(deliveries):
+    asked = []
+
+    def ends_here() -> bool:
+        asked.append(True)
+        return False
+
+    loop = deliveries.begin(ends_here)
+    _, one = draw(deliveries, loop)
+    _, two = draw(deliveries, loop)
+    assert (one.is_last(), asked) == (False, [])
+    assert (two.is_last(), asked) == (False, [True])
+    deliveries.end(loop)
+    assert [each.is_last() for each in (one, two)] == [False, True]
+
+
+def rows(loop: Loop, count: int) -> tuple[list[int], int] | None:
+    told = loop.last_rows(count)
+    return None if told is None else (told.counted, told.batches)
+
+
+def test_rows_of_the_last_batches_are_told_by_their_number(deliveries):
+    loop = deliveries.begin()
+    deliveries.add(loop, (), 3, 6)
+    deliveries.add(loop, (), 2, 3, repeated=1)
+    deliveries.add(loop, (), 0, 1, repeated=2)
+    assert rows(loop, 2) == ([], 1)
+    assert rows(loop, 5) == ([0, 1], 2)
+    assert rows(loop, 8) == ([0, 1, 2, 3, 4], 3)
+    assert [rows(loop, count) for count in (0, 1, 3, 9)] == [None] * 4
+    assert loop.recent_rows() == [3, 3, 2]
+
+
+def test_the_loop_that_received_a_batch_last_comes_first(deliveries):
+    train = deliveries.begin()
+    draw(deliveries, train)
+    evaluation = deliveries.begin()
+    draw(deliveries, evaluation)
+    deliveries.end(evaluation)
+    assert deliveries.recent() == [evaluation, train]
+    draw(deliveries, train)
+    assert deliveries.recent() == [train, evaluation]
+    assert (train.is_open, evaluation.is_open) == (True, False)
+
+
+def test_the_batches_since_a_moment_are_those_of_the_open_loop(deliveries):
+    train = deliveries.begin()
+    _, first = draw(deliveries, train)
+    validation = deliveries.begin()
+    draw(deliveries, validation)
+    deliveries.end(validation)
+    assert deliveries.since(0) == [first]
+    assert deliveries.since(first.at) == []
+    _, second = draw(deliveries, train)
+    deliveries.end(train)
+    assert deliveries.since(first.at) == [second]

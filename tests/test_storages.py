@@ -1,0 +1,79 @@
+"""A tensor is known by its memory: its views are, its copies are not, and nothing is kept alive."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unisono.storages import StorageMap
+
+
+@pytest.fixture
+def known() -> StorageMap[str]:
+    return StorageMap()
+
+
+def test_views_are_known_and_copies_are_not(known):
+    tensor = torch.arange(12.0).reshape(3, 4)
+    known.note(tensor, "batch")
+    for view in (tensor, tensor[1:], tensor.T, tensor.detach(), tensor.view(-1)[5], tensor.float(), tensor[:, ::2]):
+        assert known.find(view) == "batch"
+    for other in (tensor.clone(), tensor + 0, tensor.double(), torch.zeros(3)):
+        assert known.find(other) is None
+
+
+def test_slices_of_one_memory_are_told_apart(known):
+    whole = torch.arange(20.0).reshape(10, 2)
+    for start in range(0, 10, 2):
+        known.note(whole[start : start + 2], f"batch {start}")
+    assert [known.find(whole[row]) for row in range(10)] == [f"batch {row // 2 * 2}" for row in range(10)]
+    known.note(whole[4:6], "a later one")
+    assert [known.find(whole[row]) for row in (3, 4, 5, 6)] == ["batch 2", "a later one", "a later one", "batch 6"]
+
+
+def test_memory_that_is_used_again_has_what_was_noted_last(known):
+    buffer = torch.zeros(4, 2)
+    for number in range(1000):
+        known.note(buffer, str(number))
+        assert known.find(buffer[1:]) == str(number)
+    assert len(known) == 1
+
+
+def test_nothing_is_kept_alive_and_what_is_gone_is_forgotten(known):
+    for number in range(10_000):
+        known.note(torch.zeros(3), str(number))
+    gc.collect()
+    assert len(known) < 200
+    tensor = torch.zeros(3)
+    known.note(tensor, "last")
+    gone = weakref.ref(tensor)
+    del tensor
+    assert gone() is None
+
+
+def test_a_new_memory_at_an_old_address_is_another_one(known):
+    for _ in range(100):
+        tensor = torch.zeros(7)
+        assert known.find(tensor) is None
+        known.note(tensor, "old")
+
+
+def test_what_has_no_memory_is_not_known(known):
+    for tensor in (torch.zeros(0, 3), torch.eye(3).to_sparse()):
+        known.note(tensor, "nothing")
+        assert known.find(tensor) is None
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 10)), min_size=1, max_size=8), st.integers(0, 39))
+def test_the_last_note_on_a_byte_is_what_is_found(stretches, at):
+    known: StorageMap[int] = StorageMap()
+    whole = torch.zeros(40)
+    for number, (start, length) in enumerate(stretches):
+        known.note(whole[start : start + length], number)
+    covering = [number for number, (start, length) in enumerate(stretches) if start <= at < min(start + length, 40)]
+    assert known.find(whole[at]) == (covering[-1] if covering else None)

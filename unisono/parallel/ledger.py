@@ -1,0 +1,228 @@
+"""The ledger: how many of the step's samples a rank's gradients stand for, so that the reduced gradient is exact.
+
+Let g(r, m) be the gradient of the mean loss over rank r's n(r, m) samples of microbatch m, N(m) the samples of that
+microbatch on all R ranks, and W the sum of N over the step's microbatches. The gradient of the mean over the step is
+
+    sum over r and m of  n(r, m) / W * g(r, m)  =  sum over r and m of  part * scale * factor * g(r, m)
+
+    part    n(r, m) R / N(m)    the rank's part of the microbatch, 1 where it is dealt evenly
+    scale   N(m) / U            the microbatch's size against the step's first, U; 1 but for the tail of a loop
+    factor  U / (R W)           of the one reduction that ends the step
+
+The sum of the microbatches' means, which several backward passes before a step make where each batch is a step, is the
+same with N(m) in the place of U and of W: a scale of 1, a factor of 1 / R.
+
+A penalty on the parameters, which every rank adds to every loss, counts once, as on one device: the sum over r and m of
+part * scale * factor is 1.
+
+n and N come with the batch, from the loader; or from the user, who counts tokens, and then N is summed over the ranks.
+
+*Threads:* a rank's ledger belongs to the thread of its loop.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from unisono.deliveries import Batch, Loop
+from unisono.world import World
+
+
+class Share(NamedTuple):
+    """This rank's part of the samples of a step, 0 to 1, the number of batches in which they came, the last's mark."""
+
+    part: float
+    batches: int
+    mark: int = 0
+
+
+class Claim(NamedTuple):
+    """That a backward pass is of `samples` among the `total` of its microbatch on all ranks.
+
+    Attributes:
+        batch: of which loader; None for batches from elsewhere.
+        is_given: the user has counted.
+    """
+
+    samples: float
+    total: float
+    batch: Batch | None = None
+    is_given: bool = False
+
+    def part(self, size: int) -> float:
+        """The factor for gradients that leave the loss, in a world of that size."""
+        return self.samples * size / self.total if self.total else 0.0
+
+
+def claim_of(batch: Batch | None, weight: float | torch.Tensor | None, world: World) -> Claim:
+    """What a backward pass claims. A small collective where the weight is given.
+
+    Args:
+        batch: that it is computed from; None for one from elsewhere, or of a loader that does not know the round: each
+            rank's counts the same then.
+        weight: what the loss is the mean over, where that is not the samples.
+
+    Raises:
+        TypeError, ValueError: the weight is no weight.
+    """
+    if weight is not None:
+        own = checked_weight(weight)
+        if world.comm.size == 1:
+            return Claim(own, own, batch, True)
+        total = world.comm.all_reduce(torch.tensor(own, dtype=torch.float64, device=world.device))
+        return Claim(own, float(total), batch, True)
+    if batch is None or batch.total is None:
+        return Claim(1, world.comm.size, batch)
+    return Claim(batch.samples, batch.total, batch)
+
+
+def checked_weight(weight: float | torch.Tensor) -> float:
+    """The weight as a number.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is negative or not finite.
+    """
+    if isinstance(weight, torch.Tensor) and weight.numel() == 1:
+        weight = weight.item()
+    if isinstance(weight, bool) or not isinstance(weight, int | float):
+        raise TypeError(f"weight={weight!r} is a {type(weight).__name__}; pass a number, of samples or tokens say")
+    if not (math.isfinite(weight) and weight >= 0):
+        raise ValueError(f"weight={weight} is no weight; pass a finite number that is not negative")
+    return float(weight)
+
+
+class Ledger:
+    """The microbatches of one rank's present step.
+
+    Args:
+        size: of the world.
+        every: how many microbatches make a step; math.inf where the user tells by stepping.
+        is_mean: whether the step is the mean over its microbatches' samples, or the sum of their means.
+
+    Attributes:
+        number: of the present step, from 1 on.
+        count: its microbatches so far.
+        is_closed: an optimizer has stepped; others, on the same microbatch, belong to this step.
+    """
+
+    def __init__(self, size: int, every: float = 1, is_mean: bool = True) -> None:
+        self.every, self.is_mean = every, is_mean
+        self._size = size
+        self.number = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self.count = 0
+        self.is_closed = True
+        self._claims: dict[object, Claim] = {}  # by what tells one microbatch from another
+        self._unit = self._total = 0.0
+        self._units: dict[Loop, float] = {}  # the first total of each loader that has a loss in the step
+
+    def enter(self, claim: Claim, key: object) -> None:
+        """A backward pass begins.
+
+        Args:
+            key: of the microbatch: its batch, or what stands for one from elsewhere.
+
+        Raises:
+            ValueError: the same microbatch was counted with other numbers, or a part of the step by samples and a part
+                by what the user has counted.
+        """
+        if self.is_closed and key not in self._claims:
+            self._forget()
+            self.is_closed = False
+            self.number += 1
+        known = self._claims.get(key)
+        if known is not None:
+            if (known.samples, known.total) != (claim.samples, claim.total):
+                raise ValueError(
+                    f"one batch has got the weights {known.samples:g} and {claim.samples:g}; several losses of a batch "
+                    "have one weight, so add them up, each in its proportion, and call backward once"
+                )
+            return
+        if self.is_mean and any(each.is_given != claim.is_given for each in self._claims.values()):
+            raise ValueError(
+                "one microbatch of this step has a weight of its own, another one has none; pass backward(..., "
+                "weight=) for each of them, or for none"
+            )
+        self._claims[key] = claim
+        self.count += 1
+        if claim.batch is not None:
+            self._units.setdefault(claim.batch.loop, claim.total)
+        self._total += claim.total
+        self._unit = self._unit or claim.total
+
+    def scale(self, claim: Claim) -> float:
+        """The factor for all that the backward pass of that microbatch computes."""
+        return claim.total / self._unit if self.is_mean and self._unit else 1.0
+
+    def join(self, batch: Batch) -> None:
+        """A batch of another loader has a loss in the backward pass that was entered last.
+
+        Raises:
+            ValueError: the means over the step of the two need different scales.
+        """
+        claim = next(reversed(self._claims.values()))
+        total = float(batch.total or self._size)
+        unit = self._units.setdefault(batch.loop, total)
+        if self.is_mean and total * self._unit != claim.total * unit:
+            raise ValueError(
+                "one backward pass of an accumulation has losses of two loaders, whose batches differ in size from "
+                f"those before by different factors ({claim.total:g} after {self._unit:g} samples, {total:g} after "
+                f"{unit:g}); train them with an Accelerator each, or drop the loaders' last batches"
+            )
+
+    def factor(self) -> float:
+        """The factor for all gradients that are held, in the reduction that makes them those of the step."""
+        if not self.is_mean:
+            return 1 / self._size
+        return self._unit / (self._size * self._total) if self._total else 0.0
+
+    def held_factor(self) -> float:
+        """What a further reduction in the same step does to gradients that were reduced before."""
+        return self.factor() * self._size
+
+    def share(self) -> Share | None:
+        """What the ranks compare before they reduce; None where no loader and no user has counted."""
+        claims = list(self._claims.values())
+        if not claims or (claims[-1].batch is None and not claims[-1].is_given):
+            return None
+        last = claims[-1]
+        samples = sum(each.samples for each in claims) if self.is_mean else last.samples
+        total = self._total if self.is_mean else last.total
+        return Share(samples / total if total else 1 / self._size, self.count, last.batch.mark if last.batch else 0)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing counts in this step, on any rank: there is no mean to take the gradient of."""
+        return bool(self._claims) and not any(each.total for each in self._claims.values())
+
+    def holds(self, key: object) -> bool:
+        """Whether that microbatch belongs to the present step."""
+        return key in self._claims
+
+    def is_full(self) -> bool:
+        """Whether the present microbatch ends the step: it has its number, or the batch ends its loop.
+
+        Where the loader must be asked, it may wait, and is a matter of all ranks.
+        """
+        if self.count >= self.every or self.is_closed:
+            return True
+        batch = next(reversed(self._claims.values())).batch if self._claims else None
+        return batch is not None and batch.is_last()
+
+    def close(self) -> None:
+        """An optimizer has stepped."""
+        self.is_closed = True
+        for claim in self._claims.values():
+            if claim.batch is not None:
+                claim.batch.is_spent = True
+
+    def clear(self) -> None:
+        """Gradients were zeroed: what comes next begins a step."""
+        if not self.is_closed:
+            self._forget()

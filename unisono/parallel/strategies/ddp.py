@@ -1,0 +1,95 @@
+"""strategy="ddp": torch's DistributedDataParallel reduces while the backward pass runs, each bucket as it is full.
+
+DDP is asked in the forward pass whether the backward pass that follows is to reduce. Here that is known when the
+backward pass begins, so forward passes run as if it were not, and the reducer is told then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from unisono.parallel.ledger import Ledger
+from unisono.parallel.strategies.engine import Engine
+from unisono.parallel.strategies.hooks import attach_hook
+from unisono.parallel.weakly import weakly
+from unisono.tree import leaves
+from unisono.world import World
+
+_FORWARD_PASSES = 16  # that one backward pass goes through, at most, where unused parameters are to be found
+
+
+class ReplicatedEngine(Engine):
+    """
+    Args:
+        module, world, ledger: as for `Engine`; a world of processes.
+        hook, options: as for `attach_hook`.
+        finds_unused: some parameters take no part in some forward passes; as for DistributedDataParallel.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        world: World,
+        ledger: Ledger,
+        hook: str | None,
+        options: Mapping[str, Any] | None,
+        finds_unused: bool,
+    ) -> None:
+        super().__init__(module, world, ledger)
+        self._names = {each: name for name, each in module.named_parameters() if each.requires_grad}
+        self._finds_unused = finds_unused
+        self._outputs: list[list[torch.Tensor]] = []  # of the forward passes since the last backward pass
+        self._is_finished = True
+        self._replicated = DistributedDataParallel(module, find_unused_parameters=finds_unused)
+        self._averager = attach_hook(
+            self._replicated, hook, weakly(ledger.factor), options, finish=weakly(self._note_finish)
+        )
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self._replicated.no_sync():
+            result = self._replicated(*args, **kwargs)
+        if self._finds_unused and torch.is_grad_enabled():
+            found = [each for each in leaves(result) if isinstance(each, torch.Tensor) and each.requires_grad]
+            self._outputs = [*self._outputs[1 - _FORWARD_PASSES :], found]
+        return result
+
+    def prepare(self, reduces: bool) -> None:
+        if reduces:
+            ddp = self._replicated
+            ddp.require_forward_param_sync = True  # the next forward pass begins with rank zero's buffers
+            ddp.reducer._rebuild_buckets()
+            ddp.reducer.prepare_for_backward([each for found in self._outputs for each in found])
+            self._is_finished = False
+        self._outputs = []
+
+    def complete(self) -> None:
+        if not self._is_finished:
+            lacking = [name for each, name in self._names.items() if each.grad is None or not each.requires_grad]
+            raise RuntimeError(unused(type(self.module).__name__, lacking))
+        later = [each for each in self.trained() if each not in self._names]  # what was frozen when it was prepared
+        if later:
+            self.reduce_late(later)
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._averager is not None and any(
+            each in self._names for group in optimizer.param_groups for each in group["params"]
+        ):
+            self._averager.average_parameters(optimizer.param_groups)
+
+    def _note_finish(self) -> None:
+        self._is_finished = True
+
+
+def unused(model: str, names: Sequence[str]) -> str:
+    """What a backward pass that left out some parameters is told."""
+    shown = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return (
+        f"the backward pass gave no gradient to {shown or 'some parameters'} of the {model} on this rank, and the "
+        "strategy waits for all that were trained when it was prepared; where parameters are unused or frozen, or the "
+        "loss leaves an output out, pass Accelerator(find_unused_parameters=True), and all outputs to the loss"
+    )

@@ -1,0 +1,103 @@
+"""Engine: what a strategy puts behind a prepared model. It runs the model, and reduces its gradients once per step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from unisono.parallel.agreement import check_agreement
+from unisono.parallel.gradients import reduce_gradients, scale_gradients
+from unisono.parallel.ledger import Ledger
+from unisono.world import World
+
+
+class Engine:
+    """The module as it is; its gradients are reduced when the backward pass has ended, in flat buckets.
+
+    Args:
+        module: the user's, on the world's device.
+        world: the rank's.
+        ledger: says what the rank's gradients weigh.
+
+    Attributes:
+        is_leafy: gradients arrive at the module's own parameters, where hooks see them.
+        is_held: a backward pass has left gradients that are this rank's alone.
+        is_reduced: those that are there are of all ranks.
+        syncs: backward passes that end a step reduce; else the step does.
+    """
+
+    is_leafy = True
+
+    def __init__(self, module: nn.Module, world: World, ledger: Ledger) -> None:
+        self.module = module
+        self.is_held = self.is_reduced = False
+        self.syncs = True
+        self._world, self._ledger = world, ledger
+        self._reduces = False  # the backward pass that runs
+        self._is_agreed = False  # the ranks have compared their models
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward pass."""
+        return self.module(*args, **kwargs)
+
+    def begin(self, reduces: bool) -> None:
+        """A backward pass has come to the model.
+
+        Args:
+            reduces: it ends a step.
+        """
+        if self.is_reduced and self._ledger.held_factor() not in (0, 1):
+            scale_gradients(self.trained(), 1 / self._ledger.held_factor())  # the further reduction undoes it
+        self.is_held, self.is_reduced = True, False
+        self._reduces = reduces and self.syncs
+        self.prepare(self._reduces)
+
+    def prepare(self, reduces: bool) -> None:
+        """Before the first gradient of a backward pass arrives."""
+
+    def finish(self) -> None:
+        """The backward pass has ended. A collective, where it ends a step."""
+        if self._reduces:
+            self.complete()
+            self.is_held, self.is_reduced = False, True
+
+    def complete(self) -> None:
+        """Reduce what a backward pass has not reduced on its way.
+
+        Raises:
+            RuntimeError: some parameters that it waits for got no gradient.
+        """
+        self.reduce_late()
+
+    def reduce(self) -> None:
+        """For a step that finds gradients of this rank alone. A collective."""
+        self.reduce_late()
+        self.is_held, self.is_reduced = False, True
+
+    def reduce_late(self, parameters: Sequence[torch.Tensor] | None = None) -> None:
+        """Reduce the gradients of these parameters, all at once; None takes those of all."""
+        ledger = self._ledger
+        if not self._is_agreed and self._world.comm.size > 1:
+            check_agreement(self.trained(), self._world)
+            self._is_agreed = True
+        reduce_gradients(
+            self.trained() if parameters is None else parameters,
+            self._world,
+            ledger.share(),
+            ledger.factor(),
+            is_part=True,
+        )
+
+    def forget(self) -> None:
+        """The gradients are zero."""
+        self.is_held = self.is_reduced = False
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """That optimizer has stepped."""
+
+    def trained(self) -> list[torch.Tensor]:
+        """The parameters that take gradients."""
+        return [each for each in self.module.parameters() if each.requires_grad]

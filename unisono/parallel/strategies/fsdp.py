@@ -1,0 +1,54 @@
+"""strategy="fsdp": torch's FSDP2; each rank keeps its part of parameters, gradients and optimizer state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from unisono.parallel.ledger import Ledger
+from unisono.parallel.strategies.engine import Engine
+from unisono.parallel.strategies.sharded import shard
+from unisono.parallel.weakly import weakly
+from unisono.world import World
+
+
+class ShardedEngine(Engine):
+    """
+    Gradients arrive at the whole parameters, which torch makes for a backward pass, and never at the module's own.
+
+    Args:
+        module, world, ledger: as for `Engine`; a world of processes.
+        finds_unused: as for `shard`.
+    """
+
+    is_leafy = False
+
+    def __init__(self, module: nn.Module, world: World, ledger: Ledger, finds_unused: bool) -> None:
+        sharded: Any = shard(module, world, weakly(ledger.factor), find_unused_parameters=finds_unused)
+        super().__init__(sharded, world, ledger)
+        self._sharded = sharded
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.is_grad_enabled():
+            return self.module(*args, **kwargs)
+        try:
+            return self.module(*args, **kwargs)
+        finally:
+            self._sharded.reshard()
+
+    def prepare(self, reduces: bool) -> None:
+        self._sharded.set_requires_gradient_sync(reduces)
+
+    def complete(self) -> None:
+        """The backward pass has reduced."""
+
+    def reduce(self) -> None:
+        raise RuntimeError(
+            "strategy='fsdp' reduces in the backward pass that ends a step, and this one ran under no_sync(model); let "
+            "the last backward pass of a step run outside of it"
+        )
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._sharded.reshard()  # what a forward pass has gathered, and no backward pass has given back, is old now

@@ -1,0 +1,22 @@
+"""Methods that torch calls back, held weakly: what C++ holds, no garbage collection finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+from weakref import WeakMethod
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def weakly(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    """The method, without keeping its object; None where that is gone."""
+    held: Any = WeakMethod(method)
+
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        found = held()
+        result: Any = None if found is None else found(*args, **kwargs)
+        return result  # type: ignore[no-any-return]
+
+    return call

@@ -1,0 +1,81 @@
+"""What is known of a tensor by the memory that it lies in: so also of its views, for as long as that memory lives."""
+
+from __future__ import annotations
+
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+T = TypeVar("T")
+
+_SWEEP_FROM = 64  # entries, before the first look for memory that is gone
+_STRETCHES = 1024  # of one storage: the latest are known
+
+
+class _Stretch(NamedTuple, Generic[T]):
+    """Bytes of a storage, and what is known of the tensors in it."""
+
+    begin: int
+    end: int
+    value: T
+
+
+class StorageMap(Generic[T]):
+    """Holds neither tensors nor their memory.
+
+    What was noted last holds where tensors overlap. Tensors without memory of their own kind (a lazy device's before
+    they are computed, some subclasses) are not known.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[StorageWeakRef, list[_Stretch[T]]]] = {}
+        self._sweep_at = _SWEEP_FROM
+
+    def note(self, tensor: torch.Tensor, value: T) -> None:
+        """That is known from now on of this tensor, and of what shares its memory."""
+        storage = _storage(tensor)
+        if storage is None:
+            return
+        begin, end = _bytes_of(tensor)
+        # A weak reference keeps the address taken, so that no other storage is found under it.
+        held = self._held.get(storage._cdata)
+        if held is None:
+            self._sweep()
+            held = self._held[storage._cdata] = (StorageWeakRef(storage), [])
+        stretches = held[1]
+        stretches[:] = [each for each in stretches[1 - _STRETCHES :] if each.begin < begin or each.end > end]
+        stretches.append(_Stretch(begin, end, value))
+
+    def find(self, tensor: torch.Tensor) -> T | None:
+        """What was noted of this tensor, or of one that it shares memory with."""
+        storage = _storage(tensor)
+        held = self._held.get(storage._cdata) if storage is not None else None
+        if held is None:
+            return None
+        begin, end = _bytes_of(tensor)
+        return next((each.value for each in reversed(held[1]) if each.begin < end and begin < each.end), None)
+
+    def __len__(self) -> int:
+        """How many storages are known, those included that are gone and were not swept out yet."""
+        return len(self._held)
+
+    def _sweep(self) -> None:
+        """Forget what is gone, whenever twice as much is held as was left the last time."""
+        if len(self._held) >= self._sweep_at:
+            self._held = {at: held for at, held in self._held.items() if not held[0].expired()}
+            self._sweep_at = max(_SWEEP_FROM, 2 * len(self._held))
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    try:
+        return tensor.untyped_storage() if tensor.numel() else None
+    except (RuntimeError, NotImplementedError):  # sparse tensors and some subclasses have none
+        return None
+
+
+def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """From the first byte of the tensor in its storage to behind the last one."""
+    begin = int(tensor.storage_offset()) * tensor.itemsize
+    extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return begin, begin + int(extent) * tensor.itemsize
