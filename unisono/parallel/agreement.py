@@ -25,8 +25,9 @@ from unisono.world import World, current_world
 _MANY_WORDS = 4096
 _ROW = 127  # odd, so that a change of the highest bit in each of its words does not cancel out
 
-_counts: WeakKeyDictionary[World, WeakKeyDictionary[nn.Module, int]] = WeakKeyDictionary()
-"""How often `check_replicas` has been called for each module, by the rank that called."""
+
+class _Calls(WeakKeyDictionary[nn.Module, int]):
+    """How often a rank has called `check_replicas` for each module."""
 
 
 def check_agreement(parameters: Sequence[torch.Tensor], world: World) -> None:
@@ -70,7 +71,7 @@ def check_replicas(module: nn.Module, every: int = 1, *, buffers: bool = False, 
     if every < 1:
         raise ValueError(f"every={every} compares never; pass 1 to compare at each call, or a larger number")
     world = world or current_world()
-    counts = _counts.setdefault(world, WeakKeyDictionary())
+    counts = world.state.part(_Calls)
     counts[module] = number = counts.get(module, 0) + 1
     if number % every == 0:
         named: dict[str, torch.Tensor] = {f"the parameter {name!r}": each for name, each in module.named_parameters()}

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from weakref import WeakSet
-
 import torch
 
 from unisono import preemption
 from unisono.timeline import REDUCE
 from unisono.world import World, current_world
 
-_stopping: WeakSet[World] = WeakSet()
-"""The ranks that have agreed to stop."""
+
+class _Stop:
+    """Whether a rank has agreed with the others to stop."""
+
+    is_agreed = False
 
 
 def should_stop(*, world: World | None = None) -> bool:
@@ -48,12 +49,12 @@ def should_stop(*, world: World | None = None) -> bool:
     """
     world = world or current_world()
     preemption.heed()
-    if world in _stopping:
+    stop = world.state.part(_Stop)
+    if stop.is_agreed:
         return True
     with world.timeline.loop().span(REDUCE):
         asked = torch.tensor(int(preemption.is_requested()), dtype=torch.int32, device=world.device)
-        is_agreed = bool(world.comm.all_reduce(asked, "max").item())
-    if is_agreed:
-        _stopping.add(world)
+        stop.is_agreed = bool(world.comm.all_reduce(asked, "max").item())
+    if stop.is_agreed:
         preemption.agree()
-    return is_agreed
+    return stop.is_agreed

@@ -6,10 +6,8 @@ alone, on whichever device it has chosen last.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextvars import Context
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -20,9 +18,11 @@ from unisono.world import World, current_world, process_world
 _SYNONYMS = {"GPU": "CUDA"}
 _KINDS = ("TPU", "GPU", "CUDA", "MPS", "XLA", "CPU")
 
-_lock = threading.Lock()
-_chosen: WeakKeyDictionary[World, tuple[Backend, torch.device]] = WeakKeyDictionary()
-"""The device that a world's thread has asked for last, where that is not the world's own."""
+
+class _Place:
+    """The device that a world's thread has asked for last, where that is not the world's own."""
+
+    chosen: tuple[Backend, torch.device] | None = None
 
 
 def replication() -> World | None:
@@ -35,15 +35,13 @@ def replication() -> World | None:
 def here() -> tuple[Backend, torch.device]:
     """The device that the caller works on."""
     world = current_world()
-    with _lock:
-        return _chosen.get(world, (world.backend, world.device))
+    return world.state.part(_Place).chosen or (world.backend, world.device)
 
 
 def choose(backend: Backend, device: torch.device) -> torch.device:
     """Make it the device that the caller works on."""
     backend.activate(device)
-    with _lock:
-        _chosen[current_world()] = backend, device
+    current_world().state.part(_Place).chosen = backend, device
     return device
 
 

@@ -5,20 +5,19 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from unisono.compat.torch_xla.places import here
-from unisono.world import World, current_world
+from unisono.world import current_world
 
 MARK_STEP = "MarkStep"
 """The counter of the steps' ends."""
 
-_lock = threading.Lock()
-_closures: WeakKeyDictionary[World, list[Callable[[], Any]]] = WeakKeyDictionary()
+
+class _Closures(list[Callable[[], Any]]):
+    """Those of a replica, which run at the end of its step."""
 
 
 def add_step_closure(closure: Callable[..., Any], args: Sequence[Any] = (), run_async: bool = False) -> None:
@@ -32,9 +31,7 @@ def add_step_closure(closure: Callable[..., Any], args: Sequence[Any] = (), run_
     """
     if not callable(closure):
         raise TypeError(f"closure={closure!r} is a {type(closure).__name__}; pass a function")
-    world = current_world()
-    with _lock:
-        _closures.setdefault(world, []).append(partial(closure, *args))
+    current_world().state.part(_Closures).append(partial(closure, *args))
 
 
 def mark_step(wait: bool = False) -> None:
@@ -49,8 +46,8 @@ def mark_step(wait: bool = False) -> None:
     cut(wait)
     world = current_world()
     world.timeline.loop().count(MARK_STEP)
-    with _lock:
-        closures = _closures.pop(world, [])
+    waiting = world.state.part(_Closures)
+    closures = [waiting.pop(0) for _ in range(len(waiting))]
     for closure in closures:
         closure()
 

@@ -7,10 +7,8 @@ Metrics are the phases of its loops ("fetch", "compute", "reduce", "step", "move
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 from unisono.compat.torch_xla.absent import refuse
 from unisono.timeline import PHASES
@@ -27,8 +25,10 @@ class _Seen(NamedTuple):
     stop: int
 
 
-_lock = threading.Lock()
-_cleared: WeakKeyDictionary[World, _Seen] = WeakKeyDictionary()
+class _Cleared:
+    """What a replica had counted when it cleared its metrics."""
+
+    seen = _Seen(Counter(), Counter(), 0)
 
 
 def __getattr__(name: str) -> Any:
@@ -95,16 +95,14 @@ def clear_all() -> None:
     for track in tracks:
         totals.update(track.totals.copy())
     stop = max((track.spans[-1].stop for track in tracks if track.spans), default=0)
-    with _lock:
-        _cleared[world] = _Seen(_counted(world), totals, stop)
+    world.state.part(_Cleared).seen = _Seen(_counted(world), totals, stop)
 
 
 clear_counters = clear_metrics = clear_all
 
 
 def _before() -> _Seen:
-    with _lock:
-        return _cleared.get(current_world(), _Seen(Counter(), Counter(), 0))
+    return current_world().state.part(_Cleared).seen
 
 
 def _counts() -> Counter[str]:
