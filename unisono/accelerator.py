@@ -11,7 +11,7 @@ microbatches); these live as long as it does.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
@@ -21,13 +21,9 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from unisono.backends.movement import move_module
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader
 from unisono.parallel import collectives
-from unisono.parallel.agreement import broadcast_parameters
-from unisono.parallel.batch_norm import synchronize_batch_norm
-from unisono.parallel.compilation import compile_module
 from unisono.parallel.ledger import Ledger
 from unisono.parallel.optimizer import ByHand
 from unisono.parallel.passes import Passes
@@ -36,22 +32,17 @@ from unisono.parallel.prepared.choices import (
     check_arguments,
     check_choices,
     check_features,
-    check_of,
     check_strategy,
-    engine_of,
     world_on,
 )
-from unisono.parallel.prepared.guard import NanGuard
+from unisono.parallel.prepared.making import Maker
 from unisono.parallel.prepared.metrics import valid_rows
 from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.preparing import Prepared
-from unisono.parallel.prepared.stepping import Stepper
-from unisono.parallel.strategies.engine import Engine
+from unisono.parallel.strategies.choosing import strategy_on
 from unisono.parallel.strategies.sharded import clip_grad_norm
 from unisono.parallel.strategies.states import load_model_state, load_optimizer_state, model_state, optimizer_state
-from unisono.parallel.strategies.zero import shard_optimizer
 from unisono.protocols import ReduceOp
-from unisono.randomness import seed_all, seed_of
 from unisono.world import World, current_world
 
 logger = logging.getLogger(__name__)
@@ -126,26 +117,27 @@ class Accelerator:
         self.world = world_on(world or current_world(), device, cpu, strategy)
         check_features(self.world, strategy, comm_hook, precision, compile)
         self.device = self.world.device
-        self._autocast = AUTOCAST.get(precision or "")
         self._scaler = GradScaler(self.device.type) if precision == "fp16" else None
+        self._comm_hook = comm_hook
         ledger = Ledger(self.world.comm.size, accumulate, is_mean=accumulate > 1)
         self._passes = Passes(self.world, ledger)
         self.world.state.part(ByHand).trainers.add(self._passes)
-        self._guard = NanGuard(self.world) if nan_guard else None
-        self._seed = seed
-        self._is_seeded = False
-        self._places = device_placement
-        self._compile = {} if compile is True else compile
-        self._sync_batchnorm = sync_batchnorm
-        self._max_grad_norm = max_grad_norm
-        self._strategy = strategy
-        self._comm_hook = comm_hook
-        self._engine = engine_of(strategy, self.world, ledger, comm_hook, comm_options, find_unused_parameters)
-        self._prepared = Prepared(
-            self._model, self._optimizer, self._stepper, self._loader, check_of(strategy, self.world)
+        reduced = AUTOCAST.get(precision or "")
+        self._autocast = None if reduced is None else partial(torch.autocast, self.device.type, reduced)
+        maker = Maker(
+            world=self.world,
+            passes=self._passes,
+            strategy=strategy_on(strategy, self.world, ledger, comm_hook, comm_options, find_unused_parameters),
+            autocast=self._autocast,
+            scaler=self._scaler,
+            moves=device_placement,
+            compiles=compile,
+            is_synchronized=sync_batchnorm,
+            checks_numbers=nan_guard,
+            max_grad_norm=max_grad_norm,
+            seed=seed,
         )
-        if seed is not None:
-            self._seed_generators(seed)
+        self._prepared = Prepared(maker, partial(_prepared_loader, self.world, device_placement, seed))
 
     @property
     def scaler(self) -> GradScaler | None:
@@ -234,9 +226,7 @@ class Accelerator:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of the precision, for what is computed outside the models' forward passes."""
-        if self._autocast is None:
-            return nullcontext()
-        return torch.autocast(self.device.type, self._autocast)
+        return nullcontext() if self._autocast is None else self._autocast()
 
     def gather(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """Every rank's tensor, along `dim`; as `unisono.all_gather`."""
@@ -291,54 +281,10 @@ class Accelerator:
         else:
             load_model_state(self.unwrap(prepared), state, self.world)
 
-    # What `prepare` makes.
 
-    def _model(self, module: nn.Module) -> PreparedModel:
-        if self._places:
-            module = move_module(module, self.device)
-        if self._sync_batchnorm:
-            module = synchronize_batch_norm(module, self.world, self._passes.weight)
-        if self.world.world_size > 1 and not (self.world.takes_engines and self._strategy != "fsdp"):
-            broadcast_parameters(module, world=self.world)
-        if self._guard is not None:
-            self._guard.watch(module)
-        if self._compile is not False:
-            module = compile_module(module, self.world, **self._compile)
-        model = PreparedModel(self._engine(module), self._passes, self.autocast if self._autocast is not None else None)
-        if self._seed is not None and not self._is_seeded and self.world.world_size > 1:
-            self._seed_generators(seed_of(self._seed, "rank", self.world.rank))
-        self._is_seeded = True
-        return model
-
-    def _seed_generators(self, seed: int) -> None:
-        """The process's, or, among threads, the replica's own: the others belong to all of them."""
-        if self.world.world_size == 1 or self.world.is_of_processes:
-            seed_all(seed)
-        else:
-            torch.manual_seed(seed)
-        state = self.world.backend.seeded_state(seed, self.device)
-        if state is not None:
-            self.world.backend.set_rng_state(state, self.device)
-
-    def _optimizer(self, optimizer: Optimizer) -> Optimizer:
-        if self._strategy == "zero1" and self.world.takes_engines:
-            return shard_optimizer(optimizer, self.world)
-        return optimizer
-
-    def _stepper(self, optimizer: Optimizer, engines: Sequence[Engine]) -> Stepper:
-        return Stepper(
-            optimizer,
-            engines,
-            self.world,
-            self._passes,
-            partial(clip_grad_norm, world=self.world),
-            self._max_grad_norm,
-            self._scaler,
-            self._guard,
-        )
-
-    def _loader(self, loader: Any) -> Any:
-        if isinstance(loader, DeviceLoader | DeviceIterator | ParallelLoader):
-            return loader
-        device = None if self._places else torch.get_default_device()
-        return DeviceLoader(loader, device, seed=self._seed, world=self.world)
+def _prepared_loader(world: World, moves: bool, seed: int | None, loader: Any) -> Any:
+    """The loader of this rank; those of this package stay what they are."""
+    if isinstance(loader, DeviceLoader | DeviceIterator | ParallelLoader):
+        return loader
+    device = None if moves else torch.get_default_device()
+    return DeviceLoader(loader, device, seed=seed, world=world)

@@ -1,27 +1,19 @@
-"""What the arguments of an Accelerator may be, and what they choose: a strategy's engine, the rank's world."""
+"""What the arguments of an Accelerator may be, and the world that they choose."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from unisono.backends import CPU, resolve_device
-from unisono.parallel.agreement import broadcast_parameters
-from unisono.parallel.ledger import Ledger
-from unisono.parallel.strategies.ddp import ReplicatedEngine
-from unisono.parallel.strategies.engine import Engine
-from unisono.parallel.strategies.fsdp import ShardedEngine
+from unisono.parallel.strategies.choosing import STRATEGIES
 from unisono.parallel.strategies.hooks import hook_names
-from unisono.parallel.strategies.sharded import check_shardable
-from unisono.parallel.strategies.zero import check_divisible
 from unisono.protocols import Backend, Feature
 from unisono.world import World, solo_world
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-STRATEGIES = ("ddp", "fsdp", "spmd", "zero1")
 
 
 def check_strategy(
@@ -64,50 +56,6 @@ def check_features(world: World, strategy: str, hook: str | None, precision: str
         reason = world.backend.unsupported_reason(feature) if is_asked else None
         if reason is not None:
             raise ValueError(f"{what} does not go with {world.device}: {reason}")
-
-
-def check_of(strategy: str, world: World) -> Callable[[nn.Module | torch.optim.Optimizer], None]:
-    """What raises where a model, or an optimizer, does not suit the strategy, before anything is changed.
-
-    It raises TypeError or ValueError.
-    """
-
-    def check(each: nn.Module | torch.optim.Optimizer) -> None:
-        if not world.takes_engines:
-            return
-        if strategy == "fsdp":
-            check_shardable(each)
-        elif strategy == "zero1" and isinstance(each, torch.optim.Optimizer):
-            check_divisible(each)
-
-    return check
-
-
-def engine_of(
-    strategy: str,
-    world: World,
-    ledger: Ledger,
-    hook: str | None,
-    options: Mapping[str, Any] | None,
-    find_unused_parameters: bool,
-) -> Callable[[nn.Module], Engine]:
-    """What makes the engine of a model.
-
-    In a world of one, among threads, on devices that process groups do not serve, and where a model trains nothing,
-    there is nothing that torch's engines could do: the step reduces.
-    """
-    if not world.takes_engines:
-        return lambda module: Engine(module, world, ledger)
-    if strategy == "fsdp":
-        return lambda module: ShardedEngine(module, world, ledger, find_unused_parameters)
-
-    def replicated(module: nn.Module) -> Engine:
-        if not any(each.requires_grad for each in module.parameters()):
-            broadcast_parameters(module, world=world)
-            return Engine(module, world, ledger)
-        return ReplicatedEngine(module, world, ledger, hook, options, find_unused_parameters)
-
-    return replicated
 
 
 def world_on(world: World, device: str | int | torch.device | None, cpu: bool, strategy: str = "ddp") -> World:

@@ -5,8 +5,6 @@ What is prepared is remembered, so that an optimizer may come later than its mod
 
 from __future__ import annotations
 
-import gc
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -19,44 +17,26 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from unisono.parallel.names import remember_names, trained_parameters
+from unisono.parallel.prepared.making import Maker
 from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.repointing import Places
 from unisono.parallel.prepared.scheduler import PreparedScheduler
 from unisono.parallel.prepared.stepping import Stepper, watch
-from unisono.parallel.strategies.engine import Engine
 
 
 class Prepared:
-    """What one Accelerator has prepared.
+    """What one Accelerator has prepared, for as long as somebody else holds it.
 
     Args:
-        make_model: moves a module and puts it behind its engine.
-        make_optimizer: the optimizer that takes a re-pointed one's place, most often itself.
-        make_stepper: makes it step for all ranks.
+        maker: of models and steppers.
         make_loader: prepares what has batches.
-        check: raises where a model or an optimizer does not suit the strategy, and changes nothing.
-
-    Attributes:
-        models: the prepared models, in the order in which they came.
-        steppers: of the optimizers.
     """
 
-    def __init__(
-        self,
-        make_model: Callable[[nn.Module], PreparedModel],
-        make_optimizer: Callable[[Optimizer], Optimizer],
-        make_stepper: Callable[[Optimizer, Sequence[Engine]], Stepper],
-        make_loader: Callable[[Any], Any],
-        check: Callable[[Any], None] = lambda _: None,
-    ) -> None:
-        self.models: list[PreparedModel] = []
-        self._engines: list[Engine] = []
-        self.steppers: dict[Optimizer, Stepper] = {}
-        self._make_model = make_model
-        self._make_optimizer = make_optimizer
-        self._make_stepper = make_stepper
+    def __init__(self, maker: Maker, make_loader: Callable[[Any], Any]) -> None:
+        self._models: list[ref[PreparedModel]] = []  # in the order in which they came, the same on each rank
+        self._steppers: list[ref[Stepper]] = []
+        self._maker = maker
         self._make_loader = make_loader
-        self._suits = check
 
     def prepare(self, objects: Sequence[Any]) -> list[Any]:
         """Each object prepared, in its place. Where one cannot be, nothing has changed.
@@ -83,20 +63,28 @@ class Prepared:
                 _all_prepared[each] = _all_prepared[loader] = loader
         return [_rebuilt(each, made) for each in objects]
 
+    def models(self) -> list[PreparedModel]:
+        """The prepared models."""
+        return [model for each in self._models if (model := each()) is not None]
+
     def modules(self) -> list[nn.Module]:
         """The modules of the prepared models."""
-        return [model.module for model in self.models]
+        return [model.module for model in self.models()]
+
+    def steppers(self) -> list[Stepper]:
+        """Those of the prepared optimizers."""
+        return [stepper for each in self._steppers if (stepper := each()) is not None]
 
     def reduce(self, parameters: Sequence[torch.Tensor]) -> None:
         """Reduce, and unscale, the gradients of the optimizers that have some of these parameters."""
         wanted = {id(parameter) for parameter in parameters}
-        for stepper in self.steppers.values():
+        for stepper in self.steppers():
             if any(id(each) in wanted for each in trained_parameters(stepper.optimizer)):
                 stepper.reduce()
 
     def update(self, scaler: GradScaler) -> None:
         """Let the scaler draw its conclusions from the steps of the last microbatch."""
-        due = [stepper for stepper in self.steppers.values() if stepper.is_scale_due]
+        due = [stepper for stepper in self.steppers() if stepper.is_scale_due]
         if due:
             scaler.update()
         for stepper in due:
@@ -113,13 +101,13 @@ class Prepared:
             )
         if isinstance(each, nn.Module):
             _check_devices(where, each)
-            self._suits(each)
+            self._maker.strategy.check(each)
         elif isinstance(each, Optimizer):
             places.check(each, where)
-            self._suits(each)
+            self._maker.strategy.check(each)
         elif isinstance(each, LRScheduler | ReduceLROnPlateau):
             optimizer = each.optimizer
-            if optimizer not in self.steppers and not any(optimizer is other for other in together):
+            if self._stepper_of(optimizer) is None and not any(optimizer is other for other in together):
                 raise ValueError(
                     f"the {name} at position {where} is of a {type(optimizer).__name__} that is not prepared; prepare "
                     "the optimizer together with it, or before it"
@@ -133,30 +121,42 @@ class Prepared:
             )
 
     def _add_model(self, module: nn.Module) -> PreparedModel:
-        model = self._make_model(module)
+        model = self._maker.model(module)
         remember_names(model.module)
-        self.models.append(model)
-        self._engines.append(model.engine)
         watch(model.engine)
+        self._models.append(ref(model))
+        for stepper in self.steppers():
+            self._join(model, stepper)
         _all_prepared[module] = _all_prepared[model.module] = model
         return model
 
     def _add_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        made = self._make_optimizer(optimizer)
-        self.steppers[made] = stepper = self._make_stepper(made, self._engines)
-        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for model in self.models:
-            if any(id(each) in own for each in model.parameters()):
-                model.train_by(stepper)
+        made = self._maker.strategy.wrap_optimizer(optimizer)
+        stepper = self._maker.stepper(made)
+        self._steppers.append(ref(stepper))
+        for model in self.models():
+            self._join(model, stepper)
         _all_prepared[optimizer] = _all_prepared[made] = made
         return made
+
+    def _join(self, model: PreparedModel, stepper: Stepper) -> None:
+        """Make a model and the optimizer of some of its parameters known to one another."""
+        own = {id(parameter) for group in stepper.optimizer.param_groups for parameter in group["params"]}
+        if any(id(each) in own for each in model.parameters()):
+            model.train_by(stepper)
+            stepper.train(model.engine)
+
+    def _stepper_of(self, optimizer: Optimizer) -> Stepper | None:
+        return next((each for each in self.steppers() if each.optimizer is optimizer), None)
 
     def _add_scheduler(self, scheduler: Any, made: dict[int, Any]) -> PreparedScheduler:
         _follow(scheduler, made)
         optimizer = scheduler.optimizer
         if not hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # by which torch knows that steps are counted
             optimizer.step.__func__._wrapped_by_lr_sched = True
-        prepared = PreparedScheduler(scheduler, self.steppers[optimizer])
+        stepper = self._stepper_of(optimizer)
+        assert stepper is not None  # `_check` has seen to it
+        prepared = PreparedScheduler(scheduler, stepper)
         _all_prepared[scheduler] = prepared
         return prepared
 
@@ -168,9 +168,6 @@ def _follow(scheduler: Any, made: Mapping[int, Any]) -> None:
         _follow(part, made)
 
 
-_collecting = threading.Lock()  # beside another thread's collection, a collection does nothing
-
-
 class _Registry:
     """What any Accelerator has prepared, and what has become of it, both held weakly: what was prepared may be prepared
     again when that is gone."""
@@ -179,13 +176,6 @@ class _Registry:
         self._known: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()
 
     def __contains__(self, each: Any) -> bool:
-        if not self._lives(each):
-            return False
-        with _collecting:
-            gc.collect()  # an Accelerator whose function is over, and what it has prepared, hold each other
-        return self._lives(each)
-
-    def _lives(self, each: Any) -> bool:
         try:
             made = self._known.get(each)
         except TypeError:  # it cannot be held weakly, or has no hash

@@ -49,7 +49,6 @@ class Stepper:
 
     Args:
         optimizer: whose `step` and `zero_grad` become this object's.
-        engines: of all prepared models; more may come.
         world: the rank's.
         passes: through the models.
         clip: clips the gradients of these parameters to a norm over all ranks.
@@ -67,7 +66,6 @@ class Stepper:
     def __init__(
         self,
         optimizer: Optimizer,
-        engines: Sequence[Engine],
         world: World,
         passes: Passes,
         clip: Callable[[Sequence[torch.Tensor], float], torch.Tensor],
@@ -79,7 +77,7 @@ class Stepper:
         self.num_asked = self.num_steps = 0
         self.schedulers: list[Follower] = []
         self.is_scale_due = False
-        self._engines = engines
+        self._engines: list[Engine] = []  # of the models that have some of the optimizer's parameters
         self._world = world
         self._passes = passes
         self._clip = clip
@@ -98,6 +96,10 @@ class Stepper:
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
         optimizer.zero_grad = MethodType(zero, optimizer)  # type: ignore[method-assign]
         by_hand.prepared.add(optimizer)
+
+    def train(self, engine: Engine) -> None:
+        """A model that has some of the optimizer's parameters is prepared."""
+        self._engines.append(engine)
 
     def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
         """`optimizer.step` at the end of an accumulation; else nothing, and None."""
@@ -141,7 +143,7 @@ class Stepper:
         Raises:
             RuntimeError: nothing has a gradient, or one was made past the scaler.
         """
-        for engine in self._own_engines():
+        for engine in self._engines:
             if engine.is_held:
                 engine.reduce()
         check_presence(trained_parameters(self.optimizer))
@@ -172,7 +174,7 @@ class Stepper:
         if not self._is_inside:
             if self._guard is not None:
                 self._guard.forget(trained_parameters(self.optimizer))
-            for engine in self._own_engines():
+            for engine in self._engines:
                 engine.forget()
             self._passes.forget()
             self._settle()
@@ -180,11 +182,6 @@ class Stepper:
     @property
     def _ledger(self) -> Ledger:
         return self._passes.ledger
-
-    def _own_engines(self) -> list[Engine]:
-        """Those of models that have some of the optimizer's parameters."""
-        own = {id(each) for group in self.optimizer.param_groups for each in group["params"]}
-        return [engine for engine in self._engines if any(id(each) in own for each in engine.module.parameters())]
 
     def _skip(self) -> None:
         now = self._ledger

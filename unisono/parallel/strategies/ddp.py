@@ -16,11 +16,32 @@ from torch.nn.parallel import DistributedDataParallel
 from unisono.parallel.ledger import Ledger
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.hooks import attach_hook
+from unisono.parallel.strategies.strategy import Strategy
 from unisono.parallel.weakly import weakly
 from unisono.tree import leaves
 from unisono.world import World
 
 _FORWARD_PASSES = 16  # that one backward pass goes through, at most, where unused parameters are to be found
+
+
+class Replicated(Strategy):
+    """
+    Args:
+        world, ledger: as for `Strategy`; a world of processes.
+        hook, options: as for `attach_hook`.
+        finds_unused: as for `ReplicatedEngine`.
+    """
+
+    def __init__(
+        self, world: World, ledger: Ledger, hook: str | None, options: Mapping[str, Any] | None, finds_unused: bool
+    ) -> None:
+        super().__init__(world, ledger)
+        self._arguments = hook, options, finds_unused
+
+    def wrap_model(self, module: nn.Module) -> Engine:
+        if not any(each.requires_grad for each in module.parameters()):  # DDP refuses it
+            return super().wrap_model(module)
+        return ReplicatedEngine(module, self.world, self.ledger, *self._arguments)
 
 
 class ReplicatedEngine(Engine):

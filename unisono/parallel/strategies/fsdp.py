@@ -6,12 +6,34 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
+from unisono.parallel.agreement import broadcast_parameters
 from unisono.parallel.ledger import Ledger
 from unisono.parallel.strategies.engine import Engine
-from unisono.parallel.strategies.sharded import shard
+from unisono.parallel.strategies.sharded import check_shardable, shard
+from unisono.parallel.strategies.strategy import Strategy
 from unisono.parallel.weakly import weakly
 from unisono.world import World
+
+
+class Sharded(Strategy):
+    """
+    Args:
+        world, ledger: as for `Strategy`; a world of processes.
+        finds_unused: as for `shard`.
+    """
+
+    def __init__(self, world: World, ledger: Ledger, finds_unused: bool) -> None:
+        super().__init__(world, ledger)
+        self._finds_unused = finds_unused
+
+    def check(self, each: nn.Module | Optimizer) -> None:
+        check_shardable(each)
+
+    def wrap_model(self, module: nn.Module) -> Engine:
+        broadcast_parameters(module, world=self.world)
+        return ShardedEngine(module, self.world, self.ledger, self._finds_unused)
 
 
 class ShardedEngine(Engine):

@@ -13,8 +13,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
+from torch import nn
 from torch.optim import LBFGS, Optimizer
 
+from unisono.parallel.strategies.ddp import Replicated
 from unisono.parallel.strategies.sharded import is_distributed, loaded_class
 from unisono.world import World
 
@@ -22,6 +24,17 @@ if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
 T = TypeVar("T")
+
+
+class Divided(Replicated):
+    """strategy="zero1": as "ddp", but for the optimizers."""
+
+    def check(self, each: nn.Module | Optimizer) -> None:
+        if isinstance(each, Optimizer):
+            check_divisible(each)
+
+    def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        return shard_optimizer(optimizer, self.world)
 
 
 def shard_optimizer(optimizer: Optimizer, world: World) -> ZeroRedundancyOptimizer:

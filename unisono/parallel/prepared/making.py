@@ -1,0 +1,102 @@
+"""What `prepare` makes of a model and of an optimizer, by what an Accelerator was told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from unisono.backends.movement import move_module
+from unisono.parallel.batch_norm import synchronize_batch_norm
+from unisono.parallel.compilation import compile_module
+from unisono.parallel.passes import Passes
+from unisono.parallel.prepared.guard import NanGuard
+from unisono.parallel.prepared.model import PreparedModel
+from unisono.parallel.prepared.stepping import Stepper
+from unisono.parallel.strategies.sharded import clip_grad_norm
+from unisono.parallel.strategies.strategy import Strategy
+from unisono.randomness import seed_all, seed_of
+from unisono.world import World
+
+
+@dataclass
+class Maker:
+    """
+    Attributes:
+        world: the rank's.
+        passes: through the models.
+        strategy: reduces.
+        autocast: makes the context of forward passes; None for none.
+        scaler: of the loss; None for none.
+        moves: models go to the world's device.
+        compiles: the arguments of torch.compile; False for none.
+        is_synchronized: BatchNorm sees the global batch.
+        checks_numbers: a gradient that is not finite is an error.
+        max_grad_norm: to which steps clip; None for no clipping.
+        seed: of the generators; None leaves them.
+    """
+
+    world: World
+    passes: Passes
+    strategy: Strategy
+    autocast: Callable[[], AbstractContextManager[Any]] | None
+    scaler: GradScaler | None
+    moves: bool
+    compiles: Mapping[str, Any] | bool
+    is_synchronized: bool
+    checks_numbers: bool
+    max_grad_norm: float | None
+    seed: int | None
+    _guard: NanGuard | None = field(init=False)
+    _is_seeded: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        self._guard = NanGuard(self.world) if self.checks_numbers else None
+        if self.seed is not None:
+            self._seed_generators(self.seed)
+
+    def model(self, module: nn.Module) -> PreparedModel:
+        """The module, on its device, behind its engine."""
+        if self.moves:
+            module = move_module(module, self.world.device)
+        if self.is_synchronized:
+            module = synchronize_batch_norm(module, self.world, self.passes.weight)
+        if self._guard is not None:
+            self._guard.watch(module)
+        if self.compiles is not False:
+            module = compile_module(module, self.world, **({} if self.compiles is True else self.compiles))
+        made = PreparedModel(self.strategy.wrap_model(module), self.passes, self.autocast)
+        if self.seed is not None and not self._is_seeded and self.world.world_size > 1:
+            self._seed_generators(seed_of(self.seed, "rank", self.world.rank))
+        self._is_seeded = True
+        return made
+
+    def stepper(self, optimizer: Optimizer) -> Stepper:
+        """What lets the optimizer step for all ranks."""
+        return Stepper(
+            optimizer,
+            self.world,
+            self.passes,
+            partial(clip_grad_norm, world=self.world),
+            self.max_grad_norm,
+            self.scaler,
+            self._guard,
+        )
+
+    def _seed_generators(self, seed: int) -> None:
+        """The process's, or, among threads, the replica's own: the others belong to all of them."""
+        world = self.world
+        if world.world_size == 1 or world.is_of_processes:
+            seed_all(seed)
+        else:
+            torch.manual_seed(seed)
+        state = world.backend.seeded_state(seed, world.device)
+        if state is not None:
+            world.backend.set_rng_state(state, world.device)
