@@ -165,6 +165,12 @@ class Accelerator:
         made = self._prepared.prepare(objects)
         return made[0] if len(made) == 1 else tuple(made)
 
+    def free_memory(self) -> None:
+        """Let go of everything that was prepared. Optimizers step by themselves again, and models and optimizers can be
+        prepared anew, by this Accelerator or another one; what is not held elsewhere is garbage.
+        """
+        self._prepared.release()
+
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None, batch: Any = None) -> None:
         """`loss.backward()`; for fp16 the loss is scaled.
 

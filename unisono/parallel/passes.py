@@ -24,11 +24,10 @@ from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from unisono.deliveries import Batch, all_count_the_same
 from unisono.parallel.ledger import Claim, Ledger, claim_of
@@ -94,7 +93,7 @@ class Passes:
         self._is_called = False  # `backward`, and it runs
         self._told: Claim | None = None  # by `backward`, of the pass that it begins
         self._runs: WeakKeyDictionary[Engine, _Run] = WeakKeyDictionary()  # the last ones
-        self._watched: WeakKeyDictionary[Engine, dict[torch.Tensor, RemovableHandle]] = WeakKeyDictionary()
+        self._engines: WeakSet[Engine] = WeakSet()
         self._tasks: dict[int, tuple[Bound, list[Engine]]] = {}  # backward passes that run: of what, through what
         self._scale, self._is_reducing = 1.0, False  # of the last one that has begun
 
@@ -121,6 +120,8 @@ class Passes:
 
     def watch(self, engine: Engine, outputs: Any, bound: Bound) -> None:
         """Let these outputs of the model tell when a backward pass comes to them."""
+        if engine.is_released:
+            return
         self.watch_parameters(engine)
         arrive = partial(weakly(self._arrive), ref(engine), bound)
         for leaf in leaves(outputs):
@@ -131,17 +132,17 @@ class Passes:
 
     def watch_parameters(self, engine: Engine) -> None:
         """Let the model's parameters tell when gradients arrive, and scale them there. Again, as others are trained."""
+        self._engines.add(engine)
         trained = engine.trained() if engine.is_leafy else []
-        watched = self._watched.setdefault(engine, {})
-        if len(trained) != len(watched) or any(each not in watched for each in trained):
+        if len(trained) != len(engine.hooks) or any(each not in engine.hooks for each in trained):
             arrive = partial(weakly(self._arrive_at_leaf), ref(engine))
             for each in trained:
-                if each not in watched:
-                    watched[each] = each.register_hook(arrive)
+                if each not in engine.hooks:
+                    engine.hooks[each] = each.register_hook(arrive)
 
     def has(self, parameters: Set[torch.Tensor]) -> bool:
         """Whether some of these are parameters of the models."""
-        return any(each in parameters for watched in self._watched.values() for each in watched)
+        return any(each in parameters for engine in list(self._engines) for each in engine.hooks)
 
     @contextmanager
     def microbatch(self) -> Iterator[None]:

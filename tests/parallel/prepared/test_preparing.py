@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import weakref
@@ -11,11 +12,12 @@ import pytest
 import torch
 from modes import PROCESSES_2, SOLO, THREADS_2, in_main_memory
 from torch import nn
+from torch.nn import functional as F
 from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR, LambdaLR, LinearLR, SequentialLR
 from torch.utils.data import DataLoader
 from twin import CLOSE, adam, data, loader_of, model, sgd
 
-from unisono import Accelerator, DeviceLoader, optimizer_step
+from unisono import Accelerator, DeviceLoader, barrier, optimizer_step, rank, world_size
 from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.repointing import Places
 from unisono.parallel.prepared.scheduler import PreparedScheduler
@@ -207,6 +209,75 @@ def test_a_prepared_optimizer_and_its_model_are_garbage_when_dropped():
     del accelerator, network, optimizer
     gc.collect()
     assert [each() for each in held] == [None] * 3
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_what_the_user_drops_is_garbage_while_the_accelerator_lives(strategy):
+    def body():
+        accelerator, held = Accelerator(strategy=strategy), []
+        for fold in range(3):
+            network = model(fold)
+            network, optimizer = accelerator.prepare(network, sgd(network.parameters()))
+            network(torch.ones(1, 5).double()).sum().backward()
+            optimizer.step()
+            held += [weakref.ref(network), weakref.ref(network.module), weakref.ref(optimizer)]
+        del network, optimizer
+        for turn in range(world_size()):  # beside another thread's collection, a collection does nothing
+            barrier()
+            if turn == rank():
+                gc.collect()
+        barrier()
+        return [each() is None for each in held]
+
+    for mode in (SOLO, THREADS_2, PROCESSES_2):
+        assert mode.run(body) == [[True] * 9] * mode.ranks
+
+
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
+def test_what_was_freed_steps_by_itself_and_can_be_prepared_anew(mode):
+    def body():
+        accelerator, plain = Accelerator(accumulate=2), model()
+        optimizer = sgd(plain.parameters())
+        for _ in range(2):
+            network, optimizer = accelerator.prepare(plain, optimizer)
+            network(torch.ones(1, 5).double()).sum().backward()  # half a step
+            accelerator.free_memory()
+            before = plain[0].weight.clone()
+            optimizer.step()
+            assert not torch.equal(plain[0].weight, before)
+            optimizer.zero_grad()
+            assert plain[0].weight.grad is None
+        return plain.state_dict()
+
+    first, *others = mode.run(body)
+    for each in others:
+        torch.testing.assert_close(each, first, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
+def test_behind_a_failure_in_a_step_the_same_accelerator_goes_on(mode):
+    """Out of memory, say, between a backward pass and the step."""
+
+    def train(accelerator, fails):
+        network = model()
+        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(11, 2))
+        for number, (inputs, targets, _) in enumerate(loader):
+            optimizer.zero_grad()
+            accelerator.backward(F.mse_loss(network(inputs), targets))
+            if fails and number == 1:
+                raise MemoryError
+            optimizer.step()
+        return network.state_dict()
+
+    def body():
+        accelerator = Accelerator(accumulate=3)
+        with contextlib.suppress(MemoryError):
+            train(accelerator, fails=True)
+        accelerator.free_memory()
+        return train(accelerator, fails=False), train(Accelerator(accumulate=3), fails=False)
+
+    for found, expected in mode.run(body):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.any_family

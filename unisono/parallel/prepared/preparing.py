@@ -21,7 +21,7 @@ from unisono.parallel.prepared.making import Maker
 from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.repointing import Places
 from unisono.parallel.prepared.scheduler import PreparedScheduler
-from unisono.parallel.prepared.stepping import Stepper, watch
+from unisono.parallel.prepared.stepping import Stepper, release_engines_of, watch
 
 
 class Prepared:
@@ -82,6 +82,18 @@ class Prepared:
             if any(id(each) in wanted for each in trained_parameters(stepper.optimizer)):
                 stepper.reduce()
 
+    def release(self) -> None:
+        """Let go of everything, so that it can be prepared again."""
+        for stepper in self.steppers():
+            stepper.release()
+            _all_prepared.forget(stepper.optimizer)
+        for model in self.models():
+            model.engine.release()
+            _all_prepared.forget(model)
+        self._models.clear()
+        self._steppers.clear()
+        self._maker.passes.ledger.clear()
+
     def update(self, scaler: GradScaler) -> None:
         """Let the scaler draw its conclusions from the steps of the last microbatch."""
         due = [stepper for stepper in self.steppers() if stepper.is_scale_due]
@@ -121,6 +133,7 @@ class Prepared:
             )
 
     def _add_model(self, module: nn.Module) -> PreparedModel:
+        release_engines_of(module)  # of an Accelerator that is gone, and perhaps not collected yet
         model = self._maker.model(module)
         remember_names(model.module)
         watch(model.engine)
@@ -185,6 +198,11 @@ class _Registry:
     def __setitem__(self, each: Any, made: Any) -> None:
         with suppress(TypeError):
             self._known[each] = ref(made)
+
+    def forget(self, made: Any) -> None:
+        """What this was made of counts as prepared no more."""
+        for each in [known for known, was in self._known.items() if was() is made or known is made]:
+            del self._known[each]
 
 
 _all_prepared = _Registry()

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
+from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -100,6 +101,13 @@ class Stepper:
     def train(self, engine: Engine) -> None:
         """A model that has some of the optimizer's parameters is prepared."""
         self._engines.append(engine)
+
+    def release(self) -> None:
+        """Let the optimizer step by itself again."""
+        self.optimizer.step = self._plain_step  # type: ignore[method-assign]
+        self.optimizer.zero_grad = self._plain_zero  # type: ignore[method-assign]
+        by_hand.prepared.discard(self.optimizer)
+        self._engines.clear()
 
     def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
         """`optimizer.step` at the end of an accumulation; else nothing, and None."""
@@ -260,13 +268,21 @@ def watch(engine: Engine) -> None:
     _engines.add(engine)
 
 
+def release_engines_of(module: nn.Module) -> None:
+    """What an earlier `prepare` has put behind this module, or a part of it, is to do nothing any more."""
+    own = set(module.parameters())
+    for engine in list(_engines):
+        if not engine.is_released and any(each in own for each in engine.module.parameters()):
+            engine.release()
+
+
 @register_optimizer_step_pre_hook
 def _refuse_held_gradients(optimizer: Optimizer, *_: Any) -> None:
     """
     Raises:
         RuntimeError: the optimizer's gradients are not reduced.
     """
-    held = [engine for engine in list(_engines) if engine.is_held]
+    held = [engine for engine in list(_engines) if engine.is_held and not engine.is_released]
     if not held:
         return
     own = {id(each) for group in optimizer.param_groups for each in group["params"]}

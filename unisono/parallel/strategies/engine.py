@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from unisono.parallel.agreement import check_agreement
 from unisono.parallel.gradients import reduce_gradients, scale_gradients
@@ -26,7 +27,8 @@ class Engine:
         is_leafy: gradients arrive at the module's own parameters, where hooks see them.
         is_held: a backward pass has left gradients that are this rank's alone.
         is_reduced: those that are there are of all ranks.
-        syncs: backward passes that end a step reduce; else the step does.
+        hooks: on the parameters, for their gradients.
+        is_released: its model is prepared no more.
     """
 
     is_leafy = True
@@ -34,7 +36,8 @@ class Engine:
     def __init__(self, module: nn.Module, world: World, ledger: Ledger) -> None:
         self.module = module
         self.is_held = self.is_reduced = False
-        self.syncs = True
+        self.is_released = False
+        self.hooks: dict[torch.Tensor, RemovableHandle] = {}
         self._world, self._ledger = world, ledger
         self._reduces = False  # the backward pass that runs
         self._is_agreed = False  # the ranks have compared their models
@@ -52,8 +55,8 @@ class Engine:
         if self.is_reduced and self._ledger.held_factor() not in (0, 1):
             scale_gradients(self.trained(), 1 / self._ledger.held_factor())  # the further reduction undoes it
         self.is_held, self.is_reduced = True, False
-        self._reduces = reduces and self.syncs
-        self.prepare(self._reduces)
+        self._reduces = reduces
+        self.prepare(reduces)
 
     def prepare(self, reduces: bool) -> None:
         """Before the first gradient of a backward pass arrives."""
@@ -90,6 +93,12 @@ class Engine:
             ledger.factor(),
             is_part=True,
         )
+
+    def release(self) -> None:
+        """Look at no gradient any more."""
+        self.is_released = True
+        while self.hooks:
+            self.hooks.popitem()[1].remove()
 
     def forget(self) -> None:
         """The gradients are zero."""
