@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from unisono.loaders.device_iterator import DeviceIterator
@@ -39,6 +38,7 @@ from unisono.parallel.prepared.making import Maker
 from unisono.parallel.prepared.metrics import valid_rows
 from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.preparing import Prepared
+from unisono.parallel.prepared.scaler import LossScaler
 from unisono.parallel.strategies.choosing import strategy_on
 from unisono.parallel.strategies.sharded import clip_grad_norm
 from unisono.parallel.strategies.states import load_model_state, load_optimizer_state, model_state, optimizer_state
@@ -87,6 +87,7 @@ class Accelerator:
     Attributes:
         world: the rank's.
         device: where batches and models go.
+        scaler: of the loss, for "fp16": torch's GradScaler, whose `state_dict()` belongs into a checkpoint; else None.
 
     Raises:
         TypeError, ValueError: an argument is out of its range, or does not fit another one.
@@ -117,7 +118,7 @@ class Accelerator:
         self.world = world_on(world or current_world(), device, cpu, strategy)
         check_features(self.world, strategy, comm_hook, precision, compile)
         self.device = self.world.device
-        self._scaler = GradScaler(self.device.type) if precision == "fp16" else None
+        self.scaler = LossScaler(self.device.type, self.world.rank == 0) if precision == "fp16" else None
         self._comm_hook = comm_hook
         ledger = Ledger(self.world.comm.size, accumulate, is_mean=accumulate > 1)
         self._passes = Passes(self.world, ledger)
@@ -129,7 +130,7 @@ class Accelerator:
             passes=self._passes,
             strategy=strategy_on(strategy, self.world, ledger, comm_hook, comm_options, find_unused_parameters),
             autocast=self._autocast,
-            scaler=self._scaler,
+            scaler=self.scaler,
             moves=device_placement,
             compiles=compile,
             is_synchronized=sync_batchnorm,
@@ -138,16 +139,6 @@ class Accelerator:
             seed=seed,
         )
         self._prepared = Prepared(maker, partial(_prepared_loader, self.world, device_placement, seed))
-
-    @property
-    def scaler(self) -> GradScaler | None:
-        """The loss scaler of "fp16", whose `state_dict()` belongs into a checkpoint; None for other precisions."""
-        if self._scaler is not None:
-            before = self._scaler.get_scale()
-            self._prepared.update(self._scaler)
-            if self._scaler.get_scale() < before and self.world.rank == 0:
-                logger.info("fp16: gradients overflowed, no step was taken; the loss scale is %g", before / 2)
-        return self._scaler
 
     def prepare(self, *objects: Any) -> Any:
         """Models, optimizers, loaders, schedulers, lists of them and None, each prepared: in the order in which they
@@ -180,8 +171,11 @@ class Accelerator:
         Raises:
             ValueError: as for `unisono.backward`.
         """
-        scaler = self.scaler if self._passes.ledger.is_closed else self._scaler
-        self._passes.backward(loss if scaler is None else scaler.scale(loss), weight, batch)
+        if self.scaler is not None:
+            if self._passes.begins_step():
+                self.scaler.settle()
+            loss = self.scaler.scale(loss)
+        self._passes.backward(loss, weight, batch)
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """A microbatch, for batches from elsewhere; those of a prepared loader are counted by themselves.

@@ -194,6 +194,10 @@ class Passes:
         count = 0 if ledger.is_closed else ledger.count
         return count + 1 >= ledger.every or (self._bound.batch is not None and self._bound.batch.is_last())
 
+    def begins_step(self) -> bool:
+        """Whether a backward pass now would be the first of a step."""
+        return self.ledger.is_closed and not self.ledger.holds(self._key(self._bound))
+
     def forget(self) -> None:
         """Gradients were zeroed, of one optimizer: the others' microbatches still count."""
         if self.ledger.every == 1:

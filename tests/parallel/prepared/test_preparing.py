@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR, LambdaLR, 
 from torch.utils.data import DataLoader
 from twin import CLOSE, adam, data, loader_of, model, sgd
 
-from unisono import Accelerator, DeviceLoader, barrier, optimizer_step, rank, world_size
+from unisono import Accelerator, DeviceLoader, barrier, current_world, optimizer_step, world_size
 from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.repointing import Places
 from unisono.parallel.prepared.scheduler import PreparedScheduler
@@ -224,7 +224,7 @@ def test_what_the_user_drops_is_garbage_while_the_accelerator_lives(strategy):
         del network, optimizer
         for turn in range(world_size()):  # beside another thread's collection, a collection does nothing
             barrier()
-            if turn == rank():
+            if turn == current_world().rank:
                 gc.collect()
         barrier()
         return [each() is None for each in held]

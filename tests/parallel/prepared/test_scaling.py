@@ -116,7 +116,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all_and_the_scheduler_waits(p
             optimizer.step()
             scheduler.step()
             has_moved = not torch.equal(before, network.weight)
-            seen.append((has_moved, accelerator._scaler.get_scale(), scheduler.last_epoch))
+            seen.append((has_moved, accelerator.scaler.get_scale(), scheduler.last_epoch))
         return seen, network.weight.detach()
 
     with warnings.catch_warnings():
@@ -175,7 +175,7 @@ def test_two_optimizers_share_the_scaler_and_a_clipped_batch_may_be_left_out():
             continue
         of_second.step()
         of_first.step()
-    assert accelerator._scaler.get_scale() == 65536
+    assert accelerator.scaler.get_scale() == 65536
 
 
 def test_plain_backward_passes_under_fp16_are_refused_with_a_loader_and_without():

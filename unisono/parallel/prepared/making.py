@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from unisono.backends.movement import move_module
@@ -19,6 +18,7 @@ from unisono.parallel.compilation import compile_module
 from unisono.parallel.passes import Passes
 from unisono.parallel.prepared.guard import NanGuard
 from unisono.parallel.prepared.model import PreparedModel
+from unisono.parallel.prepared.scaler import LossScaler
 from unisono.parallel.prepared.stepping import Stepper
 from unisono.parallel.strategies.sharded import clip_grad_norm
 from unisono.parallel.strategies.strategy import Strategy
@@ -47,7 +47,7 @@ class Maker:
     passes: Passes
     strategy: Strategy
     autocast: Callable[[], AbstractContextManager[Any]] | None
-    scaler: GradScaler | None
+    scaler: LossScaler | None
     moves: bool
     compiles: Mapping[str, Any] | bool
     is_synchronized: bool

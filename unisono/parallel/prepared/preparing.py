@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
-from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -93,14 +92,6 @@ class Prepared:
         self._models.clear()
         self._steppers.clear()
         self._maker.passes.ledger.clear()
-
-    def update(self, scaler: GradScaler) -> None:
-        """Let the scaler draw its conclusions from the steps of the last microbatch."""
-        due = [stepper for stepper in self.steppers() if stepper.is_scale_due]
-        if due:
-            scaler.update()
-        for stepper in due:
-            stepper.is_scale_due = False
 
     def _check(self, where: str, each: Any, before: list[Any], together: list[Any], places: Places) -> None:
         """Refuse what cannot be prepared, before anything is."""

@@ -18,7 +18,6 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -28,6 +27,7 @@ from unisono.parallel.ledger import Ledger, Share
 from unisono.parallel.names import trained_parameters
 from unisono.parallel.passes import Passes
 from unisono.parallel.prepared.guard import NanGuard
+from unisono.parallel.prepared.scaler import LossScaler
 from unisono.parallel.strategies.engine import Engine
 from unisono.timeline import REDUCE, STEP
 from unisono.world import World
@@ -61,7 +61,6 @@ class Stepper:
         num_asked: how often `step` was called.
         schedulers: that follow it.
         num_steps: how often it has stepped: not between microbatches, nor behind an overflow.
-        is_scale_due: whether the scaler has seen a step of it since its last update.
     """
 
     def __init__(
@@ -71,13 +70,12 @@ class Stepper:
         passes: Passes,
         clip: Callable[[Sequence[torch.Tensor], float], torch.Tensor],
         max_grad_norm: float | None = None,
-        scaler: GradScaler | None = None,
+        scaler: LossScaler | None = None,
         guard: NanGuard | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.num_asked = self.num_steps = 0
         self.schedulers: list[Follower] = []
-        self.is_scale_due = False
         self._engines: list[Engine] = []  # of the models that have some of the optimizer's parameters
         self._world = world
         self._passes = passes
@@ -254,8 +252,8 @@ class Stepper:
 
     def _settle(self) -> None:
         """The gradients that are held belong to no further step of this optimizer."""
-        if self._is_unscaled:
-            self._is_unscaled, self.is_scale_due = False, True
+        if self._scaler is not None and self._is_unscaled:
+            self._is_unscaled, self._scaler.is_due = False, True
 
     def _close(self) -> None:
         self._settle()

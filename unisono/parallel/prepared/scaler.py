@@ -1,0 +1,41 @@
+"""LossScaler: torch's GradScaler, which several optimizers share."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch.amp import GradScaler
+
+logger = logging.getLogger(__name__)
+
+
+class LossScaler(GradScaler):
+    """Draws its conclusions from a step when the next one begins, or when its state is asked for: by then all
+    optimizers of the step have stepped.
+
+    Args:
+        device: the type of the rank's device.
+        is_telling: says when a step was not taken.
+
+    Attributes:
+        is_due: an optimizer has stepped, or skipped its step, since the last conclusions.
+    """
+
+    def __init__(self, device: str, is_telling: bool) -> None:
+        super().__init__(device)
+        self.is_due = False
+        self._is_telling = is_telling
+
+    def settle(self) -> None:
+        """Let the scale follow from the steps that were taken and skipped."""
+        if self.is_due:
+            self.is_due = False
+            before = self.get_scale()
+            self.update()
+            if self.get_scale() < before and self._is_telling:
+                logger.info("fp16: gradients overflowed, no step was taken; the loss scale is %g", before / 2)
+
+    def state_dict(self) -> dict[str, Any]:
+        self.settle()
+        return super().state_dict()
