@@ -82,6 +82,8 @@ class Accelerator:
         find_unused_parameters: for "ddp", where some parameters take no part in some forward passes.
         comm_hook: how "ddp" sends gradients: "fp16", "bf16", "powersgd", "post_local_sgd"; None as they are.
         comm_options: of the hook.
+        elementwise_optimizer: for "zero1" and "fsdp" with an optimizer that is none of torch.optim's: it treats each
+            element for itself, and looks at no others.
         world: None takes the current one.
 
     Attributes:
@@ -110,6 +112,7 @@ class Accelerator:
         find_unused_parameters: bool = False,
         comm_hook: str | None = None,
         comm_options: Mapping[str, Any] | None = None,
+        elementwise_optimizer: bool = False,
         world: World | None = None,
     ) -> None:
         check_arguments(precision, accumulate, max_grad_norm, nan_guard)
@@ -128,7 +131,15 @@ class Accelerator:
         maker = Maker(
             world=self.world,
             passes=self._passes,
-            strategy=strategy_on(strategy, self.world, ledger, comm_hook, comm_options, find_unused_parameters),
+            strategy=strategy_on(
+                strategy,
+                self.world,
+                ledger,
+                comm_hook,
+                comm_options,
+                find_unused_parameters,
+                elementwise_optimizer,
+            ),
             autocast=self._autocast,
             scaler=self.scaler,
             moves=device_placement,

@@ -156,7 +156,9 @@ def test_two_backward_passes_of_one_forward_pass_may_each_take_a_part():
 def test_lbfgs_over_a_sharded_model_is_refused_and_nothing_has_changed():
     def body(strategy):
         network = model()
-        with pytest.raises(TypeError, match=rf"strategy='{strategy}' divides .* LBFGS takes them all as one vector"):
+        with pytest.raises(
+            TypeError, match=rf"strategy='{strategy}' divides .* LBFGS takes all parameters as one vector"
+        ):
             Accelerator(strategy=strategy).prepare(network, torch.optim.LBFGS(network.parameters()))
         assert all(type(each) is nn.Parameter for each in network.parameters())
         Accelerator(strategy=strategy).prepare(network, sgd(network.parameters()))
@@ -230,3 +232,58 @@ def test_a_model_is_prepared_again_when_what_prepared_it_is_gone(mode):
     first, *others = mode.run(body)
     for other in others:
         torch.testing.assert_close(first, other, rtol=0, atol=0)
+
+
+class Normalized(torch.optim.Optimizer):
+    """Steps by the gradient over its norm, of all parameters together, or of each."""
+
+    def __init__(self, parameters, lr=0.1, together=True):
+        super().__init__(parameters, {"lr": lr, "together": together})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        trained = [each for group in self.param_groups for each in group["params"]]
+        norm = torch.stack([each.grad.norm() for each in trained]).norm()
+        for each in trained:
+            each.sub_(each.grad / norm if self.defaults["together"] else each.grad.sign(), alpha=self.defaults["lr"])
+
+
+class Inherited(torch.optim.AdamW):
+    """Its step is torch's."""
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_an_optimizer_that_may_look_at_all_parameters_is_refused_unless_it_is_said_not_to(strategy):
+    def body():
+        network = model()
+        accelerator = Accelerator(strategy=strategy)
+        with pytest.raises(TypeError, match=r"Normalized is none of .*Accelerator\(elementwise_optimizer=True\)"):
+            accelerator.prepare(network, Normalized(network.parameters()))
+        accelerator.prepare(network, Inherited(network.parameters()))
+        told = Accelerator(strategy=strategy, elementwise_optimizer=True)
+        network = model()
+        network, optimizer = told.prepare(network, Normalized(network.parameters(), together=False))
+        network(torch.ones(2, 5).double()).sum().backward()
+        optimizer.step()
+        return told.state_dict(network)
+
+    first, _ = PROCESSES_2.run(body)
+    plain = model()
+    optimizer = Normalized(plain.parameters(), together=False)
+    plain(torch.ones(2, 5).double()).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(first, dict(plain.state_dict()), **CLOSE)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_optimizers_over_whole_parameters_are_for_whole_parameters(strategy):
+    def body():
+        network = model()
+        optimizer = torch.optim.Adafactor(network.parameters())
+        if strategy == "fsdp":
+            with pytest.raises(TypeError, match="Adafactor takes each parameter as a whole"):
+                Accelerator(strategy=strategy).prepare(network, optimizer)
+        else:
+            Accelerator(strategy=strategy).prepare(network, optimizer)
+
+    PROCESSES_2.run(body)

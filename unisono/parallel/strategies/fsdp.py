@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from unisono.parallel.agreement import broadcast_parameters
 from unisono.parallel.ledger import Ledger
+from unisono.parallel.strategies.elementwise import check_elementwise
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.sharded import check_shardable, shard
 from unisono.parallel.strategies.strategy import Strategy
@@ -22,14 +23,18 @@ class Sharded(Strategy):
     Args:
         world, ledger: as for `Strategy`; a world of processes.
         finds_unused: as for `shard`.
+        is_elementwise: the user says that the optimizers treat each element for itself.
     """
 
-    def __init__(self, world: World, ledger: Ledger, finds_unused: bool) -> None:
+    def __init__(self, world: World, ledger: Ledger, finds_unused: bool, is_elementwise: bool) -> None:
         super().__init__(world, ledger)
-        self._finds_unused = finds_unused
+        self._finds_unused, self._is_elementwise = finds_unused, is_elementwise
 
     def check(self, each: nn.Module | Optimizer) -> None:
-        check_shardable(each)
+        if isinstance(each, Optimizer):
+            check_elementwise(each, "fsdp", self._is_elementwise, takes_whole=False)
+        else:
+            check_shardable(each)
 
     def wrap_model(self, module: nn.Module) -> Engine:
         broadcast_parameters(module, world=self.world)

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import LBFGS, Optimizer
 
 from unisono.parallel.gradients import scale_in_place
 from unisono.world import World, current_world
@@ -89,23 +88,15 @@ def shard(
     return sharded  # the last one: the model itself
 
 
-def check_shardable(trained: nn.Module | Optimizer, units: _Classes | None = None) -> None:
-    """Whether `shard` can take the model, or an optimizer can step for a sharded one; nothing is changed.
+def check_shardable(trained: nn.Module, units: _Classes | None = None) -> None:
+    """Whether `shard` can take the model; nothing is changed.
 
     Args:
         units: as for `shard`.
 
     Raises:
         ValueError: the model is sharded already, or parameters of one unit that are trained differ in type.
-        TypeError: the optimizer takes all parameters as one.
     """
-    if isinstance(trained, LBFGS):
-        raise TypeError(
-            f"strategy='fsdp' divides each parameter by ranks, and {type(trained).__name__} takes them all as one "
-            "vector; take strategy='ddp', or an optimizer that treats each parameter for itself"
-        )
-    if isinstance(trained, Optimizer):
-        return
     if is_sharded(trained):
         raise ValueError(f"the {type(trained).__name__} is sharded already; shard a model once")
     for unit, own in _own_parameters([*units_of(trained, units), trained]):

@@ -16,7 +16,9 @@ import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
+from unisono.parallel.ledger import Ledger
 from unisono.parallel.strategies.ddp import Replicated
+from unisono.parallel.strategies.elementwise import check_elementwise
 from unisono.parallel.strategies.sharded import is_distributed, loaded_class
 from unisono.world import World
 
@@ -27,11 +29,29 @@ T = TypeVar("T")
 
 
 class Divided(Replicated):
-    """strategy="zero1": as "ddp", but for the optimizers."""
+    """strategy="zero1": as "ddp", but for the optimizers.
+
+    Args:
+        world, ledger, hook, options, finds_unused: as for `Replicated`.
+        is_elementwise: the user says that the optimizers treat each element for itself.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        ledger: Ledger,
+        hook: str | None,
+        options: Mapping[str, Any] | None,
+        finds_unused: bool,
+        is_elementwise: bool,
+    ) -> None:
+        super().__init__(world, ledger, hook, options, finds_unused)
+        self._is_elementwise = is_elementwise
 
     def check(self, each: nn.Module | Optimizer) -> None:
         if isinstance(each, Optimizer):
             check_divisible(each)
+            check_elementwise(each, "zero1", self._is_elementwise, takes_whole=True)
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         return shard_optimizer(optimizer, self.world)

@@ -1,0 +1,48 @@
+"""Which optimizers may step for a part of the parameters, or of their elements, and leave the rest to other ranks."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch.optim import Optimizer
+
+# Of torch.optim's: they take all parameters as one, or something over a whole parameter.
+_OVER_ALL = {torch.optim.LBFGS}
+_OVER_EACH = {getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)}
+
+
+def check_elementwise(optimizer: Optimizer, strategy: str, is_declared: bool, takes_whole: bool) -> None:
+    """
+    Args:
+        strategy: its name, for the message.
+        is_declared: the user says that the optimizer treats each element for itself.
+        takes_whole: each rank steps for whole parameters.
+
+    Raises:
+        TypeError: it is not known that the optimizer's steps do not depend on what other ranks hold.
+    """
+    kind = _kind(optimizer)
+    cut = "parameters" if takes_whole else "each parameter"
+    refused = _OVER_ALL if takes_whole else _OVER_ALL | _OVER_EACH
+    if kind in refused:
+        what = "all parameters as one vector" if kind in _OVER_ALL else "each parameter as a whole"
+        raise TypeError(
+            f"strategy={strategy!r} divides {cut} by ranks, and {type(optimizer).__name__} takes {what}; take "
+            "strategy='ddp', or an optimizer that treats each element for itself"
+        )
+    if kind is None and not is_declared:
+        raise TypeError(
+            f"strategy={strategy!r} divides {cut} by ranks, and {type(optimizer).__name__} is none of torch.optim's, "
+            "so that nobody knows whether it looks at several of them together, as a norm over all does; if it treats "
+            "each element for itself, pass Accelerator(elementwise_optimizer=True), else take strategy='ddp'"
+        )
+
+
+def _kind(optimizer: Optimizer) -> type[Optimizer] | None:
+    """The class of torch.optim whose step that is; None for a step from elsewhere."""
+    step = inspect.unwrap(type(optimizer).step)
+    for kind in vars(torch.optim).values():
+        if inspect.isclass(kind) and issubclass(kind, Optimizer) and inspect.unwrap(kind.step) is step:
+            return kind
+    return None
