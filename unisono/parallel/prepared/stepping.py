@@ -274,7 +274,6 @@ def release_engines_of(module: nn.Module) -> None:
             engine.release()
 
 
-@register_optimizer_step_pre_hook
 def _refuse_held_gradients(optimizer: Optimizer, *_: Any) -> None:
     """
     Raises:
@@ -291,6 +290,11 @@ def _refuse_held_gradients(optimizer: Optimizer, *_: Any) -> None:
                 "this rank's alone, in the middle of an accumulation or behind no_sync(); step with the optimizer that "
                 "prepare() has returned, or behind the backward pass that ends the step (accelerator.is_boundary)"
             )
+
+
+# No decorator: it would put a handle in the function's place, and an optimizer's class that travels brings the hooks of
+# all steps along, which then travel by name.
+register_optimizer_step_pre_hook(_refuse_held_gradients)
 
 
 def _methods(stepper: Stepper) -> tuple[Callable[..., Any], Callable[..., None]]:

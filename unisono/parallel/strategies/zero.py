@@ -50,8 +50,8 @@ class Divided(Replicated):
 
     def check(self, each: nn.Module | Optimizer) -> None:
         if isinstance(each, Optimizer):
-            check_divisible(each)
             check_elementwise(each, "zero1", self._is_elementwise, takes_whole=True)
+            check_divisible(each)
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         return shard_optimizer(optimizer, self.world)
