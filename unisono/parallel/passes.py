@@ -194,9 +194,16 @@ class Passes:
         count = 0 if ledger.is_closed else ledger.count
         return count + 1 >= ledger.every or (self._bound.batch is not None and self._bound.batch.is_last())
 
+    def adopt(self, engine: Engine) -> None:
+        """Gradients of the model were assigned by hand: those of the batch of the last forward pass. A collective."""
+        _check_counts(self._bound)
+        claim = claim_of(self._bound.batch, None, self._world)
+        self._enter(claim, self._bound)
+        engine.adopt(claim.part(self._world.comm.size))
+
     def begins_step(self) -> bool:
         """Whether a backward pass now would be the first of a step."""
-        return self.ledger.is_closed and not self.ledger.holds(self._key(self._bound))
+        return self.ledger.is_closed and (self.ledger.every == 1 or not self.ledger.holds(self._key(self._bound)))
 
     def forget(self) -> None:
         """Gradients were zeroed, of one optimizer: the others' microbatches still count."""

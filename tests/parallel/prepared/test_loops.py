@@ -222,6 +222,18 @@ def edited_by_hand(accelerator: Any, loader: DataLoader[Any]) -> State:
     return network.state_dict()
 
 
+def assigned_by_hand(accelerator: Any, loader: DataLoader[Any]) -> State:
+    network = model()
+    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
+    trained = list(network.parameters())
+    for batch in loader:
+        for each, gradient in zip(trained, torch.autograd.grad(mean_loss(network, batch), trained), strict=True):
+            each.grad = gradient
+        accelerator.clip_grad_norm(trained, 0.1)
+        optimizer.step()
+    return network.state_dict()
+
+
 def with_penalties(accelerator: Any, loader: DataLoader[Any]) -> State:
     """On the parameters, and on the gradient with respect to the inputs."""
     network = model()
@@ -268,6 +280,7 @@ def test_the_same_lines_mean_the_same_on_one_device_and_on_several_ranks(mode: M
         replayed,
         clipped_by_torch,
         edited_by_hand,
+        assigned_by_hand,
         with_penalties,
         sharpness_aware,
     ]

@@ -83,6 +83,7 @@ class Stepper:
         self._max_grad_norm = max_grad_norm
         self._scaler = scaler
         self._guard = guard
+        self._seen: dict[Engine, int] = {}  # the generations of the last step
         self._is_unscaled = self._is_inside = False
         self._skipped_in = (
             self._closed_in
@@ -152,6 +153,8 @@ class Stepper:
         for engine in self._engines:
             if engine.is_held:
                 engine.reduce()
+            elif self._is_assigned(engine):
+                self._passes.adopt(engine)
         check_presence(trained_parameters(self.optimizer))
         if self._scaler is not None and not self._is_unscaled:
             if self._passes.went_past:
@@ -188,6 +191,12 @@ class Stepper:
     @property
     def _ledger(self) -> Ledger:
         return self._passes.ledger
+
+    def _is_assigned(self, engine: Engine) -> bool:
+        """Whether the model has gradients that no backward pass has left since the last step."""
+        if self._world.world_size == 1 or self._ledger.every > 1 or engine.generation != self._seen.get(engine, 0):
+            return False
+        return any(each.grad is not None for each in engine.trained())
 
     def _skip(self) -> None:
         now = self._ledger
@@ -257,6 +266,7 @@ class Stepper:
 
     def _close(self) -> None:
         self._settle()
+        self._seen = {engine: engine.generation for engine in self._engines}
         self._closed_in, self._num_skipped = self._ledger.number, 0
         self._ledger.close()
 

@@ -27,6 +27,7 @@ class Engine:
         is_leafy: gradients arrive at the module's own parameters, where hooks see them.
         is_held: a backward pass has left gradients that are this rank's alone.
         is_reduced: those that are there are of all ranks.
+        generation: how many backward passes have come to the model.
         hooks: on the parameters, for their gradients.
         is_released: its model is prepared no more.
     """
@@ -36,6 +37,7 @@ class Engine:
     def __init__(self, module: nn.Module, world: World, ledger: Ledger) -> None:
         self.module = module
         self.is_held = self.is_reduced = False
+        self.generation = 0
         self.is_released = False
         self.hooks: dict[torch.Tensor, RemovableHandle] = {}
         self._world, self._ledger = world, ledger
@@ -55,6 +57,7 @@ class Engine:
         if self.is_reduced and self._ledger.held_factor() not in (0, 1):
             scale_gradients(self.trained(), 1 / self._ledger.held_factor())  # the further reduction undoes it
         self.is_held, self.is_reduced = True, False
+        self.generation += 1
         self._reduces = reduces
         self.prepare(reduces)
 
@@ -79,6 +82,16 @@ class Engine:
         """For a step that finds gradients of this rank alone. A collective."""
         self.reduce_late()
         self.is_held, self.is_reduced = False, True
+
+    def adopt(self, part: float) -> None:
+        """Reduce gradients that no backward pass has left: those of `torch.autograd.grad`, assigned by hand.
+
+        Args:
+            part: of their batch, as `Claim.part` has it.
+        """
+        scale_gradients(self.trained(), part)
+        self.generation += 1
+        self.reduce()
 
     def reduce_late(self, parameters: Sequence[torch.Tensor] | None = None) -> None:
         """Reduce the gradients of these parameters, all at once; None takes those of all."""
