@@ -34,7 +34,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     family = parser.parse_known_args(sys.argv[1:]).backend or os.environ.get("UNISONO_BACKEND")  # a worker of xdist
     if family is not None:
         os.environ["UNISONO_BACKEND"] = family
-        backends.pick_backend().device(0)
+        backend = backends.pick_backend()
+        backend.start(backend.device(0))
 
 
 def pytest_collection() -> None:
