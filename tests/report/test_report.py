@@ -259,9 +259,10 @@ def test_a_loop_that_waits_because_anothers_lane_is_full_is_peer_bound() -> None
                 list(parallel.per_device_loader("cpu:1"))
             has_ended.set()
 
+        slowly = parallel.per_device_loader("cpu:0")  # first: the reader does not wait for a lane without an iterator
         with ThreadPoolExecutor(1) as pool:
             hurrying = pool.submit(hurry)
-            for _ in parallel.per_device_loader("cpu:0"):
+            for _ in slowly:
                 until(lambda: has_ended.is_set() or (slow.holds_reader and fast.waiter) or slow.sent == 30)
                 spend(WORK_S)
             hurrying.result(20)
