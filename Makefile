@@ -59,7 +59,7 @@ clean:
 
 # One stamp per extra of setup.cfg: what is installed stays installed.
 $(VENV)/.%: setup.cfg constraints.txt | $(BIN)/python
-	@echo "installing unisono[$*] into $(VENV): up to 1.3 GB, a few minutes the first time"
+	@echo "installing unisono[$*] into $(VENV): 1.3 GB with a CPU build of torch, 5 GB with a CUDA build; a few minutes the first time"
 	@$(PIP) --editable '.[$*]'
 	@touch $@
 
