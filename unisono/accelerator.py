@@ -10,7 +10,6 @@ microbatches); these live as long as it does.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -44,8 +43,6 @@ from unisono.parallel.strategies.sharded import clip_grad_norm
 from unisono.parallel.strategies.states import load_model_state, load_optimizer_state, model_state, optimizer_state
 from unisono.protocols import ReduceOp
 from unisono.world import World, current_world
-
-logger = logging.getLogger(__name__)
 
 
 class Accelerator:

@@ -6,7 +6,7 @@ A rank's gradient g_r is that of the mean over its own n_r samples. With N sampl
 
 so each rank scales its gradient by its share n_r / N and the sum over the ranks is exact, however unevenly the batch
 was dealt. Where no share is known, it is the plain mean over the ranks, n_r / N = 1 / size. For gradients that weigh
-something else already, `weights.py` has the factor.
+something else already, `ledger.py` has the factor.
 
 Gradients travel in flat buckets, one reduction each. The first bucket carries a few numbers more (by way of main memory
 they go before it): how many batches each rank took and of which round, the shares, whose sum must be 1, and which
