@@ -138,7 +138,8 @@ def _wait_for_the_ending(before: Footprint) -> None:
     """Give what is just ending a moment: join it where it can be joined; garbage may hold files."""
     now = footprint()
     for thread in now.threads - before.threads:
-        thread.join(0.05)
+        with contextlib.suppress(RuntimeError):  # it is being started, by somebody who was interrupted meanwhile
+            thread.join(0.05)
     psutil.wait_procs(_leaked_children(before, now), timeout=0.05)
     gc.collect()
     threading.Event().wait(0.01)
