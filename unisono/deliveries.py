@@ -13,7 +13,7 @@ This is the one thing that passes between `loaders` and `parallel`, which do not
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, count
 from typing import Any, NamedTuple
 
@@ -207,6 +207,22 @@ class Deliveries:
     def recent(self) -> list[Loop]:
         """The last few loops, open and ended, the one that received a batch last first."""
         return sorted([*self._open, *self._ended], key=lambda each: -each.at)[:REMEMBERED]
+
+
+def name_batches(batches: Sequence[Batch], before: Batch | None = None) -> str:
+    """These batches of a rank in words, so that another rank's are equal if they are of the same rounds.
+
+    Args:
+        before: the one that came to use before them.
+    """
+    last = batches[-1]
+    numbers = [each.number for each in batches if each.loop is last.loop]
+    names = f"batch {numbers[0]}" if len(numbers) == 1 else f"batches {', '.join(map(str, numbers))}"
+    order = f", round {last.mark:08x}" if last.mark else ""
+    first = before.number + 1 if before is not None and before.loop is last.loop else numbers[0]
+    left_out = range(first, numbers[0])
+    gap = "" if not left_out else f", {left_out[0]}" if len(left_out) == 1 else f", {left_out[0]} to {left_out[-1]}"
+    return f"{names} of its loop{order}{gap}{' left out' if gap else ''}"
 
 
 def all_count_the_same(batches: Iterable[Batch]) -> bool:

@@ -125,7 +125,8 @@ class Communicator(Protocol):
     """How the ranks of one world meet. This page is the law; every implementation keeps each line of it.
 
     1. All ranks call the same operations, in the same order, with the same shapes, types and arguments. Otherwise each
-       gets a `CollectiveMismatchError` that names the ranks by their calls (processes: when checking is on).
+       gets a `CollectiveMismatchError` that names the ranks by their calls. (Processes: the rank that comes later gets
+       it, and breaks the world for those that wait. Not compared: calls in a group that somebody else has made.)
     2. `all_reduce` works in place and returns its tensor. "mean" is the sum divided by the size, for size 1 too, and
        is refused for integers. Operations that a type does not have are a `TypeError`, the same in every mode.
     3. Within a mode all ranks end with the same bits, and a repeated run agrees. Across modes, the results are close.
@@ -159,6 +160,12 @@ class Communicator(Protocol):
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
+
+    def announce(self, purpose: str) -> None:
+        """Say what this rank does next together with its peers, by way of this communicator or past it.
+
+        Where another rank says, or does, something else, it is a `CollectiveMismatchError` here or in the next call.
+        """
 
     def abort(self, cause: BaseException) -> None:
         """Break the world because of `cause`, from any thread. The waiters wake at once; the first abort counts.

@@ -10,7 +10,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.comm.operations import Call, departure, digest_of, mismatch_error, name_ranks, pack, unpack
+from unisono import CollectiveMismatchError
+from unisono.comm.operations import (
+    Announcement,
+    Call,
+    Entry,
+    deed_of,
+    departure,
+    digest_of,
+    mismatch_error,
+    name_ranks,
+    pack,
+    unpack,
+)
 
 
 @pytest.mark.parametrize(
@@ -46,8 +58,9 @@ def test_a_packed_call_arrives_equal():
 
 
 def test_departures_are_told_in_the_right_number():
-    assert departure([1]) == "rank 1 has left this world"
-    assert departure({3, 1}) == "ranks 1, 3 have left this world"
+    assert departure({1: ""}) == "rank 1 has left this world"
+    assert departure({1: "called barrier()"}) == "rank 1 has left this world after it called barrier()"
+    assert departure({3: "called barrier()", 1: ""}) == "ranks 1, 3 have left this world"
 
 
 def test_ranks_are_named_in_the_right_number():
@@ -60,7 +73,7 @@ CALLS = [Call("barrier"), Call.on("all_reduce", torch.ones(10), "sum"), Call("br
 
 @given(st.lists(st.sampled_from(CALLS), min_size=2, max_size=8).filter(lambda calls: len(set(calls)) > 1))
 def test_a_mismatch_names_every_rank_once_with_its_call(calls):
-    told = str(mismatch_error(calls)).split("; ")[0]
+    told = str(mismatch_of(*calls)).split("; ")[0]
     groups = told.replace(" while ", " and ").split(" and ")
     named = {}
     for group in groups:
@@ -73,20 +86,30 @@ def test_a_mismatch_names_every_rank_once_with_its_call(calls):
 
 def test_a_mismatch_reads_as_a_sentence():
     barrier, reduction, broadcast = CALLS
-    assert str(mismatch_error([barrier, reduction, reduction])).startswith(
+    assert str(mismatch_of(barrier, reduction, reduction)).startswith(
         "rank 0 called barrier() while ranks [1, 2] called all_reduce(float32[10], 'sum'); every rank must "
     )
-    assert str(mismatch_error([barrier, reduction, barrier, broadcast])).startswith(
+    assert str(mismatch_of(barrier, reduction, barrier, broadcast)).startswith(
         "ranks [0, 2] called barrier() while rank 1 called all_reduce(float32[10], 'sum') and rank 3 called "
         "broadcast_object(1); every rank must "
     )
+    step = Announcement("the gradients of step 4")
+    assert str(mismatch_of(step, barrier)) == (
+        "rank 0 came to the gradients of step 4 while rank 1 called barrier(); every rank must take the same steps on "
+        "the same rounds: leave out a batch, or leave a loop, on all ranks or on none, and loop over its loader as "
+        "often as the others, in the same order"
+    )
+
+
+def mismatch_of(*entries: Entry) -> CollectiveMismatchError:
+    return mismatch_error({rank: deed_of(entry) for rank, entry in enumerate(entries)})
 
 
 def test_equal_calls_have_equal_digests_in_every_process_and_others_other_ones():
     program = (
-        "import torch; from unisono.comm.operations import Call, digest_of;"
-        "print(digest_of(Call.on('all_reduce', torch.ones(10), 'sum')))"
+        "import torch; from unisono.comm.operations import Call, deed_of, digest_of;"
+        "print(digest_of(deed_of(Call.on('all_reduce', torch.ones(10), 'sum'))))"
     )
     elsewhere = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert digest_of(CALLS[1]) == int(elsewhere.stdout)
-    assert len({digest_of(call) for call in CALLS}) == len(CALLS)
+    assert digest_of(deed_of(CALLS[1])) == int(elsewhere.stdout)
+    assert len({digest_of(deed_of(call)) for call in CALLS}) == len(CALLS)

@@ -68,9 +68,9 @@ def test_the_reason_of_the_peer_that_failed_first_is_kept(store):
         (
             {},
             "a peer is gone or did not answer (Connection reset); if none has failed, the ranks called different "
-            "collectives, and spawn(..., checked=True) names the calls",
+            "collectives, and join_world(checked=True) names the calls",
         ),
-        ({"unisono/departed/0": b"1"}, "rank 0 has left this world"),
+        ({"unisono/departed/0": b"1"}, "rank 0 has left this world after it called barrier()"),
         (
             {
                 "unisono/departed/0": b"1",
@@ -130,7 +130,7 @@ def test_it_tells_which_collective_it_is_in_and_how_many_it_has_entered(store):
 def test_who_waits_in_vain_names_who_has_not_come(store):
     comm = ProcessCommunicator(CPU, store)
     comm._arrivals = SharedArrivals(f"{store.path}.of-three", 0, 3)
-    SharedArrivals(f"{store.path}.of-three", 2, 3).note(1)
+    SharedArrivals(f"{store.path}.of-three", 2, 3).note(1, "called barrier()")
 
     def fail() -> None:
         raise RuntimeError("Timed out waiting 500ms for recv")

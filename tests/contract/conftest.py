@@ -42,18 +42,18 @@ class Ranks:
     def __str__(self) -> str:
         return self.mode if self.size == 1 else f"{self.mode}-{self.size}"
 
-    def run(self, body: Body, checked: bool = False, timeout: timedelta = PATIENCE) -> list[Any]:
+    def run(self, body: Body, timeout: timedelta = PATIENCE) -> list[Any]:
         """`body(comm)` on every rank: the results by rank, or the first cause raised.
 
         A rank leaves its world when it returns and aborts it when it raises, as workers and replicas do. Nobody may
         have waited for the time-out, which is a last resort.
         """
         began = time.monotonic()
-        results = self._run(body, checked, timeout)
+        results = self._run(body, timeout)
         assert timeout < PATIENCE or time.monotonic() - began < PATIENCE.total_seconds() / 2
         return results
 
-    def _run(self, body: Body, checked: bool, timeout: timedelta) -> list[Any]:
+    def _run(self, body: Body, timeout: timedelta) -> list[Any]:
         if self.mode == "solo":
             return [body(SoloCommunicator())]
         if self.mode == "threads":
@@ -62,7 +62,6 @@ class Ranks:
             lambda index: _there(body, current_world()),
             nprocs=self.size,
             num_threads=1,
-            checked=checked,
             timeout=timeout,
             backend=FAMILY,
         )

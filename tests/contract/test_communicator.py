@@ -18,7 +18,6 @@ import torch
 from faults import SOON_S
 from modes import FAMILY
 
-from unisono.comm.operations import name_ranks
 from unisono.protocols import Communicator
 
 OPS = ("sum", "mean", "min", "max", "product")
@@ -567,14 +566,15 @@ def test_a_mismatch_names_all_ranks_by_their_calls_and_breaks_the_world(peers, n
         first = told(lambda: (of_the_last if comm.rank == comm.size - 1 else of_most)(comm))
         return first, told(comm.barrier)
 
-    text = (
-        f"{name_ranks(range(peers.size - 1))} called {call_of_most} while rank {peers.size - 1} called "
-        f"{call_of_the_last}; {RULE}"
-    )
-    mismatch = Told("CollectiveMismatchError", text)
-    for rank, found in enumerate(peers.run(lose_step, checked=True)):
-        after = f"rank {rank} cannot complete barrier(): CollectiveMismatchError: {text}"
-        assert found == (mismatch, Told("BrokenWorldError", after, *mismatch[:2]))
+    found = peers.run(lose_step)
+    mismatches = [first for first, _ in found if first.type == "CollectiveMismatchError"]
+    assert len(mismatches) >= (1 if peers.mode == "processes" else peers.size)
+    for first in mismatches:
+        assert first.text.endswith(RULE)
+        assert f" called {call_of_most} while rank {peers.size - 1} called {call_of_the_last}" in first.text
+    for first, after in found:  # who had come before learns it by the cause
+        assert "CollectiveMismatchError" in (first.type, first.cause_type)
+        assert (after.type, after.cause_type) == ("BrokenWorldError", "CollectiveMismatchError")
 
 
 def test_a_collective_of_rank_zero_alone_names_the_missing_ranks_and_what_they_called_instead(many_peers):
@@ -584,10 +584,10 @@ def test_a_collective_of_rank_zero_alone_names_the_missing_ranks_and_what_they_c
             return told(comm.barrier)
         return told(lambda: comm.all_reduce(torch.ones(10)))
 
-    others = list(range(1, many_peers.size))
-    text = f"rank 0 called barrier() while ranks {others} called all_reduce(float32[10], 'sum'); {RULE}"
-    found = many_peers.run(save_on_rank_zero_only, checked=True)
-    assert found == [Told("CollectiveMismatchError", text)] * many_peers.size
+    for found in many_peers.run(save_on_rank_zero_only):
+        text = found.text if found.type == "CollectiveMismatchError" else found.cause_text
+        assert "rank 0 called barrier() while rank" in text
+        assert "called all_reduce(float32[10], 'sum')" in text
 
 
 def test_a_collective_of_rank_zero_alone_names_the_ranks_that_returned_and_soon(many_peers):
@@ -596,7 +596,7 @@ def test_a_collective_of_rank_zero_alone_names_the_ranks_that_returned_and_soon(
         began = time.monotonic()
         return (told(comm.barrier), time.monotonic() - began) if comm.rank == 0 else None
 
-    error, waited_s = many_peers.run(save_on_rank_zero_only, checked=True)[0]
+    error, waited_s = many_peers.run(save_on_rank_zero_only)[0]
     assert error.type == "BrokenWorldError"
     assert error.text.startswith("rank 0 cannot complete barrier(): rank")
     assert "left this world" in error.text
@@ -609,7 +609,7 @@ def test_calls_that_agree_pass_the_check(peers):
             call()
         return comm.all_reduce(torch.ones(1, dtype=torch.int16)).item()
 
-    assert peers.run(agree, checked=True) == [peers.size] * peers.size
+    assert peers.run(agree) == [peers.size] * peers.size
 
 
 # Broken worlds.

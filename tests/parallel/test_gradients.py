@@ -7,18 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from modes import FAMILY, PROCESSES_2, SOLO, THREADS_2, THREADS_3, THREADS_4, Mode, fitting, scaling
 
 import unisono
 from unisono import CollectiveMismatchError, current_world
-from unisono.loaders.sharding import Size, deal
 from unisono.parallel import gradients
 from unisono.parallel.gradients import reduce_gradients
-from unisono.parallel.ledger import Share
 
-PAIR = [Share(0.25, 1), Share(0.75, 1)]
+PAIR = [0.25, 0.75]
 
 
 @pytest.fixture(params=scaling(THREADS_2, THREADS_3, PROCESSES_2, workers=True), ids=str)
@@ -26,22 +22,22 @@ def mode(request: pytest.FixtureRequest) -> Mode:
     return request.param
 
 
-def shares_of(ranks: int) -> list[Share]:
+def shares_of(ranks: int) -> list[float]:
     """They add up to 1; and two ranks count, of however many."""
-    return PAIR if ranks == 2 else [Share(0.5, 2), Share(0.5, 2), *[Share(0.0, 2)] * (ranks - 2)]
+    return PAIR if ranks == 2 else [0.5, 0.5, *[0.0] * (ranks - 2)]
 
 
 def parameter(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
 
 
-def reduced(mode: Mode, make: Callable[[int], list[torch.Tensor]], shares: list[Share] | None) -> list[Any]:
+def reduced(mode: Mode, make: Callable[[int], list[torch.Tensor]], shares: list[float] | None) -> list[Any]:
     """Each rank's gradients after the reduction of `make(rank)`."""
 
     def body() -> list[torch.Tensor | None]:
         rank = unisono.rank()
         parameters = make(rank)
-        reduce_gradients(parameters, current_world(), shares[rank] if shares else None)
+        reduce_gradients(parameters, current_world(), shares[rank] if shares else 1 / mode.ranks, "a step")
         return [each.grad for each in parameters]
 
     return mode.run(body)
@@ -56,7 +52,7 @@ def test_gradients_are_weighed_by_the_ranks_shares(mode):
         weight.grad = torch.full((2, 3), rank + 1.0)
         return [weight]
 
-    expected = sum(share.part * (rank + 1) for rank, share in enumerate(shares))
+    expected = sum(share * (rank + 1) for rank, share in enumerate(shares))
     for (gradient,) in reduced(mode, make, shares):
         assert torch.equal(gradient, torch.full((2, 3), expected))
 
@@ -83,10 +79,10 @@ def test_a_parameter_without_a_gradient_on_some_ranks_counts_as_zero_and_none_is
         return [first, nowhere, second, everywhere]
 
     for first, nowhere, second, everywhere in reduced(mode, make, shares):
-        assert first.tolist() == [8.0 * shares[0].part] * 3
+        assert first.tolist() == [8.0 * shares[0]] * 3
         assert nowhere is None
-        assert second.tolist() == [8.0 * (1 - shares[0].part)] * 3
-        assert everywhere.tolist() == [sum(rank * share.part for rank, share in enumerate(shares))] * 3
+        assert second.tolist() == [8.0 * (1 - shares[0])] * 3
+        assert everywhere.tolist() == [sum(rank * share for rank, share in enumerate(shares))] * 3
 
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.float16, torch.float32, torch.complex128]
@@ -115,7 +111,7 @@ def test_every_type_and_shape_is_reduced_in_whatever_buckets(monkeypatch, first,
     each_ranks = [make(rank) for rank in range(2)]
     expected = []
     for pair in zip(*each_ranks, strict=True):
-        terms = [share.part * each.grad for share, each in zip(PAIR, pair, strict=True) if each.grad is not None]
+        terms = [share * each.grad for share, each in zip(PAIR, pair, strict=True) if each.grad is not None]
         expected.append(sum(terms[1:], terms[0]) if terms else None)
     for found in reduced(THREADS_2, make, PAIR):
         for one, other in zip(found, expected, strict=True):
@@ -127,7 +123,7 @@ def test_a_gradient_is_written_in_place(mode):
         weight = parameter((2,))
         weight.grad = torch.ones(2)
         before = weight.grad
-        reduce_gradients([weight], current_world(), None)
+        reduce_gradients([weight], current_world(), 0.5, "a step")
         return weight.grad is before
 
     assert mode.run(body) == [True] * mode.ranks
@@ -146,7 +142,7 @@ def test_a_sparse_gradient_is_refused_before_anything_is_sent(mode):
         table = torch.nn.Embedding(5, 2, sparse=True)
         table(torch.tensor([1])).sum().backward()
         try:
-            reduce_gradients([parameter((1,)), table.weight], current_world(), None)
+            reduce_gradients([parameter((1,)), table.weight], current_world(), 0.5, "a step")
         except TypeError as error:
             return str(error)
         return ""
@@ -160,54 +156,21 @@ def test_a_sparse_gradient_is_refused_before_anything_is_sent(mode):
 def test_one_rank_alone_keeps_its_gradient():
     weight = parameter((2,))
     weight.grad = torch.ones(2)
-    reduce_gradients([weight], current_world(), Share(0.5, 1))
+    reduce_gradients([weight], current_world(), 1.0, "a step")
     assert weight.grad.tolist() == [1.0, 1.0]
-
-
-def told(mode: Mode, shares: list[Share | None]) -> list[str]:
-    """What each rank is told; every rank must raise."""
-
-    def body() -> str:
-        weight = parameter((2,))
-        weight.grad = torch.ones(2)
-        try:
-            reduce_gradients([weight], current_world(), shares[unisono.rank()])
-        except CollectiveMismatchError as error:
-            return str(error)
-        return "no error"
-
-    return mode.run(body)
 
 
 @pytest.mark.any_family
 @pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str)
-def test_ranks_in_different_rounds_are_told_on_every_rank(mode):
-    for message in told(mode, [Share(0.5, 2), Share(0.5, 1)]):
-        assert "rank 0 took 2 batches and rank 1 took 1" in message
-    for message in told(mode, [Share(0.5, 1), Share(0.25, 1)]):
-        assert "add up to 0.7500 instead of 1" in message
+def test_ranks_in_different_places_are_told(mode):
+    def body() -> None:
+        weight = parameter((2,))
+        weight.grad = torch.ones(2)
+        reduce_gradients([weight], current_world(), 0.5, f"step {1 + unisono.rank()}")
 
-
-@pytest.mark.parametrize("mode", [THREADS_3], ids=str)
-def test_loaders_of_different_kinds_are_told_on_every_rank(mode):
-    for message in told(mode, [Share(0.5, 1), None, Share(0.5, 1)]):
-        assert "rank 0, 2 of 3 took batches from a loader that knows the global batch, the others did not" in message
-
-
-@given(
-    sizes=st.lists(st.lists(st.integers(1, 700), min_size=1, max_size=4), min_size=1, max_size=6),
-    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
-)
-def test_shares_that_a_small_type_rounds_are_no_mismatch(sizes, dtype):
-    dealt = [deal([*map(Size, each)], 4) for each in sizes]
-    batches = len(sizes)
-    total = sum(parts[0].total for parts in dealt)
-    shares = [Share(sum(parts[rank].samples for parts in dealt) / total, batches) for rank in range(4)]
-    summed = torch.zeros((), dtype=dtype)
-    for share in shares:
-        summed += torch.tensor(share.part, dtype=dtype)
-    gradients._check_shares([float(batches)] * 4, [0.0] * 4, summed.item(), dtype)
+    with pytest.raises(CollectiveMismatchError, match=r"the gradients of step 1 while rank 1 .* of step 2;"):
+        mode.run(body)
 
 
 def test_a_model_without_parameters_has_nothing_to_reduce():
-    assert THREADS_4.run(lambda: reduce_gradients([], current_world(), None)) == [None] * 4
+    assert THREADS_4.run(lambda: reduce_gradients([], current_world(), 1.0, "a step")) == [None] * 4

@@ -62,7 +62,7 @@ def another_stream_on_each_rank() -> int:
 
 @pytest.mark.parametrize("body", [peek_on_rank_zero, another_order_on_each_rank])
 def test_ranks_in_different_rounds_are_told(body):
-    with pytest.raises(CollectiveMismatchError, match="took batches of different rounds"):
+    with pytest.raises(CollectiveMismatchError, match="every rank must take the same steps on the same rounds"):
         PROCESSES_2.run(body)
 
 

@@ -66,7 +66,11 @@ def add_parser(subparsers: Any) -> None:
 def _add_workers(group: Any) -> None:
     group.add_argument("-n", "--nproc", type=_count, metavar="N", help="workers on this machine; else one per device")
     group.add_argument("--backend", metavar="B", help="the device family; else the first that has devices")
-    group.add_argument("--checked", action="store_true", help="compare every collective on all ranks before it runs")
+    group.add_argument(
+        "--checked",
+        action="store_true",
+        help="several machines: compare each collective first",
+    )
     group.add_argument("--start-method", metavar="M", help="how workers are started on one machine; see `spawn`")
 
 
@@ -129,7 +133,6 @@ def _run_here(parsed: argparse.Namespace, nproc: int | None) -> int:
             nproc,
             backend=parsed.backend,
             start_method=parsed.start_method,
-            checked=parsed.checked,
             timeout=timedelta(seconds=parsed.timeout),
             hang_timeout_s=parsed.hang_timeout,
             max_restarts=parsed.max_restarts or 0,

@@ -1,70 +1,116 @@
-"""Arrivals: which ranks have come to which collective, so that a time-out can name those who have not.
+"""Arrivals: which rank has come to which collective, and what it does there.
 
-The transport only says that nothing came. So each rank notes the number of a call before it enters it, where its peers
-can read it without asking: in memory that the ranks of one machine share, beside the file of their store, which costs
-next to nothing; or in a store that is a server, which costs a message and is done for checked calls only.
+The transport only says that nothing came, and pairs whatever comes: other shapes end the process. So each rank notes
+what it does before it does it, by number, and looks what its peers have noted under that number: in memory that the
+ranks of one machine share, beside the file of their store, which costs a few microseconds and no message.
 
 *Threads:* the rank's own thread.
+
+Invariants:
+1. A rank writes its own note before it reads the others'. So of two ranks that come to different things, the later one
+   reads what the earlier has noted, before it touches the transport.
+2. A note's text is written before its number.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import time
 from typing import Protocol
 
 import torch.distributed as dist
 
 _KEY = "unisono/arrived/{}"
-_BYTES = 8  # of a number
+_KEPT = 32  # notes of a rank: a root that broadcasts may be so far ahead
+_NOTE = 512  # bytes, of which the first 16 are the number and the length of the text
+_HEAD = 16
+_SETTLING_S = 0.001
 
 
 class Arrivals(Protocol):
     """Where the ranks of a group note how many collectives they have entered."""
 
-    def note(self, number: int) -> None:
-        """This rank enters its `number`-th collective."""
+    def note(self, number: int, deed: str) -> dict[int, str]:
+        """This rank enters its `number`-th collective, and does that; what others did, who do something else there."""
 
     def missing(self, number: int) -> list[int]:
         """The ranks that have not yet entered their `number`-th."""
+
+    def last_deed(self, rank: int) -> str:
+        """What that rank did last; "" where it is not known."""
 
 
 class SharedArrivals:
     """In a small file that the ranks of one machine map into their memory."""
 
     def __init__(self, path: str, rank: int, size: int) -> None:
-        self._rank = rank
+        self._rank, self._size = rank, size
+        self._peers = [peer for peer in range(size) if peer != rank]
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            os.ftruncate(file, size * _BYTES)  # whoever comes first makes it, of zeros
-            self._numbers = memoryview(mmap.mmap(file, size * _BYTES)).cast("q")
+            length = size * _KEPT * _NOTE
+            os.ftruncate(file, length)  # whoever comes first makes it, of zeros
+            self._bytes = mmap.mmap(file, length)
         finally:
             os.close(file)
+        self._words = memoryview(self._bytes).cast("q")  # one aligned write, one aligned read
 
-    def note(self, number: int) -> None:
-        self._numbers[self._rank] = number
+    def note(self, number: int, deed: str) -> dict[int, str]:
+        own = deed.encode()[: _NOTE - _HEAD]
+        start = self._place(self._rank, number)
+        self._words[start // 8] = 0
+        self._bytes[start + _HEAD : start + _HEAD + len(own)] = own
+        self._words[start // 8 + 1] = len(own)
+        self._words[start // 8] = number
+        found = self._others(number, own)
+        if found:  # on machines that reorder writes, a text may come into sight after its number
+            time.sleep(_SETTLING_S)
+            found = self._others(number, own)
+        return {peer: text.decode(errors="replace") for peer, text in found.items()}
 
     def missing(self, number: int) -> list[int]:
-        return [rank for rank, entered in enumerate(self._numbers) if entered < number]
+        return [rank for rank in range(self._size) if self._entered(rank) < number]
+
+    def last_deed(self, rank: int) -> str:
+        return self._text(rank, self._entered(rank)).decode(errors="replace")
+
+    def _place(self, rank: int, number: int) -> int:
+        return (rank * _KEPT + number % _KEPT) * _NOTE
+
+    def _others(self, number: int, own: bytes) -> dict[int, bytes]:
+        here = [peer for peer in self._peers if self._words[self._place(peer, number) // 8] == number]
+        return {peer: text for peer in here if (text := self._text(peer, number)) != own}
+
+    def _text(self, rank: int, number: int) -> bytes:
+        start = self._place(rank, number)
+        return self._bytes[start + _HEAD : start + _HEAD + self._words[start // 8 + 1]]
+
+    def _entered(self, rank: int) -> int:
+        return max(self._words[self._place(rank, place) // 8] for place in range(_KEPT))
 
 
 class StoredArrivals:
-    """In the store of the group, one key per rank."""
+    """In the store of the group, one key per rank: only who is missing."""
 
     def __init__(self, store: dist.distributed_c10d.Store, rank: int, size: int) -> None:
         self._store = store
         self._rank = rank
         self._size = size
 
-    def note(self, number: int) -> None:
-        self._store.set(_KEY.format(self._rank), str(number))
+    def note(self, number: int, deed: str) -> dict[int, str]:
+        self._store.set(_KEY.format(self._rank), f"{number} {deed}")
+        return {}
 
     def missing(self, number: int) -> list[int]:
-        return [rank for rank in range(self._size) if self._entered(rank) < number]
+        return [rank for rank in range(self._size) if int(self._told(rank)[0]) < number]
 
-    def _entered(self, rank: int) -> int:
+    def last_deed(self, rank: int) -> str:
+        return self._told(rank)[2]
+
+    def _told(self, rank: int) -> tuple[str, str, str]:
         key = _KEY.format(rank)
-        return int(self._store.get(key)) if self._store.check([key]) else 0
+        return self._store.get(key).decode().partition(" ") if self._store.check([key]) else ("0", "", "")
 
 
 def arrivals_in(store: dist.distributed_c10d.Store | None, rank: int, size: int, is_checked: bool) -> Arrivals | None:

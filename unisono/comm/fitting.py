@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from unisono.comm.hosted import HostedCommunicator
-from unisono.comm.processes import ProcessCommunicator
+from unisono.comm.processes import ProcessCommunicator, is_of_transport
 from unisono.comm.threads import ThreadCommunicator
 from unisono.protocols import Backend, Communicator
 
@@ -67,3 +67,9 @@ def seat_of(comm: Communicator) -> Communicator:
     """The communicator in which the ranks meet, behind what brings their tensors there."""
     inner: Any = getattr(comm, "inner", comm)
     return inner  # type: ignore[no-any-return]
+
+
+def explained(error: BaseException, comm: Communicator) -> BaseException:
+    """An error of the transport in our words, where that is known; any other one as it is."""
+    seat = seat_of(comm)
+    return seat.explain(error) if is_of_transport(error) and isinstance(seat, ProcessCommunicator) else error

@@ -75,6 +75,9 @@ class HostedCommunicator(Generic[C]):
     def barrier(self) -> None:
         self.inner.barrier()
 
+    def announce(self, purpose: str) -> None:
+        self.inner.announce(purpose)
+
     def abort(self, cause: BaseException) -> None:
         self.inner.abort(cause)
 

@@ -15,11 +15,11 @@ Invariants:
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from unisono.comm.operations import Call, broken, departure, left, mismatch_error
+from unisono.comm.operations import Call, broken, deed_of, departure, left, mismatch_error
 from unisono.outcome import Outcome, copy_error
 
 R = TypeVar("R")
@@ -45,7 +45,8 @@ class Meeting:
         self._timeout = timeout
         self._changed = threading.Condition()
         self._round = _Round()
-        self._departed: set[int] = set()
+        self._departed: dict[int, str] = {}  # and the last that each of them did
+        self._last_calls: dict[int, Call] = {}
         self._broken: tuple[str, BaseException | None] | None = None
 
     def exchange(self, rank: int, call: Call, value: Any, combine: Callable[[list[Any]], R]) -> R:
@@ -61,6 +62,7 @@ class Meeting:
             self._check(rank, call)
             here = self._round
             here.calls[rank], here.values[rank] = call, value
+            self._last_calls[rank] = call
             is_last = len(here.calls) == self.size
             if is_last:
                 self._round = _Round()
@@ -91,7 +93,7 @@ class Meeting:
         with self._changed:
             if rank in self._departed:
                 return
-            self._departed.add(rank)
+            self._departed[rank] = deed_of(self._last_calls[rank]) if rank in self._last_calls else ""
             waiting = self._round.calls
             if waiting:
                 first = min(waiting)
@@ -125,12 +127,12 @@ class Meeting:
             outcome = Outcome.capture(combine, [here.values[rank] for rank in range(self.size)])
             here.values.clear()
         else:
-            outcome = Outcome.failure(mismatch_error(calls))
+            outcome = Outcome.failure(mismatch_error({rank: deed_of(call) for rank, call in here.calls.items()}))
         if outcome.error is not None:
             with self._changed:
                 self._break(f"{type(outcome.error).__name__}: {outcome.error}", outcome.error)
         return outcome
 
 
-def _departed_message(departed: set[int], rank: int, call: Call) -> str:
+def _departed_message(departed: Mapping[int, str], rank: int, call: Call) -> str:
     return f"{departure(departed)}, while rank {rank} waits in {call}"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, get_args
 
@@ -23,17 +23,23 @@ REDUCIBLE = (
 )
 """The types that every mode can reduce; any type can be moved."""
 
+_OF_A_STEP = re.compile(r"\bof step |\ba step on |\bpass of the ")
 _IN_PLACE = ("all_reduce", "broadcast")
 
 
 @dataclass(frozen=True)
 class Call:
-    """One rank's call of one collective; equal on all ranks, or the ranks have lost step."""
+    """One rank's call of one collective; equal on all ranks, or the ranks have lost step.
+
+    Attributes:
+        purpose: what it was announced for; "" without an announcement.
+    """
 
     name: str
     shape: tuple[int, ...] | None = None
     dtype: torch.dtype | None = None
     argument: str | int | None = None
+    purpose: str = ""
 
     @classmethod
     def on(cls, name: str, tensor: torch.Tensor, argument: str | int | None = None) -> Call:
@@ -45,13 +51,31 @@ class Call:
             parts.append(f"{_name(self.dtype)}{list(self.shape)}")
         if self.argument is not None:
             parts.append(repr(self.argument))
-        return f"{self.name}({', '.join(parts)})"
+        text = f"{self.name}({', '.join(parts)})"
+        return f"{text} for {self.purpose}" if self.purpose else text
 
 
-@lru_cache(maxsize=1024)
-def digest_of(call: Call) -> int:
-    """A number below 2**56 that is the same in every process for equal calls, and another one for others."""
-    return int.from_bytes(blake2b(repr(call).encode(), digest_size=7).digest())
+@dataclass(frozen=True)
+class Announcement:
+    """What a rank says that it does next, together with its peers; equal on all ranks, too."""
+
+    purpose: str
+
+    def __str__(self) -> str:
+        return self.purpose
+
+
+Entry = Call | Announcement
+
+
+def deed_of(entry: Entry) -> str:
+    """What the rank did, as the end of a sentence that begins with its name. The same for equal entries alone."""
+    return f"called {entry}" if isinstance(entry, Call) else f"came to {entry}"
+
+
+def digest_of(deed: str) -> int:
+    """A number below 2**56 that is the same in every process for equal texts, and another one for others."""
+    return int.from_bytes(blake2b(deed.encode(), digest_size=7).digest())
 
 
 def check_tensor(tensor: Any, name: str) -> None:
@@ -117,32 +141,41 @@ def check_scatter(tensor: torch.Tensor, size: int) -> None:
         )
 
 
-def broken(rank: int, call: Call, message: str) -> BrokenWorldError:
+def broken(rank: int, call: Entry, message: str) -> BrokenWorldError:
     """What a rank gets whose call the world can complete no more."""
     return BrokenWorldError(f"rank {rank} cannot complete {call}: {message}")
 
 
-def left(rank: int, call: Call) -> BrokenWorldError:
+def left(rank: int, call: Entry) -> BrokenWorldError:
     """What a rank gets that calls after it has left."""
     return BrokenWorldError(f"rank {rank} has left this world and cannot call {call}")
 
 
-def departure(ranks: Collection[int]) -> str:
-    """Which ranks have left, in words."""
-    names = ", ".join(map(str, sorted(ranks)))
-    return f"rank {names} has left this world" if len(ranks) == 1 else f"ranks {names} have left this world"
+def departure(last_deeds: Mapping[int, str]) -> str:
+    """Which ranks have left, and the last that each of them did, where that is known, in words."""
+    names = ", ".join(map(str, sorted(last_deeds)))
+    has = f"rank {names} has left this world" if len(last_deeds) == 1 else f"ranks {names} have left this world"
+    deeds = {deed for deed in last_deeds.values() if deed}
+    return f"{has} after it {deeds.pop()}" if len(last_deeds) == 1 and deeds else has
 
 
-def mismatch_error(calls: Sequence[Call]) -> CollectiveMismatchError:
-    """The ranks met in different calls, here in rank order; the message names all of them, grouped by their calls."""
-    groups: dict[Call, list[int]] = {}
-    for rank, call in enumerate(calls):
-        groups.setdefault(call, []).append(rank)
-    first, *others = (f"{name_ranks(ranks)} called {call}" for call, ranks in groups.items())
-    return CollectiveMismatchError(
-        f"{first} while {' and '.join(others)}; every rank must call the same collectives in the same order with the "
-        "same shapes and types"
-    )
+def mismatch_error(deeds: Mapping[int, str]) -> CollectiveMismatchError:
+    """The ranks met in different calls; the message names all of them, grouped by what they did.
+
+    Args:
+        deeds: of each rank that has come, as `deed_of` tells it.
+    """
+    groups: dict[str, list[int]] = {}
+    for rank, deed in sorted(deeds.items()):
+        groups.setdefault(deed, []).append(rank)
+    first, *others = (f"{name_ranks(ranks)} {deed}" for deed, ranks in groups.items())
+    rule = "call the same collectives in the same order with the same shapes and types"
+    if any(_OF_A_STEP.search(deed) for deed in groups):
+        rule = (
+            "take the same steps on the same rounds: leave out a batch, or leave a loop, on all ranks or on none, and "
+            "loop over its loader as often as the others, in the same order"
+        )
+    return CollectiveMismatchError(f"{first} while {' and '.join(others)}; every rank must {rule}")
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -5,8 +5,9 @@ is only moved travels as bytes, what is reduced in a wider type), and the *reaso
 peers of a dead rank with a bare `RuntimeError` about a socket, so a rank that fails or leaves first writes why into the
 store, and whoever is woken looks there. Where a rank has waited in vain, it looks up who has not come (`arrivals`).
 
-Checking costs one reduction of two numbers per call, whose least and greatest tell whether all ranks called the same.
-Only where they did not are the calls themselves exchanged, to name them.
+That all ranks do the same is known before the transport is touched: on one machine by notes in shared memory
+(`arrivals`). Elsewhere announcements are compared, and with `is_checked` all calls: by a reduction of two numbers,
+whose least and greatest tell whether all ranks do the same; only where they do not are their deeds exchanged.
 
 *Threads:* the rank's own thread; for `abort`, `current` and `num_calls` any thread.
 """
@@ -20,14 +21,17 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from unisono.comm.arrivals import arrivals_in
+from unisono.comm.arrivals import SharedArrivals, arrivals_in
 from unisono.comm.operations import (
+    Announcement,
     Call,
+    Entry,
     broken,
     check_reduction,
     check_root,
     check_scatter,
     check_tensor,
+    deed_of,
     departure,
     digest_of,
     left,
@@ -36,7 +40,7 @@ from unisono.comm.operations import (
     pack,
     unpack,
 )
-from unisono.errors import UnisonoError
+from unisono.errors import BrokenWorldError, UnisonoError
 from unisono.outcome import Outcome
 from unisono.protocols import ReduceOp
 
@@ -50,7 +54,7 @@ _TORCH_OPS = {
     "max": dist.ReduceOp.MAX,
 }
 _WIDER = {torch.int16: torch.int32}  # gloo has no 16 bit integers
-_ADVICE = "if none has failed, the ranks called different collectives, and spawn(..., checked=True) names the calls"
+_ADVICE = "if none has failed, the ranks called different collectives, and join_world(checked=True) names the calls"
 _FAILURE, _DEPARTED = "unisono/failure", "unisono/departed/{}"
 
 
@@ -60,7 +64,8 @@ class ProcessCommunicator:
     Args:
         store: where ranks leave the reason of a failure; None when the group was made by somebody else.
         device: where barriers and objects travel, the rank's own device.
-        is_checked: compare every call before it runs, at the price of one more small collective each.
+        is_checked: compare every call before it runs where ranks share no memory, at the price of one more small
+            collective each. Announcements are compared in any case.
         owns_group: whether `leave` destroys the process group.
 
     Attributes:
@@ -83,6 +88,7 @@ class ProcessCommunicator:
         self._broken: tuple[str, BaseException | None] | None = None
         self._has_left = False
         self._call: Call | None = None
+        self._last: Entry = Announcement("its first collective")
         self.num_calls = 0
         self._arrivals = arrivals_in(store, self.rank, self.size, is_checked)
 
@@ -148,6 +154,16 @@ class ProcessCommunicator:
         # A reduction and not dist.barrier, which on gloo leaves a rank up to the time-out in doubt about a dead peer.
         self._run(Call("barrier"), lambda: dist.all_reduce(torch.zeros(1, device=self._device)))
 
+    def announce(self, purpose: str) -> None:
+        self._run(Announcement(purpose), lambda: None)
+
+    def explain(self, error: BaseException) -> BrokenWorldError:
+        """What an error of the transport, raised past this communicator, is in our words."""
+        message, cause = self._broken or self._reason(error)
+        explained = broken(self.rank, self._last, message).with_traceback(error.__traceback__)
+        explained.__cause__ = cause or error
+        return explained
+
     def abort(self, cause: BaseException) -> None:
         if self._broken is None:
             self._broken = (f"rank {self.rank} failed with {type(cause).__name__}: {cause}", cause)
@@ -163,7 +179,7 @@ class ProcessCommunicator:
                 self._store.set(_DEPARTED.format(self.rank), "1")
             self._destroy()
 
-    def _run(self, call: Call, operation: Callable[[], R]) -> R:
+    def _run(self, call: Entry, operation: Callable[[], R]) -> R:
         if self._has_left:
             raise left(self.rank, call)
         if self._broken is None:
@@ -181,25 +197,30 @@ class ProcessCommunicator:
         message, cause = self._broken
         raise broken(self.rank, call, message) from cause
 
-    def _enter(self, call: Call) -> None:
-        self._call = call
+    def _enter(self, call: Entry) -> None:
+        self._call, self._last = call if isinstance(call, Call) else None, call
         self.num_calls += 1
-        if self._arrivals is not None:
-            self._arrivals.note(self.num_calls)
-        if self._is_checked:
-            self._compare(call)
+        deed = deed_of(call)
+        others = self._arrivals.note(self.num_calls, deed) if self._arrivals is not None else {}
+        if others:
+            mismatch = mismatch_error({**others, self.rank: deed})
+            self.abort(mismatch)  # who has come before waits in the transport
+            raise mismatch
+        if not isinstance(self._arrivals, SharedArrivals) and (self._is_checked or isinstance(call, Announcement)):
+            self._compare(deed)
 
-    def _compare(self, call: Call) -> None:
-        digest = digest_of(call)
+    def _compare(self, deed: str) -> None:
+        digest = digest_of(deed)
         bounds = torch.tensor([digest, -digest], device=self._device)
         dist.all_reduce(bounds, dist.ReduceOp.MIN)
         least, negated_greatest = bounds.tolist()
         if least != -negated_greatest:
-            mismatch = mismatch_error([unpack(data) for data in self._gather_bytes(pack(call))])
+            deeds = [unpack(data) for data in self._gather_bytes(pack(deed))]
+            mismatch = mismatch_error(dict(enumerate(deeds)))
             self._broken = (f"{type(mismatch).__name__}: {mismatch}", mismatch)
             raise mismatch
 
-    def _reason(self, error: RuntimeError) -> tuple[str, BaseException]:
+    def _reason(self, error: BaseException) -> tuple[str, BaseException]:
         """Why the transport failed: what a peer left in the store, else who is missing, and the transport's words."""
         with contextlib.suppress(RuntimeError):  # the store's own server may be gone with the peer
             if self._store is not None and self._store.check([_FAILURE]):
@@ -207,7 +228,8 @@ class ProcessCommunicator:
                 if peer.error is not None:
                     return f"{peer.where} failed with {type(peer.error).__name__}: {peer.error}", peer.error
             if self._store is not None and (gone := self._departed(self._store)):
-                return departure(gone), error
+                known = self._arrivals
+                return departure({rank: known.last_deed(rank) if known else "" for rank in gone}), error
             if self._arrivals is not None and (missing := self._arrivals.missing(self.num_calls)):
                 return f"{name_ranks(missing)} did not come to it and may be gone, stuck or late ({error})", error
         return f"a peer is gone or did not answer ({error}); {_ADVICE}", error
@@ -230,6 +252,11 @@ class ProcessCommunicator:
     def _destroy(self) -> None:
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def is_of_transport(error: BaseException) -> bool:
+    """Whether torch's process groups have raised it: for the user's own torch.distributed calls, or for DDP's."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 
 from unisono.comm.operations import (
+    Announcement,
     Call,
+    Entry,
     broken,
     check_reduction,
     check_root,
@@ -66,6 +68,9 @@ class SoloCommunicator:
     def barrier(self) -> None:
         self._check(Call("barrier"))
 
+    def announce(self, purpose: str) -> None:
+        self._check(Announcement(purpose))
+
     def abort(self, cause: BaseException) -> None:
         if self._failure is None:
             self._failure = cause
@@ -73,7 +78,7 @@ class SoloCommunicator:
     def leave(self) -> None:
         self._has_left = True
 
-    def _check(self, call: Call) -> None:
+    def _check(self, call: Entry) -> None:
         if self._has_left:
             raise left(self.rank, call)
         if self._failure is not None:

@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -32,6 +33,7 @@ class ThreadCommunicator:
         self.rank = rank
         self.size = meeting.size
         self._meeting = meeting
+        self._purpose = ""  # of the next call
 
     @classmethod
     def group(cls, size: int, timeout: timedelta = timedelta(minutes=30)) -> list[ThreadCommunicator]:
@@ -99,6 +101,9 @@ class ThreadCommunicator:
     def barrier(self) -> None:
         self.meet(Call("barrier"), None, lambda all_: None)
 
+    def announce(self, purpose: str) -> None:
+        self._purpose = purpose
+
     def abort(self, cause: BaseException) -> None:
         self._meeting.abort(cause, self.rank)
 
@@ -107,6 +112,8 @@ class ThreadCommunicator:
 
     def meet(self, call: Call, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
         """Hand in `value` and return what the last thread to come makes of all: as `Meeting.exchange`."""
+        if self._purpose:
+            call, self._purpose = replace(call, purpose=self._purpose), ""
         if not compiling.is_inside:
             return self._meeting.exchange(self.rank, call, value, combine)
         with compiling.outside():

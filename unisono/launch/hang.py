@@ -19,7 +19,6 @@ from unisono.errors import WorkerHungError
 from unisono.launch.reports import Pulse
 
 _RETURNED_S = 5.0  # who waits in a collective after a peer has returned may be moving the last of its data, no more
-_CHECKED_S = 30.0  # with checked collectives
 _BEFORE = 0.8  # of the collectives' time-out: who waits gives up a little later, with less to tell
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*$", re.MULTILINE)
@@ -36,12 +35,10 @@ class HangWatch:
     Args:
         hang_timeout_s: without progress of any rank; None takes most of `timeout_s`, and only where a rank waits.
         timeout_s: that of the collectives.
-        is_checked: whether they are compared; then None takes less, for somebody is looking for a mistake.
     """
 
     hang_timeout_s: float | None
     timeout_s: float
-    is_checked: bool = False
     pulses: dict[int, Pulse] = field(default_factory=dict)  # of the ranks that have not ended
     returned: set[int] = field(default_factory=set)  # the ranks that take part no more
     _progress_at: float = 0.0
@@ -64,8 +61,6 @@ class HangWatch:
     def limit_s(self) -> float:
         """How long the group may stand still."""
         limits = [_BEFORE * self.timeout_s if self.hang_timeout_s is None else self.hang_timeout_s]
-        if self.hang_timeout_s is None and self.is_checked:
-            limits.append(_CHECKED_S)
         if self.returned and self._is_waiting():
             limits.append(_RETURNED_S)
         return min(limits)

@@ -49,7 +49,6 @@ class SpawnOptions(TypedDict, total=False):
     num_threads: int | None
     num_loader_workers: int
     pin_cores: bool
-    checked: bool
     timeout: timedelta
     hang_timeout_s: float | None
     max_restarts: int
@@ -90,7 +89,6 @@ def spawn(
     num_threads: int | None = None,
     num_loader_workers: int = 0,
     pin_cores: bool = False,
-    checked: bool = False,
     timeout: timedelta = timedelta(minutes=30),
     hang_timeout_s: float | None = None,
     max_restarts: int = 0,
@@ -120,7 +118,6 @@ def spawn(
         num_threads: CPU threads per worker; None takes OMP_NUM_THREADS, else shares the usable cores evenly.
         num_loader_workers: of each worker's DataLoader, which then get their share of the cores, too.
         pin_cores: keep each worker, and what it starts, to cores of its own, of one NUMA node where that is possible.
-        checked: compare every collective on all ranks before it runs; a mismatch names the ranks and their calls.
         timeout: how long a collective waits for a peer before it gives up; a last resort.
         hang_timeout_s: seconds without progress of any rank (a collective, a batch, a step) after which the group is
             stopped with a WorkerHungError; None takes most of `timeout`, where a rank waits in a collective.
@@ -150,7 +147,7 @@ def spawn(
     check_timeout(timeout)
     if announced_place() is not None:
         _tell_idle_options(join, max_restarts=max_restarts, hang_timeout_s=hang_timeout_s, log_dir=log_dir)
-        return run_announced(fn, args, nprocs, family, timeout, checked)
+        return run_announced(fn, args, nprocs, family, timeout)
     if prefix is not None and not isinstance(prefix, bool):
         raise TypeError(f"prefix={prefix!r} is a {type(prefix).__name__}; pass True, False or None")
     threads = pick_num_threads(num_threads, num_loader_workers, count)
@@ -177,7 +174,6 @@ def spawn(
         nprocs=count,
         backend=family.name,
         timeout=timeout,
-        is_checked=checked,
         num_threads=threads,
         cores=cores,
         pulse_s=min(_PULSE_S, (hang_timeout_s or timeout.total_seconds()) / 20),

@@ -172,7 +172,7 @@ class Supervisor:
         job = replace(self._job, store=str(place.store), restart_count=restart_count, samples=str(samples))
         monitor = Monitor(samples)
         output = Output(self._policy.output, self._run)
-        watch = HangWatch(self._policy.hang_timeout_s, job.timeout.total_seconds(), job.is_checked)
+        watch = HangWatch(self._policy.hang_timeout_s, job.timeout.total_seconds())
         with contextlib.closing(monitor), contextlib.closing(output):
             self._group = Group(job, place, self._policy, watch, output, monitor, self._note_start)
             return self._group.run(self._wake_r, self._obey)

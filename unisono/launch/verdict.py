@@ -18,7 +18,7 @@ from unisono.launch.reports import Inbox
 from unisono.outcome import Outcome, add_note_once, first_cause
 
 _ADVICE: dict[int | None, str] = {
-    -signal.SIGABRT: "; collectives of different shapes do that, and spawn(..., checked=True) names the calls",
+    -signal.SIGABRT: "; torch.distributed's own collectives do that where ranks call them with different shapes",
     0: "; its result is missing, so this is no success: return from fn instead",
 }
 

@@ -24,7 +24,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,7 +35,8 @@ import torch.utils.data  # here, so that every fork has it
 
 from unisono import preemption
 from unisono.backends import get_backend
-from unisono.comm.fitting import process_communicator
+from unisono.comm.fitting import explained, process_communicator
+from unisono.comm.processes import is_of_transport
 from unisono.errors import StoppedError, UnisonoError, UnpicklableError, WorkerDiedError
 from unisono.launch.greetings import without_greetings
 from unisono.launch.pulse import beating
@@ -63,7 +64,6 @@ class Job:
         nprocs: the size of the world.
         backend: the device family's name.
         timeout: of the process group, a last resort.
-        is_checked: whether collectives are compared before they run.
         num_threads: CPU threads of each worker.
         cores: the logical cores of each worker, by rank; None leaves them where the system puts them.
         pulse_s: seconds between two looks at how far a worker is.
@@ -79,7 +79,6 @@ class Job:
     nprocs: int
     backend: str
     timeout: timedelta
-    is_checked: bool
     num_threads: int
     cores: list[set[int]] | None = None
     pulse_s: float = 1.0
@@ -130,15 +129,17 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # fn has come to its end, and that is told first
     if isinstance(outcome.error, SystemExit) and not isinstance(outcome.error, StoppedError):
         outcome = Outcome.failure(exit_error(outcome.error, rank))
-    is_failure = outcome.error is not None
     is_secondary = outcome.is_secondary or tells_of_a_peer(outcome.error)
+    if world is not None and outcome.error is not None:
+        outcome = replace(outcome, error=explained(outcome.error, world.comm))
+    is_failure = outcome.error is not None
     where = str(world) if world is not None else f"rank {rank}, {this_process()}, before it joined the world"
     for stream in (sys.stdout, sys.stderr):  # first: a failure that the caller knows of may be answered by a signal
         with contextlib.suppress(Exception):
             stream.flush()
     if preemption.is_agreed():
         reporter.send(Kind.STOPPED)
-    reporter.send(Kind.OUTCOME, Outcome(outcome.value, outcome.error, where, outcome.at, is_secondary).to_bytes())
+    reporter.send(Kind.OUTCOME, replace(outcome, where=where, is_secondary=is_secondary).to_bytes())
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(_LEAVE_S)  # kills, so that a transport which waits for a peer keeps neither this process nor the peer
     with contextlib.suppress(Exception):
@@ -164,10 +165,7 @@ def exit_error(error: SystemExit, rank: int) -> WorkerDiedError:
 
 def tells_of_a_peer(error: BaseException | None) -> bool:
     """Whether an error came from torch's transport: what the user's own torch.distributed calls raise, or DDP."""
-    return error is not None and any(
-        isinstance(link, dist.DistError) or (isinstance(link, RuntimeError) and "/gloo/" in str(link))
-        for link in chain_of(error)
-    )
+    return error is not None and any(map(is_of_transport, chain_of(error)))
 
 
 def refuse_while_loading() -> None:
@@ -253,7 +251,7 @@ def _join_world(job: Job, rank: int) -> World:
             dist.init_process_group(
                 backend.process_group_backend, store=store, rank=rank, world_size=job.nprocs, timeout=job.timeout
             )
-        comm = process_communicator(backend, device, store, job.is_checked)
+        comm = process_communicator(backend, device, store)
         comm.barrier()  # or a rank whose fn is short would leave while a slow one still connects to it
     return World(
         device=device,

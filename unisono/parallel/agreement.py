@@ -36,6 +36,7 @@ def check_agreement(parameters: Sequence[torch.Tensor], world: World) -> None:
     Raises:
         CollectiveMismatchError: shapes, types or values differ; the message names the first difference.
     """
+    world.comm.announce("a comparison of the ranks' models")
     named = {
         f"the optimizer's parameter {place}{in_brackets(parameter)}": parameter
         for place, parameter in enumerate(parameters)

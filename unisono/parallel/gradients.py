@@ -1,17 +1,9 @@
 """Reducing gradients: every rank ends with the gradient of the mean loss over all samples of the global batch.
 
-A rank's gradient g_r is that of the mean over its own n_r samples. With N samples over all ranks,
-
-    grad of the mean over N samples  =  sum over r of (n_r / N) g_r
-
-so each rank scales its gradient by its share n_r / N and the sum over the ranks is exact, however unevenly the batch
-was dealt. Where no share is known, it is the plain mean over the ranks, n_r / N = 1 / size. For gradients that weigh
-something else already, `ledger.py` has the factor.
-
-Gradients travel in flat buckets, one reduction each. The first bucket carries a few numbers more (by way of main memory
-they go before it): how many batches each rank took and of which round, the shares, whose sum must be 1, and which
-parameters have a gradient. So ranks that stand in different rounds are found out, and a parameter without a gradient on
-some ranks counts as zero there and is never paired with another one.
+Each rank multiplies its gradients by its factor (`ledger.py` has it), and they are summed over the ranks: in flat
+buckets, one reduction each. The first bucket carries a number more for each parameter (by way of main memory they go
+before it): whether it has a gradient. So a parameter without a gradient on some ranks counts as zero there, and is
+never paired with another one.
 """
 
 from __future__ import annotations
@@ -22,15 +14,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from unisono.errors import CollectiveMismatchError
-from unisono.parallel.ledger import Share
 from unisono.parallel.names import name_of
 from unisono.world import World
 
 logger = logging.getLogger(__name__)
 
 _warned = WeakTensorKeyDictionary()
-_MARKS = 251  # the largest prime that even bfloat16 holds exactly
 
 BUCKET_BYTES = 64 * 2**20  # large enough to be bound by bandwidth, small enough not to double a model's memory
 
@@ -38,8 +27,8 @@ BUCKET_BYTES = 64 * 2**20  # large enough to be bound by bandwidth, small enough
 def reduce_gradients(
     parameters: Sequence[torch.Tensor],
     world: World,
-    share: Share | None,
-    factor: float | None = None,
+    factor: float,
+    place: str,
     *,
     is_part: bool = False,
 ) -> None:
@@ -47,33 +36,32 @@ def reduce_gradients(
 
     Args:
         parameters: the same ones in the same order on each rank.
-        share: this rank's part of the global batch; None where it is unknown.
-        factor: of this rank's gradients; None takes its part.
+        factor: of this rank's gradients.
+        place: where this rank stands, in words that are equal on all ranks, or they have lost step.
         is_part: the step has further parameters, so that none of these need have a gradient.
 
     Raises:
         TypeError: a gradient is sparse.
         RuntimeError: no parameter has a gradient, on any rank.
-        CollectiveMismatchError: the ranks stand in different rounds: they took different numbers of batches, or their
-            shares do not add up to 1, or their rounds are not the same.
+        CollectiveMismatchError: the ranks stand in different places.
     """
     _refuse_sparse(parameters)
     if world.comm.size == 1 or not parameters:
-        scale_gradients(parameters, 1.0 if factor is None else factor, in_place=not world.backend.is_lazy)
+        scale_gradients(parameters, factor, in_place=not world.backend.is_lazy)
         if not is_part:
             check_presence(parameters)
         return
-    factor = part_of(share, world) if factor is None else factor
-    notes = [*_notes(share, world), *(float(parameter.grad is not None) for parameter in parameters)]
+    world.comm.announce(f"the gradients of {place}")
+    notes = [float(parameter.grad is not None) for parameter in parameters]
     present: set[int] = set()
     if world.is_hosted:  # to read them from a bucket would cut a graph
-        present = _told(world.comm.all_reduce(torch.tensor(notes)), parameters, world)
+        present = _present(world.comm.all_reduce(torch.tensor(notes)), parameters, world)
         notes = []
     for bucket in _buckets(parameters):
         flat = _flatten(bucket, factor, notes)
         world.comm.all_reduce(flat)
         if notes:
-            present = _told(flat[-len(notes) :], parameters, world)
+            present = _present(flat[-len(notes) :], parameters, world)
             flat, notes = flat[: -len(notes)], []
         _unflatten(flat, bucket, present, in_place=not world.backend.is_lazy)
     if not is_part:
@@ -116,45 +104,14 @@ def check_presence(parameters: Sequence[torch.Tensor]) -> None:
         )
 
 
-def check_rounds(world: World, share: Share | None) -> None:
-    """Compare the ranks' rounds where the backward pass has reduced, and could not. A small collective.
+def _present(summed: torch.Tensor, parameters: Sequence[torch.Tensor], world: World) -> set[int]:
+    """The parameters that have a gradient somewhere; rank zero warns, once, of those that some ranks lack.
 
-    Raises:
-        CollectiveMismatchError: as `reduce_gradients`.
+    Args:
+        summed: on how many ranks each of them has one.
     """
     size = world.comm.size
-    if size == 1:
-        return
-    notes = torch.tensor(_notes(share, world), device=world.device)
-    counts = world.comm.all_reduce(notes).tolist()
-    _check_shares(counts[:size], counts[size : 2 * size], counts[2 * size], notes.dtype)
-
-
-def _notes(share: Share | None, world: World) -> list[float]:
-    """Of each rank its batches and its mark, which the sum over the ranks keeps apart; and the sum of the shares."""
-    size = world.comm.size
-    places = [0.0] * 2 * size
-    if share is not None:
-        places[world.comm.rank], places[size + world.comm.rank] = float(share.batches), float(share.mark % _MARKS)
-    return [*places, share.part if share else 0.0]
-
-
-def part_of(share: Share | None, world: World) -> float:
-    """What this rank's gradient, or loss, weighs in the sum over the ranks."""
-    return share.part if share else 1 / world.comm.size
-
-
-def _told(summed: torch.Tensor, parameters: Sequence[torch.Tensor], world: World) -> set[int]:
-    """Look at the notes, summed over the ranks: the parameters that have a gradient somewhere, by identity."""
-    size = world.comm.size
     counts = (summed.real if summed.is_complex() else summed).tolist()
-    _check_shares(counts[:size], counts[size : 2 * size], counts[2 * size], summed.dtype)
-    return _present(parameters, counts[2 * size + 1 :], world)
-
-
-def _present(parameters: Sequence[torch.Tensor], counts: list[float], world: World) -> set[int]:
-    """The parameters that have a gradient somewhere; rank zero warns, once, of those that some ranks lack."""
-    size = world.comm.size
     for parameter, count in zip(parameters, counts, strict=True):
         if 0 < round(count) < size and world.rank == 0 and parameter not in _warned:
             _warned[parameter] = True
@@ -211,40 +168,3 @@ def _unflatten(flat: torch.Tensor, bucket: list[torch.Tensor], present: set[int]
             parameter.grad.copy_(piece)
         elif parameter.grad is not None or id(parameter) in present:
             parameter.grad = piece.clone()
-
-
-def _check_shares(batches: list[float], marks: list[float], total: float, dtype: torch.dtype) -> None:
-    """All ranks see the same numbers, so all raise or none does.
-
-    Args:
-        batches: how many each rank took; 0 where it does not know the global batch.
-        marks: of the round that each took last.
-        total: the sum of the shares.
-    """
-    if not any(batches):
-        return
-    if not all(batches):
-        knowing = ", ".join(str(rank) for rank, count in enumerate(batches) if count)
-        raise CollectiveMismatchError(
-            f"rank {knowing} of {len(batches)} took batches from a loader that knows the global batch, the others did "
-            "not; use the same kind of loader on every rank"
-        )
-    odd = next((rank for rank, count in enumerate(batches) if count != batches[0]), None)
-    if odd is not None:
-        raise CollectiveMismatchError(
-            f"since the last optimizer step rank 0 took {batches[0]:.0f} batches and rank {odd} took "
-            f"{batches[odd]:.0f}; every rank must take the same number of batches between two steps"
-        )
-    odd = next((rank for rank, mark in enumerate(marks) if mark != marks[0]), None)
-    if odd is not None:
-        raise CollectiveMismatchError(
-            f"rank 0 and rank {odd} took batches of different rounds: their loaders are in different epochs, or their "
-            "orders differ; every rank must loop over its loader as often as the others, and a sampler or an iterable "
-            "of your own must give the same order on every rank"
-        )
-    rounding = 4 * len(batches) * torch.finfo(dtype).eps
-    if abs(total - 1) > rounding:
-        raise CollectiveMismatchError(
-            f"the ranks' shares of the global batch add up to {total:.4f} instead of 1; every rank must take its part "
-            "of the same rounds between two optimizer steps"
-        )

@@ -27,16 +27,8 @@ from typing import NamedTuple
 
 import torch
 
-from unisono.deliveries import Batch, Loop
+from unisono.deliveries import Batch, Loop, name_batches
 from unisono.world import World
-
-
-class Share(NamedTuple):
-    """This rank's part of the samples of a step, 0 to 1, the number of batches in which they came, the last's mark."""
-
-    part: float
-    batches: int
-    mark: int = 0
 
 
 class Claim(NamedTuple):
@@ -105,6 +97,7 @@ class Ledger:
 
     Attributes:
         number: of the present step, from 1 on.
+        num_closed: how many steps were ended by an optimizer.
         count: its microbatches so far.
         is_closed: an optimizer has stepped; others, on the same microbatch, belong to this step.
     """
@@ -112,7 +105,8 @@ class Ledger:
     def __init__(self, size: int, every: float = 1, is_mean: bool = True) -> None:
         self.every, self.is_mean = every, is_mean
         self._size = size
-        self.number = 0
+        self.number = self.num_closed = 0
+        self._before: Batch | None = None  # the last one of the step before
         self._forget()
 
     def _forget(self) -> None:
@@ -133,6 +127,7 @@ class Ledger:
                 by what the user has counted.
         """
         if self.is_closed and key not in self._claims:
+            self._before = next((each.batch for each in reversed(self._claims.values())), None)
             self._forget()
             self.is_closed = False
             self.number += 1
@@ -186,15 +181,23 @@ class Ledger:
         """What a further reduction in the same step does to gradients that were reduced before."""
         return self.factor() * self._size
 
-    def share(self) -> Share | None:
-        """What the ranks compare before they reduce; None where no loader and no user has counted."""
+    def part(self) -> float:
+        """This rank's part of the samples of the step: what its loss weighs in the sum over the ranks."""
         claims = list(self._claims.values())
-        if not claims or (claims[-1].batch is None and not claims[-1].is_given):
-            return None
+        if not claims:
+            return 1 / self._size
         last = claims[-1]
         samples = sum(each.samples for each in claims) if self.is_mean else last.samples
         total = self._total if self.is_mean else last.total
-        return Share(samples / total if total else 1 / self._size, self.count, last.batch.mark if last.batch else 0)
+        return samples / total if total else 1 / self._size
+
+    def place(self) -> str:
+        """Where this rank stands, in words: equal on all ranks, or they have lost step."""
+        batches = [each.batch for each in self._claims.values() if each.batch is not None]
+        step = f"step {self.num_closed + (not self.is_closed)}"
+        if not batches:
+            return f"{step} ({self.count} microbatches of no loader)" if self.count > 1 else step
+        return f"{step} ({name_batches(batches, self._before)})"
 
     @property
     def is_empty(self) -> bool:
@@ -217,6 +220,7 @@ class Ledger:
 
     def close(self) -> None:
         """An optimizer has stepped."""
+        self.num_closed += not self.is_closed
         self.is_closed = True
         for claim in self._claims.values():
             if claim.batch is not None:

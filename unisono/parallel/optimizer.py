@@ -10,16 +10,16 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.optim import Optimizer
 
-from unisono.deliveries import Batch, all_count_the_same
+from unisono.deliveries import Batch, all_count_the_same, name_batches
 from unisono.parallel.agreement import check_agreement
-from unisono.parallel.gradients import part_of, reduce_gradients
-from unisono.parallel.ledger import Ledger, Share, claim_of
+from unisono.parallel.gradients import reduce_gradients
+from unisono.parallel.ledger import Ledger, claim_of
 from unisono.parallel.names import trained_parameters
 from unisono.timeline import REDUCE, STEP
 from unisono.world import World, current_world
@@ -174,11 +174,11 @@ def optimizer_step(
         hand.stepped.add(optimizer)
 
 
-def reduce_held(optimizer: Optimizer, world: World, weight: float | torch.Tensor | None = None) -> Share | None:
-    """Reduce the gradients of an optimizer that nobody has prepared; this rank's share of them. A collective."""
-    share, factor = _share(optimizer, weight, world)
-    reduce_gradients(trained_parameters(optimizer), world, share, factor)
-    return share
+def reduce_held(optimizer: Optimizer, world: World, weight: float | torch.Tensor | None = None) -> float:
+    """Reduce the gradients of an optimizer that nobody has prepared; this rank's part of the step. A collective."""
+    part, factor, place = _held(optimizer, weight, world)
+    reduce_gradients(trained_parameters(optimizer), world, factor, place)
+    return part
 
 
 def _step(
@@ -214,10 +214,15 @@ def _is_counted(optimizer: Optimizer, hand: ByHand) -> bool:
     return ledger is not None and ledger.count > 0 and not (ledger.is_closed and optimizer in hand.stepped)
 
 
-def _share(
-    optimizer: Optimizer, weight: float | torch.Tensor | None, world: World
-) -> tuple[Share | None, float | None]:
-    """This rank's share of the step, and the factor of its gradients where that is another number."""
+class _Held(NamedTuple):
+    """What the gradients of an optimizer stand for: this rank's part of the step, their factor, where it stands."""
+
+    part: float
+    factor: float
+    place: str
+
+
+def _held(optimizer: Optimizer, weight: float | torch.Tensor | None, world: World) -> _Held:
     hand = world.state.part(ByHand)
     batches = _taken(optimizer, hand, world)
     if _is_counted(optimizer, hand):
@@ -226,11 +231,11 @@ def _share(
                 "backward() has weighted these gradients; give the weight to backward(loss, weight=...) alone"
             )
         ledger = hand.ledger_of(world)
-        return ledger.share(), ledger.factor()
+        return _Held(ledger.part(), ledger.factor(), ledger.place())
     if weight is not None:
-        claim = claim_of(None, weight, world)
-        return Share(claim.part(1), 1), claim.part(1)
-    return _plain_share(batches), None
+        part = claim_of(None, weight, world).part(1)
+        return _Held(part, part, _place_of(batches))
+    return _plain(batches, world)
 
 
 def _taken(optimizer: Optimizer, hand: ByHand, world: World) -> Sequence[Batch]:
@@ -242,18 +247,15 @@ def _taken(optimizer: Optimizer, hand: ByHand, world: World) -> Sequence[Batch]:
     return batches or deliveries.since(0)[-1:]
 
 
-def _plain_share(batches: Sequence[Batch]) -> Share | None:
-    """The share of gradients that plain `loss.backward()` has made of these batches; None where nobody knows it.
+def _plain(batches: Sequence[Batch], world: World) -> _Held:
+    """What gradients that plain `loss.backward()` has made of these batches stand for.
 
     Raises:
         ValueError: the batches were dealt in different proportions.
     """
-    if (
-        not batches
-        or any(not each.total for each in batches)
-        or (not batches[-1].loop.is_open and batches[-1].is_spent)
-    ):
-        return None
+    even = _Held(1 / world.comm.size, 1 / world.comm.size, "a step")
+    if not batches or (not batches[-1].loop.is_open and batches[-1].is_spent):
+        return even
     first, last = batches[0], batches[-1]
     for each in batches:
         each.is_spent = True
@@ -264,7 +266,12 @@ def _plain_share(batches: Sequence[Batch]) -> Share | None:
                 "weigh the sum of their gradients; call unisono.backward(loss) instead of loss.backward(), which "
                 "weighs each, or train with an Accelerator"
             )
-    return Share(last.samples / last.total, len(batches), last.mark) if last.total else None
+    part = last.samples / last.total if last.total else even.part
+    return _Held(part, part, _place_of(batches))
+
+
+def _place_of(batches: Sequence[Batch]) -> str:
+    return f"a step on {name_batches(batches)}" if batches else "a step"
 
 
 def _batch_of(given: Any, ledger: Ledger, world: World, is_weighed: bool) -> Batch | None:
@@ -332,33 +339,33 @@ def _reducing(
 ) -> Callable[[], Any]:
     """A closure for `optimizer`, where each call is a step of its own."""
     hand = world.state.part(ByHand)
-    own = None if weight is not None else _plain_share(_taken(optimizer, hand, world))
+    own = None if weight is not None else _plain(_taken(optimizer, hand, world), world)
 
-    def reduce() -> Share | None:
-        if _is_counted(optimizer, hand) or weight is not None:
+    def reduce() -> float:
+        if own is None or _is_counted(optimizer, hand):
             return reduce_held(optimizer, world, weight)
-        reduce_gradients(trained_parameters(optimizer), world, own)
-        return own
+        reduce_gradients(trained_parameters(optimizer), world, own.factor, own.place)
+        return own.part
 
     return reducing(closure, hand.ledger_of(world).clear, reduce, world)
 
 
 def reducing(
-    closure: Callable[[], Any], begin: Callable[[], None], reduce: Callable[[], Share | None], world: World
+    closure: Callable[[], Any], begin: Callable[[], None], reduce: Callable[[], float], world: World
 ) -> Callable[[], Any]:
     """A closure whose gradients, and whose loss, are those of the global batch: the optimizer decides by them, and all
     ranks must decide alike.
 
     Args:
         begin: comes before the closure.
-        reduce: reduces the gradients that it has left, and tells this rank's share.
+        reduce: reduces the gradients that it has left, and tells this rank's part of the step.
     """
 
     def reduced() -> Any:
         begin()
         loss = torch.as_tensor(closure(), device=world.device).detach()
         with world.timeline.loop().span(REDUCE):
-            part = part_of(reduce(), world)
+            part = reduce()
             return world.comm.all_reduce(loss * part if part else torch.zeros_like(loss))
 
     return reduced

@@ -15,7 +15,6 @@ from twin import adam, compare, data, loader_of, model, sgd
 
 from unisono import Accelerator, NonFiniteGradientError, current_world, rank
 from unisono.parallel.gradients import reduce_gradients
-from unisono.parallel.ledger import Share
 
 
 @pytest.fixture(params=scaling(SOLO, THREADS_3, PROCESSES_2), ids=str)
@@ -252,7 +251,7 @@ def test_a_rank_that_weighs_nothing_may_have_a_loss_that_is_no_number():
     def body():
         weight = nn.Parameter(torch.ones(2).double())
         weight.grad = torch.full((2,), torch.nan if rank() else 3.0).double()
-        reduce_gradients([weight], current_world(), Share(0.0 if rank() else 1.0, 1))
+        reduce_gradients([weight], current_world(), 0.0 if rank() else 1.0, "a step")
         return weight.grad.tolist()
 
     assert THREADS_2.run(body) == [[3.0, 3.0]] * 2

@@ -58,7 +58,8 @@ def join_world(timeout: timedelta = _LAST_RESORT, backend: str | None = None, *,
     Args:
         timeout: how long to wait for the peers, now and in each collective; a last resort.
         backend: the device family, "cpu", "cuda", ...; None picks one, accelerators first.
-        checked: compare every collective on all ranks before it runs, as for `spawn`.
+        checked: compare every collective on all ranks before it runs, at the price of a small one more. A mismatch
+            names the ranks and their calls. Workers of `spawn`, on one machine, always do, and for less.
 
     Raises:
         ValueError: a variable of the launcher is missing or malformed, or the family has no device here.
@@ -82,7 +83,6 @@ def run_announced(
     nprocs: int | None,
     family: Backend,
     timeout: timedelta,
-    checked: bool = False,
 ) -> list[Any]:
     """Be one of the workers that `spawn(fn, args)` would start, where a launcher has started them already.
 
@@ -103,7 +103,7 @@ def run_announced(
             f"nprocs={nprocs}, but by {place.launcher} there are {place.local_world_size} worker(s) on this machine, "
             "and this process is one of them; leave nprocs out, or set the number where the script is started"
         )
-    world = join_world(timeout, family.name, checked=checked)
+    world = join_world(timeout, family.name)
     try:
         with within(), _returning_together(world, timeout):
             result = fn(world.rank, *args)

@@ -29,6 +29,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from unisono import preemption
+from unisono.comm.fitting import explained
 from unisono.errors import UnisonoError
 from unisono.launch.hosts.entry import Settings
 from unisono.launch.hosts.failure_file import Failure, leave_mark, write_failure
@@ -53,8 +54,10 @@ def run_member(target: str, argv: Sequence[str], settings: Settings, done: int) 
         threading._shutdown()  # type: ignore[attr-defined] # joins threads that are no daemons, as any end does
     except BaseException as failure:
         error = failure
-        code = _exit_code(failure)
-        _tell(failure, code)
+        if world is not None:
+            error = explained(failure, world.comm)
+        code = _exit_code(error)
+        _tell(error, code)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(_LEAVE_S)  # kills, so that a transport which waits for a peer keeps neither this process nor the peer
     _flush()

@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from unisono.parallel import optimizer as by_hand
-from unisono.parallel.gradients import check_presence, check_rounds
-from unisono.parallel.ledger import Ledger, Share
+from unisono.parallel.gradients import check_presence
+from unisono.parallel.ledger import Ledger
 from unisono.parallel.names import trained_parameters
 from unisono.parallel.passes import Passes
 from unisono.parallel.prepared.guard import NanGuard
@@ -31,9 +31,6 @@ from unisono.parallel.prepared.scaler import LossScaler
 from unisono.parallel.strategies.engine import Engine
 from unisono.timeline import REDUCE, STEP
 from unisono.world import World
-
-_CHECKED_STEPS = 2  # at first each step's rounds are compared, then those of one in so many
-_CHECK_EVERY = 32
 
 _engines: WeakSet[Engine] = WeakSet()  # of all prepared models of this process
 
@@ -133,7 +130,7 @@ class Stepper:
             else:
                 with track.span(REDUCE):
                     self.reduce()
-                    self._check()
+                    self._begin()
             with track.span(STEP):
                 result = self._step(closure, arguments)
                 self._world.backend.mark_step(self._world.device)
@@ -211,12 +208,11 @@ class Stepper:
                 "`with accelerator.accumulate():`"
             )
 
-    def _check(self) -> None:
-        """Before a step: do the ranks stand in one round?"""
+    def _begin(self) -> None:
         if self.num_steps == 0:
             by_hand.warn_of_foreign_batches(self._world, "optimizer.step()", "prepare(loader) cuts it")
-        if self.num_steps < _CHECKED_STEPS or self.num_steps % _CHECK_EVERY == 0:
-            check_rounds(self._world, self._ledger.share())
+        for engine in self._engines:
+            engine.before_step()
 
     def _step(self, closure: Callable[[], Any] | None, arguments: dict[str, Any]) -> Any:
         self._is_inside = True
@@ -251,11 +247,11 @@ class Stepper:
             )
 
     def _reducing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def reduce() -> Share | None:
+        def reduce() -> float:
             self.reduce()
-            self._check()
+            self._begin()
             self._finish()
-            return self._ledger.share()
+            return self._ledger.part()
 
         return by_hand.reducing(closure, lambda: None, reduce, self._world)
 

@@ -81,6 +81,7 @@ class ReplicatedEngine(Engine):
 
     def prepare(self, reduces: bool) -> None:
         if reduces:
+            self._world.comm.announce(f"the gradients of {self._ledger.place()}")
             ddp = self._replicated
             ddp.require_forward_param_sync = True  # the next forward pass begins with rank zero's buffers
             ddp.reducer._rebuild_buckets()
@@ -95,6 +96,9 @@ class ReplicatedEngine(Engine):
         later = [each for each in self.trained() if each not in self._names]  # what was frozen when it was prepared
         if later:
             self.reduce_late(later)
+
+    def before_step(self) -> None:
+        self._world.comm.announce(f"the end of {self._ledger.place()}")
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._averager is not None and any(

@@ -89,6 +89,7 @@ class Engine:
         Args:
             part: of their batch, as `Claim.part` has it.
         """
+        self._world.comm.announce(f"gradients that were assigned, or stepped on before, of {self._ledger.place()}")
         scale_gradients(self.trained(), part)
         self.generation += 1
         self.reduce()
@@ -99,13 +100,8 @@ class Engine:
         if not self._is_agreed and self._world.comm.size > 1:
             check_agreement(self.trained(), self._world)
             self._is_agreed = True
-        reduce_gradients(
-            self.trained() if parameters is None else parameters,
-            self._world,
-            ledger.share(),
-            ledger.factor(),
-            is_part=True,
-        )
+        reduced = self.trained() if parameters is None else parameters
+        reduce_gradients(reduced, self._world, ledger.factor(), ledger.place(), is_part=True)
 
     def release(self) -> None:
         """Look at no gradient any more."""
@@ -116,6 +112,9 @@ class Engine:
     def forget(self) -> None:
         """The gradients are zero."""
         self.is_held = self.is_reduced = False
+
+    def before_step(self) -> None:
+        """An optimizer of the model is about to step."""
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """That optimizer has stepped."""

@@ -15,6 +15,7 @@ from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.sharded import check_shardable, shard
 from unisono.parallel.strategies.strategy import Strategy
 from unisono.parallel.weakly import weakly
+from unisono.tree import leaves
 from unisono.world import World
 
 
@@ -53,11 +54,15 @@ class ShardedEngine(Engine):
     is_leafy = False
 
     def __init__(self, module: nn.Module, world: World, ledger: Ledger, finds_unused: bool) -> None:
+        self._name = type(module).__name__
         sharded: Any = shard(module, world, weakly(ledger.factor), find_unused_parameters=finds_unused)
         super().__init__(sharded, world, ledger)
         self._sharded = sharded
+        self._backward_pass = -1  # the last one that was announced
+        sharded.register_forward_hook(weakly(self._watch), prepend=True)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._world.comm.announce(f"a forward pass of the {self._name}")  # gathers parameters
         if torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         try:
@@ -65,7 +70,20 @@ class ShardedEngine(Engine):
         finally:
             self._sharded.reshard()
 
+    def _watch(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        """Let the outputs announce their backward pass: before FSDP2's own hooks on them gather parameters."""
+        for leaf in leaves(outputs):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(weakly(self._announce))
+
+    def _announce(self, gradient: torch.Tensor | None) -> None:
+        backward_pass = torch._C._current_graph_task_id()
+        if backward_pass != self._backward_pass:
+            self._backward_pass = backward_pass
+            self._world.comm.announce(f"a backward pass of the {self._name}")
+
     def prepare(self, reduces: bool) -> None:
+        self._world.comm.announce(f"the backward pass of {self._ledger.place()}")
         self._sharded.set_requires_gradient_sync(reduces)
 
     def complete(self) -> None:
@@ -76,6 +94,9 @@ class ShardedEngine(Engine):
             "strategy='fsdp' reduces in the backward pass that ends a step, and this one ran under no_sync(model); let "
             "the last backward pass of a step run outside of it"
         )
+
+    def before_step(self) -> None:
+        self._world.comm.announce(f"the end of {self._ledger.place()}")
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._sharded.reshard()  # what a forward pass has gathered, and no backward pass has given back, is old now

@@ -1,0 +1,152 @@
+"""A rank that does something else than the others is named, with what it did, before the next step is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from modes import PROCESSES_2, THREADS_2, THREADS_3, Mode
+from twin import Case, loader_of, mean_loss, model, sgd
+
+from unisono import Accelerator, BrokenWorldError, CollectiveMismatchError, all_gather, barrier, rank
+
+CASE = Case(samples=48, batch=2)
+AT = 4  # the batch at which rank 1 does it
+GOES_ON, LEAVES_OUT, LEAVES_LOOP, RETURNS = "goes on", "leaves out", "leaves loop", "returns"
+
+
+class Training:
+    def __init__(self, strategy: str, accumulate: int) -> None:
+        self.accelerator = Accelerator(strategy=strategy, accumulate=accumulate)  # type: ignore[arg-type]
+        network = model()
+        self.network, self.optimizer, self.loader = self.accelerator.prepare(
+            network, sgd(network.parameters()), loader_of(CASE.samples, CASE.batch)
+        )
+
+    def learn(self, batch: Any) -> None:
+        mean_loss(self.network, batch).backward()
+
+
+Deed = Callable[[Training, Any], str]
+
+
+def leaves_out_a_batch(training: Training, batch: Any) -> str:
+    return LEAVES_OUT
+
+
+def leaves_out_a_backward_pass(training: Training, batch: Any) -> str:
+    mean_loss(training.network, batch)
+    return LEAVES_OUT
+
+
+def leaves_out_a_step(training: Training, batch: Any) -> str:
+    training.learn(batch)
+    training.optimizer.zero_grad()
+    return LEAVES_OUT
+
+
+def has_two_backward_passes(training: Training, batch: Any) -> str:
+    training.learn(batch)
+    return GOES_ON
+
+
+def calls_a_barrier(training: Training, batch: Any) -> str:
+    barrier()
+    return GOES_ON
+
+
+def gathers_something(training: Training, batch: Any) -> str:
+    all_gather(torch.ones(3))
+    return GOES_ON
+
+
+def begins_the_next_loop(training: Training, batch: Any) -> str:
+    return LEAVES_LOOP
+
+
+def returns(training: Training, batch: Any) -> str:
+    return RETURNS
+
+
+def train(deed: Deed, strategy: str, accumulate: int) -> None:
+    training = Training(strategy, accumulate)
+    for epoch in range(2):
+        for number, batch in enumerate(training.loader, 1):
+            what = deed(training, batch) if (rank(), epoch, number) == (1, 0, AT) else GOES_ON
+            if what == LEAVES_OUT:
+                continue
+            if what == LEAVES_LOOP:
+                break
+            if what == RETURNS:
+                return
+            training.learn(batch)
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+
+
+ENGINES = [(THREADS_2, "ddp"), (THREADS_3, "ddp"), (PROCESSES_2, "ddp"), (PROCESSES_2, "zero1"), (PROCESSES_2, "fsdp")]
+engines = pytest.mark.parametrize(("mode", "strategy"), ENGINES, ids=[f"{mode}-{name}" for mode, name in ENGINES])
+
+
+def lost(mode: Mode, deed: Deed, strategy: str, accumulate: int = 1) -> str:
+    """What the caller is told."""
+    with pytest.raises((CollectiveMismatchError, BrokenWorldError)) as caught:
+        mode.run(lambda: train(deed, strategy, accumulate))
+    return str(caught.value)
+
+
+@engines
+@pytest.mark.parametrize(
+    "deed",
+    [leaves_out_a_batch, leaves_out_a_backward_pass, leaves_out_a_step, has_two_backward_passes, begins_the_next_loop],
+)
+def test_a_rank_that_takes_other_steps_is_named_with_its_batch(mode: Mode, strategy: str, deed: Deed) -> None:
+    told = lost(mode, deed, strategy)
+    assert "rank 1" in told
+    assert "every rank must take the same steps on the same rounds: leave out a batch" in told
+    assert f"of step {AT} (batch" in told or "forward pass of the Sequential" in told
+
+
+@engines
+@pytest.mark.parametrize(
+    ("deed", "call"), [(calls_a_barrier, "barrier()"), (gathers_something, "all_gather(float32[3])")]
+)
+def test_a_rank_that_calls_another_collective_is_named_with_the_call(
+    mode: Mode, strategy: str, deed: Deed, call: str
+) -> None:
+    told = lost(mode, deed, strategy)
+    assert f"rank 1 called {call}" in told
+    assert "came to" in told or "for the gradients of step 4 (batch 4 of its loop" in told
+
+
+@engines
+def test_a_rank_that_has_returned_is_named_with_the_last_step_that_it_took(mode: Mode, strategy: str) -> None:
+    told = lost(mode, returns, strategy)
+    assert "rank 1 has left this world after it" in told
+    assert "of step 3 (batch 3 of its loop" in told
+
+
+@engines
+def test_a_rank_that_leaves_out_a_microbatch_of_an_accumulation_is_named(mode: Mode, strategy: str) -> None:
+    told = lost(mode, leaves_out_a_batch, strategy, accumulate=2)
+    assert "of step 2 (batches 3, 4 of its loop" in told or "forward pass" in told
+    assert "rank 1" in told
+
+
+def test_what_ranks_do_in_step_is_no_mismatch_however_they_do_it() -> None:
+    def body() -> int:
+        training = Training("ddp", 1)
+        for number, batch in enumerate(training.loader, 1):
+            if number == AT:  # on all ranks
+                continue
+            if rank() == 0:
+                with torch.no_grad():
+                    training.network.module(batch[0])  # pictures of rank zero, past the engine
+            training.learn(batch)
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+        return number
+
+    assert PROCESSES_2.run(body) == [12, 12]
