@@ -127,7 +127,8 @@ def _there(body: Callable[[], Any]) -> Any:
 @contextlib.contextmanager
 def _by_value(body: Callable[..., Any]) -> Iterator[None]:
     """Workers need not import the test module, and pytest with it."""
-    modules = [sys.modules[name] for name in {body.__module__, __name__}]
+    known = cloudpickle.list_registry_pickle_by_value()
+    modules = [sys.modules[name] for name in {body.__module__, __name__} - known]
     for module in modules:
         cloudpickle.register_pickle_by_value(module)
     try:

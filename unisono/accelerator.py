@@ -30,7 +30,6 @@ from unisono.parallel.prepared.choices import (
     check_arguments,
     check_choices,
     check_features,
-    check_strategy,
     world_on,
 )
 from unisono.parallel.prepared.making import Maker
@@ -38,9 +37,9 @@ from unisono.parallel.prepared.metrics import valid_rows
 from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.preparing import Prepared
 from unisono.parallel.prepared.scaler import LossScaler
-from unisono.parallel.strategies.choosing import strategy_on
-from unisono.parallel.strategies.sharded import clip_grad_norm
+from unisono.parallel.strategies.choosing import strategy_class, strategy_in
 from unisono.parallel.strategies.states import load_model_state, load_optimizer_state, model_state, optimizer_state
+from unisono.parallel.strategies.strategy import Options
 from unisono.protocols import ReduceOp
 from unisono.world import World, current_world
 
@@ -114,12 +113,15 @@ class Accelerator:
     ) -> None:
         check_arguments(precision, accumulate, max_grad_norm, nan_guard)
         check_choices(compile, seed, comm_hook)
-        check_strategy(strategy, comm_hook, precision, max_grad_norm)
-        self.world = world_on(world or current_world(), device, cpu, strategy)
-        check_features(self.world, strategy, comm_hook, precision, compile)
+        kind = strategy_class(strategy)
+        options = Options(
+            comm_hook, comm_options, find_unused_parameters, elementwise_optimizer, precision, max_grad_norm
+        )
+        kind.check_options(options)
+        self.world = world_on(world or current_world(), device, cpu, kind)
+        check_features(self.world, kind, options, compile)
         self.device = self.world.device
         self.scaler = LossScaler(self.device.type, self.world.rank == 0) if precision == "fp16" else None
-        self._comm_hook = comm_hook
         ledger = Ledger(self.world.comm.size, accumulate, is_mean=accumulate > 1)
         self._passes = Passes(self.world, ledger)
         self.world.state.part(ByHand).trainers.add(self._passes)
@@ -128,15 +130,7 @@ class Accelerator:
         maker = Maker(
             world=self.world,
             passes=self._passes,
-            strategy=strategy_on(
-                strategy,
-                self.world,
-                ledger,
-                comm_hook,
-                comm_options,
-                find_unused_parameters,
-                elementwise_optimizer,
-            ),
+            strategy=strategy_in(self.world, kind, ledger, options),
             autocast=self._autocast,
             scaler=self.scaler,
             moves=device_placement,
@@ -215,22 +209,8 @@ class Accelerator:
         Returns:
             The norm before, a tensor of one element; None while microbatches accumulate.
         """
-        if self._comm_hook == "post_local_sgd":
-            raise ValueError(
-                "comm_hook='post_local_sgd' leaves each rank its own gradients, so they have no norm in common; take "
-                "another hook, or clip them by torch.nn.utils.clip_grad_norm_"
-            )
         clipped = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
-        known = {id(each) for module in self._prepared.modules() for each in module.parameters()}
-        if known and not any(id(each) in known for each in clipped):
-            raise ValueError(
-                f"clip_grad_norm got {len(clipped)} parameters of no prepared model; prepare() may put others in their "
-                "place, so take them from the model that it returned"
-            )
-        if not self._passes.is_boundary():
-            return None
-        self._prepared.reduce(clipped)
-        return clip_grad_norm(clipped, max_norm, norm_type, world=self.world)
+        return self._prepared.clip(clipped, max_norm, norm_type)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of the precision, for what is computed outside the models' forward passes."""

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from unisono.parallel.strategies.hooks import attach_hook
 from unisono.parallel.strategies.sharded import shard
 from unisono.parallel.strategies.states import load_model_state, load_optimizer_state, model_state, optimizer_state
-from unisono.parallel.strategies.zero import shard_optimizer
+from unisono.parallel.strategies.zero1 import shard_optimizer
 from unisono.world import current_world
 
 PROCESSES_4 = Mode("processes", 4)

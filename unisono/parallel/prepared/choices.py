@@ -8,46 +8,23 @@ from typing import Any
 import torch
 
 from unisono.backends import CPU, resolve_device
-from unisono.parallel.strategies.choosing import STRATEGIES
 from unisono.parallel.strategies.hooks import hook_names
+from unisono.parallel.strategies.strategy import Options, Strategy
 from unisono.protocols import Backend, Feature
 from unisono.world import World, solo_world
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def check_strategy(
-    strategy: str, hook: str | None, precision: str | None = None, max_grad_norm: float | None = None
-) -> None:
-    """Refuse what does not exist, or does not fit.
-
-    Raises:
-        ValueError: there is no such strategy, or the hook is for another strategy, or contradicts another argument.
-    """
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy={strategy!r} does not exist; choose one of {', '.join(STRATEGIES)}")
-    if hook is not None and strategy == "fsdp":
-        raise ValueError(
-            f"comm_hook={hook!r} is for strategy='ddp' or 'zero1'; strategy='fsdp' sends gradients as they are"
-        )
-    if hook == "post_local_sgd":
-        asked = {"strategy='zero1'": strategy == "zero1", "precision='fp16'": precision == "fp16"}
-        asked[f"max_grad_norm={max_grad_norm}"] = max_grad_norm is not None
-        for what in (each for each, is_asked in asked.items() if is_asked):
-            raise ValueError(
-                f"comm_hook='post_local_sgd' and {what} contradict each other: between two averages each rank steps "
-                "by its own gradients, and this needs those of all ranks at each step; leave one of them out"
-            )
-
-
-def check_features(world: World, strategy: str, hook: str | None, precision: str | None, compile: Any) -> None:
+def check_features(world: World, strategy: type[Strategy], options: Options, compile: Any) -> None:
     """Refuse what the world's devices lack.
 
     Raises:
         ValueError: the message tells what to do instead.
     """
+    hook, precision = options.comm_hook, options.precision
     asked: dict[str, tuple[Feature, bool]] = {
-        f"strategy={strategy!r}": ("process_group", world.is_of_processes and strategy in ("fsdp", "zero1")),
+        f"strategy={strategy.name!r}": ("process_group", world.is_of_processes and strategy.is_needed),
         f"comm_hook={hook!r}": ("process_group", world.is_of_processes and hook is not None),
         f"precision={precision!r}": ("fp16", precision == "fp16"),
         "compile": ("compile", compile is not False),
@@ -58,13 +35,9 @@ def check_features(world: World, strategy: str, hook: str | None, precision: str
             raise ValueError(f"{what} does not go with {world.device}: {reason}")
 
 
-def world_on(world: World, device: str | int | torch.device | None, cpu: bool, strategy: str = "ddp") -> World:
-    """The world, on the device that was asked for, in use from now on; for "spmd" it stands for all of the process."""
-    if strategy == "spmd" and world.world_size > 1:
-        raise ValueError(
-            f"strategy='spmd' is one program that has all devices, and this is rank {world.rank} of "
-            f"{world.world_size}; call it in a plain script, or take strategy='ddp' here"
-        )
+def world_on(world: World, device: str | int | torch.device | None, cpu: bool, strategy: type[Strategy]) -> World:
+    """The world, on the device that was asked for, in use from now on."""
+    strategy.check_world(world)
     device = getattr(device, "torch_device", device)  # of a `Device`
     if cpu and device is not None:
         raise ValueError(f"cpu=True and device={device!r} contradict each other; pass one of them")
@@ -84,11 +57,8 @@ def world_on(world: World, device: str | int | torch.device | None, cpu: bool, s
     return world
 
 
-def _enter(backend: Backend, device: torch.device, strategy: str) -> None:
-    if strategy == "spmd":
-        if reason := backend.unsupported_reason("spmd"):
-            raise ValueError(f"strategy='spmd' does not go with {device}: {reason}")
-        backend.spread()
+def _enter(backend: Backend, device: torch.device, strategy: type[Strategy]) -> None:
+    strategy.enter(backend, device)
     backend.start(device)
     backend.activate(device)
 

@@ -21,6 +21,7 @@ from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.repointing import Places
 from unisono.parallel.prepared.scheduler import PreparedScheduler
 from unisono.parallel.prepared.stepping import Stepper, release_engines_of, watch
+from unisono.parallel.strategies.sharded import clip_grad_norm
 
 
 class Prepared:
@@ -74,12 +75,22 @@ class Prepared:
         """Those of the prepared optimizers."""
         return [stepper for each in self._steppers if (stepper := each()) is not None]
 
-    def reduce(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Reduce, and unscale, the gradients of the optimizers that have some of these parameters."""
+    def clip(self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:
+        """As `Accelerator.clip_grad_norm`."""
+        self._maker.strategy.check_clipping()
+        known = {id(each) for module in self.modules() for each in module.parameters()}
         wanted = {id(parameter) for parameter in parameters}
+        if known and not known & wanted:
+            raise ValueError(
+                f"clip_grad_norm got {len(parameters)} parameters of no prepared model; prepare() may put others in "
+                "their place, so take them from the model that it returned"
+            )
+        if not self._maker.passes.is_boundary():
+            return None
         for stepper in self.steppers():
             if any(id(each) in wanted for each in trained_parameters(stepper.optimizer)):
                 stepper.reduce()
+        return clip_grad_norm(parameters, max_norm, norm_type, world=self._maker.world)
 
     def release(self) -> None:
         """Let go of everything, so that it can be prepared again."""

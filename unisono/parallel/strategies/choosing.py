@@ -1,40 +1,29 @@
-"""Which strategy serves where, by the names that users give them."""
+"""Strategies by the names that users give them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from importlib import import_module
 
 from unisono.parallel.ledger import Ledger
-from unisono.parallel.strategies.ddp import Replicated
-from unisono.parallel.strategies.fsdp import Sharded
-from unisono.parallel.strategies.strategy import Strategy
-from unisono.parallel.strategies.zero import Divided
+from unisono.parallel.strategies.flat import Flat
+from unisono.parallel.strategies.strategy import Options, Strategy
 from unisono.world import World
 
 STRATEGIES = ("ddp", "fsdp", "spmd", "zero1")
+"""Each is a module beside this one, imported when it is asked for."""
 
 
-def strategy_on(
-    name: str,
-    world: World,
-    ledger: Ledger,
-    hook: str | None,
-    options: Mapping[str, Any] | None,
-    finds_unused: bool,
-    is_elementwise: bool,
-) -> Strategy:
-    """The strategy of that name, in that world.
-
-    Args:
-        hook, options: as for `attach_hook`.
-        finds_unused: some parameters take no part in some forward passes.
-        is_elementwise: the user says that the optimizers treat each element for itself.
+def strategy_class(name: str) -> type[Strategy]:
     """
-    if not world.takes_engines or name == "spmd":  # there is nothing that torch's engines could do
-        return Strategy(world, ledger)
-    if name == "fsdp":
-        return Sharded(world, ledger, finds_unused, is_elementwise)
-    if name == "zero1":
-        return Divided(world, ledger, hook, options, finds_unused, is_elementwise)
-    return Replicated(world, ledger, hook, options, finds_unused)
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if name not in STRATEGIES:
+        raise ValueError(f"strategy={name!r} does not exist; choose one of {', '.join(STRATEGIES)}")
+    found: type[Strategy] = import_module(f"{__package__}.{name}").strategy_class
+    return found
+
+
+def strategy_in(world: World, kind: type[Strategy], ledger: Ledger, options: Options) -> Strategy:
+    """The strategy in that world: the plain one, where there is nothing that torch's engines could do."""
+    return (kind if world.takes_engines or not kind.is_of_torch else Flat)(world, ledger, options)

@@ -6,7 +6,7 @@ backward pass begins, so forward passes run as if it were not, and the reducer i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unisono.parallel.ledger import Ledger
 from unisono.parallel.strategies.engine import Engine
-from unisono.parallel.strategies.hooks import attach_hook
-from unisono.parallel.strategies.strategy import Strategy
+from unisono.parallel.strategies.flat import Flat
+from unisono.parallel.strategies.hooks import POST_LOCAL_SGD, attach_hook
+from unisono.parallel.strategies.strategy import Options
 from unisono.parallel.weakly import weakly
 from unisono.tree import leaves
 from unisono.world import World
@@ -24,51 +25,53 @@ from unisono.world import World
 _FORWARD_PASSES = 16  # that one backward pass goes through, at most, where unused parameters are to be found
 
 
-class Replicated(Strategy):
-    """
-    Args:
-        world, ledger: as for `Strategy`; a world of processes.
-        hook, options: as for `attach_hook`.
-        finds_unused: as for `ReplicatedEngine`.
-    """
+class Replicated(Flat):
+    """In a world of processes."""
 
-    def __init__(
-        self, world: World, ledger: Ledger, hook: str | None, options: Mapping[str, Any] | None, finds_unused: bool
-    ) -> None:
-        super().__init__(world, ledger)
-        self._arguments = hook, options, finds_unused
+    name = "ddp"
+    is_of_torch = True
+
+    @classmethod
+    def check_options(cls, options: Options) -> None:
+        if options.comm_hook == POST_LOCAL_SGD:
+            needs = {"precision='fp16'": options.precision == "fp16"}
+            needs[f"max_grad_norm={options.max_grad_norm}"] = options.max_grad_norm is not None
+            for what in (each for each, is_asked in needs.items() if is_asked):
+                raise ValueError(own_steps_contradict(what))
 
     def wrap_model(self, module: nn.Module) -> Engine:
         if not any(each.requires_grad for each in module.parameters()):  # DDP refuses it
             return super().wrap_model(module)
-        return ReplicatedEngine(module, self.world, self.ledger, *self._arguments)
+        return ReplicatedEngine(module, self.world, self.ledger, self.options)
+
+    def check_clipping(self) -> None:
+        if self.options.comm_hook == POST_LOCAL_SGD:
+            raise ValueError(
+                f"comm_hook={POST_LOCAL_SGD!r} leaves each rank its own gradients, so they have no norm in common; "
+                "take another hook, or clip them by torch.nn.utils.clip_grad_norm_"
+            )
 
 
 class ReplicatedEngine(Engine):
     """
     Args:
         module, world, ledger: as for `Engine`; a world of processes.
-        hook, options: as for `attach_hook`.
-        finds_unused: some parameters take no part in some forward passes; as for DistributedDataParallel.
+        options: of the strategy.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        world: World,
-        ledger: Ledger,
-        hook: str | None,
-        options: Mapping[str, Any] | None,
-        finds_unused: bool,
-    ) -> None:
+    def __init__(self, module: nn.Module, world: World, ledger: Ledger, options: Options) -> None:
         super().__init__(module, world, ledger)
         self._names = {each: name for name, each in module.named_parameters() if each.requires_grad}
-        self._finds_unused = finds_unused
+        self._finds_unused = options.finds_unused
         self._outputs: list[list[torch.Tensor]] = []  # of the forward passes since the last backward pass
         self._is_finished = True
-        self._replicated = DistributedDataParallel(module, find_unused_parameters=finds_unused)
+        self._replicated = DistributedDataParallel(module, find_unused_parameters=options.finds_unused)
         self._averager = attach_hook(
-            self._replicated, hook, weakly(ledger.factor), options, finish=weakly(self._note_finish)
+            self._replicated,
+            options.comm_hook,
+            weakly(ledger.factor),
+            options.comm_options,
+            finish=weakly(self._note_finish),
         )
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -110,6 +113,14 @@ class ReplicatedEngine(Engine):
         self._is_finished = True
 
 
+def own_steps_contradict(what: str) -> str:
+    """What an option is told that needs the gradients of all ranks at each step."""
+    return (
+        f"comm_hook={POST_LOCAL_SGD!r} and {what} contradict each other: between two averages each rank steps by its "
+        "own gradients, and this needs those of all ranks at each step; leave one of them out"
+    )
+
+
 def unused(model: str, names: Sequence[str]) -> str:
     """What a backward pass that left out some parameters is told."""
     shown = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
@@ -118,3 +129,6 @@ def unused(model: str, names: Sequence[str]) -> str:
         "strategy waits for all that were trained when it was prepared; where parameters are unused or frozen, or the "
         "loss leaves an output out, pass Accelerator(find_unused_parameters=True), and all outputs to the loss"
     )
+
+
+strategy_class = Replicated

@@ -13,33 +13,35 @@ from unisono.parallel.ledger import Ledger
 from unisono.parallel.strategies.elementwise import check_elementwise
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.sharded import check_shardable, shard
-from unisono.parallel.strategies.strategy import Strategy
+from unisono.parallel.strategies.strategy import Options, Strategy
 from unisono.parallel.weakly import weakly
 from unisono.tree import leaves
 from unisono.world import World
 
 
 class Sharded(Strategy):
-    """
-    Args:
-        world, ledger: as for `Strategy`; a world of processes.
-        finds_unused: as for `shard`.
-        is_elementwise: the user says that the optimizers treat each element for itself.
-    """
+    """In a world of processes."""
 
-    def __init__(self, world: World, ledger: Ledger, finds_unused: bool, is_elementwise: bool) -> None:
-        super().__init__(world, ledger)
-        self._finds_unused, self._is_elementwise = finds_unused, is_elementwise
+    name = "fsdp"
+    is_of_torch = is_needed = True
+
+    @classmethod
+    def check_options(cls, options: Options) -> None:
+        if options.comm_hook is not None:
+            raise ValueError(
+                f"comm_hook={options.comm_hook!r} is for strategy='ddp' or 'zero1'; strategy='fsdp' sends gradients "
+                "as they are"
+            )
 
     def check(self, each: nn.Module | Optimizer) -> None:
         if isinstance(each, Optimizer):
-            check_elementwise(each, "fsdp", self._is_elementwise, takes_whole=False)
+            check_elementwise(each, "fsdp", self.options.is_elementwise, takes_whole=False)
         else:
             check_shardable(each)
 
     def wrap_model(self, module: nn.Module) -> Engine:
         broadcast_parameters(module, world=self.world)
-        return ShardedEngine(module, self.world, self.ledger, self._finds_unused)
+        return ShardedEngine(module, self.world, self.ledger, self.options.finds_unused)
 
 
 class ShardedEngine(Engine):
@@ -100,3 +102,6 @@ class ShardedEngine(Engine):
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._sharded.reshard()  # what a forward pass has gathered, and no backward pass has given back, is old now
+
+
+strategy_class = Sharded

@@ -40,6 +40,8 @@ from torch.nn.parallel import DistributedDataParallel
 from unisono.parallel.gradients import scale_in_place
 from unisono.world import World, current_world
 
+POST_LOCAL_SGD = "post_local_sgd"
+
 Sent = torch.futures.Future[torch.Tensor]
 
 
@@ -201,5 +203,5 @@ _HOOKS: dict[str | None, tuple[Callable[..., _Sending], tuple[str, ...]]] = {
     "fp16": (_fp16, ()),
     "bf16": (_bf16, ()),
     "powersgd": (_power_sgd, _options_of(PowerSGDState, "process_group")),
-    "post_local_sgd": (_post_local_sgd, _options_of(_post_local_sgd, "group", "world")),
+    POST_LOCAL_SGD: (_post_local_sgd, _options_of(_post_local_sgd, "group", "world")),
 }

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from unisono.parallel.strategies.sharded import is_distributed
-from unisono.parallel.strategies.zero import is_divided, load_local, parameters_of
+from unisono.parallel.strategies.zero1 import is_divided, load_local, parameters_of
 from unisono.world import World, current_world
 
 K = TypeVar("K", bound=Hashable)

@@ -1,43 +1,91 @@
-"""Strategy: what `prepare` puts behind models and optimizers. The plain one reduces in flat buckets.
+"""Strategy: what `prepare` puts behind models and optimizers, so that the ranks train as one.
 
-A further one is a file with a subclass, and a line in `choosing.py`.
+A strategy is a file that ends with `strategy_class = ...`, and a name in `choosing.py`. tests/contract/test_strategy.py
+holds each of them to the same law.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from unisono.parallel.agreement import broadcast_parameters
 from unisono.parallel.ledger import Ledger
 from unisono.parallel.strategies.engine import Engine
+from unisono.protocols import Backend
 from unisono.world import World
 
 
-class Strategy:
-    """In a world of one, among threads, and on devices that process groups do not serve.
+@dataclass(frozen=True)
+class Options:
+    """What an Accelerator was asked for that a strategy may not go with.
 
+    Attributes:
+        comm_hook, comm_options: as for `attach_hook`.
+        finds_unused: some parameters take no part in some forward passes.
+        is_elementwise: the user says that the optimizers treat each element for itself.
+        precision, max_grad_norm: as for `Accelerator`.
+    """
+
+    comm_hook: str | None = None
+    comm_options: Mapping[str, Any] | None = None
+    finds_unused: bool = False
+    is_elementwise: bool = False
+    precision: str | None = None
+    max_grad_norm: float | None = None
+
+
+class Strategy(ABC):
+    """
     Args:
         world: the rank's.
         ledger: says what the rank's gradients weigh.
+        options: that have passed `check_options`.
+
+    Attributes:
+        name: by which users choose it.
+        is_of_torch: it joins one of torch's engines, which take several processes; elsewhere the plain one serves.
+        is_needed: among processes no other one may take its place.
     """
 
-    def __init__(self, world: World, ledger: Ledger) -> None:
-        self.world, self.ledger = world, ledger
+    name: ClassVar[str]
+    is_of_torch: ClassVar[bool] = False
+    is_needed: ClassVar[bool] = False
+
+    def __init__(self, world: World, ledger: Ledger, options: Options) -> None:
+        self.world, self.ledger, self.options = world, ledger, options
+
+    @classmethod
+    def check_options(cls, options: Options) -> None:
+        """Refuse what it does not go with. ValueError."""
+
+    @classmethod
+    def check_world(cls, world: World) -> None:
+        """Refuse a world that it cannot run in. ValueError."""
+
+    @classmethod
+    def enter(cls, backend: Backend, device: torch.device) -> None:
+        """In a world of one, before the first work on the device. ValueError where the family lacks what it takes."""
 
     def check(self, each: nn.Module | Optimizer) -> None:
-        """Whether a model, or an optimizer, suits the strategy; nothing is changed.
+        """Whether a model, or an optimizer, suits it; nothing is changed.
 
         Raises:
             TypeError, ValueError: it does not.
         """
 
+    @abstractmethod
     def wrap_model(self, module: nn.Module) -> Engine:
-        """Give all ranks the parameters of rank zero, and the module its engine."""
-        if self.world.world_size > 1:
-            broadcast_parameters(module, world=self.world)
-        return Engine(module, self.world, self.ledger)
+        """The module behind its engine, with the parameters of rank zero on all ranks. A collective."""
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer that takes this one's place, most often itself."""
         return optimizer
+
+    def check_clipping(self) -> None:
+        """Refuse to clip by a norm that the ranks have in common. ValueError."""

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from unisono.parallel.strategies.hooks import attach_hook
 from unisono.parallel.strategies.sharded import shard
-from unisono.parallel.strategies.zero import is_divided, shard_optimizer
+from unisono.parallel.strategies.zero1 import is_divided, shard_optimizer
 from unisono.world import World, current_world
 
 PROCESSES_4 = Mode("processes", 4)

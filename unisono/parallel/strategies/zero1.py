@@ -16,10 +16,11 @@ import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-from unisono.parallel.ledger import Ledger
-from unisono.parallel.strategies.ddp import Replicated
+from unisono.parallel.strategies.ddp import Replicated, own_steps_contradict
 from unisono.parallel.strategies.elementwise import check_elementwise
+from unisono.parallel.strategies.hooks import POST_LOCAL_SGD
 from unisono.parallel.strategies.sharded import is_distributed, loaded_class
+from unisono.parallel.strategies.strategy import Options
 from unisono.world import World
 
 if TYPE_CHECKING:
@@ -29,28 +30,19 @@ T = TypeVar("T")
 
 
 class Divided(Replicated):
-    """strategy="zero1": as "ddp", but for the optimizers.
+    """As "ddp", but for the optimizers."""
 
-    Args:
-        world, ledger, hook, options, finds_unused: as for `Replicated`.
-        is_elementwise: the user says that the optimizers treat each element for itself.
-    """
+    name = "zero1"
+    is_needed = True
 
-    def __init__(
-        self,
-        world: World,
-        ledger: Ledger,
-        hook: str | None,
-        options: Mapping[str, Any] | None,
-        finds_unused: bool,
-        is_elementwise: bool,
-    ) -> None:
-        super().__init__(world, ledger, hook, options, finds_unused)
-        self._is_elementwise = is_elementwise
+    @classmethod
+    def check_options(cls, options: Options) -> None:
+        if options.comm_hook == POST_LOCAL_SGD:
+            raise ValueError(own_steps_contradict("strategy='zero1'"))
 
     def check(self, each: nn.Module | Optimizer) -> None:
         if isinstance(each, Optimizer):
-            check_elementwise(each, "zero1", self._is_elementwise, takes_whole=True)
+            check_elementwise(each, "zero1", self.options.is_elementwise, takes_whole=True)
             check_divisible(each)
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -169,3 +161,6 @@ def _make(optimizer: Optimizer, make: Callable[..., T]) -> T:
             f"({', '.join(defaults)}), and that failed: {error}; let its constructor take these, or make a "
             "ZeroRedundancyOptimizer yourself"
         ) from error
+
+
+strategy_class = Divided

@@ -1,0 +1,369 @@
+"""The law of strategies: each of them, in each mode, trains the weights of one device with the whole batch.
+
+The last tests hold the suite itself to account: strategies that forget something must not pass it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from modes import FAMILY, PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode
+from torch import nn
+from twin import (
+    CLOSE,
+    Case,
+    MakeOptimizer,
+    State,
+    assert_all_are,
+    data,
+    loader_of,
+    mean_loss,
+    model,
+    plain_run,
+    seeded,
+    sgd,
+)
+
+from unisono import Accelerator, BrokenWorldError, CollectiveMismatchError, rank
+from unisono import accelerator as facade
+from unisono.parallel.strategies import ddp, flat
+from unisono.parallel.strategies.choosing import STRATEGIES
+from unisono.parallel.strategies.engine import Engine
+
+AMONG_PROCESSES = [name for name in STRATEGIES if name != "spmd"]  # which is one process with all devices
+PLACES = [(SOLO, "ddp"), (THREADS_2, "ddp"), (THREADS_3, "fsdp"), *((PROCESSES_2, name) for name in AMONG_PROCESSES)]
+everywhere = pytest.mark.parametrize(("mode", "strategy"), PLACES, ids=[f"{mode}-{name}" for mode, name in PLACES])
+
+pytestmark = pytest.mark.skipif(FAMILY != "cpu", reason="the strategies of XLA are held to account in tests/xla")
+
+CASE = Case(samples=23, batch=3, accumulate=2)  # the last batch is uneven, and its step has one microbatch
+
+
+class Training:
+    """Ranks other than zero begin with other parameters, which are to count for nothing."""
+
+    def __init__(
+        self,
+        strategy: str,
+        accumulate: int = 1,
+        network: Callable[[int], nn.Module] = model,
+        optimizer: MakeOptimizer = sgd,
+        **options: Any,
+    ) -> None:
+        self.accelerator = Accelerator(strategy=strategy, accumulate=accumulate, **options)  # type: ignore[arg-type]
+        made = network(rank())
+        self.network, self.optimizer, self.loader = self.accelerator.prepare(
+            made, optimizer(made.parameters()), loader_of(CASE.samples, CASE.batch)
+        )
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state(self) -> State:
+        """On rank zero whole, on the others nothing."""
+        return self.accelerator.state_dict(self.network)
+
+    def gradients(self) -> list[torch.Tensor]:
+        found = [each.grad for each in self.network.parameters()]
+        return [getattr(each, "full_tensor", lambda each=each: each)().clone() for each in found]
+
+
+# The laws: what each rank does, and what rank zero is to have then.
+
+
+def train_exactly(strategy: str) -> State:
+    training = Training(strategy, CASE.accumulate)
+    for _ in range(CASE.epochs):
+        for batch in training.loader:
+            training.accelerator.backward(mean_loss(training.network, batch))
+            training.step()
+    return training.state()
+
+
+def trained_by_one(mode: Mode) -> State:
+    return plain_run(CASE, mode.ranks, sgd)
+
+
+def leave_final_gradients(strategy: str) -> State:
+    training = Training(strategy, CASE.accumulate)
+    found = []
+    for batch in training.loader:
+        mean_loss(training.network, batch).backward()
+        if training.accelerator.is_boundary:
+            found.append(training.gradients())
+        training.step()
+    return {f"{step}.{place}": each for step, step_s in enumerate(found) for place, each in enumerate(step_s)}
+
+
+def gradients_of_one(mode: Mode) -> State:
+    network, found, tensors = model(), {}, data(CASE.samples).tensors
+    optimizer = sgd(network.parameters())
+    size = mode.ranks * CASE.batch * CASE.accumulate
+    for step, start in enumerate(range(0, CASE.samples, size)):
+        optimizer.zero_grad()
+        mean_loss(network, [each[start : start + size] for each in tensors]).backward()
+        found.update({f"{step}.{place}": each.grad.clone() for place, each in enumerate(network.parameters())})
+        optimizer.step()
+    return found
+
+
+def clip_by_the_norm_of_all(strategy: str) -> State:
+    training = Training(strategy)
+    for batch in training.loader:
+        training.accelerator.backward(mean_loss(training.network, batch))
+        training.accelerator.clip_grad_norm(training.network, 0.05)
+        training.step()
+    return training.state()
+
+
+def clipped_by_one(mode: Mode) -> State:
+    network, tensors = model(), data(CASE.samples).tensors
+    optimizer = sgd(network.parameters())
+    for start in range(0, CASE.samples, mode.ranks * CASE.batch):
+        optimizer.zero_grad()
+        mean_loss(network, [each[start : start + mode.ranks * CASE.batch] for each in tensors]).backward()
+        nn.utils.clip_grad_norm_(network.parameters(), 0.05)
+        optimizer.step()
+    return network.state_dict()
+
+
+class Fork(nn.Module):
+    """Each sample goes one way; few go right, so that some ranks leave those parameters out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(5, 2), nn.Linear(5, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        goes_right = inputs[:, :1] > 1.0
+        outputs = self.left(inputs)
+        return torch.where(goes_right, self.right(inputs), outputs) if goes_right.any() else outputs
+
+
+def fork(seed: int = 0) -> nn.Module:
+    return seeded(Fork().double(), seed)
+
+
+def plain_sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """For which a gradient of zero and none are the same."""
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def leave_parameters_unused(strategy: str) -> State:
+    training = Training(strategy, network=fork, optimizer=plain_sgd, find_unused_parameters=True)
+    for batch in training.loader:
+        mean_loss(training.network, batch).backward()
+        training.step()
+    return training.state()
+
+
+def forked_by_one(mode: Mode) -> State:
+    network, tensors = fork(), data(CASE.samples).tensors
+    optimizer = plain_sgd(network.parameters())
+    for start in range(0, CASE.samples, mode.ranks * CASE.batch):
+        optimizer.zero_grad()
+        mean_loss(network, [each[start : start + mode.ranks * CASE.batch] for each in tensors]).backward()
+        optimizer.step()
+    return network.state_dict()
+
+
+def skip_what_nothing_counts_in(strategy: str) -> State:
+    training = Training(strategy)
+    for batch in training.loader:
+        training.accelerator.backward(mean_loss(training.network, batch) * torch.nan, weight=0)
+        training.step()
+    return training.state()
+
+
+def begun_by_one(mode: Mode) -> State:
+    return model().state_dict()
+
+
+def begin_anew_after_a_failure(strategy: str) -> State:
+    failed = Training(strategy, CASE.accumulate)
+    mean_loss(failed.network, next(iter(failed.loader))).backward()
+    failed.accelerator.free_memory()
+    return train_exactly(strategy)
+
+
+LAWS: list[tuple[Callable[[str], State], Callable[[Mode], State]]] = [
+    (train_exactly, trained_by_one),
+    (leave_final_gradients, gradients_of_one),
+    (clip_by_the_norm_of_all, clipped_by_one),
+    (leave_parameters_unused, forked_by_one),
+    (skip_what_nothing_counts_in, begun_by_one),
+    (begin_anew_after_a_failure, trained_by_one),
+]
+
+
+@everywhere
+@pytest.mark.parametrize(("act", "expect"), LAWS, ids=[act.__name__ for act, _ in LAWS])
+def test_it_does_what_one_device_does(
+    mode: Mode, strategy: str, act: Callable[[str], State], expect: Callable[[Mode], State]
+) -> None:
+    first, *_ = mode.run(lambda: act(strategy))
+    assert_all_are([first], expect(mode))
+
+
+@everywhere
+def test_what_was_saved_under_it_trains_on_one_device(mode: Mode, strategy: str) -> None:
+    def body() -> Any:
+        training = Training(strategy)
+        for batch in training.loader:
+            training.accelerator.backward(mean_loss(training.network, batch))
+            training.step()
+        return training.state(), training.accelerator.state_dict(training.optimizer)
+
+    state, steps = mode.run(body)[0]
+    network = model(5)
+    optimizer = sgd(network.parameters())
+    network.load_state_dict(state)
+    optimizer.load_state_dict(steps)
+    assert_all_are([network.state_dict()], plain_run(CASE._replace(accumulate=1, epochs=1), mode.ranks, sgd))
+    assert all("momentum_buffer" in each for each in optimizer.state.values())
+
+
+@everywhere
+def test_no_optimizer_steps_on_gradients_of_one_rank(mode: Mode, strategy: str) -> None:
+    def body() -> str:
+        training = Training(strategy, accumulate=2)
+        batches = iter(training.loader)  # what ends a loop ends its last step
+        mean_loss(training.network, next(batches)).backward()
+        before = [each.detach().clone() for each in training.network.parameters()]
+        with pytest.raises(RuntimeError, match="this rank's alone") as refused:
+            sgd(training.network.parameters()).step()
+        for each, was in zip(training.network.parameters(), before, strict=True):
+            torch.testing.assert_close(each.detach(), was, rtol=0, atol=0)
+        return str(refused.value)
+
+    assert all("is_boundary" in told for told in mode.run(body))
+
+
+@everywhere
+def test_a_rank_that_leaves_out_a_batch_is_named(mode: Mode, strategy: str) -> None:
+    if mode is SOLO:
+        pytest.skip("nobody is there to lose step with")
+    with pytest.raises((CollectiveMismatchError, BrokenWorldError), match=r"rank 1.*every rank must"):
+        mode.run(lambda: leave_out_a_batch(strategy))
+
+
+def leave_out_a_batch(strategy: str) -> None:
+    training = Training(strategy)
+    for number, batch in enumerate(training.loader):
+        if (rank(), number) != (1, 1):
+            mean_loss(training.network, batch).backward()
+            training.step()
+
+
+@everywhere
+def test_what_it_refuses_it_refuses_before_anything_has_changed(mode: Mode, strategy: str) -> None:
+    def body() -> None:
+        accelerator, network = Accelerator(strategy=strategy), model()  # type: ignore[arg-type]
+        before = {name: each.clone() for name, each in network.state_dict().items()}
+        optimizer = sgd(network.parameters())
+        with pytest.raises(TypeError, match="cannot be prepared"):
+            accelerator.prepare(network, optimizer, object())
+        assert type(optimizer.step).__name__ == "method"
+        assert all(torch.equal(each, before[name]) for name, each in network.state_dict().items())
+        network, optimizer = accelerator.prepare(network, optimizer)  # they can be prepared still
+
+    mode.run(body)
+
+
+def test_every_strategy_of_several_processes_stands_under_the_law() -> None:
+    assert {name for mode, name in PLACES if mode is PROCESSES_2} == set(STRATEGIES) - {"spmd"}
+
+
+# Strategies that forget something.
+
+
+class ZeroesEverything(Engine):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        for each in self.trained():
+            each.register_hook(torch.zeros_like)
+
+
+class ForgetsToReduce(Engine):
+    def complete(self) -> None:
+        """Nothing."""
+
+
+class ReducesTheMean(Engine):
+    def complete(self) -> None:
+        for each in self.trained():
+            self._world.comm.all_reduce(each.grad, "mean")
+
+
+class ReducesTwice(Engine):
+    def complete(self) -> None:
+        super().complete()
+        super().complete()
+
+
+class ReducesEachMicrobatch(Engine):
+    def begin(self, reduces: bool) -> None:
+        super().begin(True)
+
+
+def with_engine(kind: type[Engine], broadcasts: bool = True) -> type[flat.Flat]:
+    class Forgetful(flat.Flat):
+        def wrap_model(self, module: nn.Module) -> Engine:
+            if broadcasts:
+                super().wrap_model(module)
+            return kind(module, self.world, self.ledger)
+
+    return Forgetful
+
+
+def broken_law(mode: Mode, strategy: str) -> str | None:
+    """The first law that it breaks."""
+    for act, expect in LAWS:
+        try:
+            first, *_ = mode.run(lambda act=act: act(strategy))
+            torch.testing.assert_close(first, expect(mode), **CLOSE)
+        except Exception as error:
+            return f"{act.__name__}: {error}"
+    return None
+
+
+@pytest.mark.parametrize(
+    ("forgetful", "law"),
+    [
+        (with_engine(ZeroesEverything), "train_exactly"),
+        (with_engine(ForgetsToReduce), "train_exactly"),
+        (with_engine(ReducesTheMean), "train_exactly"),
+        (with_engine(ReducesTwice), "train_exactly"),
+        (with_engine(ReducesEachMicrobatch), "train_exactly"),
+        (with_engine(Engine, broadcasts=False), "train_exactly"),
+    ],
+    ids=["zeroes", "reduces not", "reduces the mean", "reduces twice", "reduces always", "broadcasts not"],
+)
+def test_a_strategy_that_forgets_something_breaks_a_law(
+    monkeypatch: pytest.MonkeyPatch, forgetful: type[flat.Flat], law: str
+) -> None:
+    monkeypatch.setattr(facade, "strategy_class", lambda name: forgetful)
+    broken = broken_law(THREADS_2, "ddp")
+    assert broken is not None
+    assert broken.startswith(law)
+
+
+def test_a_hook_of_ddp_that_zeroes_everything_breaks_a_law() -> None:
+    def body() -> State:
+        class Zeroing(ddp.Replicated):
+            def wrap_model(self, module: nn.Module) -> Engine:
+                engine = super().wrap_model(module)
+                for each in engine.trained():
+                    each.register_hook(torch.zeros_like)
+                return engine
+
+        facade.strategy_class = lambda name: Zeroing  # type: ignore[assignment] # in a worker of its own
+        return train_exactly("ddp")
+
+    first, _ = PROCESSES_2.run(body)
+    with pytest.raises(AssertionError):
+        assert_all_are([first], trained_by_one(PROCESSES_2))

@@ -1,0 +1,32 @@
+"""strategy="spmd": one program, whose batches lie over all devices of the process, as XLA partitions it."""
+
+from __future__ import annotations
+
+import torch
+
+from unisono.parallel.strategies.flat import Flat
+from unisono.protocols import Backend
+from unisono.world import World
+
+
+class Spread(Flat):
+    """The compiler reduces; to us it is a world of one."""
+
+    name = "spmd"
+
+    @classmethod
+    def check_world(cls, world: World) -> None:
+        if world.world_size > 1:
+            raise ValueError(
+                f"strategy='spmd' is one program that has all devices, and this is rank {world.rank} of "
+                f"{world.world_size}; call it in a plain script, or take strategy='ddp' here"
+            )
+
+    @classmethod
+    def enter(cls, backend: Backend, device: torch.device) -> None:
+        if reason := backend.unsupported_reason("spmd"):
+            raise ValueError(f"strategy='spmd' does not go with {device}: {reason}")
+        backend.spread()
+
+
+strategy_class = Spread
