@@ -22,7 +22,7 @@ class EagerBackend(ABC):
     @abstractmethod
     def activate(self, device: torch.device) -> None: ...
 
-    def start(self, device: torch.device) -> None:  # noqa: B027 - there is no runtime but torch
+    def start(self, device: torch.device) -> None:
         pass
 
     def unavailable_reason(self) -> str:
@@ -34,7 +34,7 @@ class EagerBackend(ABC):
     def is_accelerated(self) -> bool:
         return True
 
-    def preload(self) -> None:  # noqa: B027 - torch is all that it takes
+    def preload(self) -> None:
         pass
 
     def check_workers(self, count: int) -> None:
@@ -51,7 +51,7 @@ class EagerBackend(ABC):
     def process_transport(self) -> Transport:
         return "torch"
 
-    def mark_step(self, device: torch.device) -> None:  # noqa: B027 - nothing to do, in each of them
+    def mark_step(self, device: torch.device) -> None:
         pass
 
     def seeded_state(self, seed: int, device: torch.device) -> torch.Tensor | None:
