@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from unisono.deliveries import Batch, Deliveries, Loop, all_count_the_same
+from unisono.deliveries import Batch, Deliveries, Loop, check_counts
 
 
 @pytest.fixture
@@ -57,8 +57,9 @@ def test_what_was_computed_ahead_may_be_of_several_batches_the_oldest_first(deli
     _, three = draw(deliveries, loop, 1, 3)
     batches = meant(deliveries, torch.zeros(1))
     assert batches == [two, three, one]
-    assert all_count_the_same(batches[::2])
-    assert not all_count_the_same(batches)
+    check_counts(batches[::2])
+    with pytest.raises(ValueError, match=r"say so by backward\(loss, batch=batch\)"):
+        check_counts(batches)
 
 
 def test_a_look_at_the_first_batch_is_forgotten_when_a_loop_begins(deliveries):

@@ -23,6 +23,7 @@ from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader
 from unisono.parallel import collectives
 from unisono.parallel.ledger import Ledger
+from unisono.parallel.microbatches import Microbatches
 from unisono.parallel.optimizer import ByHand
 from unisono.parallel.passes import Passes
 from unisono.parallel.prepared.choices import (
@@ -123,7 +124,8 @@ class Accelerator:
         self.device = self.world.device
         self.scaler = LossScaler(self.device.type, self.world.rank == 0) if precision == "fp16" else None
         ledger = Ledger(self.world.comm.size, accumulate, is_mean=accumulate > 1)
-        self._passes = Passes(self.world, ledger)
+        self._microbatches = Microbatches(self.world, ledger)
+        self._passes = Passes(self._microbatches)
         self.world.state.part(ByHand).trainers.add(self._passes)
         reduced = AUTOCAST.get(precision or "")
         self._autocast = None if reduced is None else partial(torch.autocast, self.device.type, reduced)
@@ -174,7 +176,7 @@ class Accelerator:
             ValueError: as for `unisono.backward`.
         """
         if self.scaler is not None:
-            if self._passes.begins_step():
+            if self._microbatches.begins_step():
                 self.scaler.settle()
             loss = self.scaler.scale(loss)
         self._passes.backward(loss, weight, batch)
@@ -185,12 +187,12 @@ class Accelerator:
         Args:
             models: nothing depends on them.
         """
-        return self._passes.microbatch()
+        return self._microbatches.block()
 
     @property
     def is_boundary(self) -> bool:
         """Whether `optimizer.step()` steps on the present microbatch, and does not wait for more."""
-        return self._passes.is_boundary()
+        return self._microbatches.is_boundary()
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:

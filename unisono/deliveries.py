@@ -169,6 +169,20 @@ class Deliveries:
         found = {self._by_memory.find(leaf) for leaf in leaves(values) if isinstance(leaf, torch.Tensor)}
         return sorted((each for each in found if each is not None), key=lambda batch: -batch.at)
 
+    def named(self, values: Any) -> list[Batch]:
+        """The batches that the user names by these tensors, as `find`.
+
+        Raises:
+            ValueError: they are none's.
+        """
+        found = self.find(values)
+        if not found:
+            raise ValueError(
+                "batch= holds no tensor of a batch that a loader of this package has delivered; pass the batch as it "
+                "came, or a view of it, or the number of its samples as weight="
+            )
+        return found
+
     def use(self, batch: Batch) -> None:
         """A pass with gradients is computed from it."""
         batch.is_used = True
@@ -225,9 +239,18 @@ def name_batches(batches: Sequence[Batch], before: Batch | None = None) -> str:
     return f"{names} of its loop{order}{gap}{' left out' if gap else ''}"
 
 
-def all_count_the_same(batches: Iterable[Batch]) -> bool:
-    """Whether it makes no difference which of these batches is meant, for the weight."""
-    return len({batch.counts for batch in batches}) <= 1
+def check_counts(batches: Iterable[Batch]) -> None:
+    """
+    Raises:
+        ValueError: it is not known which of these batches is meant, and they count differently.
+    """
+    counts = {batch.counts for batch in batches}
+    if len(counts) > 1:
+        shown = " or ".join(sorted(f"{samples} of {total}" for samples, total in counts))
+        raise ValueError(
+            f"the loss may be the mean over {shown} samples: it comes from several batches, or from one of several that "
+            "were drawn ahead, and it cannot be told which; say so by backward(loss, batch=batch), or weight="
+        )
 
 
 _clock = count(1)

@@ -82,6 +82,14 @@ def scale_gradients(parameters: Sequence[torch.Tensor], factor: float, in_place:
         torch._foreach_mul_(gradients, factor)
 
 
+def scaled(factor: float, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """For hooks, where None leaves the gradient as it is, and autograd leaves out what is None. By 0 it becomes zero,
+    also where it is not finite, as a mean over nothing is."""
+    if gradient is None or factor == 1:
+        return None
+    return gradient * factor if factor else torch.zeros_like(gradient)
+
+
 def scale_in_place(tensor: torch.Tensor, factor: float) -> None:
     """Multiply; by 0 also what is not finite, as the mean over no samples is."""
     if factor == 0:

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.optim import Optimizer
 
-from unisono.deliveries import Batch, all_count_the_same, name_batches
+from unisono.deliveries import Batch, check_counts, name_batches
 from unisono.parallel.agreement import check_agreement
-from unisono.parallel.gradients import reduce_gradients
+from unisono.parallel.gradients import reduce_gradients, scaled
 from unisono.parallel.ledger import Ledger, claim_of
 from unisono.parallel.names import trained_parameters
+from unisono.parallel.passes import Passes
 from unisono.timeline import REDUCE, STEP
 from unisono.world import World, current_world
 
@@ -30,16 +31,6 @@ prepared: WeakSet[Optimizer] = WeakSet()
 """The optimizers that an Accelerator has prepared: their steps reduce by themselves."""
 
 
-class Trainer(Protocol):
-    """Weighs the losses of the models that an Accelerator has prepared."""
-
-    def has(self, parameters: Set[torch.Tensor]) -> bool:
-        """Whether some of these are parameters of its models."""
-
-    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None, batch: Any) -> None:
-        """`loss.backward()`, weighted."""
-
-
 class ByHand:
     """What a rank has done by hand.
 
@@ -47,14 +38,14 @@ class ByHand:
         agreed: the optimizers whose parameters have been compared with the other ranks'.
         brings_batches: each rank brings batches of its own, as PyTorch/XLA's scripts do by a DistributedSampler.
         ledger: of what `backward` has counted since the last step.
-        trainers: what weighs the losses of prepared models.
+        trainers: the passes through prepared models.
         stepped_at: of each optimizer, the last batch that it has stepped on, as `Batch.at`.
     """
 
     def __init__(self) -> None:
         self.agreed: WeakSet[Optimizer] = WeakSet()
         self.brings_batches = False
-        self.trainers: WeakSet[Trainer] = WeakSet()
+        self.trainers: WeakSet[Passes] = WeakSet()
         self.ledger: Ledger | None = None
         self.stepped_at: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self.stepped: WeakSet[Optimizer] = WeakSet()  # since the last `backward` of another batch
@@ -105,7 +96,7 @@ def backward(
                 each.backward(loss, weight, batch)
                 return
     ledger = hand.ledger_of(world)
-    found = _batch_of(batch, ledger, world, is_weighed=weight is not None)
+    found = _batch_of(batch, weight is not None, world)
     claim = claim_of(found, weight, world)
     key = found if found is not None else object()
     if ledger.is_closed and not ledger.holds(key):
@@ -116,7 +107,7 @@ def backward(
 
 def run_backward(loss: torch.Tensor, factor: float) -> None:
     """The backward pass of the loss, whose gradients are scaled where they arrive, as those of prepared models are."""
-    hooks = [] if factor == 1 else [each.register_hook(partial(_scaled, factor)) for each in _leaves(loss)]
+    hooks = [] if factor == 1 else [each.register_hook(partial(scaled, factor)) for each in _leaves(loss)]
     try:
         loss.backward()
     finally:
@@ -274,7 +265,7 @@ def _place_of(batches: Sequence[Batch]) -> str:
     return f"a step on {name_batches(batches)}" if batches else "a step"
 
 
-def _batch_of(given: Any, ledger: Ledger, world: World, is_weighed: bool) -> Batch | None:
+def _batch_of(given: Any, is_weighed: bool, world: World) -> Batch | None:
     """The batch that a loss is of.
 
     Args:
@@ -282,20 +273,9 @@ def _batch_of(given: Any, ledger: Ledger, world: World, is_weighed: bool) -> Bat
         is_weighed: it counts what the user says.
     """
     deliveries = world.state.deliveries
-    if given is not None:
-        found = deliveries.find(given)
-        if not found:
-            raise ValueError(
-                "batch= holds no tensor of a batch that a loader of this package has delivered; pass the batch as it "
-                "came, or a view of it, or the number of its samples as weight="
-            )
-    else:
-        found = deliveries.candidates()
-        if not is_weighed and not all_count_the_same(found):
-            raise ValueError(
-                f"{len(found)} batches were drawn that the loss may be of, and they count differently; say which by "
-                "backward(loss, batch=batch)"
-            )
+    found = deliveries.candidates() if given is None else deliveries.named(given)
+    if given is None and not is_weighed:
+        check_counts(found)
     if found:
         deliveries.use(found[0])
     return found[0] if found else None
@@ -369,11 +349,6 @@ def reducing(
             return world.comm.all_reduce(loss * part if part else torch.zeros_like(loss))
 
     return reduced
-
-
-def _scaled(factor: float, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """Times 0 it is zero, also where it is not finite, as a mean over nothing is. Autograd leaves out what is None."""
-    return None if gradient is None else gradient * factor if factor else torch.zeros_like(gradient)
 
 
 def _leaves(loss: torch.Tensor) -> list[torch.Tensor]:

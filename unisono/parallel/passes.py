@@ -1,9 +1,8 @@
-"""Passes: forward and backward passes through an Accelerator's models, and the microbatches that they make.
+"""Passes: backward passes through an Accelerator's models, which are told of by hooks on outputs and on parameters.
 
-A forward pass with gradients on looks its inputs up among what the loaders have delivered, and its outputs carry the
-batch to the backward pass, which alone is counted. When a backward pass comes to a model, by an output or, where it
-goes past the outputs, by the first of its parameters, the ledger says what the gradients weigh and whether they end a
-step. If they do, they are reduced when it ends: then every `.grad` is the step's.
+The outputs of a forward pass carry its batch to the backward pass, which alone is counted. When a backward pass comes
+to a model, by an output or, where it goes past the outputs, by the first of its parameters, the ledger says what the
+gradients weigh and whether they end a step. If so, they are reduced when it ends: every `.grad` is the step's then.
 
 A model's gradients are scaled where they arrive at its parameters, by the part of its batch: so everything that comes
 from the batch is, a gradient penalty, too. Where several batches of other parts meet in one backward pass, they differ
@@ -19,39 +18,37 @@ leaves nothing that another one would take for its own.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Set
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import nn
 
-from unisono.deliveries import Batch, all_count_the_same
-from unisono.parallel.ledger import Claim, Ledger, claim_of
+from unisono.deliveries import check_counts
+from unisono.parallel.gradients import scaled
+from unisono.parallel.ledger import Claim, claim_of
+from unisono.parallel.microbatches import Bound, Microbatches
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.weakly import weakly
 from unisono.tree import leaves
-from unisono.world import World
-
-logger = logging.getLogger(__name__)
 
 
-class Bound(NamedTuple):
-    """The batch of a forward pass: the first of those that may be meant; none, for what comes from elsewhere.
+class _Pass:
+    """A backward pass, which was counted.
 
     Attributes:
-        syncs: its backward pass may reduce.
+        bound: its batch.
+        part: of the microbatch, where the user has told; None where each output knows its own.
+        scale: of the microbatch, for what arrives at parameters.
+        is_reducing: it ends a step.
+        engines: of the models that it has come to; what was interrupted keeps none.
     """
 
-    candidates: tuple[Batch, ...] = ()
-    syncs: bool = True
-
-    @property
-    def batch(self) -> Batch | None:
-        return self.candidates[0] if self.candidates else None
+    def __init__(self, bound: Bound, part: float | None, scale: float, is_reducing: bool) -> None:
+        self.bound, self.part, self.scale, self.is_reducing = bound, part, scale, is_reducing
+        self.engines: list[ref[Engine]] = []
 
 
 class _Run:
@@ -59,64 +56,39 @@ class _Run:
 
     Attributes:
         task: autograd's number of the backward pass.
-        scale: of its microbatch; None where nothing arrives in `.grad`.
+        counted: None where nothing arrives in `.grad`.
         part: of the batch that came first.
     """
 
-    def __init__(self, task: int, scale: float | None, part: float = 1.0) -> None:
-        self.task, self.scale, self.part = task, scale, part
+    def __init__(self, task: int, counted: _Pass | None, part: float = 1.0) -> None:
+        self.task, self.counted, self.part = task, counted, part
 
 
 class Passes:
-    """The passes of one rank through the models of one Accelerator.
+    """The backward passes of one rank through the models of one Accelerator.
 
     Args:
-        world: the rank's.
-        ledger: counts them.
+        microbatches: the rank's.
 
     Attributes:
-        restarted_at: the first step of the rank's loop, where that was called again.
         went_past: a backward pass of the present step was not begun by `backward`.
     """
 
-    def __init__(self, world: World, ledger: Ledger) -> None:
-        self.ledger = ledger
-        self._world, self._deliveries = world, world.state.deliveries
-        self._bound = Bound()  # of the last forward pass
-        self._block: object = None  # stands for the batch in a `microbatch()` block
-        self._elsewhere: object = object()  # stands for a batch that no loader of ours has delivered
-        self._was_tried = False  # a step, since that one came
-        self.restarted_at = 0
+    def __init__(self, microbatches: Microbatches) -> None:
+        self.microbatches = microbatches
         self.went_past = False
-        self._num_restarts = world.state.num_restarts
-        self._has_warned = False
+        self._world, self._ledger = microbatches.world, microbatches.ledger
         self._is_called = False  # `backward`, and it runs
-        self._told: Claim | None = None  # by `backward`, of the pass that it begins
+        self._begun: _Pass | None = None  # by `backward`, with what the user has told
+        self._running: dict[int, _Pass] = {}  # by autograd's number
         self._runs: WeakKeyDictionary[Engine, _Run] = WeakKeyDictionary()  # the last ones
         self._engines: WeakSet[Engine] = WeakSet()
-        self._tasks: dict[int, tuple[Bound, list[Engine]]] = {}  # backward passes that run: of what, through what
-        self._scale, self._is_reducing = 1.0, False  # of the last one that has begun
 
     def bind(self, values: Any, syncs: bool = True) -> Bound:
         """Find the batch that the inputs of a forward pass come from; its outputs are to carry it."""
-        if torch._C._current_graph_task_id() < 0:
-            self._tasks.clear()  # what was interrupted never ends
-        self.look()
-        self._bound = self._found(values, syncs)
-        return self._bound
-
-    def look(self) -> None:
-        """Notice that the rank's loop has begun anew."""
-        if self._world.state.num_restarts != self._num_restarts:
-            self._num_restarts = self._world.state.num_restarts
-            self.ledger.clear()
-            self._was_tried, self.restarted_at = True, self.ledger.number + 1
-
-    def _found(self, values: Any, syncs: bool = True) -> Bound:
-        bound = Bound(tuple(self._deliveries.find(values) or self._deliveries.candidates()), syncs)
-        if bound.batch is not None:
-            self._deliveries.use(bound.batch)
-        return bound
+        if torch._C._current_graph_task_id() < 0:  # in no backward pass
+            self._running.clear()  # what was interrupted never ends
+        return self.microbatches.bind(values, syncs)
 
     def watch(self, engine: Engine, outputs: Any, bound: Bound) -> None:
         """Let these outputs of the model tell when a backward pass comes to them."""
@@ -128,7 +100,7 @@ class Passes:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 leaf.register_hook(arrive)
         if bound.batch is not None:
-            self._deliveries.know(outputs, bound.batch)
+            self._world.state.deliveries.know(outputs, bound.batch)
 
     def watch_parameters(self, engine: Engine) -> None:
         """Let the model's parameters tell when gradients arrive, and scale them there. Again, as others are trained."""
@@ -144,15 +116,6 @@ class Passes:
         """Whether some of these are parameters of the models."""
         return any(each in parameters for engine in list(self._engines) for each in engine.hooks)
 
-    @contextmanager
-    def microbatch(self) -> Iterator[None]:
-        """The block is one microbatch, whatever passes it has."""
-        before, self._block = self._block, object()
-        try:
-            yield
-        finally:
-            self._block = before
-
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None, batch: Any) -> None:
         """`loss.backward()`, where the user says what it is the mean over.
 
@@ -162,69 +125,25 @@ class Passes:
         """
         self._is_called = True
         try:
-            self._run_backward(loss, weight, batch)
-        finally:
-            self._is_called = False
-
-    def _run_backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None, batch: Any) -> None:
-        if weight is None and batch is None:
+            if weight is not None or batch is not None:
+                self._begun = self._begin_told(weight, batch)
+                loss = loss if self._begun.scale == 1 else loss * self._begun.scale
+                self._begun.scale = 1.0
             loss.backward()
-            return
-        bound = self._bound if batch is None else Bound(tuple(self._deliveries.find(batch)))
-        if batch is not None and not bound.candidates:
-            raise ValueError(
-                "batch= holds no tensor of a batch that a prepared loader has delivered; pass the batch as it came, "
-                "or a view of it, or the number of its samples as weight="
-            )
-        self._check_identity(bound)
-        if weight is None:
-            _check_counts(bound)
-        self._told = claim_of(bound.batch, weight, self._world)
-        try:
-            self._enter(self._told, bound)
-            (loss if self._scale == 1 else loss * self._scale).backward()
         finally:
-            self._told = None
-
-    def is_boundary(self) -> bool:
-        """Whether a step is taken on the present microbatch, whose backward pass may be still to come."""
-        key, ledger = self._key(self._bound), self.ledger
-        if ledger.holds(key) or (self._bound.batch is None and self._block is None and not self._was_tried):
-            return ledger.is_full()
-        count = 0 if ledger.is_closed else ledger.count
-        return count + 1 >= ledger.every or (self._bound.batch is not None and self._bound.batch.is_last())
+            self._is_called, self._begun = False, None
 
     def adopt(self, engine: Engine) -> None:
         """Gradients of the model were assigned by hand: those of the batch of the last forward pass. A collective."""
-        _check_counts(self._bound)
-        claim = claim_of(self._bound.batch, None, self._world)
-        self._enter(claim, self._bound)
-        engine.adopt(claim.part(self._world.comm.size))
-
-    def begins_step(self) -> bool:
-        """Whether a backward pass now would be the first of a step."""
-        return self.ledger.is_closed and (self.ledger.every == 1 or not self.ledger.holds(self._key(self._bound)))
+        bound = self.microbatches.bound
+        check_counts(bound.candidates)
+        self.microbatches.enter(self.microbatches.claim(bound), bound)
+        engine.adopt(self.microbatches.part(bound))
 
     def forget(self) -> None:
-        """Gradients were zeroed, of one optimizer: the others' microbatches still count."""
-        if self.ledger.every == 1:
-            self.ledger.clear()
+        """Gradients were zeroed, of one optimizer."""
+        self.microbatches.forget()
         self.went_past = False
-
-    def warn_of_unknown_ends(self) -> None:
-        """Say once, on rank zero, what is lost where no loop of ours brings the batches that accumulate."""
-        if self._bound.batch is None and self._block is None and not self._has_warned and self._world.rank == 0:
-            self._has_warned = True
-            logger.warning(
-                "accumulate=%d, and the batches come from no prepared loader: nothing tells where a loop ends, so that "
-                "what is left of it at its end is not stepped on, and forward passes tell one microbatch from the "
-                "next; prepare(loader), or let each batch's lines run in `with accelerator.accumulate():`",
-                self.ledger.every,
-            )
-
-    def try_step(self) -> None:
-        """A step was asked for."""
-        self._was_tried = True
 
     def weight(self) -> float:
         """What gradients of the present batch weigh on this rank against those on others: while a backward pass runs,
@@ -232,7 +151,20 @@ class Passes:
         run = max(self._runs.values(), key=lambda run: run.task, default=None)
         if run is not None and run.task == torch._C._current_graph_task_id():
             return run.part
-        return claim_of(self._bound.batch, None, self._world).part(self._world.comm.size)
+        return self.microbatches.part(self.microbatches.bound)
+
+    def _begin_told(self, weight: float | torch.Tensor | None, batch: Any) -> _Pass:
+        named = None if batch is None else Bound(tuple(self._world.state.deliveries.named(batch)))
+        bound = named or self.microbatches.bound
+        self.microbatches.check_told(bound)
+        if weight is None:
+            check_counts(bound.candidates)
+        claim = claim_of(bound.batch, weight, self._world)
+        return self._count(claim, bound, claim.part(self._world.comm.size))
+
+    def _count(self, claim: Claim, bound: Bound, part: float | None = None) -> _Pass:
+        self.microbatches.enter(claim, bound)
+        return _Pass(bound, part, self._ledger.scale(claim), self._ledger.is_full())
 
     # In a backward pass.
 
@@ -244,18 +176,18 @@ class Passes:
         if model is None or gradient is None:
             return None
         run = self._run(model, bound)
-        if run.scale is None:
+        if run.counted is None:
             return None
         part = run.part
-        if self._told is None:
-            part = self._part(bound)
-            if bound.batch is not None and not self.ledger.holds(self._key(bound)):
-                self.ledger.join(bound.batch)
+        if run.counted.part is None:
+            part = self.microbatches.part(bound)
+            if bound.batch is not None and not self.microbatches.is_counted(bound):
+                self._ledger.join(bound.batch)
         if part == 0:
             return torch.zeros_like(gradient)
         if run.part == 0:  # what came before was made zero there
             run.part = part
-        factor = part / run.part * (1.0 if model.is_leafy else run.scale * run.part)
+        factor = part / run.part * (1.0 if model.is_leafy else run.counted.scale * run.part)
         return None if factor == 1 else gradient * factor
 
     def _arrive_at_leaf(
@@ -266,10 +198,7 @@ class Passes:
         if model is None:
             return None
         run = self._run(model, None)
-        if run.scale is None or gradient is None:
-            return None
-        factor = run.scale * run.part
-        return None if factor == 1 else gradient * factor if factor else torch.zeros_like(gradient)
+        return None if run.counted is None else scaled(run.counted.scale * run.part, gradient)
 
     def _run(self, engine: Engine, bound: Bound | None) -> _Run:
         """The present backward pass through that model; begun where it comes to it.
@@ -284,72 +213,33 @@ class Passes:
         if not _accumulates(engine.module):
             run = self._runs[engine] = _Run(task, None)
             return run
-        if task in self._tasks:
-            bound = bound or self._tasks[task][0]
-        else:
-            bound = bound or self._found(())
-            self._tasks[task] = bound, []
-            _on_end(partial(weakly(self._end), task))
-            self.went_past = self.went_past or not self._is_called
-            if self._told is None:
-                self._check_identity(bound)
-                _check_counts(bound)
-                self._enter(claim_of(bound.batch, None, self._world), bound)
-        told = self._told
-        part = self._part(bound) if told is None else told.part(self._world.comm.size)
-        run = self._runs[engine] = _Run(task, self._scale if told is None else 1.0, part)
-        self._tasks[task][1].append(engine)
-        engine.begin(self._is_reducing and bound.syncs)
+        counted = self._running.get(task) or self._begin(task, bound)
+        bound = bound or counted.bound
+        part = self.microbatches.part(bound) if counted.part is None else counted.part
+        run = self._runs[engine] = _Run(task, counted, part)
+        counted.engines.append(ref(engine))
+        engine.begin(counted.is_reducing and bound.syncs)
         return run
 
-    def _enter(self, claim: Claim, bound: Bound) -> None:
-        """Count a backward pass."""
-        key = self._key(bound)
-        if key is self._elsewhere:
-            self._was_tried = False
-        self.ledger.enter(claim, key)
-        self._scale, self._is_reducing = self.ledger.scale(claim), self.ledger.is_full()
+    def _begin(self, task: int, bound: Bound | None) -> _Pass:
+        """Count the backward pass that runs, where `backward` has not."""
+        self.went_past = self.went_past or not self._is_called
+        counted = self._begun
+        if counted is None:
+            bound = bound or self.microbatches.find(())
+            self.microbatches.check_told(bound)
+            check_counts(bound.candidates)
+            counted = self._count(self.microbatches.claim(bound), bound)
+        self._running[task] = counted
+        torch.autograd.Variable._execution_engine.queue_callback(partial(weakly(self._end), task))
+        return counted
 
     def _end(self, task: int) -> None:
-        _, engines = self._tasks.pop(task, (None, []))
-        for engine in engines:
-            engine.finish()
-
-    def _key(self, bound: Bound) -> object:
-        """What tells the microbatch from others."""
-        if self._block is not None or bound.batch is not None:
-            return self._block or bound.batch
-        if self._was_tried:
-            self._elsewhere, self._was_tried = object(), False
-        return self._elsewhere
-
-    def _part(self, bound: Bound) -> float:
-        return claim_of(bound.batch, None, self._world).part(self._world.comm.size)
-
-    def _check_identity(self, bound: Bound) -> None:
-        """
-        Raises:
-            ValueError: it is not known which microbatch this is, and steps depend on it.
-        """
-        if self.ledger.every > 1 and self._block is None and len(bound.candidates) > 1:
-            raise ValueError(
-                "the model's inputs were computed from a batch, and several were drawn that it may be: which "
-                "microbatches make a step cannot be told; let each one's lines run in `with accelerator.accumulate():`"
-            )
-
-
-def _check_counts(bound: Bound) -> None:
-    """
-    Raises:
-        ValueError: it is not known which batch is meant, and they count differently.
-    """
-    if not all_count_the_same(bound.candidates):
-        counts = " or ".join(sorted({f"{each.samples} of {each.total}" for each in bound.candidates}))
-        raise ValueError(
-            f"the loss may be the mean over {counts} samples: the model's inputs come from several batches, or were "
-            "computed from one where several were drawn ahead; say which by accelerator.backward(loss, batch=batch), "
-            "or weight="
-        )
+        """The backward pass has ended, and has not failed."""
+        ended = self._running.pop(task, None)
+        for each in ended.engines if ended is not None else ():
+            if (engine := each()) is not None:
+                engine.finish()
 
 
 def _accumulates(module: nn.Module) -> bool:
@@ -364,8 +254,3 @@ def _accumulates(module: nn.Module) -> bool:
             except RuntimeError:  # `torch.autograd.grad` takes this one's gradient
                 return False
     return False
-
-
-def _on_end(call: Callable[[], None]) -> None:
-    """Call it when the present backward pass has ended, and has not failed."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)

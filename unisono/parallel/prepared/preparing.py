@@ -85,7 +85,7 @@ class Prepared:
                 f"clip_grad_norm got {len(parameters)} parameters of no prepared model; prepare() may put others in "
                 "their place, so take them from the model that it returned"
             )
-        if not self._maker.passes.is_boundary():
+        if not self._maker.passes.microbatches.is_boundary():
             return None
         for stepper in self.steppers():
             if any(id(each) in wanted for each in trained_parameters(stepper.optimizer)):
@@ -102,7 +102,7 @@ class Prepared:
             _all_prepared.forget(model)
         self._models.clear()
         self._steppers.clear()
-        self._maker.passes.ledger.clear()
+        self._maker.passes.microbatches.ledger.clear()
 
     def _check(self, where: str, each: Any, before: list[Any], together: list[Any], places: Places) -> None:
         """Refuse what cannot be prepared, before anything is."""

@@ -75,7 +75,7 @@ class Stepper:
         self.schedulers: list[Follower] = []
         self._engines: list[Engine] = []  # of the models that have some of the optimizer's parameters
         self._world = world
-        self._passes = passes
+        self._passes, self._microbatches = passes, passes.microbatches
         self._clip = clip
         self._max_grad_norm = max_grad_norm
         self._scaler = scaler
@@ -111,9 +111,9 @@ class Stepper:
             self.num_steps += 1
             return self._plain_step(**arguments)
         self.num_asked += 1
-        self._passes.look()
-        is_boundary = self._passes.is_boundary()
-        self._passes.try_step()
+        self._microbatches.look()
+        is_boundary = self._microbatches.is_boundary()
+        self._microbatches.try_step()
         if not is_boundary:
             self._skip()
             return None
@@ -164,7 +164,7 @@ class Stepper:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """`optimizer.zero_grad`, but between microbatches of one step."""
-        self._passes.look()
+        self._microbatches.look()
         if self._is_inside or self.may_zero():
             self._plain_zero(set_to_none)
             self.forget()
@@ -187,7 +187,7 @@ class Stepper:
 
     @property
     def _ledger(self) -> Ledger:
-        return self._passes.ledger
+        return self._microbatches.ledger
 
     def _is_assigned(self, engine: Engine) -> bool:
         """Whether the model has gradients that no backward pass has left since the last step."""
@@ -197,8 +197,8 @@ class Stepper:
 
     def _skip(self) -> None:
         now = self._ledger
-        self._passes.warn_of_unknown_ends()
-        self._num_skipped = self._num_skipped + 1 if self._skipped_in >= self._passes.restarted_at else 1
+        self._microbatches.warn_of_unknown_ends()
+        self._num_skipped = self._num_skipped + 1 if self._skipped_in >= self._microbatches.restarted_at else 1
         self._skipped_in = now.number
         if self._num_skipped >= now.every:
             raise RuntimeError(

@@ -1,0 +1,160 @@
+"""Microbatches: which one this rank is at, and whether it ends a step.
+
+A forward pass with gradients on looks its inputs up among what the loaders have delivered. Its batch is the microbatch;
+in a `with accelerator.accumulate():` block the block is. Batches from elsewhere cannot be told apart: there one ends
+where a step is asked for.
+
+*Threads:* the rank's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from unisono.deliveries import Batch
+from unisono.parallel.ledger import Claim, Ledger, claim_of
+from unisono.world import World
+
+logger = logging.getLogger(__name__)
+
+
+class Bound(NamedTuple):
+    """The batch of a forward pass: the first of those that may be meant; none, for what comes from elsewhere.
+
+    Attributes:
+        syncs: its backward pass may reduce.
+    """
+
+    candidates: tuple[Batch, ...] = ()
+    syncs: bool = True
+
+    @property
+    def batch(self) -> Batch | None:
+        return self.candidates[0] if self.candidates else None
+
+
+class Microbatches:
+    """Those of one rank, for the models of one Accelerator.
+
+    Args:
+        world: the rank's.
+        ledger: counts them.
+
+    Attributes:
+        bound: of the last forward pass.
+        restarted_at: the first step of the rank's loop, where that was called again.
+    """
+
+    def __init__(self, world: World, ledger: Ledger) -> None:
+        self.world, self.ledger = world, ledger
+        self.bound = Bound()
+        self.restarted_at = 0
+        self._block: object = None  # stands for the batch in an `accumulate()` block
+        self._elsewhere: object = object()  # stands for a batch that no loader of ours has delivered
+        self._was_tried = False  # a step, since that one came
+        self._num_restarts = world.state.num_restarts
+        self._has_warned = False
+
+    def look(self) -> None:
+        """Notice that the rank's loop has begun anew."""
+        if self.world.state.num_restarts != self._num_restarts:
+            self._num_restarts = self.world.state.num_restarts
+            self.ledger.clear()
+            self._was_tried, self.restarted_at = True, self.ledger.number + 1
+
+    def bind(self, values: Any, syncs: bool = True) -> Bound:
+        """The batch that the inputs of a forward pass come from."""
+        self.look()
+        self.bound = self.find(values, syncs)
+        return self.bound
+
+    def find(self, values: Any, syncs: bool = True) -> Bound:
+        """The batch that these tensors come from, which is used now."""
+        deliveries = self.world.state.deliveries
+        bound = Bound(tuple(deliveries.find(values) or deliveries.candidates()), syncs)
+        if bound.batch is not None:
+            deliveries.use(bound.batch)
+        return bound
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        """The block is one microbatch, whatever passes it has."""
+        before, self._block = self._block, object()
+        try:
+            yield
+        finally:
+            self._block = before
+
+    def enter(self, claim: Claim, bound: Bound) -> None:
+        """Count a backward pass."""
+        key = self._key(bound)
+        if key is self._elsewhere:
+            self._was_tried = False
+        self.ledger.enter(claim, key)
+
+    def claim(self, bound: Bound) -> Claim:
+        """What a backward pass claims for which nobody gives a weight."""
+        return claim_of(bound.batch, None, self.world)
+
+    def part(self, bound: Bound) -> float:
+        """Of the batch, as `Claim.part`."""
+        return self.claim(bound).part(self.world.comm.size)
+
+    def is_counted(self, bound: Bound) -> bool:
+        """Whether the batch has a backward pass in the present step."""
+        return self.ledger.holds(self._key(bound))
+
+    def is_boundary(self) -> bool:
+        """Whether a step is taken on the present microbatch, whose backward pass may be still to come."""
+        bound, ledger = self.bound, self.ledger
+        if self.is_counted(bound) or (bound.batch is None and self._block is None and not self._was_tried):
+            return ledger.is_full()
+        count = 0 if ledger.is_closed else ledger.count
+        return count + 1 >= ledger.every or (bound.batch is not None and bound.batch.is_last())
+
+    def begins_step(self) -> bool:
+        """Whether a backward pass now would be the first of a step."""
+        return self.ledger.is_closed and (self.ledger.every == 1 or not self.is_counted(self.bound))
+
+    def try_step(self) -> None:
+        """A step was asked for."""
+        self._was_tried = True
+
+    def forget(self) -> None:
+        """Gradients were zeroed, of one optimizer: the others' microbatches still count."""
+        if self.ledger.every == 1:
+            self.ledger.clear()
+
+    def check_told(self, bound: Bound) -> None:
+        """
+        Raises:
+            ValueError: it is not known which microbatch this is, and steps depend on it.
+        """
+        if self.ledger.every > 1 and self._block is None and len(bound.candidates) > 1:
+            raise ValueError(
+                "the model's inputs were computed from a batch, and several were drawn that it may be: which "
+                "microbatches make a step cannot be told; let each one's lines run in `with accelerator.accumulate():`"
+            )
+
+    def warn_of_unknown_ends(self) -> None:
+        """Say once, on rank zero, what is lost where no loop of ours brings the batches that accumulate."""
+        is_unknown = self.bound.batch is None and self._block is None
+        if is_unknown and not self._has_warned and self.world.rank == 0:
+            self._has_warned = True
+            logger.warning(
+                "accumulate=%d, and the batches come from no prepared loader: nothing tells where a loop ends, so that "
+                "what is left of it at its end is not stepped on, and forward passes tell one microbatch from the "
+                "next; prepare(loader), or let each batch's lines run in `with accelerator.accumulate():`",
+                self.ledger.every,
+            )
+
+    def _key(self, bound: Bound) -> object:
+        """What tells the microbatch from others."""
+        if self._block is not None or bound.batch is not None:
+            return self._block or bound.batch
+        if self._was_tried:
+            self._elsewhere, self._was_tried = object(), False
+        return self._elsewhere
