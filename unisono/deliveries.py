@@ -248,8 +248,8 @@ def check_counts(batches: Iterable[Batch]) -> None:
     if len(counts) > 1:
         shown = " or ".join(sorted(f"{samples} of {total}" for samples, total in counts))
         raise ValueError(
-            f"the loss may be the mean over {shown} samples: it comes from several batches, or from one of several that "
-            "were drawn ahead, and it cannot be told which; say so by backward(loss, batch=batch), or weight="
+            f"the loss may be the mean over {shown} samples: it comes from several batches, or from one of several "
+            "that were drawn ahead, and it cannot be told which; say so by backward(loss, batch=batch), or weight="
         )
 
 
