@@ -130,6 +130,10 @@ class Passes:
         if bound.batch is not None:
             self._deliveries.know(outputs, bound.batch)
 
+    def know(self, inputs: Any, outputs: Any) -> None:
+        """Know the outputs of a forward pass without gradients as those of the batch that the inputs lie in."""
+        self._deliveries.know_computed(inputs, outputs)
+
     def watch_parameters(self, engine: Engine) -> None:
         """Let the model's parameters tell when gradients arrive, and scale them there. Again, as others are trained."""
         self._engines.add(engine)
@@ -170,7 +174,7 @@ class Passes:
         if weight is None and batch is None:
             loss.backward()
             return
-        bound = self._bound if batch is None else Bound(tuple(self._deliveries.find(batch)))
+        bound = self._bound if batch is None else Bound(tuple(self._deliveries.find_again(batch)))
         if batch is not None and not bound.candidates:
             raise ValueError(
                 "batch= holds no tensor of a batch that a prepared loader has delivered; pass the batch as it came, "
