@@ -191,7 +191,7 @@ class Deliveries:
     def __init__(self) -> None:
         self._open: list[Loop] = []
         self._ended: list[Loop] = []  # the last ones
-        self._by_memory: StorageMap[list[Batch]] = StorageMap()  # the latest last
+        self._by_memory: StorageMap[list[Batch]] = StorageMap(_are_waiting)  # the latest last
         self._received: deque[Batch] = deque(maxlen=_KEPT)  # with gradients on; from the oldest that waits for a pass
         self._used: Batch | None = None  # by the last pass
         self._used_at = 0
@@ -239,7 +239,9 @@ class Deliveries:
 
     def find(self, values: Any) -> list[Batch]:
         """The batches that the tensors lie in, the one delivered last first; none for what was computed from them."""
-        found = {_oldest_waiting(batches) for batches in self._known(values)}
+        known = self._known(values)
+        found = {batches[0] for batches in known if len(batches) == 1}
+        found |= {_oldest_waiting(batches) for batches in known if found.isdisjoint(batches)}
         return sorted(found, key=lambda batch: -batch.at)
 
     def find_again(self, values: Any) -> list[Batch]:
@@ -320,6 +322,10 @@ def _is_meant_beside(batch: Batch, later: Batch) -> bool:
     if batch is later:
         return False
     return batch.is_waiting or (batch.loop is later.loop and batch.counted != later.counted)
+
+
+def _are_waiting(batches: list[Batch]) -> bool:
+    return any(each.is_waiting for each in batches)
 
 
 def _oldest_waiting(batches: list[Batch]) -> Batch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import torch
@@ -19,11 +20,15 @@ _Stretch = tuple[int, int]  # the bytes of a storage from the first on, up to th
 class StorageMap(Generic[T]):
     """Holds neither tensors nor their memory.
 
-    What was noted last holds where tensors overlap. Tensors without memory of their own kind (a lazy device's before
-    they are computed, some subclasses) are not known.
+    What was noted last holds where tensors overlap, but for a tensor of which something was noted that is kept. Tensors
+    without memory of their own kind (a lazy device's before they are computed, some subclasses) are not known.
+
+    Args:
+        is_kept: whether a value stays, where a larger tensor in the same memory is noted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_kept: Callable[[T], bool] = lambda value: False) -> None:
+        self._is_kept = is_kept
         self._held: dict[int, tuple[StorageWeakRef, dict[_Stretch, T]]] = {}  # of each storage the latest note last
         self._sweep_at = _SWEEP_FROM
 
@@ -31,7 +36,7 @@ class StorageMap(Generic[T]):
         """That is known from now on of this tensor, and of what shares its memory.
 
         Returns:
-            What was known of just its bytes.
+            What was known of just its bytes before.
         """
         storage = _storage(tensor)
         if storage is None:
@@ -45,19 +50,22 @@ class StorageMap(Generic[T]):
         notes = held[1]
         before = notes.pop(stretch, None)
         for each in [each for each in notes if begin <= each[0] and each[1] <= end]:
-            del notes[each]
+            if not self._is_kept(notes[each]):
+                del notes[each]
         if len(notes) >= _STRETCHES:
             del notes[next(iter(notes))]
         notes[stretch] = value
         return before
 
     def find(self, tensor: torch.Tensor) -> T | None:
-        """What was noted of this tensor, or of one that it lies in; else of one that it overlaps."""
+        """What was noted of this tensor; else of one that it lies in; else of one that it overlaps."""
         storage = _storage(tensor)
         held = self._held.get(storage._cdata) if storage is not None else None
         if held is None:
             return None
-        begin, end = _bytes_of(tensor)
+        begin, end = stretch = _bytes_of(tensor)
+        if stretch in held[1]:
+            return held[1][stretch]
         overlapping = None
         for (first, last), value in reversed(held[1].items()):
             if first <= begin and end <= last:
