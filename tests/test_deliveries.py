@@ -199,3 +199,46 @@ def test_the_batches_since_a_moment_are_those_of_the_open_loop(deliveries):
     _, second = draw(deliveries, train)
     deliveries.end(train)
     assert deliveries.since(first.at) == [second]
+
+
+def test_of_batches_in_the_same_memory_the_oldest_that_waits_is_meant(deliveries):
+    tensor, loop = torch.zeros(4, 3), deliveries.begin()
+    first, second, third = (deliveries.add(loop, [tensor], 4, 8) for _ in range(3))
+    assert [deliveries.find(tensor) for _ in range(2)] == [[first]] * 2
+    assert [meant(deliveries, tensor[1:]) for _ in range(4)] == [[first], [second], [third], [third]]
+    fourth = deliveries.add(loop, [tensor], 4, 8)
+    assert deliveries.find(tensor) == [fourth]
+    assert deliveries.find_again(tensor) == [third], "of the pass that was made"
+
+
+def test_what_waits_of_another_loop_or_came_for_evaluation_is_not_meant_before_the_loops_own(deliveries):
+    tensor, loop, peek = torch.zeros(4, 3), deliveries.begin(), deliveries.begin()
+    deliveries.add(peek, tensor, 4, 8)
+    deliveries.end(peek)
+    own = deliveries.add(loop, tensor, 4, 8)
+    with torch.no_grad():
+        deliveries.add(deliveries.begin(), tensor, 4, 8)
+    later = deliveries.begin()
+    deliveries.add(later, tensor, 4, 8)
+    deliveries.end(later)
+    assert meant(deliveries, tensor) == [own]
+
+
+def test_a_tensor_that_many_batches_share_makes_none_of_them_doubtful(deliveries):
+    mask, loop = torch.ones(4), deliveries.begin()
+    tensors = [torch.zeros(4, 3) for _ in range(3)]
+    batches = [deliveries.add(loop, (tensor, mask), 4, 8) for tensor in tensors]
+    for place in (2, 0, 1):
+        assert meant(deliveries, (tensors[place], mask)) == [batches[place]]
+
+
+def test_outputs_without_gradients_are_of_the_batch_that_the_inputs_lie_in(deliveries):
+    tensor, loop = torch.zeros(4, 3), deliveries.begin()
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            batch = deliveries.add(loop, tensor, 3, 8, repeated=1)
+            outputs, others = tensor + 1, tensor + 2
+            deliveries.know_computed({"inputs": tensor.T}, [outputs])
+            deliveries.know_computed(tensor + 0, [others])
+            assert deliveries.find_rows([outputs[:, 0], "text"], 4) == [batch]
+            assert deliveries.find_rows(outputs[:3], 3) == deliveries.find_rows(others, 4) == []

@@ -32,11 +32,13 @@ class Rows(NamedTuple):
 
     Attributes:
         end: the number of the last of these batches; 0 where it may be one or another.
+        is_new: no metric was gathered of them, as far as is known.
     """
 
     counted: list[int]
     batches: int
     end: int = 0
+    is_new: bool = True
 
 
 class _Run(NamedTuple):
@@ -124,11 +126,13 @@ class Loop:
         They are batches of which no metric was gathered; where none of these fit, the last ones.
         """
         found: dict[tuple[tuple[int, int], ...], int] = {}
-        end = self.num_batches
-        for place in reversed(range(len(self._ungathered))):
-            end -= self._ungathered[place].times
-            for batches, last in self._stretches(place, end, rows):
-                found[batches] = 0 if batches in found else last
+        end, behind = self.num_batches, 0
+        for place, run in reversed(list(enumerate(self._ungathered))):
+            end -= run.times
+            behind += run.times * run.rows
+            if behind >= rows:
+                for batches, last in self._stretches(place, end, rows):
+                    found[batches] = 0 if batches in found else last
         if not found:
             return self._last_rows(rows)
         each_once: dict[tuple[int, ...], Rows] = {}
@@ -167,7 +171,7 @@ class Loop:
                 left -= run.rows
                 batches.append(run[:2])
                 if left <= 0:
-                    return [Rows(_counted(batches[::-1]), len(batches))] if not left else []
+                    return [Rows(_counted(batches[::-1]), len(batches), is_new=False)] if not left else []
         return []
 
     def gather(self, end: int) -> None:
@@ -235,7 +239,14 @@ class Deliveries:
             if isinstance(leaf, torch.Tensor):
                 known = [batch]
                 if before := self._by_memory.note(leaf, known):
-                    known[:0] = [each for each in before[-_KEPT:] if _is_meant_beside(each, batch)]
+                    known[:0] = [each for each in before[-_KEPT:] if self._is_meant_beside(each, batch)]
+
+    def _is_meant_beside(self, batch: Batch, later: Batch) -> bool:
+        """Whether it may still be meant where a later one came in the same memory."""
+        if batch is later:
+            return False
+        may_count_else = batch.loop is later.loop and batch.counted != later.counted
+        return batch.is_waiting or batch is self._used or may_count_else
 
     def find(self, values: Any) -> list[Batch]:
         """The batches that the tensors lie in, the one delivered last first; none for what was computed from them."""
@@ -315,13 +326,6 @@ class Deliveries:
 def all_count_the_same(batches: Iterable[Batch]) -> bool:
     """Whether it makes no difference which of these batches is meant, for the weight."""
     return len({batch.counts for batch in batches}) <= 1
-
-
-def _is_meant_beside(batch: Batch, later: Batch) -> bool:
-    """Whether it may still be meant where a later one came in the same memory."""
-    if batch is later:
-        return False
-    return batch.is_waiting or (batch.loop is later.loop and batch.counted != later.counted)
 
 
 def _are_waiting(batches: list[Batch]) -> bool:

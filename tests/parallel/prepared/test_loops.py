@@ -362,6 +362,16 @@ def with_a_look_at_the_next_epoch(training: Training) -> None:
         training.step()
 
 
+def told_behind_the_next(training: Training) -> None:
+    batches = iter(training.loader)
+    batch = next(batches, None)
+    while batch is not None:
+        loss = mean_loss(training.network, [batch[0] + 0, *batch[1:]])
+        before, batch = batch, next(batches, None)
+        training.accelerator.backward(loss, batch=before)
+        training.step()
+
+
 def told_in_the_backward_pass(training: Training) -> None:
     for batch in list(training.loader):
         inputs, *others = batch
@@ -410,7 +420,7 @@ def test_batches_of_the_same_tensors_are_microbatches_of_their_own_however_they_
     mode: Mode, accumulate: int, count: int
 ) -> None:
     loops = [each for each in SAME_TENSORS if each is not drawn_in_twos or accumulate == 2]
-    loops += [told_in_the_backward_pass] if accumulate == 1 else []
+    loops += [told_behind_the_next, *([told_in_the_backward_pass] if accumulate == 1 else [])]
     ranks = mode.run(lambda: [trained_on_one_batch(loop, accumulate, count) for loop in loops])
     expected = plainly_trained_on_one_batch(accumulate, count, mode.ranks)
     for loop, state in zip(loops, ranks[0], strict=True):

@@ -72,11 +72,13 @@ class _Fit(NamedTuple):
     """Batches of a loop that have the rows of the values.
 
     Attributes:
+        is_new: no metric was gathered of them, on any rank.
         is_ambiguous: others of the loop have as many, on some rank, of which other rows count.
     """
 
     loop: Loop
     rows: Rows
+    is_new: bool
     is_ambiguous: bool
 
 
@@ -113,8 +115,9 @@ def _compare(count: int, known: list[Batch], recent: list[Loop], world: World) -
     found = [each.fitting_rows(count) for each in recent]
     found += [[]] * (REMEMBERED - len(found))
     batches = [rows[-1].batches if rows else 0 for rows in found]
+    are_new = [bool(rows) and rows[-1].is_new for rows in found]
     state = len({batch.samples for batch in known})  # 0 where none is known, and more than 1 is an error
-    told = [min(state, 1), -state, *batches, *(-each for each in batches), *(-len(rows) for rows in found)]
+    told = [min(state, 1), -state, *batches, *(-each for each in batches), *are_new, *(-len(rows) for rows in found)]
     least, most, *others = world.comm.all_reduce(torch.tensor(told, device=world.device), "min").tolist()
     if most < -1:
         counts = " or ".join(str(batch.samples) for batch in known)
@@ -122,11 +125,11 @@ def _compare(count: int, known: list[Batch], recent: list[Loop], world: World) -
             f"values with {count} samples lie in several batches, of which, on this rank or another, different rows "
             f"count (here {counts}); gather those of each batch by themselves, or pass valid_samples"
         )
-    least_batches, most_batches, answers = (
+    least_batches, most_batches, new, answers = (
         others[start : start + REMEMBERED] for start in range(0, len(others), REMEMBERED)
     )
     return least > 0, [
-        _Fit(loop, rows[-1], answers[place] < -1)
+        _Fit(loop, rows[-1], bool(new[place]), answers[place] < -1)
         for place, (loop, rows) in enumerate(zip(recent, found, strict=False))
         if rows and least_batches[place] == -most_batches[place]
     ]
@@ -136,7 +139,11 @@ def _best(fitting: list[_Fit], newest: Loop | None) -> list[_Fit]:
     """Those that are likely; several where there is nothing to choose by."""
     present = [each for each in fitting if each.loop.is_open and each.rows.batches == 1]
     whole = [each for each in fitting if each.rows.batches == each.loop.num_batches]
-    waiting = [each for each in whole if not each.loop.is_gathered]
+    waiting = [
+        each
+        for each in fitting
+        if (each.is_new if each.loop is newest else each in whole and not each.loop.is_gathered)
+    ]
     evaluations = [each for each in waiting if each.loop.is_evaluation]
     if present and present[0].loop is newest:
         beside = [each for each in present if each.loop.is_evaluation == newest.is_evaluation]
