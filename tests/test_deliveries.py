@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from unisono.deliveries import Batch, Deliveries, Loop, check_counts
 
@@ -105,21 +107,74 @@ def test_the_last_batch_of_a_loop_is_told_by_the_loader_and_no_earlier_one_asks(
     assert [each.is_last() for each in (one, two)] == [False, True]
 
 
-def rows(loop: Loop, count: int) -> tuple[list[int], int] | None:
-    told = loop.last_rows(count)
-    return None if told is None else (told.counted, told.batches)
+def rows(loop: Loop, count: int) -> list[tuple[list[int], int]]:
+    return [(each.counted, each.batches) for each in loop.fitting_rows(count)]
 
 
-def test_rows_of_the_last_batches_are_told_by_their_number(deliveries):
+@pytest.fixture
+def uneven(deliveries) -> Loop:
+    """Batches of 3, 2 and 0 samples in 3, 3 and 2 rows."""
     loop = deliveries.begin()
     deliveries.add(loop, (), 3, 6)
     deliveries.add(loop, (), 2, 3, repeated=1)
     deliveries.add(loop, (), 0, 1, repeated=2)
-    assert rows(loop, 2) == ([], 1)
-    assert rows(loop, 5) == ([0, 1], 2)
-    assert rows(loop, 8) == ([0, 1, 2, 3, 4], 3)
-    assert [rows(loop, count) for count in (0, 1, 3, 9)] == [None] * 4
-    assert loop.recent_rows() == [3, 3, 2]
+    return loop
+
+
+def test_rows_of_batches_in_a_row_are_told_by_their_number(uneven):
+    assert rows(uneven, 2) == [([], 1)]
+    assert rows(uneven, 5) == [([0, 1], 2)]
+    assert rows(uneven, 6) == [([0, 1, 2, 3, 4], 2)], "of which the last one was drawn ahead"
+    assert rows(uneven, 8) == [([0, 1, 2, 3, 4], 3)]
+    assert [rows(uneven, count) for count in (0, 1, 4, 7, 9)] == [[]] * 5
+    assert uneven.recent_rows() == [3, 3, 2]
+
+
+def test_rows_that_may_be_of_several_batches_are_told_once_where_the_same_ones_count(deliveries, uneven):
+    assert rows(uneven, 3) == [([0, 1, 2], 1), ([0, 1], 1)]
+    uneven.gather(1)
+    assert rows(uneven, 3) == [([0, 1], 1)], "the first was gathered"
+    uneven.gather(3)
+    assert rows(uneven, 2) == [([], 1)], "where nothing waits, it is the last one again"
+    assert rows(uneven, 3) == []
+    full = deliveries.begin()
+    for _ in range(100_000):
+        deliveries.add(full, (), 4, 4)
+    deliveries.add(full, (), 1, 1)
+    assert rows(full, 4) == [([0, 1, 2, 3], 1)]
+    assert rows(full, 5) == [([0, 1, 2, 3, 4], 2)]
+    assert rows(full, 400_001) == [(list(range(400_001)), 100_001)]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)).filter(any), min_size=1, max_size=9),
+    st.integers(0, 9),
+    st.integers(1, 20),
+)
+def test_all_stretches_of_batches_that_were_not_gathered_are_found(batches, gathered, count):
+    deliveries = Deliveries()
+    loop = deliveries.begin()
+    for samples, repeated in batches:
+        deliveries.add(loop, (), samples, None, repeated=repeated)
+    loop.gather(min(gathered, len(batches)))
+    left = list(enumerate(batches))[gathered:]
+    expected: dict[tuple[int, ...], set[int]] = {}
+    for start in range(len(left)):
+        for stop in range(start + 1, len(left) + 1):
+            heights = [sum(batch) for _, batch in left[start:stop]]
+            if sum(heights) == count:
+                counted = [
+                    sum(heights[:place]) + row
+                    for place, (_, (samples, _)) in enumerate(left[start:stop])
+                    for row in range(samples)
+                ]
+                expected.setdefault(tuple(counted), set()).add(left[stop - 1][0] + 1)
+    if expected:
+        found = loop.fitting_rows(count)
+        assert {tuple(each.counted) for each in found} == expected.keys()
+        for each in found:
+            ends = expected[tuple(each.counted)]
+            assert each.end == (ends.pop() if len(ends) == 1 else 0)
 
 
 def test_the_loop_that_received_a_batch_last_comes_first(deliveries):
@@ -145,3 +200,46 @@ def test_the_batches_since_a_moment_are_those_of_the_open_loop(deliveries):
     _, second = draw(deliveries, train)
     deliveries.end(train)
     assert deliveries.since(first.at) == [second]
+
+
+def test_of_batches_in_the_same_memory_the_oldest_that_waits_is_meant(deliveries):
+    tensor, loop = torch.zeros(4, 3), deliveries.begin()
+    first, second, third = (deliveries.add(loop, [tensor], 4, 8) for _ in range(3))
+    assert [deliveries.find(tensor) for _ in range(2)] == [[first]] * 2
+    assert [meant(deliveries, tensor[1:]) for _ in range(4)] == [[first], [second], [third], [third]]
+    fourth = deliveries.add(loop, [tensor], 4, 8)
+    assert deliveries.find(tensor) == [fourth]
+    assert deliveries.named(tensor) == [third], "of the pass that was made"
+
+
+def test_what_waits_of_another_loop_or_came_for_evaluation_is_not_meant_before_the_loops_own(deliveries):
+    tensor, loop, peek = torch.zeros(4, 3), deliveries.begin(), deliveries.begin()
+    deliveries.add(peek, tensor, 4, 8)
+    deliveries.end(peek)
+    own = deliveries.add(loop, tensor, 4, 8)
+    with torch.no_grad():
+        deliveries.add(deliveries.begin(), tensor, 4, 8)
+    later = deliveries.begin()
+    deliveries.add(later, tensor, 4, 8)
+    deliveries.end(later)
+    assert meant(deliveries, tensor) == [own]
+
+
+def test_a_tensor_that_many_batches_share_makes_none_of_them_doubtful(deliveries):
+    mask, loop = torch.ones(4), deliveries.begin()
+    tensors = [torch.zeros(4, 3) for _ in range(3)]
+    batches = [deliveries.add(loop, (tensor, mask), 4, 8) for tensor in tensors]
+    for place in (2, 0, 1):
+        assert meant(deliveries, (tensors[place], mask)) == [batches[place]]
+
+
+def test_outputs_without_gradients_are_of_the_batch_that_the_inputs_lie_in(deliveries):
+    tensor, loop = torch.zeros(4, 3), deliveries.begin()
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            batch = deliveries.add(loop, tensor, 3, 8, repeated=1)
+            outputs, others = tensor + 1, tensor + 2
+            deliveries.know_computed({"inputs": tensor.T}, [outputs])
+            deliveries.know_computed(tensor + 0, [others])
+            assert deliveries.find_rows([outputs[:, 0], "text"], 4) == [batch]
+            assert deliveries.find_rows(outputs[:3], 3) == deliveries.find_rows(others, 4) == []

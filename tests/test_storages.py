@@ -77,3 +77,20 @@ def test_the_last_note_on_a_byte_is_what_is_found(stretches, at):
         known.note(whole[start : start + length], number)
     covering = [number for number, (start, length) in enumerate(stretches) if start <= at < min(start + length, 40)]
     assert known.find(whole[at]) == (covering[-1] if covering else None)
+
+
+def test_a_part_whose_value_is_kept_stays_known_where_the_whole_is_noted():
+    known: StorageMap[str] = StorageMap(lambda value: value == "kept")
+    whole = torch.zeros(10)
+    for part, value in ((whole[:4], "kept"), (whole[4:8], "gone")):
+        assert known.note(part, value) is None
+    assert known.note(whole, "whole") is None
+    assert [known.find(each) for each in (whole[:4], whole[4:8], whole[1:3], whole)] == ["kept", *["whole"] * 3]
+    assert known.note(whole, "whole again") == "whole"
+
+
+def test_a_tensor_that_lies_in_one_is_not_taken_for_one_that_it_only_overlaps(known):
+    whole = torch.zeros(10)
+    known.note(whole[:8], "first")
+    known.note(whole[6:], "second")
+    assert [known.find(each) for each in (whole[2:8], whole[5:9], whole[6:8])] == ["first", "second", "second"]

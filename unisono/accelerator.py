@@ -226,12 +226,14 @@ class Accelerator:
         """Every rank's samples, each exactly once, in rank order.
 
         Args:
-            values: a tensor, or any nesting of tensors, with one row for each sample of the batch that this rank
-                received last, or of the last few batches together; repeated samples are left out.
+            values: a tensor, or any nesting of tensors, with one row for each sample of a batch; repeated samples are
+                left out. A tensor of the batch itself, or an output of a prepared model, tells which batch; otherwise
+                it is the one that this rank received last, or the last few together.
             valid_samples: how many rows count, from the front, where they are not those of batches.
 
         Raises:
-            ValueError: the number of rows is that of no last few batches.
+            ValueError: the number of rows is that of no last few batches; or it may be one batch or another, and
+                different rows of them count.
             TypeError: as for `unisono.all_gather_samples`.
         """
         kept, count = valid_rows(values, valid_samples, self.world)

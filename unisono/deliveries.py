@@ -2,8 +2,9 @@
 
 A loader that knows the whole round tells, with each batch, that it holds n of the round's N samples. The batch is known
 again by the memory of its tensors, views included, whenever and however often it is used: drawn ahead, replayed, from
-two loaders at once. What was computed from it has other memory; there the order in which batches came tells, where one
-batch alone can be meant, and where several may be, nothing is told unless all count the same.
+two loaders at once. Where several came in the same memory, it is the oldest that waits for a pass. What was computed
+from it has other memory; there the order in which batches came tells, where one batch alone can be meant, and where
+several may be, nothing is told unless all count the same.
 
 This is the one thing that passes between `loaders` and `parallel`, which do not know each other.
 
@@ -13,8 +14,8 @@ This is the one thing that passes between `loaders` and `parallel`, which do not
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, count
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -27,10 +28,25 @@ _KEPT = 4096  # batches, used or not: whoever draws more of them ahead is told a
 
 
 class Rows(NamedTuple):
-    """The places of the rows that count, among those of so many batches."""
+    """The places of the rows that count, among those of so many batches.
+
+    Attributes:
+        end: the number of the last of these batches; 0 where it may be one or another.
+        is_new: no metric was gathered of them, as far as is known.
+    """
 
     counted: list[int]
     batches: int
+    end: int = 0
+    is_new: bool = True
+
+
+class _Run(NamedTuple):
+    """So many batches in a row, each of so many samples, and rows: those of its samples first."""
+
+    samples: int
+    rows: int
+    times: int
 
 
 class Batch:
@@ -38,26 +54,33 @@ class Batch:
 
     Attributes:
         samples: n, this rank's part of the round.
+        rows: how many there are; those behind the samples do not count.
         total: N, of all ranks; None where nobody knows it.
         mark: the same on all ranks where they stand in the same round.
         loop: that has received it.
         number: in its loop, from 1 on.
         at: in the order of all that happened to this rank.
-        is_used: a pass with gradients was computed from it.
+        is_waiting: for a pass with gradients; it came with gradients on, and none was computed from it.
         is_spent: an optimizer has stepped on it.
     """
 
-    __slots__ = ("at", "is_spent", "is_used", "loop", "mark", "number", "samples", "total")
+    __slots__ = ("at", "is_spent", "is_waiting", "loop", "mark", "number", "rows", "samples", "total")
 
-    def __init__(self, loop: Loop, samples: int, total: int | None, mark: int) -> None:
+    def __init__(self, loop: Loop, samples: int, total: int | None, mark: int, repeated: int = 0) -> None:
         self.loop, self.samples, self.total, self.mark = loop, samples, total, mark
+        self.rows = samples + repeated
         self.number, self.at = loop.num_batches, next(_clock)
-        self.is_used = self.is_spent = False
+        self.is_waiting, self.is_spent = torch.is_grad_enabled(), False
 
     @property
     def counts(self) -> tuple[int, int | None]:
         """n and N: batches of the same ones need not be told apart to weigh them."""
         return self.samples, self.total
+
+    @property
+    def counted(self) -> tuple[int, int]:
+        """How many of its rows count, of how many."""
+        return self.samples, self.rows
 
     def is_last(self) -> bool:
         """Whether it ends its loop. May wait for the loader to tell, and is a matter of all ranks then."""
@@ -80,38 +103,90 @@ class Loop:
 
     def __init__(self, ends_here: Callable[[], bool] = lambda: False) -> None:
         self.ends_here = ends_here
-        self._runs: list[tuple[int, int, int]] = []  # batches of so many samples, and rows, and how many such came
+        self._runs: list[_Run] = []
+        self._ungathered: deque[_Run] = deque()  # those of which no metric was gathered, as far as is known
         self.num_batches = self.at = 0
         self.is_evaluation = self.is_open = True
         self.is_gathered = False
 
     def count(self, samples: int, repeated: int) -> None:
         """A batch was delivered, with so many samples, and rows behind them that do not count."""
-        run = (samples, samples + repeated, 1)
-        if self._runs and self._runs[-1][:2] == run[:2]:
-            run = (*run[:2], self._runs.pop()[2] + 1)
-        self._runs.append(run)
+        for runs in (self._runs, self._ungathered):
+            is_more = bool(runs) and runs[-1][:2] == (samples, samples + repeated)
+            runs.append(_Run(samples, samples + repeated, 1 + (runs.pop().times if is_more else 0)))
+        if len(self._ungathered) > _KEPT:
+            self._ungathered.popleft()
         self.num_batches += 1
         self.at = next(_clock)
         self.is_evaluation = self.is_evaluation and not torch.is_grad_enabled()
 
-    def last_rows(self, rows: int) -> Rows | None:
-        """Those that count of the last few batches, if these have so many rows together."""
-        counted: list[range] = []
+    def fitting_rows(self, rows: int) -> list[Rows]:
+        """Those that count of batches in a row that have so many rows together. Each answer once, the latest last.
+
+        They are batches of which no metric was gathered; where none of these fit, the last ones.
+        """
+        found: dict[tuple[tuple[int, int], ...], int] = {}
+        end, behind = self.num_batches, 0
+        for place, run in reversed(list(enumerate(self._ungathered))):
+            end -= run.times
+            behind += run.times * run.rows
+            if behind >= rows:
+                for batches, last in self._stretches(place, end, rows):
+                    found[batches] = 0 if batches in found else last
+        if not found:
+            return self._last_rows(rows)
+        each_once: dict[tuple[int, ...], Rows] = {}
+        for batches, last in found.items():  # the latest come first
+            counted = _counted(batches)
+            known = each_once.get(tuple(counted))
+            each_once[tuple(counted)] = Rows(counted, len(batches), last) if known is None else known._replace(end=0)
+        return list(reversed(each_once.values()))
+
+    def _stretches(self, place: int, before: int, rows: int) -> Iterator[tuple[tuple[tuple[int, int], ...], int]]:
+        """Batches of so many rows that begin in that run, `before` which so many came, and the last one's number.
+
+        The last number is 0 where several stretches of the run are alike.
+        """
+        run = self._ungathered[place]
+        within, rest = divmod(rows, run.rows) if run.rows else (0, 1)
+        if not rest and 0 < within <= run.times:
+            yield (run[:2],) * within, before + within if within == run.times else 0
+        for times in range(1, min(run.times, within - (not rest)) + 1):
+            taken, left = [(run, times)], rows - times * run.rows
+            for after in islice(self._ungathered, place + 1, None):
+                more = min(after.times, left // after.rows if after.rows else 0)
+                taken.append((after, more))
+                left -= more * after.rows
+                if more < after.times:
+                    break
+            if not left:
+                batches = tuple(each[:2] for each, several in taken for _ in range(several))
+                yield batches, before + run.times - times + len(batches)
+
+    def _last_rows(self, rows: int) -> list[Rows]:
+        batches: list[tuple[int, int]] = []
         left = rows
-        for samples, height, times in reversed(self._runs):
-            for _ in range(times):
-                if left < height:
-                    return None
-                left -= height
-                counted.append(range(left, left + samples))
-                if left == 0:
-                    return Rows(list(chain(*reversed(counted))), len(counted))
-        return None
+        for run in reversed(self._runs):
+            for _ in range(run.times):
+                left -= run.rows
+                batches.append(run[:2])
+                if left <= 0:
+                    return [Rows(_counted(batches[::-1]), len(batches), is_new=False)] if not left else []
+        return []
+
+    def gather(self, end: int) -> None:
+        """A metric was gathered of its batches up to that number."""
+        self.is_gathered = True
+        gathered = end - self.num_batches + sum(run.times for run in self._ungathered)
+        while gathered > 0 and self._ungathered:
+            run = self._ungathered.popleft()
+            if run.times > gathered:
+                self._ungathered.appendleft(run._replace(times=run.times - gathered))
+            gathered -= run.times
 
     def recent_rows(self) -> list[int]:
         """How many rows the latest few batches had, the latest last."""
-        return [height for _, height, times in self._runs[-3:] for _ in range(min(times, 3))][-3:]
+        return [run.rows for run in self._runs[-3:] for _ in range(min(run.times, 3))][-3:]
 
 
 class Deliveries:
@@ -120,7 +195,7 @@ class Deliveries:
     def __init__(self) -> None:
         self._open: list[Loop] = []
         self._ended: list[Loop] = []  # the last ones
-        self._by_memory: StorageMap[Batch] = StorageMap()
+        self._by_memory: StorageMap[list[Batch]] = StorageMap(_are_waiting)  # the latest last
         self._received: deque[Batch] = deque(maxlen=_KEPT)  # with gradients on; from the oldest that waits for a pass
         self._used: Batch | None = None  # by the last pass
         self._used_at = 0
@@ -152,7 +227,7 @@ class Deliveries:
             repeated: rows of the batch that come behind its samples and do not count.
         """
         loop.count(samples, repeated)
-        batch = Batch(loop, samples, total, mark)
+        batch = Batch(loop, samples, total, mark, repeated)
         self.know(values, batch)
         if torch.is_grad_enabled():
             self._received.append(batch)
@@ -162,19 +237,54 @@ class Deliveries:
         """Know these tensors, and what shares their memory, as that batch's."""
         for leaf in leaves(values):
             if isinstance(leaf, torch.Tensor):
-                self._by_memory.note(leaf, batch)
+                known = [batch]
+                if before := self._by_memory.note(leaf, known):
+                    known[:0] = [each for each in before[-_KEPT:] if self._is_meant_beside(each, batch)]
+
+    def _is_meant_beside(self, batch: Batch, later: Batch) -> bool:
+        """Whether it may still be meant where a later one came in the same memory."""
+        if batch is later:
+            return False
+        may_count_else = batch.loop is later.loop and batch.counted != later.counted
+        return batch.is_waiting or batch is self._used or may_count_else
 
     def find(self, values: Any) -> list[Batch]:
         """The batches that the tensors lie in, the one delivered last first; none for what was computed from them."""
-        found = {self._by_memory.find(leaf) for leaf in leaves(values) if isinstance(leaf, torch.Tensor)}
-        return sorted((each for each in found if each is not None), key=lambda batch: -batch.at)
+        known = self._known(values)
+        found = {batches[0] for batches in known if len(batches) == 1}
+        found |= {_oldest_waiting(batches) for batches in known if found.isdisjoint(batches)}
+        return sorted(found, key=lambda batch: -batch.at)
+
+    def find_rows(self, values: Any, rows: int) -> list[Batch]:
+        """The batches of so many rows that the tensors lie in, where that tells which of the rows count."""
+        found = {
+            batches[-1]: None
+            for batches in self._known(values)
+            if batches[-1].rows == rows and len({each.counted for each in batches}) == 1
+        }
+        return list(found)
+
+    def know_computed(self, inputs: Any, outputs: Any) -> None:
+        """Know what was computed without gradients as of the one batch that the inputs lie in, for its rows."""
+        known = self._known(inputs)
+        batches = {batches[-1] for batches in known if len({each.counted for each in batches}) == 1}
+        if len(batches) == 1:
+            self.know(outputs, *batches)
+
+    def _known(self, values: Any) -> list[list[Batch]]:
+        """For each tensor that lies in the memory of batches: these."""
+        found = [self._by_memory.find(leaf) for leaf in leaves(values) if isinstance(leaf, torch.Tensor)]
+        return [each for each in found if each]
 
     def named(self, values: Any) -> list[Batch]:
-        """The batches that the user names by these tensors, as `find`.
+        """The batches that the user names by these tensors: that of the last pass, if it may be; else as `find`.
 
         Raises:
             ValueError: they are none's.
         """
+        used = self._used
+        if used is not None and any(used in batches for batches in self._known(values)):
+            return [used]
         found = self.find(values)
         if not found:
             raise ValueError(
@@ -185,8 +295,8 @@ class Deliveries:
 
     def use(self, batch: Batch) -> None:
         """A pass with gradients is computed from it."""
-        batch.is_used = True
-        while len(self._received) > 1 and self._received[0].is_used:  # the last one stays
+        batch.is_waiting = False
+        while len(self._received) > 1 and not self._received[0].is_waiting:  # the last one stays
             self._received.popleft()
         self._used, self._used_at = batch, next(_clock)
 
@@ -198,7 +308,7 @@ class Deliveries:
         it is the batch of the pass before: a second view of it, noise of its size. Behind a loop that is over and all
         stepped on, it is none: what comes now comes from elsewhere.
         """
-        waiting = [each for each in self._received if not each.is_used]
+        waiting = [each for each in self._received if each.is_waiting]
         waiting = [each for each in waiting if each.loop.is_open] or waiting
         used = self._used
         if used is not None and not used.loop.is_open and used.is_spent:
@@ -251,6 +361,29 @@ def check_counts(batches: Iterable[Batch]) -> None:
             f"the loss may be the mean over {shown} samples: it comes from several batches, or from one of several "
             "that were drawn ahead, and it cannot be told which; say so by backward(loss, batch=batch), or weight="
         )
+
+
+def _are_waiting(batches: list[Batch]) -> bool:
+    return any(each.is_waiting for each in batches)
+
+
+def _oldest_waiting(batches: list[Batch]) -> Batch:
+    """The one that is meant of those in the same memory: the loop that goes on has drawn it, and waits to use it."""
+    waiting = [each for each in batches if each.is_waiting]
+    if len(waiting) <= 1:
+        return waiting[0] if waiting else batches[-1]
+    loop = next((each.loop for each in reversed(waiting) if each.loop.is_open), waiting[-1].loop)
+    return next(each for each in waiting if each.loop is loop)
+
+
+def _counted(batches: Iterable[tuple[int, int]]) -> list[int]:
+    """The places of the rows that count in these batches, one behind the other, of so many samples and rows each."""
+    places: list[int] = []
+    start = 0
+    for samples, rows in batches:
+        places += range(start, start + samples)
+        start += rows
+    return places
 
 
 _clock = count(1)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -13,48 +14,65 @@ _SWEEP_FROM = 64  # entries, before the first look for memory that is gone
 _STRETCHES = 1024  # of one storage: the latest are known
 
 
-class _Stretch(NamedTuple, Generic[T]):
-    """Bytes of a storage, and what is known of the tensors in it."""
-
-    begin: int
-    end: int
-    value: T
+_Stretch = tuple[int, int]  # the bytes of a storage from the first on, up to the second
 
 
 class StorageMap(Generic[T]):
     """Holds neither tensors nor their memory.
 
-    What was noted last holds where tensors overlap. Tensors without memory of their own kind (a lazy device's before
-    they are computed, some subclasses) are not known.
+    What was noted last holds where tensors overlap, but for a tensor of which something was noted that is kept. Tensors
+    without memory of their own kind (a lazy device's before they are computed, some subclasses) are not known.
+
+    Args:
+        is_kept: whether a value stays, where a larger tensor in the same memory is noted.
     """
 
-    def __init__(self) -> None:
-        self._held: dict[int, tuple[StorageWeakRef, list[_Stretch[T]]]] = {}
+    def __init__(self, is_kept: Callable[[T], bool] = lambda value: False) -> None:
+        self._is_kept = is_kept
+        self._held: dict[int, tuple[StorageWeakRef, dict[_Stretch, T]]] = {}  # of each storage the latest note last
         self._sweep_at = _SWEEP_FROM
 
-    def note(self, tensor: torch.Tensor, value: T) -> None:
-        """That is known from now on of this tensor, and of what shares its memory."""
+    def note(self, tensor: torch.Tensor, value: T) -> T | None:
+        """That is known from now on of this tensor, and of what shares its memory.
+
+        Returns:
+            What was known of just its bytes before.
+        """
         storage = _storage(tensor)
         if storage is None:
-            return
-        begin, end = _bytes_of(tensor)
+            return None
+        begin, end = stretch = _bytes_of(tensor)
         # A weak reference keeps the address taken, so that no other storage is found under it.
         held = self._held.get(storage._cdata)
         if held is None:
             self._sweep()
-            held = self._held[storage._cdata] = (StorageWeakRef(storage), [])
-        stretches = held[1]
-        stretches[:] = [each for each in stretches[1 - _STRETCHES :] if each.begin < begin or each.end > end]
-        stretches.append(_Stretch(begin, end, value))
+            held = self._held[storage._cdata] = (StorageWeakRef(storage), {})
+        notes = held[1]
+        before = notes.pop(stretch, None)
+        for each in [each for each in notes if begin <= each[0] and each[1] <= end]:
+            if not self._is_kept(notes[each]):
+                del notes[each]
+        if len(notes) >= _STRETCHES:
+            del notes[next(iter(notes))]
+        notes[stretch] = value
+        return before
 
     def find(self, tensor: torch.Tensor) -> T | None:
-        """What was noted of this tensor, or of one that it shares memory with."""
+        """What was noted of this tensor; else of one that it lies in; else of one that it overlaps."""
         storage = _storage(tensor)
         held = self._held.get(storage._cdata) if storage is not None else None
         if held is None:
             return None
-        begin, end = _bytes_of(tensor)
-        return next((each.value for each in reversed(held[1]) if each.begin < end and begin < each.end), None)
+        begin, end = stretch = _bytes_of(tensor)
+        if stretch in held[1]:
+            return held[1][stretch]
+        overlapping = None
+        for (first, last), value in reversed(held[1].items()):
+            if first <= begin and end <= last:
+                return value
+            if overlapping is None and first < end and begin < last:
+                overlapping = value
+        return overlapping
 
     def __len__(self) -> int:
         """How many storages are known, those included that are gone and were not swept out yet."""

@@ -241,3 +241,18 @@ def test_each_epoch_of_a_shuffled_loader_has_another_order_also_by_new_loaders()
     ]
     assert orders[0] != orders[1]
     assert sorted(orders[0][0]) == sorted(orders[1][0])
+
+
+@pytest.mark.parametrize("make", [pl.MpDeviceLoader, lambda *args: pl.ParallelLoader(args[0], [args[1]])])
+def test_a_loader_made_again_for_each_epoch_takes_the_one_that_the_script_has_set_in_its_sampler(make):
+    data = TensorDataset(torch.arange(32.0))
+    device = xm.xla_device()
+    sampler = DistributedSampler(data, 1, 0, seed=3)
+    loader = DataLoader(data, batch_size=32, sampler=sampler)
+    for epoch in (5, 2, 2):
+        sampler.set_epoch(epoch)
+        made = make(loader, device)
+        batches = made if isinstance(made, pl.MpDeviceLoader) else made.per_device_loader(device)
+        ((values,),) = list(batches)
+        assert values.tolist() == list(sampler)
+        assert sampler.epoch == epoch

@@ -631,14 +631,14 @@ def test_a_thousand_early_ends_leave_nothing():
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_early_ends_with_workers_leave_nothing(persistent):
-    loader = DataLoader(Numbers(1000), batch_size=2, num_workers=2, persistent_workers=persistent)
+    loader = DeviceLoader(DataLoader(Numbers(1000), batch_size=2, num_workers=2, persistent_workers=persistent))
 
     def num_files() -> int:
         gc.collect()
         return len(os.listdir("/proc/self/fd"))
 
-    def leave_early(loader: DataLoader) -> None:
-        for _batch in DeviceLoader(loader):
+    def leave_early(loader: DeviceLoader) -> None:
+        for _batch in loader:
             break
         del _batch  # it has a file of its own
         join_own_threads()

@@ -251,22 +251,20 @@ def test_an_iterator_keeps_its_loader_alive():
     assert list(ParallelLoader(range(50), ["cpu"]).per_device_loader("cpu")) == list(range(50))
 
 
-def test_the_epochs_of_a_loader_go_on_whoever_makes_the_pass():
-    loader = DataLoader(Numbers(20), batch_size=2, shuffle=True)
-    other = DataLoader(Numbers(20), batch_size=2, shuffle=True)
+def epoch_of(batches: list[list[torch.Tensor]]) -> list[int]:
+    return torch.cat([batch for round_ in zip(*batches, strict=True) for batch in round_]).tolist()
 
-    def epoch(batches: list[list[torch.Tensor]]) -> list[int]:
-        return torch.cat([batch for round_ in zip(*batches, strict=True) for batch in round_]).tolist()
 
-    mixed = [
-        epoch(batches_of(loader, 1)),
-        epoch(batches_of(loader, 2)),
-        epoch(batches_of(loader, 1, fixed_batch_size=True)),
-        epoch([list(DeviceLoader(loader))]),
-    ]
-    device_loader = DeviceLoader(other)
-    assert mixed == [epoch([list(device_loader)]) for _ in range(4)]
-    assert len({tuple(order) for order in mixed}) == 4
+def test_the_passes_of_one_parallel_loader_are_the_epochs_of_one_device_loader():
+    def source() -> DataLoader:
+        return DataLoader(Numbers(20), batch_size=2, shuffle=True)
+
+    parallel = ParallelLoader(source(), devices(2))
+    passes = [parallel, parallel.again(), parallel.again()]
+    found = [epoch_of([list(each.per_device_loader(device)) for device in devices(2)]) for each in passes]
+    loader = DeviceLoader(source())
+    assert found == [epoch_of([list(loader)]) for _ in range(3)]
+    assert len({tuple(order) for order in found}) == 3
 
 
 # When it comes.

@@ -494,15 +494,21 @@ def test_two_loaders_over_one_go_on_as_an_uninterrupted_run_does():
         source = DataLoader(Numbers(9), batch_size=4, shuffle=True)
         return DeviceLoader(source), DeviceLoader(source)
 
-    def epoch(train: DeviceLoader, evaluation: DeviceLoader) -> list[list[int]]:
-        return [batch.tolist() for loader in (train, evaluation) for batch in loader]
+    def epochs(train: DeviceLoader, evaluation: DeviceLoader) -> list[list[int]]:
+        return [batch.tolist() for loader in (train, train, evaluation) for batch in loader]
 
     loaders = made()
-    epoch(*loaders)
-    state, expected = loaders[0].state_dict(), epoch(*loaders)
+    epochs(*loaders)
+    next(iter(loaders[0]))
+    states = [loader.state_dict() for loader in loaders]
+    assert [(state["epoch"], state["offset"]) for state in states] == [(2, 4), (1, 0)]
     resumed_loaders = made()
-    resumed_loaders[0].load_state_dict(state)
-    assert epoch(*resumed_loaders) == expected
+    for loader, state in zip(resumed_loaders, states, strict=True):
+        loader.load_state_dict(state)
+    whole = made()
+    for loader, epoch in zip(whole, (2, 1), strict=True):
+        loader.set_epoch(epoch)
+    assert epochs(*resumed_loaders) == epochs(*whole)[1:], "behind the first batch of four"
 
 
 def test_a_state_in_another_samplers_order_is_refused():

@@ -17,6 +17,7 @@ from unisono.outcome import Outcome
 from unisono.randomness import Watch, all_states, mixed, seed_all
 
 _SHOWN = 8
+_latest: object = None  # the last that was told to a dataset in this process
 
 
 class Request(NamedTuple):
@@ -52,8 +53,9 @@ class Fetcher:
         self._is_batched = loader.batch_sampler is not None
         self._fetch_many = loader.dataset.__getitems__ if _fetches_many(loader.dataset) else None  # type: ignore[attr-defined]
         self._has_rows = has_rows(loader)
-        self._set_epoch = getattr(loader.dataset, "set_epoch", None)
+        self._set_epoch: Any = getattr(loader.dataset, "set_epoch", None)
         self._epoch: int | None = None
+        self._told: object = None  # stands for the telling of that epoch
         self._draws: bool | None = None  # whether making a batch draws from the process's generators
         self._seeded: tuple[object, ...] | None = None  # where they stood behind the last seed, while that is unknown
 
@@ -102,9 +104,8 @@ class Fetcher:
             self._draws = True
 
     def _make(self, request: Request, is_seeded: bool) -> Any:
-        if self._set_epoch is not None and self._epoch != request.epoch:
-            self._set_epoch(request.epoch)  # it comes with the request, so persistent workers hear of it too
-            self._epoch = request.epoch
+        if self._set_epoch:
+            self._tell_epoch(request.epoch)  # it comes with the request, so persistent workers hear of it too
         if not self._is_batched:
             return self._collate(self._sample(request, 0, is_seeded))
         if self._has_rows:
@@ -127,6 +128,14 @@ class Fetcher:
         except Exception as error:
             error.add_note(f"while the samples with indices {few(request.indices)} were collated")
             raise
+
+    def _tell_epoch(self, epoch: int) -> None:
+        """Tell the dataset, unless it has heard it and no other fetcher, which may be over the same one, has since."""
+        global _latest
+        if self._epoch != epoch or self._told is not _latest:
+            self._set_epoch(epoch)
+            self._epoch = epoch
+            self._told = _latest = object()
 
     def _sample(self, request: Request, place: int, is_seeded: bool) -> Any:
         index = request.indices[place]

@@ -119,13 +119,14 @@ class _Draw:
 
     def __call__(self, sampler: Any, read: Callable[[Any], Any] = lambda index: index) -> Iterable[Any]:
         """What any sampler gives, each item read so: a list where no more than its length comes."""
-        sampler = self._seeded(sampler)
-        try:
-            length = min(len(sampler), max(self._length, _AT_ONCE))  # one without an end may tell any length
-            samples = None
-        except TypeError:
-            length = samples = self._length
+        # In here one thread draws at a time: those that share a sampler do not change its epoch before it has drawn.
         with seeded(self._seed), torch.default_generator.device:  # whatever the caller's default device is
+            sampler = self._seeded(sampler)
+            try:
+                length = min(len(sampler), max(self._length, _AT_ONCE))  # one without an end may tell any length
+                samples = None
+            except TypeError:
+                length = samples = self._length
             source = map(read, sampler)
             drawn = list(islice(_until(source, samples), length))
             more = list(islice(source, 1))

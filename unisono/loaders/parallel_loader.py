@@ -30,7 +30,7 @@ from unisono.errors import BusyError, ClosedError
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.indexed import drops_tail, is_sharded
 from unisono.loaders.lockstep import Lockstep
-from unisono.loaders.registry import source_of
+from unisono.loaders.registry import Sources, source_of, tell_of_repetition
 from unisono.loaders.resume import Progress, State
 from unisono.loaders.sharding import Rule, Split, Tail
 from unisono.loaders.sources import Begun, Bookmark, state_behind
@@ -50,8 +50,8 @@ class ParallelLoader:
 
     Args:
         loader: a DataLoader or any other iterable of batches. A DataLoader over a map-style dataset is read in an order
-            that depends on (seed, epoch) alone, the epoch being the number of passes begun before. A sampler of one's
-            own, and any other iterable, must give the same on every rank.
+            that depends on (seed, epoch) alone. A sampler of one's own, and any other iterable, must give the same on
+            every rank.
         devices: the devices of this process, as strings, indices or `torch.device`s, without repetition.
         batchdim: the dimension along which the samples of a batch lie, where loaded batches are cut.
         fixed_batch_size: deliver batches of the first one's size only, and end before the first round that has others.
@@ -73,6 +73,8 @@ class ParallelLoader:
             noticed; it is not cut again. Also the way to the whole data on one rank, but for an iterable dataset.
         world: whose loader this is; None takes the current one.
         loops: the worlds in which the devices' loops run, where that is not `world`: DataParallel's replicas.
+        sources: who counts the epochs of `loader`, where several loaders make its passes. None: this one's pass is
+            epoch 0, and those of `again` are the next ones.
 
     Raises:
         TypeError: `loader` is not iterable, or an argument has the wrong type.
@@ -97,6 +99,7 @@ class ParallelLoader:
         sharded: bool = False,
         world: World | None = None,
         loops: Sequence[World] | None = None,
+        sources: Sources | None = None,
     ) -> None:
         if isinstance(loader, ParallelLoader | DeviceLoader | DeviceIterator):
             raise TypeError(
@@ -123,7 +126,8 @@ class ParallelLoader:
         self._prefetch = (loader_prefetch_size, device_prefetch_size, prefetch_bytes, transfer_threads)
         self._loops = loops
         self._rule = _rule(self._world, len(self._devices), loader, split, tail, bool(fixed_batch_size), sharded)
-        self._source = source_of(loader, self._world, batchdim, None if seed is None else _plain_seed(seed))
+        find_source = source_of if sources is None else sources.of
+        self._source = find_source(loader, self._world, batchdim, None if seed is None else _plain_seed(seed))
         if not loader_prefetch_size and (len(self._devices) > 1 or self._source.is_uneven):
             raise ValueError(
                 "loader_prefetch_size=0 lets the loop read for itself, which several devices, or ranks with parts of "
@@ -156,9 +160,11 @@ class ParallelLoader:
         place = names.index(name)
         lanes = self._pipeline.lanes
         if self._is_closed:
-            raise ClosedError("this ParallelLoader is closed; it makes one pass, so make a new one for the next")
+            raise ClosedError("this ParallelLoader is closed; it makes one pass; again() gives the next one")
         with self._starting:
             if not self._receivers:
+                if self._world.rank == 0:
+                    tell_of_repetition(self._loader, self._source, self._bookmark)
                 begun = self._source.begin(self._rule, self._pipeline.count_left_out)
                 self._begun = begun._replace(pieces=iter(()))
                 self._bookmark.open(self._begun, self._progress())
@@ -237,7 +243,9 @@ class ParallelLoader:
 
     def _refuse_begun(self, what: str) -> None:
         if self._receivers:
-            raise BusyError(f"{what} comes before a pass, and that of this ParallelLoader has begun; make a new one")
+            raise BusyError(
+                f"{what} comes before a pass, and that of this ParallelLoader has begun; take the next by again()"
+            )
 
     def __len__(self) -> int:
         """The number of batches of a whole epoch for each device, which is the number of rounds.
@@ -272,8 +280,9 @@ class DeviceLoader:
     """A loader whose batches arrive on one device, looped over as often as one likes.
 
     In a world of several processes each rank gets its share of every round, so every rank must loop over it, as often
-    as the others. Each loop is one epoch of `loader`, whose order is the next one: make the DataLoader once, and not
-    anew for each epoch. The arguments are those of `ParallelLoader`; `device=None` takes the world's device.
+    as the others. Each loop is the next epoch, counted here: make it once, and not again for each epoch, which would
+    begin at 0 each time. Others over the same DataLoader count their own. The arguments are those of `ParallelLoader`;
+    `device=None` takes the world's device.
 
     Attributes:
         valid_samples, weight: as for `DeviceIterator`, of the innermost loop that goes on, or the last one.
@@ -295,6 +304,7 @@ class DeviceLoader:
         seed: int | None = None,
         sharded: bool = False,
         world: World | None = None,
+        sources: Sources | None = None,
     ) -> None:
         world = world or current_world()
         self._device = world.device if device is None else device
@@ -312,6 +322,7 @@ class DeviceLoader:
             seed=seed,
             sharded=sharded,
             world=world,
+            sources=sources,
         )
         self._loops = [Progress()]  # the innermost last; not the iterators: their threads end with them
         self._is_spent = False

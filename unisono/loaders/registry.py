@@ -1,61 +1,85 @@
-"""Which source reads a user's loader. Those of DataLoaders are kept as long as the loader is.
+"""Which source reads a user's loader, and who counts the epochs: each loader of this package those of its own.
 
-So the epochs of a DataLoader go on from one pass to the next, whichever object makes the pass, and its persistent
-workers stay.
+Nothing is set on the user's loader, which may be read by several: for training and for evaluation, say.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Hashable, Iterable
+from functools import cache
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from unisono.loaders.indexed import IndexedSource, is_indexed
-from unisono.loaders.sources import ItemSource, PlainSource, Source
+from unisono.loaders.sources import Bookmark, ItemSource, PlainSource, Source
 from unisono.loaders.streams import StreamSource, is_stream
 from unisono.world import World
 
-_lock = threading.Lock()
-_NAME = "_unisono_sources"
+logger = logging.getLogger(__name__)
+
+_bookmarks: weakref.WeakKeyDictionary[DataLoader[Any], weakref.ref[Bookmark]] = weakref.WeakKeyDictionary()
 
 
-class _Kept(dict[Hashable, Source]):
-    """The sources of a loader. They hang on it: what they hold of it (a collate_fn that is its own method) is then
-    garbage when it is. A copy of the loader, or a pickled one, begins without."""
+class Sources:
+    """The sources of the DataLoaders that an owner of several passes has read, each kept as long as its DataLoader.
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        super().__init__()
-        self.loader = weakref.ref(loader)
+    So the epochs go on, and persistent workers stay, where each pass is made by a ParallelLoader of its own. A
+    DataLoader that its source holds (by a collate_fn that is its own method) is kept as long as this is.
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _nothing, ()
+    *Threads:* any.
+    """
 
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: weakref.WeakKeyDictionary[Any, dict[Hashable, Source]] = weakref.WeakKeyDictionary()
 
-def _nothing() -> None:
-    return None
+    def of(self, loader: Iterable[Any], world: World, dim: int, seed: int | None) -> Source:
+        """The source that has read this loader before; a new one, for one that is no DataLoader."""
+        if not is_indexed(loader) and not is_stream(loader):
+            return source_of(loader, world, dim, seed)
+        with self._lock:
+            kept = self._kept.setdefault(loader, {})
+            key = (world.rank, world.world_size, dim, seed)
+            if key not in kept:
+                kept[key] = source_of(loader, world, dim, seed)
+            return kept[key]
 
 
 def source_of(loader: Iterable[Any], world: World, dim: int, seed: int | None) -> Source:
-    """The source of that rank's passes over a loader, whose batches are cut along `dim`."""
-    if not is_indexed(loader) and not is_stream(loader):
-        return PlainSource(loader, dim, seed)
-    with _lock:
-        kept = getattr(loader, _NAME, None)
-        if kept is None or kept.loader() is not loader:
-            kept = _Kept(loader)
-            setattr(loader, _NAME, kept)
-        key = (world.rank, world.world_size, dim, seed)
-        if key not in kept:
-            kept[key] = _made(loader, world, dim, seed)
-        source: Source = kept[key]
-        return source
-
-
-def _made(loader: DataLoader[Any], world: World, dim: int, seed: int | None) -> Source:
-    if not is_indexed(loader):
+    """A source of that rank's passes over a loader, whose batches are cut along `dim`; it begins with epoch 0."""
+    if is_stream(loader):
         return StreamSource(loader, world.rank, world.world_size, dim, seed)
+    if not is_indexed(loader):
+        return PlainSource(loader, dim, seed)
     indexed = IndexedSource(loader, seed)
     return ItemSource(indexed, dim) if loader.batch_sampler is None else indexed
+
+
+def tell_of_repetition(loader: Iterable[Any], source: Source, bookmark: Bookmark) -> None:
+    """Say once that a loader made again over a DataLoader begins at epoch 0 again, where the order tells epochs apart.
+
+    It is told by the loader that has read the DataLoader before: where that is gone, it was made for one epoch.
+
+    Args:
+        source, bookmark: of the loader whose pass is about to begin.
+    """
+    if not is_indexed(loader) and not is_stream(loader):
+        return
+    before = _bookmarks.get(loader)
+    _bookmarks[loader] = weakref.ref(bookmark)
+    epoch, position = source.next_position()
+    is_gone = before is not None and before() is None
+    if is_gone and not epoch and not position["offset"] and source.order != "SequentialSampler":
+        _say_repetition()
+
+
+@cache
+def _say_repetition() -> None:
+    logger.warning(
+        "a DataLoader is read in the order of epoch 0 again, by a loader that was made again over it: each counts its "
+        "own epochs; make it once and loop over it again, or tell it the epoch by set_epoch"
+    )

@@ -28,6 +28,7 @@ from unisono.backends.movement import move_module
 from unisono.errors import BusyError
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.parallel_loader import ParallelLoader
+from unisono.loaders.registry import Sources
 from unisono.outcome import add_note_once
 from unisono.parallel.caller_state import CallerState
 from unisono.parallel.context import Context
@@ -96,6 +97,7 @@ class DataParallel:
         ]
         self.generators = [each.cpu for each in self._randomness]
         self._threads = ReplicaThreads(len(resolved))
+        self._sources = Sources()  # of the DataLoaders that it was called with: each call is the next epoch
         self._calls: dict[object, None] = {}  # the mark of the call that runs, then of those that are being refused
 
     def __call__(
@@ -109,8 +111,8 @@ class DataParallel:
 
         Args:
             loop_fn: the loop; its `device_loader` yields plain batches, each step's batches forming a global batch.
-            loader: as for `ParallelLoader`, or one of these over the same devices: its arguments hold, and its state
-                goes on from call to call.
+            loader: as for `ParallelLoader`, each call being the next epoch of a DataLoader; or one of these over the
+                same devices: its arguments hold, and its state goes on from call to call.
             fixed_batch_size, batchdim: as for `ParallelLoader`.
 
         Returns:
@@ -227,14 +229,15 @@ class DataParallel:
         if isinstance(loader, list | tuple) and not loader:
             return [each.again([world]) for each, world in zip(self._nothing, worlds, strict=True)]
         if not isinstance(loader, ParallelLoader):
-            one = ParallelLoader(loader, self.devices, batchdim, fixed_batch_size, loops=worlds)
+            loader = self._deal(loader, fixed_batch_size, batchdim)
         elif loader.devices != self.devices:
             raise ValueError(f"the ParallelLoader is over {loader.devices}, this DataParallel over {self.devices}")
         elif fixed_batch_size or batchdim:
             raise ValueError("fixed_batch_size and batchdim are arguments of the ParallelLoader that was given")
-        else:
-            one = loader.again(worlds)
-        return [one] * len(self.devices)
+        return [loader.again(worlds)] * len(self.devices)
+
+    def _deal(self, loader: Iterable[Any], fixed_batch_size: bool, batchdim: int) -> ParallelLoader:
+        return ParallelLoader(loader, self.devices, batchdim, fixed_batch_size, sources=self._sources)
 
     @cached_property
     def _nothing(self) -> list[ParallelLoader]:

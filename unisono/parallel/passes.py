@@ -102,6 +102,10 @@ class Passes:
         if bound.batch is not None:
             self._world.state.deliveries.know(outputs, bound.batch)
 
+    def know(self, inputs: Any, outputs: Any) -> None:
+        """Know the outputs of a forward pass without gradients as those of the batch that the inputs lie in."""
+        self._world.state.deliveries.know_computed(inputs, outputs)
+
     def watch_parameters(self, engine: Engine) -> None:
         """Let the model's parameters tell when gradients arrive, and scale them there. Again, as others are trained."""
         self._engines.add(engine)

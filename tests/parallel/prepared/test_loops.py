@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode
+from modes import HOST, PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from twin import Case, State, adam, assert_all_are, compare, loader_of, mean_loss, model, plain_run, sgd
+from twin import Case, State, adam, assert_all_are, compare, data, loader_of, mean_loss, model, plain_run, sgd
 
-from unisono import Accelerator
+from unisono import Accelerator, SampleGenerator
 
 MODES = [SOLO, THREADS_2, THREADS_3, PROCESSES_2]
 CASE = Case(samples=23, batch=3)  # the last batch of two, and of three ranks is uneven
@@ -341,3 +341,88 @@ def test_two_loaders_whose_tails_differ_cannot_share_the_steps_of_an_accumulatio
 
     with pytest.raises(ValueError, match="losses of two loaders, whose batches differ in size"):
         THREADS_2.run(body)
+
+
+# A loader that delivers the same tensors again and again.
+
+
+def with_evaluation_first(training: Training) -> None:
+    for batch in training.loader:
+        with torch.no_grad():
+            for seen, _, _ in itertools.islice(training.loader, 2):
+                training.network(seen)
+        training.learn(batch)
+        training.step()
+
+
+def with_a_look_at_the_next_epoch(training: Training) -> None:
+    for batch in training.loader:
+        next(iter(training.loader))
+        training.learn(batch)
+        training.step()
+
+
+def told_behind_the_next(training: Training) -> None:
+    batches = iter(training.loader)
+    batch = next(batches, None)
+    while batch is not None:
+        loss = mean_loss(training.network, [batch[0] + 0, *batch[1:]])
+        before, batch = batch, next(batches, None)
+        training.accelerator.backward(loss, batch=before)
+        training.step()
+
+
+def told_in_the_backward_pass(training: Training) -> None:
+    for batch in list(training.loader):
+        inputs, *others = batch
+        training.accelerator.backward(mean_loss(training.network, [inputs + 0, *others]), batch=batch)
+        training.step()
+
+
+SAME_TENSORS = (
+    straight,
+    with_plain_backward,
+    drawn_in_twos,
+    drawn_one_ahead,
+    next_drawn_before_backward,
+    all_drawn_first,
+    after_a_look_at_the_first,
+    with_evaluation_inside,
+    with_evaluation_first,
+    with_a_look_at_the_next_epoch,
+)
+
+
+def trained_on_one_batch(loop: Callable[[Training], None], accumulate: int, count: int) -> State:
+    training = Training(accumulate)
+    with HOST:
+        batch = [*data(5).tensors]
+    training.loader = training.accelerator.prepare(SampleGenerator(batch, count))
+    for _ in range(2):
+        loop(training)
+    return training.accelerator.state_dict(training.network)
+
+
+def plainly_trained_on_one_batch(accumulate: int, count: int, ranks: int) -> State:
+    """Steps of so many rounds, each of as many batches as ranks; the last of a loop has what is left."""
+    batch, network = data(5).tensors, model()
+    optimizer = adam(network.parameters())
+    for left in [count - done for _ in range(2) for done in range(0, count, ranks * accumulate)]:
+        optimizer.zero_grad()
+        mean_loss(network, [torch.cat([each] * min(left, ranks * accumulate)) for each in batch]).backward()
+        optimizer.step()
+    return network.state_dict()
+
+
+@pytest.mark.parametrize(("accumulate", "count"), [(1, 7), (2, 7), (2, 12), (3, 11)])
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_batches_of_the_same_tensors_are_microbatches_of_their_own_however_they_are_drawn(
+    mode: Mode, accumulate: int, count: int
+) -> None:
+    loops = [each for each in SAME_TENSORS if each is not drawn_in_twos or accumulate == 2]
+    loops += [told_behind_the_next, *([told_in_the_backward_pass] if accumulate == 1 else [])]
+    ranks = mode.run(lambda: [trained_on_one_batch(loop, accumulate, count) for loop in loops])
+    expected = plainly_trained_on_one_batch(accumulate, count, mode.ranks)
+    for loop, state in zip(loops, ranks[0], strict=True):
+        print(loop.__name__)
+        assert_all_are([state], expected)

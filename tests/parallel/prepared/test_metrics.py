@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from modes import HOST, PROCESSES_2, SOLO, THREADS_2, THREADS_3, THREADS_4, scaling
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from twin import loader_of, model, sgd
 
-from unisono import Accelerator, DeviceLoader
-from unisono.world import solo_world
+from unisono import Accelerator, DeviceLoader, SampleGenerator
+from unisono.world import solo_world, use_world
 
 MODES = [SOLO, THREADS_2, THREADS_3, THREADS_4, PROCESSES_2]
 
@@ -81,7 +83,9 @@ def test_every_sample_comes_once_in_every_order_of_calls(count, batch, mode, tai
             order(accelerator, accelerator.prepare(DeviceLoader(numbers(count, batch), tail=tail))) for order in ORDERS
         ]
 
-    for gathered in mode.run(body):
+    with use_world(solo_world()):  # in which no example before has left a loop
+        results = mode.run(body)
+    for gathered in results:
         for order, found in zip(ORDERS, gathered, strict=True):
             assert found == list(range(count)), order.__name__
 
@@ -238,3 +242,209 @@ def test_what_may_be_of_two_loops_that_count_differently_is_an_error_while_the_s
         assert sorted(accelerator.gather_for_metrics(outputs).tolist()) == list(range(7))
 
     THREADS_2.run(body)
+
+
+# However batches are drawn.
+
+
+def ahead(batches, number):
+    """As prefetchers do: a batch comes when so many further ones were drawn."""
+    held = deque()
+    for batch in batches:
+        held.append(batch)
+        if len(held) > number:
+            yield held.popleft()
+    yield from held
+
+
+def doubling(accelerator):
+    with HOST:
+        network = nn.Linear(1, 1, bias=False).double()
+    nn.init.constant_(network.weight, 2.0)
+    return accelerator.prepare(network)
+
+
+def of_labels(accelerator, network, batch):
+    return accelerator.gather_for_metrics(batch)
+
+
+def of_outputs(accelerator, network, batch):
+    return accelerator.gather_for_metrics({"pairs": [network(batch[:, None]).detach()]})["pairs"][0][:, 0] / 2
+
+
+def of_a_nesting(accelerator, network, batch):
+    _, (labels,) = accelerator.gather_for_metrics((network(batch[:, None].double()).argmax(1), [batch]))
+    return labels
+
+
+def floats(count, batch):
+    return DataLoader(torch.arange(count, device=HOST).double(), batch_size=batch)
+
+
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2, THREADS_3, PROCESSES_2], ids=str)
+@pytest.mark.parametrize("tail", ["split", "pad"])
+@pytest.mark.parametrize("has_gradients", [False, True], ids=["evaluating", "training"])
+def test_labels_and_outputs_count_once_however_far_ahead_batches_are_drawn(mode, tail, has_gradients):
+    def body():
+        accelerator = Accelerator()
+        network = doubling(accelerator)
+        found = []
+        for count, number, values in itertools.product(
+            (13, 18, 19), (0, 1, 2, 99), (of_labels, of_outputs, of_a_nesting)
+        ):
+            loader = accelerator.prepare(DeviceLoader(floats(count, 3), tail=tail))
+            with torch.set_grad_enabled(has_gradients):
+                gathered = [values(accelerator, network, batch).detach() for batch in ahead(loader, number)]
+            found.append(in_order(gathered) == list(range(count)))
+        return found
+
+    assert mode.run(body) == [[True] * 36] * mode.ranks
+
+
+@pytest.mark.parametrize("mode", [THREADS_3, PROCESSES_2], ids=str)
+def test_in_any_order_of_calls_labels_count_once(mode):
+    def body():
+        accelerator = Accelerator()
+        loader = accelerator.prepare(DeviceLoader(numbers(13, 3), tail="pad"))
+        next(iter(loader))
+        with torch.no_grad():
+            drawn = list(loader)
+            for _ in loader:
+                backwards = in_order([accelerator.gather_for_metrics(batch) for batch in reversed(drawn)])
+            twice = in_order([accelerator.gather_for_metrics(batch) for batch in drawn * 2])
+        return backwards, twice
+
+    once = list(range(13))
+    assert mode.run(body) == [(once, sorted(once * 2))] * mode.ranks
+
+
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2, THREADS_3, PROCESSES_2], ids=str)
+def test_labels_of_two_loaders_side_by_side_count_as_their_own_do(mode):
+    def body():
+        accelerator = Accelerator()
+        first, second = (accelerator.prepare(DeviceLoader(numbers(*size), tail="pad")) for size in ((12, 3), (11, 3)))
+        with torch.no_grad():
+            pairs = list(zip(first, second, strict=True))
+        return [in_order([accelerator.gather_for_metrics(pair[place]) for pair in pairs]) for place in (0, 1)]
+
+    assert mode.run(body) == [[list(range(12)), list(range(11))]] * mode.ranks
+
+
+def test_values_of_two_batches_that_count_differently_are_an_error_on_all_ranks():
+    def body():
+        accelerator = Accelerator()
+        first, second = (accelerator.prepare(DeviceLoader(numbers(*size), tail="pad")) for size in ((12, 3), (11, 3)))
+        *_, pair = zip(first, second, strict=True)
+        with pytest.raises(ValueError, match=r"lie in several batches.*pass valid_samples"):
+            accelerator.gather_for_metrics(pair)
+        return len(accelerator.gather_for_metrics(pair, valid_samples=1)[0])
+
+    for mode in (THREADS_2, PROCESSES_2):
+        assert mode.run(body) == [2] * 2
+
+
+def test_training_metrics_count_once_while_evaluation_runs_inside():
+    def body():
+        accelerator = Accelerator()
+        network = doubling(accelerator)
+        train, evaluation = (
+            accelerator.prepare(DeviceLoader(floats(*size), tail="pad")) for size in ((13, 3), (11, 3))
+        )
+        seen = []
+        for batch in ahead(train, 1):
+            outputs = network(batch[:, None])
+            with torch.no_grad():
+                assert in_order([of_labels(accelerator, None, each) for each in evaluation]) == list(range(11))
+                assert in_order(of_outputs(accelerator, network, each) for each in evaluation) == list(range(11))
+            seen.append(accelerator.gather_for_metrics(outputs.detach()) / 2)
+        return in_order(seen)
+
+    assert THREADS_2.run(body) == [list(range(13))] * 2
+
+
+@settings(max_examples=80)
+@given(
+    st.integers(1, 19),
+    st.integers(1, 4),
+    st.integers(0, 3),
+    st.integers(1, 3),
+    st.sampled_from(MODES[:3]),
+    st.sampled_from(["split", "pad"]),
+)
+def test_computed_values_count_once_or_are_an_error_that_names_the_way_out(count, batch, number, every, mode, tail):
+    def body():
+        accelerator = Accelerator()
+        loader = accelerator.prepare(DeviceLoader(numbers(count, batch), tail=tail))
+        gathered, held = [], []
+        try:
+            with torch.no_grad():
+                for each in ahead(loader, number):
+                    held.append(each + 0)
+                    if len(held) == every:
+                        gathered.append(accelerator.gather_for_metrics(torch.cat(held)))
+                        held = []
+                if held:
+                    gathered.append(accelerator.gather_for_metrics(torch.cat(held)))
+        except ValueError as error:
+            assert number, "in a straight loop all is known"
+            return str(error)
+        return in_order(gathered)
+
+    with use_world(solo_world()):  # in which no example before has left a loop
+        results = mode.run(body)
+    for found in results:
+        assert found == list(range(count)) or "pass valid_samples" in found
+
+
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2, THREADS_3, PROCESSES_2], ids=str)
+def test_computed_values_that_were_drawn_ahead_count_once_where_all_full_batches_count_all(mode):
+    def body():
+        accelerator = Accelerator()
+        found = []
+        for number in (0, 1, 2, 99):
+            loader = accelerator.prepare(numbers(6 * mode.ranks + mode.ranks, 3))
+            with torch.no_grad():
+                drawn = [accelerator.gather_for_metrics(batch + 0) for batch in ahead(loader, number)]
+            found.append(in_order(drawn) == list(range(7 * mode.ranks)))
+        return found
+
+    assert mode.run(body) == [[True] * 4] * mode.ranks
+
+
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2, THREADS_3], ids=str)
+def test_batches_of_the_same_tensors_count_once_or_are_an_error(mode):
+    """The last round of one sample has it on the first rank; on the others, the same tensor does not count."""
+
+    def body():
+        accelerator = Accelerator()
+        with HOST:
+            loader = accelerator.prepare(SampleGenerator(torch.ones(1), 7))
+        with torch.no_grad():
+            straight = len(torch.cat([accelerator.gather_for_metrics(batch) for batch in loader]))
+            drawn = list(loader)
+            try:
+                at_last = len(torch.cat([accelerator.gather_for_metrics(batch) for batch in drawn]))
+            except ValueError as error:
+                return straight, str(error)
+        return straight, at_last
+
+    for straight, at_last in mode.run(body):
+        assert straight == 7
+        assert at_last == 7 or ("pass valid_samples" in at_last and mode.ranks > 1)
+
+
+def test_what_is_left_of_a_loop_is_not_taken_for_an_earlier_loop_of_which_nothing_was_gathered():
+    """Four rows: of the last two batches, or of the whole loop before, where rank 1 has a repeated one."""
+
+    def body():
+        accelerator = Accelerator()
+        earlier, loader = accelerator.prepare(DeviceLoader(numbers(7, 4), tail="pad"), numbers(24, 2))
+        with torch.no_grad():
+            assert len(list(earlier)) == 1
+            drawn = [batch + 0 for batch in loader]
+        first = accelerator.gather_for_metrics(torch.cat(drawn[:5]))
+        with pytest.raises(ValueError, match="may be those of several loops"):
+            accelerator.gather_for_metrics(torch.cat(drawn[4:]))
+        return len(first)
+
+    assert THREADS_2.run(body) == [20, 20]

@@ -1,16 +1,19 @@
 """Which rows of a tensor count, where its rows are the samples of batches that a loop has received.
 
-A tensor does not tell which loop it comes from. It is told by its number of rows, on all ranks: so many batches, the
-same number on each rank, must have had just these rows.
+Labels, and outputs of prepared models, lie in memory that tells their batch (`deliveries.py`), and so does a nesting
+that holds one of them. What was computed from them (an argmax, a concatenation) is told by its number of rows, on all
+ranks: so many batches in a row, the same number on each rank, must have had just these rows; where others of the loop
+had as many, of which other rows count, it is an error.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from unisono.deliveries import REMEMBERED, Loop, Rows
+from unisono.deliveries import REMEMBERED, Batch, Loop, Rows
 from unisono.tree import leaves, tree_map
 from unisono.world import World
 
@@ -18,41 +21,73 @@ from unisono.world import World
 def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[Any, int]:
     """The rows that count, and how many they are. A small collective, where nothing tells how many count.
 
-    They are taken for those of the batch that the loop has just received; else of a whole loop, one of evaluation, and
-    one of which no metric was gathered, before others; else of the last few batches that were received.
+    They are those of the batch whose memory the values lie in. Otherwise they are taken for those of the batch that the
+    loop has just received; else of a whole loop, one of evaluation, and one of which no metric was gathered, before
+    others; else of a few batches in a row.
 
     Args:
         values: a tensor, or a nesting of tensors, with samples along dim 0.
         valid_samples: how many count, from the front; None asks the loop's batches.
 
     Raises:
-        ValueError: the rows are those of no last few batches, or may be of two loops that count differently; on all
-            ranks. Or the tensors differ in rows.
+        ValueError: the values lie in batches that count differently; or their rows are those of no batches in a row, or
+            may be of several, or of two loops, that count differently; on all ranks. Or the tensors differ in rows.
         TypeError: a value is no tensor with rows.
     """
     if valid_samples is not None:
         return values, valid_samples
     count = _num_rows(values)
-    recent = world.state.deliveries.recent()
-    best = _best(_fitting(count, recent, world), recent[0] if recent else None)
+    deliveries = world.state.deliveries
+    known, recent = deliveries.find_rows(values, count), deliveries.recent()
+    is_known, fitting = _compare(count, known, recent, world)
+    if is_known:
+        for batch in known:
+            batch.loop.gather(batch.number)
+        return _kept(values, range(known[0].samples), count)
+    best = _best(fitting, recent[0] if recent else None)
     if not best:
         rows = recent[0].recent_rows() if recent else []
         raise ValueError(
             f"values with {count} samples are, on this rank or another, those of no last few batches, which had {rows} "
             "samples, the latest last; gather the outputs of whole batches, or pass valid_samples"
         )
-    differ = any(rows.counted != best[0][1].counted for _, rows in best)
+    if any(each.is_ambiguous for each in best):
+        raise ValueError(
+            f"values with {count} samples may be those of several batches that were drawn, of which, on this rank or "
+            "another, different rows count; gather them together with labels as the loader has delivered them, or with "
+            "outputs of a prepared model, which tell their batch, or pass valid_samples"
+        )
+    differ = any(each.rows.counted != best[0].rows.counted for each in best)
     if len(best) > 1 and world.comm.all_reduce(torch.tensor(int(differ), device=world.device), "max"):
-        counts = " or ".join(str(len(rows.counted)) for _, rows in best)
+        counts = " or ".join(str(len(each.rows.counted)) for each in best)
         raise ValueError(
             f"values with {count} samples may be those of several loops, and {counts} of them count here; gather what "
             "a loop has made before the next one begins, or pass valid_samples"
         )
-    loop, (kept, _) = best[0]
-    loop.is_gathered = True
-    if len(kept) == count:
+    best[0].loop.gather(best[0].rows.end if len(best) == 1 else 0)
+    return _kept(values, best[0].rows.counted, count)
+
+
+class _Fit(NamedTuple):
+    """Batches of a loop that have the rows of the values.
+
+    Attributes:
+        is_new: no metric was gathered of them, on any rank.
+        is_ambiguous: others of the loop have as many, on some rank, of which other rows count.
+    """
+
+    loop: Loop
+    rows: Rows
+    is_new: bool
+    is_ambiguous: bool
+
+
+def _kept(values: Any, counted: Sequence[int], count: int) -> tuple[Any, int]:
+    """The rows that count, and how many they are, of so many."""
+    if len(counted) == count:
         return values, count
-    return tree_map(lambda leaf: leaf[torch.tensor(kept, device=leaf.device, dtype=torch.long)], values), len(kept)
+    places = list(counted)
+    return tree_map(lambda leaf: leaf[torch.tensor(places, device=leaf.device, dtype=torch.long)], values), len(places)
 
 
 def _num_rows(values: Any) -> int:
@@ -69,26 +104,48 @@ def _num_rows(values: Any) -> int:
     return rows.pop()
 
 
-def _fitting(count: int, recent: list[Loop], world: World) -> list[tuple[Loop, Rows]]:
-    """The loops, the last one first, some last batches of which have so many rows, in as many batches on each rank."""
-    found = [each.last_rows(count) for each in recent]
-    batches = [rows.batches if rows is not None else 0 for rows in found]
-    batches += [0] * (REMEMBERED - len(batches))
-    least = world.comm.all_reduce(torch.tensor([*batches, *(-each for each in batches)], device=world.device), "min")
-    are_alike = (least[:REMEMBERED] == -least[REMEMBERED:]).tolist()
-    return [
-        (loop, rows)
-        for loop, rows, is_alike in zip(recent, found, are_alike, strict=False)
-        if rows is not None and is_alike
+def _compare(count: int, known: list[Batch], recent: list[Loop], world: World) -> tuple[bool, list[_Fit]]:
+    """Whether every rank knows the batch; and the loops, the last one first, that fit on each. A small collective.
+
+    In a loop that fits some batches have so many rows, as many batches on each rank.
+
+    Raises:
+        ValueError: the batches that some rank knows count differently.
+    """
+    found = [each.fitting_rows(count) for each in recent]
+    found += [[]] * (REMEMBERED - len(found))
+    batches = [rows[-1].batches if rows else 0 for rows in found]
+    are_new = [bool(rows) and rows[-1].is_new for rows in found]
+    state = len({batch.samples for batch in known})  # 0 where none is known, and more than 1 is an error
+    told = [min(state, 1), -state, *batches, *(-each for each in batches), *are_new, *(-len(rows) for rows in found)]
+    least, most, *others = world.comm.all_reduce(torch.tensor(told, device=world.device), "min").tolist()
+    if most < -1:
+        counts = " or ".join(str(batch.samples) for batch in known)
+        raise ValueError(
+            f"values with {count} samples lie in several batches, of which, on this rank or another, different rows "
+            f"count (here {counts}); gather those of each batch by themselves, or pass valid_samples"
+        )
+    least_batches, most_batches, new, answers = (
+        others[start : start + REMEMBERED] for start in range(0, len(others), REMEMBERED)
+    )
+    return least > 0, [
+        _Fit(loop, rows[-1], bool(new[place]), answers[place] < -1)
+        for place, (loop, rows) in enumerate(zip(recent, found, strict=False))
+        if rows and least_batches[place] == -most_batches[place]
     ]
 
 
-def _best(fitting: list[tuple[Loop, Rows]], newest: Loop | None) -> list[tuple[Loop, Rows]]:
+def _best(fitting: list[_Fit], newest: Loop | None) -> list[_Fit]:
     """Those that are likely; several where there is nothing to choose by."""
-    present = [each for each in fitting if each[0].is_open and each[1].batches == 1]
-    whole = [each for each in fitting if each[1].batches == each[0].num_batches]
-    waiting = [each for each in whole if not each[0].is_gathered]
-    evaluations = [each for each in waiting if each[0].is_evaluation]
-    if present and present[0][0] is newest:
-        return present[:1] + [each for each in evaluations if each is not present[0]]
-    return evaluations or waiting or whole[:1] + present[:1] or [each for each in fitting if each[0] is newest]
+    present = [each for each in fitting if each.loop.is_open and each.rows.batches == 1]
+    whole = [each for each in fitting if each.rows.batches == each.loop.num_batches]
+    waiting = [
+        each
+        for each in fitting
+        if (each.is_new if each.loop is newest else each in whole and not each.loop.is_gathered)
+    ]
+    evaluations = [each for each in waiting if each.loop.is_evaluation]
+    if present and present[0].loop is newest:
+        beside = [each for each in present if each.loop.is_evaluation == newest.is_evaluation]
+        return beside + [each for each in evaluations if each not in beside]
+    return evaluations or waiting or whole[:1] + present[:1] or [each for each in fitting if each.loop is newest]

@@ -57,6 +57,8 @@ class PreparedModel(nn.Module):
             result = tree_map(_in_full, result)
         if bound is not None:
             self._passes.watch(self.engine, result, bound)
+        else:
+            self._passes.know((args, kwargs), result)
         return result
 
     @contextmanager

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from unisono.compat.torch_xla.distributed.parallel_loader import PerDeviceLoader, tail_of
+from unisono.compat.torch_xla.distributed.parallel_loader import PASSES, PerDeviceLoader, tail_of
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.parallel_loader import ParallelLoader
 from unisono.parallel import data_parallel as native
@@ -45,7 +45,9 @@ class DataParallel(native.DataParallel):
         def loop(model: nn.Module, batches: DeviceIterator, device: torch.device, context: Context) -> T:
             return loop_fn(model, PerDeviceLoader(batches, device), device, context)
 
-        if isinstance(loader, list | tuple) and not loader:
-            return super().__call__(loop, loader)
-        dealt = ParallelLoader(loader, self.devices, batchdim, fixed_batch_size, tail=tail_of(self.devices))
-        return super().__call__(loop, dealt)
+        return super().__call__(loop, loader, fixed_batch_size, batchdim)
+
+    def _deal(self, loader: Iterable[Any], fixed_batch_size: bool, batchdim: int) -> ParallelLoader:
+        return ParallelLoader(
+            loader, self.devices, batchdim, fixed_batch_size, tail=tail_of(self.devices), sources=PASSES
+        )

@@ -6,7 +6,8 @@ is.
 
 What comes with this framework's loaders: an error of the dataset reaches the loop, a loop that is left leaves no
 threads, containers keep their types, a batch may be None, and the order of a shuffled DataLoader depends on its seed
-and the epoch alone.
+and the epoch alone. As in the original a loader may be made again for each pass: the epoch is the number of passes
+that loaders of these modules have begun over the DataLoader; with a DistributedSampler, what the script has set there.
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ from unisono.compat.torch_xla.core.devices import send_attributes
 from unisono.compat.torch_xla.core.steps import mark_step
 from unisono.loaders import parallel_loader as native
 from unisono.loaders.device_iterator import DeviceIterator
+from unisono.loaders.registry import Sources
 from unisono.loaders.sharding import Tail
 from unisono.world import current_world
 
 Place = str | torch.device
+
+PASSES = Sources()  # over each DataLoader, whichever object of these modules makes them
 
 
 def __getattr__(name: str) -> Any:
@@ -91,7 +95,9 @@ class ParallelLoader:
             device_prefetch_size,
             tail=tail_of(devices),
             sharded=is_rank_of_several(),
+            sources=PASSES,
         )
+        take_epoch(loader, self._native)
 
     def per_device_loader(self, device: Place) -> PerDeviceLoader:
         """The iterator of one device, which keeps this loader alive.
@@ -136,7 +142,7 @@ class MpDeviceLoader:
         device_prefetch_size: int = 4,
     ) -> None:
         self._device = device
-        self._sampler = getattr(loader, "sampler", None)
+        self._loader = loader
         self._native = native.DeviceLoader(
             loader,
             device,
@@ -146,15 +152,22 @@ class MpDeviceLoader:
             device_prefetch_size,
             tail="split",
             sharded=is_rank_of_several(),
+            sources=PASSES,
         )
 
     def __iter__(self) -> Iterator[Any]:
-        if isinstance(self._sampler, DistributedSampler):  # whose epoch is what the script has set
-            self._native.set_epoch(self._sampler.epoch)
+        take_epoch(self._loader, self._native)
         return PerDeviceLoader(iter(self._native), self._device)
 
     def __len__(self) -> int:
         return len(self._native)
+
+
+def take_epoch(loader: Iterable[Any], reader: native.ParallelLoader | native.DeviceLoader) -> None:
+    """Let the reader's next pass be the epoch that the script has set in the loader's DistributedSampler."""
+    sampler = getattr(loader, "sampler", None)
+    if isinstance(sampler, DistributedSampler):
+        reader.set_epoch(sampler.epoch)
 
 
 def tail_of(devices: Sequence[Place]) -> Tail:

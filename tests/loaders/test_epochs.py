@@ -1,0 +1,249 @@
+"""Epochs: each loader of this package counts those of its own, and nothing is set on the user's."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from epochs import Numbers, worlds
+from modes import PROCESSES_2, SOLO, THREADS_2, devices
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+
+from unisono import DataParallel, DeviceLoader, ParallelLoader
+from unisono.loaders import registry
+
+COUNT = 12
+
+
+def shuffled(**options: Any) -> DataLoader:
+    return DataLoader(Numbers(COUNT), batch_size=2, shuffle=True, **options)
+
+
+def taken(loader: Any) -> list[int]:
+    return [sample for batch in loader for sample in batch.tolist()]
+
+
+def plain(epoch: int) -> list[int]:
+    """What a loop over that epoch gives one device."""
+    loader = DeviceLoader(shuffled())
+    loader.set_epoch(epoch)
+    return taken(loader)
+
+
+class ByEpoch(Dataset):
+    """Sample i of epoch e is 100 e + i."""
+
+    epoch = -1
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return 100 * self.epoch + index
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+class StreamByEpoch(ByEpoch, IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        return iter([100 * self.epoch + index for index in range(4)])
+
+
+class Persistent:
+    """A sampler whose order is its epoch's, and that keeps it until it is told another one."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([self.epoch] * 4)
+
+    def __len__(self) -> int:
+        return 4
+
+
+def test_each_loader_over_a_dataloader_counts_epochs_of_its_own():
+    source = shuffled()
+    train, evaluation = DeviceLoader(source), DeviceLoader(source)
+    assert [taken(train), taken(train)] == [plain(0), plain(1)]
+    assert (train.epoch, evaluation.epoch) == (2, 0)
+    assert taken(evaluation) == plain(0)
+    train.set_epoch(7)
+    assert (train.epoch, evaluation.epoch) == (7, 1)
+    assert (taken(evaluation), taken(train)) == (plain(1), plain(7))
+    parallel = ParallelLoader(source, ["cpu"])
+    assert taken(parallel.per_device_loader("cpu")) == plain(0)
+
+
+def test_an_evaluation_within_each_epoch_moves_no_epoch_of_the_training():
+    source = shuffled()
+    train, evaluation = DeviceLoader(source), DeviceLoader(source)
+    for epoch in range(3):
+        seen = []
+        for number, batch in enumerate(train):
+            seen += batch.tolist()
+            if number == 2:
+                assert taken(evaluation) == plain(epoch)
+        assert seen == plain(epoch)
+
+
+def test_folds_of_one_dataset_each_begin_at_epoch_zero():
+    data = Numbers(COUNT)
+    folds = [
+        DeviceLoader(DataLoader(Subset(data, range(start, start + 6)), batch_size=2, shuffle=True)) for start in (0, 6)
+    ]
+    found = [[taken(loader) for _ in range(2)] for loader in folds]
+    assert [[sample + 6 for sample in epoch] for epoch in found[0]] == found[1]
+
+
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
+def test_the_ranks_of_two_loaders_over_one_dataloader_take_every_sample_of_each_epoch(mode):
+    source = shuffled()
+
+    def body() -> list[list[int]]:
+        train, evaluation = DeviceLoader(source), DeviceLoader(source)
+        return [taken(loader) for loader in (train, train, evaluation, train)]
+
+    found = list(zip(*mode.run(body), strict=True))
+    assert [sorted(sample for part in parts for sample in part) for parts in found] == [list(range(COUNT))] * 4
+    assert found[2] == found[0] != found[1] != found[3]
+
+
+@pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
+def test_a_sampler_that_threads_share_is_told_the_epoch_of_each_loop(mode):
+    source = DataLoader(Numbers(COUNT), batch_size=1, sampler=Persistent())
+
+    def body() -> list[list[int]]:
+        train, evaluation = DeviceLoader(source), DeviceLoader(source)
+        train.set_epoch(3)
+        return [taken(loader) for loader in (train, evaluation, train, evaluation)]
+
+    assert mode.run(body) == [[[3, 3], [0, 0], [4, 4], [1, 1]]] * 2
+
+
+def test_a_sampler_with_an_epoch_is_told_that_of_the_loop_each_time_one_begins():
+    sampler = Persistent()
+    source = DataLoader(Numbers(COUNT), batch_size=2, sampler=sampler)
+    train, evaluation = DeviceLoader(source), DeviceLoader(source)
+    found = []
+    for loader in (train, train, evaluation, train, evaluation):
+        sampler.set_epoch(99)  # whoever has told it another one
+        found.append(taken(loader))
+    assert found == [[epoch] * 4 for epoch in (0, 1, 0, 2, 1)]
+
+
+@pytest.mark.parametrize("kind", [ByEpoch, StreamByEpoch])
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}], ids=["here", "in workers"])
+def test_a_dataset_with_an_epoch_is_told_that_of_each_loop(kind, options):
+    source = DataLoader(kind(), batch_size=2, **options)
+    train, evaluation = DeviceLoader(source), DeviceLoader(source)
+    found = [taken(loader)[0] for loader in (train, train, evaluation, train, evaluation, evaluation)]
+    assert found == [0, 100, 0, 200, 100, 200]
+
+
+def test_nothing_is_set_on_the_users_loader_and_nothing_keeps_it():
+    source = shuffled()
+    before = dict(vars(source))
+    train = DeviceLoader(source)
+    taken(train)
+    replicas = DataParallel(nn.Identity(), devices(2))
+    replicas(lambda _, batches, *__: taken(batches), source)
+    assert vars(source) == before
+    gone = weakref.ref(source)
+    del source, train
+    gc.collect()
+    assert gone() is None, "not by the DataParallel, which lives"
+
+
+# Passes by several ParallelLoaders.
+
+
+def loop_of(model: Any, batches: Any, *_: Any) -> list[int]:
+    return taken(batches)
+
+
+def merged(each_ranks: list[list[int]]) -> list[int]:
+    """The samples in the order of one device, where each batch has two."""
+    pairs = [[part[at : at + 2] for at in range(0, len(part), 2)] for part in each_ranks]
+    return [sample for round_ in zip(*pairs, strict=True) for pair in round_ for sample in pair]
+
+
+def test_each_call_of_a_data_parallel_is_the_next_epoch_of_the_loader_it_is_given():
+    replicas, others = (DataParallel(nn.Identity(), devices(2)) for _ in range(2))
+    train, evaluation = shuffled(), shuffled()
+    calls = [(replicas, train), (replicas, train), (replicas, evaluation), (replicas, train), (others, train)]
+    found = [merged(each(loop_of, source)) for each, source in calls]
+    assert found == [plain(epoch) for epoch in (0, 1, 0, 2, 0)]
+
+
+class Pid(Numbers):
+    def __getitem__(self, index: int) -> int:
+        import os
+
+        return os.getpid()
+
+
+def test_persistent_workers_serve_each_call_of_a_data_parallel():
+    source = DataLoader(Pid(4), batch_size=2, num_workers=1, persistent_workers=True)
+    replicas = DataParallel(nn.Identity(), devices(2))
+    assert len({pid for _ in range(2) for part in replicas(loop_of, source) for pid in part}) == 1
+
+
+# A loader that is made again for each epoch.
+
+
+@pytest.fixture
+def told(caplog) -> Callable[[], list[str]]:
+    registry._say_repetition.cache_clear()
+
+    def warnings() -> list[str]:
+        return [each.message for each in caplog.records if each.levelno == logging.WARNING]
+
+    return warnings
+
+
+@pytest.mark.parametrize(
+    "make", [DeviceLoader, lambda source: ParallelLoader(source, ["cpu"]).per_device_loader("cpu")]
+)
+def test_a_loader_made_again_for_each_epoch_is_told_of_once(told, make):
+    source = shuffled()
+    assert [taken(make(source)) for _ in range(4)] == [plain(0)] * 4
+    (words,) = told()
+    assert "a DataLoader is read in the order of epoch 0 again" in words
+    assert "set_epoch" in words
+
+
+def test_what_is_no_repetition_is_not_told_of(told):
+    source = shuffled()
+    kept = DeviceLoader(source), DeviceLoader(source)
+    for loader in (*kept, *kept):
+        taken(loader)
+    del kept, loader
+    later = DeviceLoader(source)
+    later.set_epoch(2)
+    taken(later)
+    unshuffled = DataLoader(Numbers(4), batch_size=2)
+    for loader in (unshuffled, unshuffled, shuffled(), shuffled(), [torch.zeros(2)]):
+        taken(DeviceLoader(loader))
+    replicas = DataParallel(nn.Identity(), devices(2))
+    for _ in range(3):
+        replicas(loop_of, source)
+    assert told() == []
+
+
+def test_one_rank_of_several_tells_of_it(told):
+    source = shuffled()
+    for _ in range(2):
+        for world in worlds(3):
+            taken(DeviceLoader(source, world=world))
+    assert len(told()) == 1
