@@ -93,7 +93,7 @@ def test_a_step_whose_weights_are_zero_everywhere_is_skipped_on_all_ranks(mode):
         weight, optimizer = one()
         assert applied(weight, optimizer, (3.0, 0)) == 0
         kept = weight.item()
-        return kept, applied(weight, optimizer, (5.0, 2)), current_world().timeline.loop().counts["empty"]
+        return kept, applied(weight, optimizer, (5.0, 2)), current_world().timeline.loop().counts["skipped steps"]
 
     assert mode.run(body) == [(1.0, 5.0, 1)] * mode.ranks
 

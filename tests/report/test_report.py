@@ -18,10 +18,11 @@ import pytest
 import torch
 import warm_scripts
 from matplotlib import image
-from modes import FAMILY, HOST, PROCESSES_2, SOLO, THREADS_3, Mode, scaling
+from modes import FAMILY, HOST, PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode, scaling
 from torch.utils.data import DataLoader
 
 from unisono import (
+    Accelerator,
     ClosedError,
     DeviceLoader,
     ParallelLoader,
@@ -296,6 +297,26 @@ def test_the_table_names_every_phase_and_the_rate(capsys: pytest.CaptureFixture[
     assert "dropped" not in output
     assert "repeated" not in output
     assert max(map(len, output.splitlines())) <= 80
+
+
+def test_steps_that_nothing_was_learned_from_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    def body() -> Report | None:
+        accelerator = Accelerator()
+        network = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        network, optimizer, loader = accelerator.prepare(network, optimizer, DeviceLoader([torch.ones(2, 2)] * 6))
+        for number, batch in enumerate(loader):
+            accelerator.backward(network(batch).mean(), weight=float(number == 1))
+            optimizer.step()
+            optimizer.zero_grad()
+        return gather_report()
+
+    for mode, skipped in ((SOLO, 5), (THREADS_2, 2)):
+        report = mode.run(body)[0]
+        assert report is not None
+        assert [(each.steps, each.skipped_steps) for each in report.ranks] == [(1, skipped)] * mode.ranks
+        print_report(report)
+        assert f"{skipped} steps were skipped: none of their samples, or tokens, counted" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ def _step(
         else:
             reduce_held(optimizer, world, weight)
             if _is_counted(optimizer, hand) and hand.ledger_of(world).is_empty:
-                track.count("empty")
+                track.count("skipped steps")
                 return None
     with track.span(STEP):
         result = optimizer.step(**arguments)

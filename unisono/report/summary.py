@@ -35,6 +35,7 @@ class RankSummary:
         rank, device, pid: who.
         seconds: by phase; `LOOP_PHASES` add up to the time in loops, "move" is the transfer thread's.
         samples, batches, steps: how many it took; a repeated sample of a split tail counts as none.
+        skipped_steps: that nothing was learned from, since all weights were 0.
         repeated: samples that only repeated others, to keep step or to fill a batch.
         dropped: samples of its share that no batch held, because the tail was left out.
         waits: seconds by cause, of `CAUSES`; they add up to the phase "fetch".
@@ -58,6 +59,7 @@ class RankSummary:
     spans: list[tuple[str, list[Span]]]
     repeated: int = 0
     dropped: int = 0
+    skipped_steps: int = 0
     waits: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
     nbytes: int = 0
     mean_queue: float = 0.0
@@ -110,6 +112,11 @@ class Report:
     def repeated(self) -> int:
         """Samples that only repeated others, of all ranks."""
         return sum(each.repeated for each in self.ranks)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that nothing was learned from; all ranks skip the same."""
+        return max((each.skipped_steps for each in self.ranks), default=0)
 
     @property
     def counters(self) -> dict[str, int]:
@@ -180,6 +187,7 @@ def summarise(world: World | None = None) -> RankSummary:
         steps=counts["steps"],
         repeated=counts["repeated"],
         dropped=counts["dropped"],
+        skipped_steps=counts["skipped steps"],
         waits={cause: counts[wait_counter(cause)] / 1e9 for cause in CAUSES},
         nbytes=counts["bytes"],
         mean_queue=counts["queued"] / counts["batches"] if counts["batches"] else 0.0,

@@ -63,3 +63,5 @@ def _lines(report: Report) -> Iterator[str]:
         told.append(f"{report.repeated:,} {'' if told else 'samples were '}repeated to pad")
     if told:
         yield ", ".join(told)
+    if report.skipped_steps:
+        yield f"{report.skipped_steps:,} steps were skipped: none of their samples, or tokens, counted"

@@ -125,7 +125,7 @@ class Stepper:
                 self._check_closure()
                 closure = self._reducing(closure)
             elif self._ledger.is_empty:
-                track.count("empty")
+                track.count("skipped steps")
                 return None
             else:
                 with track.span(REDUCE):
