@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
-from torch import nn
 
 from unisono.deliveries import Batch, all_count_the_same
 from unisono.parallel.ledger import Claim, Ledger, claim_of
-from unisono.parallel.strategies.engine import Engine
+from unisono.parallel.strategies.engine import Engine, is_left_at
+from unisono.parallel.strategies.sharded import is_distributed
 from unisono.parallel.weakly import weakly
 from unisono.tree import leaves
 from unisono.world import World
@@ -133,7 +133,7 @@ class Passes:
     def watch_parameters(self, engine: Engine) -> None:
         """Let the model's parameters tell when gradients arrive, and scale them there. Again, as others are trained."""
         self._engines.add(engine)
-        trained = engine.trained() if engine.is_leafy else []
+        trained = engine.leaves()
         if len(trained) != len(engine.hooks) or any(each not in engine.hooks for each in trained):
             arrive = partial(weakly(self._arrive_at_leaf), ref(engine))
             for each in trained:
@@ -159,7 +159,16 @@ class Passes:
         Args:
             weight: the number of samples, or tokens. None takes the batch's.
             batch: tensors of the batch. None takes those that the model's inputs came from.
+
+        Raises:
+            TypeError: the loss was computed from the parts of parameters that strategy="fsdp" leaves on each rank.
         """
+        if is_distributed(loss):
+            raise TypeError(
+                "the loss is a DTensor: a penalty on parameters that strategy='fsdp' has sharded was added to it; give "
+                "the penalty a backward pass of its own, penalty.backward(), or let the optimizer add it "
+                "(weight_decay=)"
+            )
         self._is_called = True
         try:
             self._run_backward(loss, weight, batch)
@@ -255,7 +264,7 @@ class Passes:
             return torch.zeros_like(gradient)
         if run.part == 0:  # what came before was made zero there
             run.part = part
-        factor = part / run.part * (1.0 if model.is_leafy else run.scale * run.part)
+        factor = part / run.part
         return None if factor == 1 else gradient * factor
 
     def _arrive_at_leaf(
@@ -281,8 +290,9 @@ class Passes:
         run = self._runs.get(engine)
         if run is not None and run.task == task:
             return run
-        if not _accumulates(engine.module):
+        if not any(is_left_at(each) for each in engine.leaves()):
             run = self._runs[engine] = _Run(task, None)
+            engine.pass_by()
             return run
         if task in self._tasks:
             bound = bound or self._tasks[task][0]
@@ -350,20 +360,6 @@ def _check_counts(bound: Bound) -> None:
             "computed from one where several were drawn ahead; say which by accelerator.backward(loss, batch=batch), "
             "or weight="
         )
-
-
-def _accumulates(module: nn.Module) -> bool:
-    """Whether the backward pass that runs leaves gradients at the module's parameters."""
-    for each in module.parameters():
-        if each.requires_grad:
-            with torch.enable_grad():
-                node = each.view_as(each).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-            try:
-                if torch._C._will_engine_execute_node(node):  # type: ignore[arg-type]
-                    return True
-            except RuntimeError:  # `torch.autograd.grad` takes this one's gradient
-                return False
-    return False
 
 
 def _on_end(call: Callable[[], None]) -> None:

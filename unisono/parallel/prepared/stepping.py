@@ -296,7 +296,7 @@ def _refuse_held_gradients(optimizer: Optimizer, *_: Any) -> None:
     for engine in held:
         if any(id(each) in own for each in engine.module.parameters()):
             raise RuntimeError(
-                f"the {type(optimizer).__name__} steps on gradients of the {type(engine.module).__name__} that are "
+                f"the {type(optimizer).__name__} steps on gradients of the {engine.name} that are "
                 "this rank's alone, in the middle of an accumulation or behind no_sync(); step with the optimizer that "
                 "prepare() has returned, or behind the backward pass that ends the step (accelerator.is_boundary)"
             )

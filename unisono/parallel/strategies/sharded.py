@@ -103,10 +103,26 @@ def check_shardable(trained: nn.Module, units: _Classes | None = None) -> None:
         _check_types(trained, unit, own)
 
 
+def units_in(model: nn.Module) -> list[FSDPModule]:
+    """What `shard` gathers one by one in a model that is sharded, itself among them."""
+    kind = loaded_class("torch.distributed.fsdp", "FSDPModule")
+    return [module for module in model.modules() if isinstance(module, kind)]
+
+
+def whole_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """What stands in the place of a sharded model's parameters while it runs, the same each time. A collective."""
+    found: dict[nn.Parameter, None] = {}
+    unit: Any
+    for unit in units_in(model):
+        unit.unshard()
+        found.update((each, None) for each in unit.parameters() if not is_distributed(each))
+        unit.reshard()
+    return list(found)
+
+
 def is_sharded(model: nn.Module) -> bool:
     """Whether `shard`, or torch's `fully_shard`, was applied to the model or to a part of it."""
-    kind = loaded_class("torch.distributed.fsdp", "FSDPModule")
-    return any(isinstance(module, kind) for module in model.modules())
+    return bool(units_in(model))
 
 
 def is_distributed(tensor: object) -> TypeGuard[DTensor]:
