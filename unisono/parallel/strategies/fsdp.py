@@ -12,6 +12,7 @@ from unisono.parallel.agreement import broadcast_parameters
 from unisono.parallel.ledger import Ledger
 from unisono.parallel.strategies.elementwise import check_elementwise
 from unisono.parallel.strategies.engine import Engine, is_left_at, is_taken_from
+from unisono.parallel.strategies.rebinding import Rebinding
 from unisono.parallel.strategies.sharded import check_shardable, shard, units_in, whole_parameters
 from unisono.parallel.strategies.strategy import Strategy
 from unisono.parallel.weakly import weakly
@@ -61,11 +62,13 @@ class ShardedEngine(Engine):
         self._sharded, self.name = sharded, name
         self._whole = whole_parameters(sharded)
         self._parts = list(sharded.parameters())
+        self._memory, self._gradients = Rebinding(self._parts), Rebinding(())
         for each in self._parts:
             if each.requires_grad:
                 each.register_hook(weakly(self._arrive_at_part))
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._memory.check("fsdp")
         if not torch.is_grad_enabled():
             try:
                 return self.module(*args, **kwargs)
@@ -133,8 +136,7 @@ class ShardedEngine(Engine):
 
     def complete(self) -> None:
         """The backward pass has reduced, or torch's last callback, which may be still to come, will do so."""
-        if any(each.grad is not None for each in self._whole):
-            torch.autograd.Variable._execution_engine.queue_callback(weakly(self._check_reduced))
+        torch.autograd.Variable._execution_engine.queue_callback(weakly(self._check_reduced))
 
     def _check_reduced(self) -> None:
         """
@@ -148,6 +150,7 @@ class ShardedEngine(Engine):
                 f"the loss depends on parameters of the {self.name} and on none of its outputs, and strategy='fsdp' "
                 "reduces nothing then; add 0 * outputs.sum() to the loss"
             )
+        self._gradients = Rebinding(each.grad for each in self._parts if each.grad is not None)
 
     def reduce(self) -> None:
         raise RuntimeError(
@@ -156,6 +159,8 @@ class ShardedEngine(Engine):
         )
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._memory.check("fsdp")
+        self._gradients.check("fsdp", "grad.data")
         self._sharded.reshard()  # what a forward pass has gathered, and no backward pass has given back, is old now
 
 

@@ -9,7 +9,7 @@ groups and its state, and the way of a plain state into the part of it that a ra
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
@@ -19,6 +19,7 @@ from torch.optim import LBFGS, Optimizer
 from unisono.parallel.ledger import Ledger
 from unisono.parallel.strategies.ddp import Replicated
 from unisono.parallel.strategies.elementwise import check_elementwise
+from unisono.parallel.strategies.rebinding import Rebinding
 from unisono.parallel.strategies.sharded import is_distributed, loaded_class
 from unisono.world import World
 
@@ -78,12 +79,28 @@ def shard_optimizer(optimizer: Optimizer, world: World) -> ZeroRedundancyOptimiz
     check_divisible(optimizer)
     parameters = parameters_of(optimizer)
     # Where they may lie end to end, each rank's are sent in one piece; other memory formats would not survive it.
-    sharded = _made_like(optimizer, all(parameter.is_contiguous() for parameter in parameters))
+    shares_memory = all(parameter.is_contiguous() for parameter in parameters)
+    sharded = _made_like(optimizer, shares_memory)
     load_local(sharded, optimizer.state_dict())
     optimizer.state.clear()
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(sharded, hooks, getattr(optimizer, hooks))  # the same ones: whoever has a handle may remove its hook
+    if shares_memory:
+        sharded.register_step_post_hook(_MemoryCheck(parameters))
     return sharded
+
+
+class _MemoryCheck:
+    """Behind each step: what the ranks have sent to one another is what the parameters have."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._memory = Rebinding(parameters)
+
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+        parameters = parameters_of(optimizer)
+        if len(parameters) != len(self._memory):  # a further group: torch has laid out all of them anew
+            self._memory = Rebinding(parameters)
+        self._memory.check("zero1")
 
 
 def is_divided(optimizer: Optimizer) -> TypeGuard[ZeroRedundancyOptimizer]:
