@@ -25,6 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from unisono.errors import CollectiveMismatchError
 from unisono.parallel.ledger import Share
 from unisono.parallel.names import name_of
+from unisono.parallel.sparse import is_known_as_sparse, is_sparse, reduce_sparse, refuse_unknown
 from unisono.world import World
 
 logger = logging.getLogger(__name__)
@@ -52,30 +53,36 @@ def reduce_gradients(
         is_part: the step has further parameters, so that none of these need have a gradient.
 
     Raises:
-        TypeError: a gradient is sparse.
+        TypeError: a gradient is sparse, and the ranks do not know that it is (`sparse.py`).
         RuntimeError: no parameter has a gradient, on any rank.
         CollectiveMismatchError: the ranks stand in different rounds: they took different numbers of batches, or their
             shares do not add up to 1, or their rounds are not the same.
     """
-    _refuse_sparse(parameters)
     if world.comm.size == 1 or not parameters:
         scale_gradients(parameters, 1.0 if factor is None else factor, in_place=not world.backend.is_lazy)
         if not is_part:
             check_presence(parameters)
         return
     factor = part_of(share, world) if factor is None else factor
+    dense = [each for each in parameters if not is_known_as_sparse(each)]
+    for each in dense:
+        refuse_unknown(each)
     notes = [*_notes(share, world), *(float(parameter.grad is not None) for parameter in parameters)]
     present: set[int] = set()
-    if world.is_hosted:  # to read them from a bucket would cut a graph
-        present = _told(world.comm.all_reduce(torch.tensor(notes)), parameters, world)
+    if world.is_hosted or not dense:  # to read them from a bucket would cut a graph; or there is none
+        place = None if world.is_hosted else world.device
+        present = _told(world.comm.all_reduce(torch.tensor(notes, device=place)), parameters, world)
         notes = []
-    for bucket in _buckets(parameters):
+    for bucket in _buckets(dense):
         flat = _flatten(bucket, factor, notes)
         world.comm.all_reduce(flat)
         if notes:
             present = _told(flat[-len(notes) :], parameters, world)
             flat, notes = flat[: -len(notes)], []
         _unflatten(flat, bucket, present, in_place=not world.backend.is_lazy)
+    for each in parameters:
+        if is_known_as_sparse(each):
+            reduce_sparse(each, world, factor)
     if not is_part:
         check_presence(parameters)
 
@@ -83,14 +90,15 @@ def reduce_gradients(
 @torch.no_grad()
 def scale_gradients(parameters: Sequence[torch.Tensor], factor: float, in_place: bool = True) -> None:
     """Multiply the gradients; by 0 also what is not finite."""
-    gradients = [each.grad for each in parameters if each.grad is not None]
-    if not in_place and factor != 1:
-        for each in parameters:
-            if each.grad is not None:
-                each.grad = each.grad * factor if factor else torch.zeros_like(each.grad)
-    elif gradients and factor == 0:
+    gradients = []
+    for each in parameters if factor != 1 else ():
+        if each.grad is not None and in_place and not is_sparse(each.grad):
+            gradients.append(each.grad)
+        elif each.grad is not None:
+            each.grad = each.grad * factor if factor else torch.zeros_like(each.grad)
+    if gradients and factor == 0:
         torch._foreach_zero_(gradients)
-    elif gradients and factor != 1:
+    elif gradients:
         torch._foreach_mul_(gradients, factor)
 
 
@@ -165,15 +173,6 @@ def _present(parameters: Sequence[torch.Tensor], counts: list[float], world: Wor
                 size,
             )
     return {id(parameter) for parameter, count in zip(parameters, counts, strict=True) if count}
-
-
-def _refuse_sparse(parameters: Sequence[torch.Tensor]) -> None:
-    for parameter in parameters:
-        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-            raise TypeError(
-                f"the gradient of {name_of(parameter, parameters)} is {parameter.grad.layout}; only dense gradients "
-                "are reduced, so make the layer with sparse=False"
-            )
 
 
 def _buckets(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -103,9 +103,7 @@ def test_an_average_that_is_prepared_beside_the_model_is_that_of_one_device(stra
     def lines(accelerator, loader):
         network = model()
         average = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-        network, average, optimizer, loader = accelerator.prepare(
-            network, average, sgd(network.parameters()), loader
-        )
+        network, average, optimizer, loader = accelerator.prepare(network, average, sgd(network.parameters()), loader)
         for batch in loader:
             optimizer.zero_grad()
             accelerator.backward(mean_loss(network, batch))

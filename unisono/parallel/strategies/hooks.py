@@ -105,7 +105,9 @@ def attach_hook(
         if gradients.is_complex():
             _refuse_complex()
         scale_in_place(gradients, factor)
-        sent = hook(state, bucket)
+        # Half precision and low ranks are for tables; what travels of a sparse one are the rows that it has.
+        is_dense = gradients.layout is torch.strided or name == "post_local_sgd"
+        sent = hook(state, bucket) if is_dense else allreduce_hook(ddp.process_group, bucket)
         if finish is not None and bucket.is_last():
             finish()
         return sent

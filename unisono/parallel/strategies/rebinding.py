@@ -1,4 +1,4 @@
-"""Whether tensors still have the memory that a strategy has given them: `p.data = ...` takes it from them in silence."""
+"""Whether tensors still have the memory that a strategy has given them: `p.data = ...` takes it away in silence."""
 
 from __future__ import annotations
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 from unisono.parallel.gradients import scale_in_place
+from unisono.parallel.sparse import is_sparse, sparse_layers, values_of
 from unisono.world import World, current_world
 
 if TYPE_CHECKING:
@@ -99,6 +100,11 @@ def check_shardable(trained: nn.Module, units: _Classes | None = None) -> None:
     """
     if is_sharded(trained):
         raise ValueError(f"the {type(trained).__name__} is sharded already; shard a model once")
+    if layers := sparse_layers(trained):
+        raise ValueError(
+            f"strategy='fsdp' reduces dense gradients only, and the layer {layers[0]!r} of the "
+            f"{type(trained).__name__} has sparse=True; make it with sparse=False, or take strategy='ddp' or 'zero1'"
+        )
     for unit, own in _own_parameters([*units_of(trained, units), trained]):
         _check_types(trained, unit, own)
 
@@ -194,14 +200,18 @@ def clip_grad_norm(
         The norm before, a plain tensor, equal on all ranks.
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    if not any(is_distributed(parameter) for parameter in parameters):
+    for parameter in parameters:
+        if parameter.grad is not None and is_sparse(parameter.grad):  # of which torch has no norm
+            parameter.grad = parameter.grad.coalesce()
+    if not any(is_distributed(parameter) or is_sparse(parameter.grad) for parameter in parameters):
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
     world = world or current_world()
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     shards = [gradient.to_local() for gradient in gradients if is_distributed(gradient)]
     whole = [gradient for gradient in gradients if not is_distributed(gradient)]
     # Norms are gathered and not powers summed: no overflow, NaN stays NaN, and every norm type is right.
-    norms = [*world.comm.all_gather(_norm(shards, norm_type, world)), _norm(whole, norm_type, world)]
+    of_whole = _norm([values_of(gradient) for gradient in whole], norm_type, world)
+    norms = [*world.comm.all_gather(_norm(shards, norm_type, world)), of_whole]
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch has it
     for gradient in (*shards, *whole):
