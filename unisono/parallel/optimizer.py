@@ -261,8 +261,8 @@ def _plain_share(batches: Sequence[Batch]) -> Share | None:
             raise ValueError(
                 f"{len(batches)} batches came between two optimizer steps, of which this rank had different parts "
                 f"({first.samples} of {first.total} samples, {each.samples} of {each.total}), and one number cannot "
-                "weigh the sum of their gradients; call unisono.backward(loss) instead of loss.backward(), which "
-                "weighs each, or train with an Accelerator"
+                "weigh the sum of their gradients; call unisono.backward(loss) instead of loss.backward(), or of "
+                "torch.autograd.grad, which weighs each, or train with an Accelerator"
             )
     return Share(last.samples / last.total, len(batches), last.mark) if last.total else None
 

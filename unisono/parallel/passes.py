@@ -83,6 +83,7 @@ class Passes:
         self.ledger = ledger
         self._world, self._deliveries = world, world.state.deliveries
         self._bound = Bound()  # of the last forward pass
+        self._parts: set[float] = set()  # of the batches of the forward passes since the last backward pass
         self._block: object = None  # stands for the batch in a `microbatch()` block
         self._elsewhere: object = object()  # stands for a batch that no loader of ours has delivered
         self._was_tried = False  # a step, since that one came
@@ -103,6 +104,7 @@ class Passes:
             self._tasks.clear()  # what was interrupted never ends
         self.look()
         self._bound = self._found(values, syncs)
+        self._parts.add(self._part(self._bound))
         return self._bound
 
     def look(self) -> None:
@@ -204,7 +206,18 @@ class Passes:
         return count + 1 >= ledger.every or (self._bound.batch is not None and self._bound.batch.is_last())
 
     def adopt(self, engine: Engine) -> None:
-        """Gradients of the model were assigned by hand: those of the batch of the last forward pass. A collective."""
+        """Gradients of the model were assigned by hand: those of the batch of the last forward pass. A collective.
+
+        Raises:
+            ValueError: it is not known what they weigh.
+        """
+        if len(self._parts) > 1:
+            raise ValueError(
+                "the gradients were assigned by hand, and may come from several batches, of which this rank had "
+                f"different parts ({', '.join(f'{each:.3g}' for each in sorted(self._parts))} of an even one), so that "
+                "one number cannot weigh them; let accelerator.backward(loss) leave them in .grad, or step on each "
+                "batch and zero_grad() behind each step"
+            )
         _check_counts(self._bound)
         claim = claim_of(self._bound.batch, None, self._world)
         self._enter(claim, self._bound)
@@ -219,6 +232,7 @@ class Passes:
         if self.ledger.every == 1:
             self.ledger.clear()
         self.went_past = False
+        self._parts.clear()
 
     def warn_of_unknown_ends(self) -> None:
         """Say once, on rank zero, what is lost where no loop of ours brings the batches that accumulate."""
@@ -314,6 +328,7 @@ class Passes:
 
     def _enter(self, claim: Claim, bound: Bound) -> None:
         """Count a backward pass."""
+        self._parts.clear()
         key = self._key(bound)
         if key is self._elsewhere:
             self._was_tried = False

@@ -133,8 +133,8 @@ class Engine:
         """That optimizer has stepped."""
 
     def trained(self) -> list[torch.Tensor]:
-        """The parameters that take gradients."""
-        return [each for each in self.module.parameters() if each.requires_grad]
+        """The parameters that take gradients; not what `torch.func.functional_call` has put in their places."""
+        return [each for each in self.module.parameters() if each.requires_grad and isinstance(each, nn.Parameter)]
 
     def leaves(self) -> list[torch.Tensor]:
         """Where gradients arrive in a backward pass, and hooks see them."""

@@ -33,6 +33,7 @@ class Sharded(Strategy):
         self._finds_unused, self._is_elementwise = finds_unused, is_elementwise
 
     def check(self, each: nn.Module | Optimizer) -> None:
+        super().check(each)
         if isinstance(each, Optimizer):
             check_elementwise(each, "fsdp", self._is_elementwise, takes_whole=False)
         else:
@@ -151,6 +152,12 @@ class ShardedEngine(Engine):
                 "reduces nothing then; add 0 * outputs.sum() to the loss"
             )
         self._gradients = Rebinding(each.grad for each in self._parts if each.grad is not None)
+
+    def adopt(self, part: float) -> None:
+        raise RuntimeError(
+            f"the gradients of the {self.name} were assigned by hand, and strategy='fsdp' reduces what backward passes "
+            "leave only; let loss.backward() leave them in .grad, or take strategy='ddp'"
+        )
 
     def reduce(self) -> None:
         raise RuntimeError(

@@ -50,6 +50,7 @@ class Divided(Replicated):
         self._is_elementwise = is_elementwise
 
     def check(self, each: nn.Module | Optimizer) -> None:
+        super().check(each)
         if isinstance(each, Optimizer):
             check_elementwise(each, "zero1", self._is_elementwise, takes_whole=True)
             check_divisible(each)
@@ -157,7 +158,7 @@ def check_divisible(optimizer: Optimizer) -> None:
             kind = "a DTensor" if is_distributed(parameter) else parameter.layout
             raise ValueError(
                 f"strategy='zero1' divides whole, dense parameters by ranks, and parameter {place} of the {name} is "
-                f"{kind}; optimizers of a sharded model need no zero1, their state is sharded with it"
+                f"{kind}; let strategy='fsdp' shard a plain model, and the optimizer's state is sharded with it"
             )
     _make(optimizer, type(optimizer))
 
