@@ -9,7 +9,8 @@ A model's gradients are scaled where they arrive at its parameters, by the part 
 from the batch is, a gradient penalty, too. Where several batches of other parts meet in one backward pass, they differ
 in what leaves the loss for the model, and that is scaled against the first of them.
 
-`torch.autograd.grad`, and `backward(inputs=...)` of other tensors, leave nothing in `.grad`: they are no such passes.
+`torch.autograd.grad`, and `backward(inputs=...)` of other tensors, leave nothing in `.grad`: they are no such passes. A
+backward pass that runs inside of another one, as those of reentrant checkpoints do, is a part of that one.
 
 *Threads:* the rank's; on accelerators also autograd's, which runs the hooks of one device one after the other.
 
@@ -304,10 +305,17 @@ class Passes:
         run = self._runs.get(engine)
         if run is not None and run.task == task:
             return run
+        outer = (
+            run if run is not None and run.task in self._tasks else None
+        )  # this one runs in it, for a checkpoint say
         if not any(is_left_at(each) for each in engine.leaves()):
-            run = self._runs[engine] = _Run(task, None)
+            run = _Run(task, None)
+            if outer is None:
+                self._runs[engine] = run
             engine.pass_by()
             return run
+        if outer is not None:
+            return outer
         if task in self._tasks:
             bound = bound or self._tasks[task][0]
         else:

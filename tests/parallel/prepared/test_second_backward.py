@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from modes import PROCESSES_2
+from modes import PROCESSES_2, THREADS_2
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from twin import Plain, State, assert_all_are, loader_of, mean_loss, seeded, sgd
 
@@ -118,6 +119,36 @@ LINES = (
     with_second_gradients,
     with_a_penalty_on_parameters,
 )
+
+
+class Checkpointed(Units):
+    """Its middle is computed again in the backward pass, by a backward pass inside of it."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = checkpoint(lambda each: torch.tanh(self.parts[1](each)), self.parts[0](inputs), use_reentrant=True)
+        return self.parts[2](hidden)
+
+
+def checkpointed(accelerator: Any, loader: DataLoader[Any]) -> State:
+    network: Any = seeded(Checkpointed().double())
+    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
+    for batch in loader:
+        accelerator.backward(mean_loss(network, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole(network)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@STRATEGIES
+def test_a_backward_pass_inside_of_another_one_is_a_part_of_it(strategy: str, accumulate: int) -> None:
+    ranks = in_workers(lambda: checkpointed(Accelerator(strategy=strategy, accumulate=accumulate), loader_of(23, 3)))
+    assert_all_are(ranks, checkpointed(Plain(), loader_of(23, 6 * accumulate)))
+
+
+def test_it_is_so_on_threads() -> None:
+    ranks = THREADS_2.run(lambda: checkpointed(Accelerator(), loader_of(23, 3)))
+    assert_all_are(ranks, checkpointed(Plain(), loader_of(23, 6)))
 
 
 def upstream(accelerator: Any, loader: DataLoader[Any]) -> State:
