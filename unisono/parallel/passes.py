@@ -305,9 +305,7 @@ class Passes:
         run = self._runs.get(engine)
         if run is not None and run.task == task:
             return run
-        outer = (
-            run if run is not None and run.task in self._tasks else None
-        )  # this one runs in it, for a checkpoint say
+        outer = run if run is not None and run.task in self._tasks else None  # this one runs inside of it
         if not any(is_left_at(each) for each in engine.leaves()):
             run = _Run(task, None)
             if outer is None:
