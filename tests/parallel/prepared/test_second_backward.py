@@ -175,6 +175,17 @@ def test_penalties_on_gradients_are_those_of_the_whole_batch_under_every_strateg
         assert_all_are([states[place] for states in ranks], loop(Plain(), loader_of(23, 6)))
 
 
+def test_an_input_that_comes_again_and_again_has_one_hook() -> None:
+    def body() -> int:
+        network: Any = Accelerator(strategy="fsdp").prepare(seeded(nn.Linear(5, 2).double()))
+        prompt = nn.Parameter(torch.ones(1, 5, dtype=torch.float64))
+        for _ in range(3):
+            network(prompt).sum().backward()
+        return len(prompt._backward_hooks or ())
+
+    assert in_workers(body) == [1, 1]
+
+
 def test_a_penalty_is_accumulated_under_fsdp_as_losses_are() -> None:
     loop = steps(with_a_penalty)
     ranks = in_workers(lambda: loop(Accelerator(strategy="fsdp", accumulate=2), loader_of(23, 3)))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from unisono.parallel.agreement import broadcast_parameters
 from unisono.parallel.ledger import Ledger
@@ -63,6 +64,7 @@ class ShardedEngine(Engine):
         self._sharded, self.name = sharded, name
         self._whole = whole_parameters(sharded)
         self._parts = list(sharded.parameters())
+        self._entries = WeakTensorKeyDictionary()  # inputs that have told of their gradients before
         self._memory, self._gradients = Rebinding(self._parts), Rebinding(())
         for each in self._parts:
             if each.requires_grad:
@@ -77,7 +79,8 @@ class ShardedEngine(Engine):
                 self._sharded.reshard()
         entries = _with_gradients((args, kwargs))
         for each in entries:
-            each.register_hook(weakly(self._leave))
+            if each not in self._entries:  # a trained prompt, say, is an input again and again
+                self._entries[each] = each.register_hook(weakly(self._leave))
         result = self.module(*args, **kwargs)
         for each in _with_gradients(result) if not entries else ():
             if each.grad_fn is not None:
