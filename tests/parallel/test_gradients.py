@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from modes import FAMILY, PROCESSES_2, SOLO, THREADS_2, THREADS_3, THREADS_4, Mode, fitting, scaling
+from modes import FAMILY, PROCESSES_2, THREADS_2, THREADS_3, THREADS_4, Mode, fitting, scaling
 
 import unisono
 from unisono import CollectiveMismatchError, current_world
@@ -134,22 +134,6 @@ def test_a_model_larger_than_a_bucket_takes_several(monkeypatch):
     weights = [parameter((2,)), parameter((1,)), parameter((9,)), parameter((1,)), parameter((1,), torch.float64)]
     place = {id(each): number for number, each in enumerate(weights)}
     assert [[place[id(each)] for each in bucket] for bucket in gradients._buckets(weights)] == [[0, 1], [2], [3], [4]]
-
-
-@pytest.mark.skipif(FAMILY == "xla", reason="XLA has dense tensors only")
-def test_a_sparse_gradient_is_refused_before_anything_is_sent(mode):
-    def body() -> str:
-        table = torch.nn.Embedding(5, 2, sparse=True)
-        table(torch.tensor([1])).sum().backward()
-        try:
-            reduce_gradients([parameter((1,)), table.weight], current_world(), 0.5, "a step")
-        except TypeError as error:
-            return str(error)
-        return ""
-
-    for message in [*mode.run(body), *SOLO.run(body)]:
-        assert "the gradient of parameter 1 of shape [5, 2] is torch.sparse_coo" in message
-        assert "sparse=False" in message
 
 
 @pytest.mark.any_family

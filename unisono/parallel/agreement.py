@@ -19,6 +19,7 @@ from torch import nn
 from unisono.comm.operations import name_ranks
 from unisono.errors import CollectiveMismatchError, ReplicasDifferError
 from unisono.parallel.names import in_brackets
+from unisono.parallel.sparse import remember_sparse
 from unisono.timeline import REDUCE
 from unisono.world import World, current_world
 
@@ -92,6 +93,7 @@ def broadcast_parameters(module: nn.Module, root: int = 0, world: World | None =
         BrokenWorldError: a peer failed or departed.
     """
     world = world or current_world()
+    remember_sparse(module)
     for tensor in module.state_dict().values():
         if isinstance(tensor, torch.Tensor):
             world.comm.broadcast(tensor, root)

@@ -15,6 +15,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from unisono.parallel.names import name_of
+from unisono.parallel.sparse import is_known_as_sparse, is_sparse, reduce_sparse, refuse_unknown
 from unisono.world import World
 
 logger = logging.getLogger(__name__)
@@ -41,29 +42,35 @@ def reduce_gradients(
         is_part: the step has further parameters, so that none of these need have a gradient.
 
     Raises:
-        TypeError: a gradient is sparse.
+        TypeError: a gradient is sparse, and the ranks do not know that it is (`sparse.py`).
         RuntimeError: no parameter has a gradient, on any rank.
         CollectiveMismatchError: the ranks stand in different places.
     """
-    _refuse_sparse(parameters)
     if world.comm.size == 1 or not parameters:
         scale_gradients(parameters, factor, in_place=not world.backend.is_lazy)
         if not is_part:
             check_presence(parameters)
         return
+    dense = [each for each in parameters if not is_known_as_sparse(each)]
+    for each in dense:
+        refuse_unknown(each)
     world.comm.announce(f"the gradients of {place}")
     notes = [float(parameter.grad is not None) for parameter in parameters]
     present: set[int] = set()
-    if world.is_hosted:  # to read them from a bucket would cut a graph
-        present = _present(world.comm.all_reduce(torch.tensor(notes)), parameters, world)
+    if world.is_hosted or not dense:  # to read them from a bucket would cut a graph; or there is none
+        device = None if world.is_hosted else world.device
+        present = _present(world.comm.all_reduce(torch.tensor(notes, device=device)), parameters, world)
         notes = []
-    for bucket in _buckets(parameters):
+    for bucket in _buckets(dense):
         flat = _flatten(bucket, factor, notes)
         world.comm.all_reduce(flat)
         if notes:
             present = _present(flat[-len(notes) :], parameters, world)
             flat, notes = flat[: -len(notes)], []
         _unflatten(flat, bucket, present, in_place=not world.backend.is_lazy)
+    for each in parameters:
+        if is_known_as_sparse(each):
+            reduce_sparse(each, world, factor)
     if not is_part:
         check_presence(parameters)
 
@@ -71,14 +78,15 @@ def reduce_gradients(
 @torch.no_grad()
 def scale_gradients(parameters: Sequence[torch.Tensor], factor: float, in_place: bool = True) -> None:
     """Multiply the gradients; by 0 also what is not finite."""
-    gradients = [each.grad for each in parameters if each.grad is not None]
-    if not in_place and factor != 1:
-        for each in parameters:
-            if each.grad is not None:
-                each.grad = each.grad * factor if factor else torch.zeros_like(each.grad)
-    elif gradients and factor == 0:
+    gradients = []
+    for each in parameters if factor != 1 else ():
+        if each.grad is not None and in_place and not is_sparse(each.grad):
+            gradients.append(each.grad)
+        elif each.grad is not None:
+            each.grad = each.grad * factor if factor else torch.zeros_like(each.grad)
+    if gradients and factor == 0:
         torch._foreach_zero_(gradients)
-    elif gradients and factor != 1:
+    elif gradients:
         torch._foreach_mul_(gradients, factor)
 
 
@@ -130,15 +138,6 @@ def _present(summed: torch.Tensor, parameters: Sequence[torch.Tensor], world: Wo
                 size,
             )
     return {id(parameter) for parameter, count in zip(parameters, counts, strict=True) if count}
-
-
-def _refuse_sparse(parameters: Sequence[torch.Tensor]) -> None:
-    for parameter in parameters:
-        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-            raise TypeError(
-                f"the gradient of {name_of(parameter, parameters)} is {parameter.grad.layout}; only dense gradients "
-                "are reduced, so make the layer with sparse=False"
-            )
 
 
 def _buckets(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -55,6 +55,7 @@ class Microbatches:
         self._block: object = None  # stands for the batch in an `accumulate()` block
         self._elsewhere: object = object()  # stands for a batch that no loader of ours has delivered
         self._was_tried = False  # a step, since that one came
+        self._parts: set[float] = set()  # of the batches of the forward passes since the last backward pass
         self._num_restarts = world.state.num_restarts
         self._has_warned = False
 
@@ -69,6 +70,7 @@ class Microbatches:
         """The batch that the inputs of a forward pass come from."""
         self.look()
         self.bound = self.find(values, syncs)
+        self._parts.add(self.part(self.bound))
         return self.bound
 
     def find(self, values: Any, syncs: bool = True) -> Bound:
@@ -90,6 +92,7 @@ class Microbatches:
 
     def enter(self, claim: Claim, bound: Bound) -> None:
         """Count a backward pass."""
+        self._parts.clear()
         key = self._key(bound)
         if key is self._elsewhere:
             self._was_tried = False
@@ -127,6 +130,7 @@ class Microbatches:
         """Gradients were zeroed, of one optimizer: the others' microbatches still count."""
         if self.ledger.every == 1:
             self.ledger.clear()
+        self._parts.clear()
 
     def check_told(self, bound: Bound) -> None:
         """
@@ -137,6 +141,19 @@ class Microbatches:
             raise ValueError(
                 "the model's inputs were computed from a batch, and several were drawn that it may be: which "
                 "microbatches make a step cannot be told; let each one's lines run in `with accelerator.accumulate():`"
+            )
+
+    def check_alike(self) -> None:
+        """
+        Raises:
+            ValueError: gradients that no backward pass has left may come from batches that count differently.
+        """
+        if len(self._parts) > 1:
+            raise ValueError(
+                "the gradients were assigned by hand, and may come from several batches, of which this rank had "
+                f"different parts ({', '.join(f'{each:.3g}' for each in sorted(self._parts))} of an even one), so that "
+                "one number cannot weigh them; let accelerator.backward(loss) leave them in .grad, or step on each "
+                "batch and zero_grad() behind each step"
             )
 
     def warn_of_unknown_ends(self) -> None:

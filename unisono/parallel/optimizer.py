@@ -254,8 +254,8 @@ def _plain(batches: Sequence[Batch], world: World) -> _Held:
             raise ValueError(
                 f"{len(batches)} batches came between two optimizer steps, of which this rank had different parts "
                 f"({first.samples} of {first.total} samples, {each.samples} of {each.total}), and one number cannot "
-                "weigh the sum of their gradients; call unisono.backward(loss) instead of loss.backward(), which "
-                "weighs each, or train with an Accelerator"
+                "weigh the sum of their gradients; call unisono.backward(loss) instead of loss.backward(), or of "
+                "torch.autograd.grad, which weighs each, or train with an Accelerator"
             )
     part = last.samples / last.total if last.total else even.part
     return _Held(part, part, _place_of(batches))

@@ -8,7 +8,8 @@ A model's gradients are scaled where they arrive at its parameters, by the part 
 from the batch is, a gradient penalty, too. Where several batches of other parts meet in one backward pass, they differ
 in what leaves the loss for the model, and that is scaled against the first of them.
 
-`torch.autograd.grad`, and `backward(inputs=...)` of other tensors, leave nothing in `.grad`: they are no such passes.
+`torch.autograd.grad`, and `backward(inputs=...)` of other tensors, leave nothing in `.grad`: they are no such passes. A
+backward pass that runs inside of another one, as those of reentrant checkpoints do, is a part of that one.
 
 *Threads:* the rank's; on accelerators also autograd's, which runs the hooks of one device one after the other.
 
@@ -24,13 +25,13 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
-from torch import nn
 
 from unisono.deliveries import check_counts
 from unisono.parallel.gradients import scaled
 from unisono.parallel.ledger import Claim, claim_of
 from unisono.parallel.microbatches import Bound, Microbatches
-from unisono.parallel.strategies.engine import Engine
+from unisono.parallel.strategies.engine import Engine, is_left_at
+from unisono.parallel.strategies.sharded import is_distributed
 from unisono.parallel.weakly import weakly
 from unisono.tree import leaves
 
@@ -109,7 +110,7 @@ class Passes:
     def watch_parameters(self, engine: Engine) -> None:
         """Let the model's parameters tell when gradients arrive, and scale them there. Again, as others are trained."""
         self._engines.add(engine)
-        trained = engine.trained() if engine.is_leafy else []
+        trained = engine.leaves()
         if len(trained) != len(engine.hooks) or any(each not in engine.hooks for each in trained):
             arrive = partial(weakly(self._arrive_at_leaf), ref(engine))
             for each in trained:
@@ -126,7 +127,16 @@ class Passes:
         Args:
             weight: the number of samples, or tokens. None takes the batch's.
             batch: tensors of the batch. None takes those that the model's inputs came from.
+
+        Raises:
+            TypeError: the loss was computed from the parts of parameters that strategy="fsdp" leaves on each rank.
         """
+        if is_distributed(loss):
+            raise TypeError(
+                "the loss is a DTensor: a penalty on parameters that strategy='fsdp' has sharded was added to it; give "
+                "the penalty a backward pass of its own, penalty.backward(), or let the optimizer add it "
+                "(weight_decay=)"
+            )
         self._is_called = True
         try:
             if weight is not None or batch is not None:
@@ -138,8 +148,13 @@ class Passes:
             self._is_called, self._begun = False, None
 
     def adopt(self, engine: Engine) -> None:
-        """Gradients of the model were assigned by hand: those of the batch of the last forward pass. A collective."""
+        """Gradients of the model were assigned by hand: those of the batch of the last forward pass. A collective.
+
+        Raises:
+            ValueError: it is not known what they weigh.
+        """
         bound = self.microbatches.bound
+        self.microbatches.check_alike()
         check_counts(bound.candidates)
         self.microbatches.enter(self.microbatches.claim(bound), bound)
         engine.adopt(self.microbatches.part(bound))
@@ -191,8 +206,7 @@ class Passes:
             return torch.zeros_like(gradient)
         if run.part == 0:  # what came before was made zero there
             run.part = part
-        factor = part / run.part * (1.0 if model.is_leafy else run.counted.scale * run.part)
-        return None if factor == 1 else gradient * factor
+        return None if part == run.part else gradient * (part / run.part)
 
     def _arrive_at_leaf(
         self, engine: Callable[[], Engine | None], gradient: torch.Tensor | None
@@ -214,9 +228,15 @@ class Passes:
         run = self._runs.get(engine)
         if run is not None and run.task == task:
             return run
-        if not _accumulates(engine.module):
-            run = self._runs[engine] = _Run(task, None)
+        outer = run if run is not None and run.task in self._running else None  # this one runs inside of it
+        if not any(is_left_at(each) for each in engine.leaves()):
+            run = _Run(task, None)
+            if outer is None:
+                self._runs[engine] = run
+            engine.pass_by()
             return run
+        if outer is not None:
+            return outer
         counted = self._running.get(task) or self._begin(task, bound)
         bound = bound or counted.bound
         part = self.microbatches.part(bound) if counted.part is None else counted.part
@@ -244,17 +264,3 @@ class Passes:
         for each in ended.engines if ended is not None else ():
             if (engine := each()) is not None:
                 engine.finish()
-
-
-def _accumulates(module: nn.Module) -> bool:
-    """Whether the backward pass that runs leaves gradients at the module's parameters."""
-    for each in module.parameters():
-        if each.requires_grad:
-            with torch.enable_grad():
-                node = each.view_as(each).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-            try:
-                if torch._C._will_engine_execute_node(node):  # type: ignore[arg-type]
-                    return True
-            except RuntimeError:  # `torch.autograd.grad` takes this one's gradient
-                return False
-    return False

@@ -6,9 +6,10 @@ import copy
 
 import pytest
 import torch
-from modes import PROCESSES_2, THREADS_2
+from modes import PROCESSES_2, SOLO, THREADS_2
 from torch import nn
-from twin import loader_of, model, sgd
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from twin import compare, loader_of, mean_loss, model, sgd
 
 from unisono import Accelerator
 
@@ -95,6 +96,53 @@ def test_a_copy_is_one_of_the_module_and_shares_nothing():
 
     for mode in (THREADS_2, PROCESSES_2):
         mode.run(body)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_an_average_that_is_prepared_beside_the_model_is_that_of_one_device(strategy):
+    def lines(accelerator, loader):
+        network = model()
+        average = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        network, average, optimizer, loader = accelerator.prepare(network, average, sgd(network.parameters()), loader)
+        for batch in loader:
+            optimizer.zero_grad()
+            accelerator.backward(mean_loss(network, batch))
+            optimizer.step()
+            average.update_parameters(network)
+            with torch.no_grad():
+                average(batch[0])
+        return {name: getattr(each, "full_tensor", each.clone)() for name, each in average.state_dict().items()}
+
+    compare(PROCESSES_2, {"lines": lines}, strategy=strategy)
+
+
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
+def test_an_average_of_a_prepared_model_is_plain_and_that_of_one_device(mode):
+    def lines(accelerator, loader):
+        network = model()
+        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
+        average = AveragedModel(network)
+        for batch in loader:
+            optimizer.zero_grad()
+            accelerator.backward(mean_loss(network, batch))
+            optimizer.step()
+            average.update_parameters(network)
+        assert type(average.module) is nn.Sequential
+        return average.state_dict()
+
+    compare(mode, {"lines": lines})
+
+
+def test_a_sharded_model_says_how_to_have_a_copy():
+    def body():
+        network = Accelerator(strategy="fsdp").prepare(model())
+        with pytest.raises(TypeError) as error:
+            copy.deepcopy(network)
+        return str(error.value)
+
+    for told in PROCESSES_2.run(body):
+        assert "a copy of the prepared Sequential was asked for" in told
+        assert "model, average = accelerator.prepare(model, average)" in told
 
 
 def test_unwrap_gives_the_module_and_leaves_others():

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from unisono.comm.operations import name_ranks
 from unisono.errors import NonFiniteGradientError
 from unisono.parallel.names import name_of
+from unisono.parallel.sparse import values_of
 from unisono.world import World
 
 
@@ -40,7 +41,7 @@ class NanGuard:
     def _look(self, name: str, watched: Callable[[], torch.Tensor | None], gradient: torch.Tensor | None) -> None:
         parameter = watched()
         if parameter is not None and gradient is not None:  # autograd leaves out what a Function returns None for
-            is_bad = ~torch.isfinite(gradient).all()
+            is_bad = ~torch.isfinite(values_of(gradient)).all()
             self._found[parameter] = name, self._found[parameter][1] | is_bad if parameter in self._found else is_bad
 
     def check(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -57,7 +58,7 @@ class NanGuard:
         self.forget(parameters)
         own = [repr(found[place][0]) for place in _true([flag for _, flag in found])]
         held = [(each, each.grad) for each in parameters if each.grad is not None]
-        sums = [~torch.isfinite(getattr(gradient, "_local_tensor", gradient)).all() for _, gradient in held]
+        sums = [~torch.isfinite(values_of(getattr(gradient, "_local_tensor", gradient))).all() for _, gradient in held]
         summed = [name_of(held[place][0], parameters) for place in _true(sums)]  # may overflow in the sum alone
         any_bad = torch.tensor(int(bool(own or summed)), device=self._world.device)
         if not self._world.comm.all_reduce(any_bad, "max"):

@@ -13,6 +13,7 @@ from torch import nn
 from unisono.parallel.passes import Passes
 from unisono.parallel.prepared.stepping import Stepper
 from unisono.parallel.strategies.engine import Engine
+from unisono.parallel.strategies.sharded import is_sharded
 from unisono.tree import tree_map
 
 _REDUCED = (torch.float16, torch.bfloat16)
@@ -92,7 +93,17 @@ class PreparedModel(nn.Module):
             setattr(self.module, name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """A copy trains by itself, if at all: it is one of the module."""
+        """A copy trains by itself, if at all: it is one of the module.
+
+        Raises:
+            TypeError: the module is sharded.
+        """
+        if is_sharded(self.module):
+            raise TypeError(
+                f"a copy of the prepared {self.engine.name} was asked for, and strategy='fsdp' has sharded it, which "
+                "torch does not copy; copy the model before prepare(), as AveragedModel(model) does, and prepare both: "
+                "model, average = accelerator.prepare(model, average); or take accelerator.state_dict(model)"
+            )
         return copy.deepcopy(self.module, memo)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

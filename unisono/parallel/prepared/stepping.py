@@ -201,6 +201,13 @@ class Stepper:
         self._num_skipped = self._num_skipped + 1 if self._skipped_in >= self._microbatches.restarted_at else 1
         self._skipped_in = now.number
         if self._num_skipped >= now.every:
+            if not now.count and any(each.grad is not None for each in trained_parameters(self.optimizer)):
+                raise RuntimeError(
+                    f"accumulate={now.every} counts backward passes, and the gradients that the "
+                    f"{type(self.optimizer).__name__} finds were assigned by hand, as those of torch.autograd.grad "
+                    "are; let accelerator.backward(loss) leave them in .grad, or pass accumulate=1 and step on each "
+                    "batch"
+                )
             raise RuntimeError(
                 f"the {type(self.optimizer).__name__} was asked to step {self._num_skipped} times in a row, and never "
                 f"on the last microbatch of accumulate={now.every}; call its step() on each one, and "
@@ -292,7 +299,7 @@ def _refuse_held_gradients(optimizer: Optimizer, *_: Any) -> None:
     for engine in held:
         if any(id(each) in own for each in engine.module.parameters()):
             raise RuntimeError(
-                f"the {type(optimizer).__name__} steps on gradients of the {type(engine.module).__name__} that are "
+                f"the {type(optimizer).__name__} steps on gradients of the {engine.name} that are "
                 "this rank's alone, in the middle of an accumulation or behind no_sync(); step with the optimizer that "
                 "prepare() has returned, or behind the backward pass that ends the step (accelerator.is_boundary)"
             )

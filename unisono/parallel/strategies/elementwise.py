@@ -9,6 +9,9 @@ from torch.optim import Optimizer
 
 # Of torch.optim's: they take all parameters as one, or something over a whole parameter.
 _OVER_ALL = {torch.optim.LBFGS}
+# They do to parts what torch cannot do, or take gradients that parts do not have.
+_NOT_SHARDED = {torch.optim.Rprop, torch.optim.SparseAdam}
+_FUSED = {torch.optim.Adam, torch.optim.AdamW}  # whose fused steps it can do
 _OVER_EACH = {getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)}
 
 
@@ -30,6 +33,16 @@ def check_elementwise(optimizer: Optimizer, strategy: str, is_declared: bool, ta
         raise TypeError(
             f"strategy={strategy!r} divides {cut} by ranks, and {type(optimizer).__name__} takes {what}; take "
             "strategy='ddp', or an optimizer that treats each element for itself"
+        )
+    if kind in _NOT_SHARDED and not takes_whole:
+        raise TypeError(
+            f"strategy={strategy!r} keeps DTensors, and torch's {type(optimizer).__name__} cannot step for these; take "
+            "another optimizer, or strategy='zero1' or 'ddp'"
+        )
+    if not takes_whole and kind not in _FUSED and any(group.get("fused") for group in optimizer.param_groups):
+        raise TypeError(
+            f"strategy={strategy!r} keeps DTensors, and {type(optimizer).__name__}(fused=True) cannot step for these; "
+            "make it with fused=False"
         )
     if kind is None and not is_declared:
         raise TypeError(

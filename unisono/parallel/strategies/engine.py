@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from unisono.parallel.agreement import check_agreement
@@ -24,18 +25,16 @@ class Engine:
         ledger: says what the rank's gradients weigh.
 
     Attributes:
-        is_leafy: gradients arrive at the module's own parameters, where hooks see them.
+        name: of the module's class.
         is_held: a backward pass has left gradients that are this rank's alone.
         is_reduced: those that are there are of all ranks.
         generation: how many backward passes have come to the model.
-        hooks: on the parameters, for their gradients.
+        hooks: on the leaves, for their gradients.
         is_released: its model is prepared no more.
     """
 
-    is_leafy = True
-
     def __init__(self, module: nn.Module, world: World, ledger: Ledger) -> None:
-        self.module = module
+        self.module, self.name = module, type(module).__name__
         self.is_held = self.is_reduced = False
         self.generation = 0
         self.is_released = False
@@ -53,13 +52,26 @@ class Engine:
 
         Args:
             reduces: it ends a step.
+
+        Raises:
+            RuntimeError: it makes a graph of the gradients, and other ranks' are to be added.
         """
+        if torch.is_grad_enabled() and self._world.comm.size > 1:
+            raise RuntimeError(
+                f"backward(create_graph=True) through the {self.name}: the gradients of "
+                f"{self._world.comm.size} ranks are added, which no graph goes through; take what is to be "
+                "differentiated again from torch.autograd.grad(..., create_graph=True), and call backward() on a loss "
+                "of it"
+            )
         if self.is_reduced and self._ledger.held_factor() not in (0, 1):
             scale_gradients(self.trained(), 1 / self._ledger.held_factor())  # the further reduction undoes it
         self.is_held, self.is_reduced = True, False
         self.generation += 1
         self._reduces = reduces
         self.prepare(reduces)
+
+    def pass_by(self) -> None:
+        """A backward pass has come to the model that leaves nothing in `.grad`, as `torch.autograd.grad` does."""
 
     def prepare(self, reduces: bool) -> None:
         """Before the first gradient of a backward pass arrives."""
@@ -120,5 +132,26 @@ class Engine:
         """That optimizer has stepped."""
 
     def trained(self) -> list[torch.Tensor]:
-        """The parameters that take gradients."""
-        return [each for each in self.module.parameters() if each.requires_grad]
+        """The parameters that take gradients; not what `torch.func.functional_call` has put in their places."""
+        return [each for each in self.module.parameters() if each.requires_grad and isinstance(each, nn.Parameter)]
+
+    def leaves(self) -> list[torch.Tensor]:
+        """Where gradients arrive in a backward pass, and hooks see them."""
+        return self.trained()
+
+
+def is_left_at(leaf: torch.Tensor) -> bool:
+    """Whether the backward pass that runs leaves a gradient in this leaf's `.grad`."""
+    try:
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(leaf).node))
+    except RuntimeError:
+        return False
+
+
+def is_taken_from(leaf: torch.Tensor) -> bool:
+    """Whether the backward pass that runs is `torch.autograd.grad`, with respect to this leaf among others."""
+    try:
+        torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
+    except RuntimeError:  # torch does not answer for such a leaf
+        return True
+    return False

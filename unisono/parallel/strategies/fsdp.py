@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from unisono.parallel.agreement import broadcast_parameters
 from unisono.parallel.ledger import Ledger
 from unisono.parallel.strategies.elementwise import check_elementwise
-from unisono.parallel.strategies.engine import Engine
-from unisono.parallel.strategies.sharded import check_shardable, shard
+from unisono.parallel.strategies.engine import Engine, is_left_at, is_taken_from
+from unisono.parallel.strategies.rebinding import Rebinding
+from unisono.parallel.strategies.sharded import check_shardable, shard, units_in, whole_parameters
 from unisono.parallel.strategies.strategy import Options, Strategy
 from unisono.parallel.weakly import weakly
 from unisono.tree import leaves
@@ -34,6 +36,7 @@ class Sharded(Strategy):
             )
 
     def check(self, each: nn.Module | Optimizer) -> None:
+        super().check(each)
         if isinstance(each, Optimizer):
             check_elementwise(each, "fsdp", self.options.is_elementwise, takes_whole=False)
         else:
@@ -46,50 +49,136 @@ class Sharded(Strategy):
 
 class ShardedEngine(Engine):
     """
-    Gradients arrive at the whole parameters, which torch makes for a backward pass, and never at the module's own.
+    Gradients arrive at the whole parameters, which are there while the model runs, and never at the module's own.
+
+    A second backward pass, through gradients that `torch.autograd.grad` has computed, begins with what leaves no other
+    trace: so the gradients of the model's inputs tell when it comes, and all of the model is gathered then.
 
     Args:
         module, world, ledger: as for `Engine`; a world of processes.
         finds_unused: as for `shard`.
     """
 
-    is_leafy = False
-
     def __init__(self, module: nn.Module, world: World, ledger: Ledger, finds_unused: bool) -> None:
-        self._name = type(module).__name__
+        name = type(module).__name__  # torch gives it another one
         sharded: Any = shard(module, world, weakly(ledger.factor), find_unused_parameters=finds_unused)
         super().__init__(sharded, world, ledger)
-        self._sharded = sharded
+        self._sharded, self.name = sharded, name
+        self._whole = whole_parameters(sharded)
+        self._parts = list(sharded.parameters())
+        self._entries = WeakTensorKeyDictionary()  # inputs that have told of their gradients before
+        self._memory, self._gradients = Rebinding(self._parts), Rebinding(())
+        for each in self._parts:
+            if each.requires_grad:
+                each.register_hook(weakly(self._arrive_at_part))
         self._backward_pass = -1  # the last one that was announced
         sharded.register_forward_hook(weakly(self._watch), prepend=True)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._world.comm.announce(f"a forward pass of the {self._name}")  # gathers parameters
+        self._memory.check("fsdp")
+        self._world.comm.announce(f"a forward pass of the {self.name}")  # gathers parameters
+        if not torch.is_grad_enabled():
+            try:
+                return self.module(*args, **kwargs)
+            finally:
+                self._sharded.reshard()
+        entries = _with_gradients((args, kwargs))
+        for each in entries:
+            if each not in self._entries:  # a trained prompt, say, is an input again and again
+                self._entries[each] = each.register_hook(weakly(self._leave))
+        result = self.module(*args, **kwargs)
+        for each in _with_gradients(result) if not entries else ():
+            if each.grad_fn is not None:
+                each.grad_fn.register_prehook(weakly(self._refuse_graph))
+        return result
+
+    def pass_by(self) -> None:
+        """
+        Raises:
+            RuntimeError: it is to give the gradients of parameters.
+        """
+        if any(is_taken_from(each) or is_left_at(each) for each in [*self._whole, *self._parts] if each.requires_grad):
+            raise RuntimeError(
+                f"gradients of the {self.name} were asked for by torch.autograd.grad(loss, parameters), or "
+                "backward(inputs=parameters), and under strategy='fsdp' no rank has them as a whole; let "
+                "loss.backward() leave them in .grad, or take strategy='ddp'"
+            )
+
+    def _refuse_graph(self, _: object) -> None:
+        """
+        Raises:
+            RuntimeError: gradients get a graph, and nobody will see when a backward pass comes to it.
+        """
         if torch.is_grad_enabled():
-            return self.module(*args, **kwargs)
-        try:
-            return self.module(*args, **kwargs)
-        finally:
-            self._sharded.reshard()
+            raise RuntimeError(
+                f"torch.autograd.grad(..., create_graph=True) through the {self.name}, none of whose inputs requires "
+                "a gradient: strategy='fsdp' cannot tell when its parameters are to be gathered for the second "
+                "backward pass; take the gradient with respect to an input of the model, or take strategy='ddp'"
+            )
+
+    def _leave(self, gradient: torch.Tensor) -> None:
+        """The gradient of an input is there; where it has a graph of its own, another backward pass begins with it."""
+        if torch.is_grad_enabled() and gradient.requires_grad:
+            gradient.register_hook(weakly(self._gather))
+
+    def _gather(self, _: torch.Tensor) -> None:
+        self._announce()
+        for unit in units_in(self.module):
+            unit.unshard()
+
+    def _arrive_at_part(self, _: torch.Tensor) -> None:
+        """
+        Raises:
+            RuntimeError: a penalty on the parameters, which is whole on all ranks, would count once a microbatch.
+        """
+        if self._ledger.every > 1:
+            raise RuntimeError(
+                f"a penalty on the parameters of the {self.name} has a backward pass of its own, and under "
+                f"strategy='fsdp' it would count in each of the accumulate={self._ledger.every} microbatches of a "
+                "step; let the optimizer add it (weight_decay=), or take strategy='ddp'"
+            )
+
+    def leaves(self) -> list[torch.Tensor]:
+        return [each for each in self._whole if each.requires_grad]
 
     def _watch(self, module: nn.Module, args: Any, outputs: Any) -> None:
         """Let the outputs announce their backward pass: before FSDP2's own hooks on them gather parameters."""
-        for leaf in leaves(outputs):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(weakly(self._announce))
+        for leaf in _with_gradients(outputs):
+            leaf.register_hook(weakly(self._announce))
 
-    def _announce(self, gradient: torch.Tensor | None) -> None:
+    def _announce(self, _: torch.Tensor | None = None) -> None:
         backward_pass = torch._C._current_graph_task_id()
         if backward_pass != self._backward_pass:
             self._backward_pass = backward_pass
-            self._world.comm.announce(f"a backward pass of the {self._name}")
+            self._world.comm.announce(f"a backward pass of the {self.name}")
 
     def prepare(self, reduces: bool) -> None:
         self._world.comm.announce(f"the backward pass of {self._ledger.place()}")
         self._sharded.set_requires_gradient_sync(reduces)
 
     def complete(self) -> None:
-        """The backward pass has reduced."""
+        """The backward pass has reduced, or torch's last callback, which may be still to come, will do so."""
+        torch.autograd.Variable._execution_engine.queue_callback(weakly(self._check_reduced))
+
+    def _check_reduced(self) -> None:
+        """
+        Raises:
+            RuntimeError: the backward pass has not come to an output, with which torch's reduction begins.
+        """
+        if any(each.grad is not None for each in self._whole):
+            for each in self._whole:
+                each.grad = None
+            raise RuntimeError(
+                f"the loss depends on parameters of the {self.name} and on none of its outputs, and strategy='fsdp' "
+                "reduces nothing then; add 0 * outputs.sum() to the loss"
+            )
+        self._gradients = Rebinding(each.grad for each in self._parts if each.grad is not None)
+
+    def adopt(self, part: float) -> None:
+        raise RuntimeError(
+            f"the gradients of the {self.name} were assigned by hand, and strategy='fsdp' reduces what backward passes "
+            "leave only; let loss.backward() leave them in .grad, or take strategy='ddp'"
+        )
 
     def reduce(self) -> None:
         raise RuntimeError(
@@ -101,7 +190,13 @@ class ShardedEngine(Engine):
         self._world.comm.announce(f"the end of {self._ledger.place()}")
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._memory.check("fsdp")
+        self._gradients.check("fsdp", "grad.data")
         self._sharded.reshard()  # what a forward pass has gathered, and no backward pass has given back, is old now
+
+
+def _with_gradients(values: Any) -> list[torch.Tensor]:
+    return [each for each in leaves(values) if isinstance(each, torch.Tensor) and each.requires_grad]
 
 
 strategy_class = Sharded

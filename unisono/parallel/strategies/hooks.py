@@ -95,8 +95,9 @@ def attach_hook(
     _check_options(name, options, allowed)
     if name == "powersgd":
         _check_real(ddp)
-    size: int = ddp.process_group.size()
-    hook, state, averager = make(ddp.process_group, world or current_world(), **options)
+    group = ddp.process_group  # `weighted` must not hold the DDP, by which C++ holds it
+    size: int = group.size()
+    hook, state, averager = make(group, world or current_world(), **options)
     factor = 1.0
 
     def weighted(_: None, bucket: GradBucket) -> Sent:
@@ -107,7 +108,9 @@ def attach_hook(
         if gradients.is_complex():
             _refuse_complex()
         scale_in_place(gradients, factor)
-        sent = hook(state, bucket)
+        # Half precision and low ranks are for tables; what travels of a sparse one are the rows that it has.
+        is_dense = gradients.layout is torch.strided or name == "post_local_sgd"
+        sent = hook(state, bucket) if is_dense else allreduce_hook(group, bucket)
         if finish is not None and bucket.is_last():
             finish()
         return sent

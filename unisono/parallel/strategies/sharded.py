@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 from unisono.parallel.gradients import scale_in_place
+from unisono.parallel.sparse import is_sparse, sparse_layers, values_of
 from unisono.world import World, current_world
 
 if TYPE_CHECKING:
@@ -99,14 +100,35 @@ def check_shardable(trained: nn.Module, units: _Classes | None = None) -> None:
     """
     if is_sharded(trained):
         raise ValueError(f"the {type(trained).__name__} is sharded already; shard a model once")
+    if layers := sparse_layers(trained):
+        raise ValueError(
+            f"strategy='fsdp' reduces dense gradients only, and the layer {layers[0]!r} of the "
+            f"{type(trained).__name__} has sparse=True; make it with sparse=False, or take strategy='ddp' or 'zero1'"
+        )
     for unit, own in _own_parameters([*units_of(trained, units), trained]):
         _check_types(trained, unit, own)
 
 
+def units_in(model: nn.Module) -> list[FSDPModule]:
+    """What `shard` gathers one by one in a model that is sharded, itself among them."""
+    kind = loaded_class("torch.distributed.fsdp", "FSDPModule")
+    return [module for module in model.modules() if isinstance(module, kind)]
+
+
+def whole_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """What stands in the place of a sharded model's parameters while it runs, the same each time. A collective."""
+    found: dict[nn.Parameter, None] = {}
+    unit: Any
+    for unit in units_in(model):
+        unit.unshard()
+        found.update((each, None) for each in unit.parameters() if not is_distributed(each))
+        unit.reshard()
+    return list(found)
+
+
 def is_sharded(model: nn.Module) -> bool:
     """Whether `shard`, or torch's `fully_shard`, was applied to the model or to a part of it."""
-    kind = loaded_class("torch.distributed.fsdp", "FSDPModule")
-    return any(isinstance(module, kind) for module in model.modules())
+    return bool(units_in(model))
 
 
 def is_distributed(tensor: object) -> TypeGuard[DTensor]:
@@ -178,14 +200,18 @@ def clip_grad_norm(
         The norm before, a plain tensor, equal on all ranks.
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    if not any(is_distributed(parameter) for parameter in parameters):
+    for parameter in parameters:
+        if parameter.grad is not None and is_sparse(parameter.grad):  # of which torch has no norm
+            parameter.grad = parameter.grad.coalesce()
+    if not any(is_distributed(parameter) or is_sparse(parameter.grad) for parameter in parameters):
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
     world = world or current_world()
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     shards = [gradient.to_local() for gradient in gradients if is_distributed(gradient)]
     whole = [gradient for gradient in gradients if not is_distributed(gradient)]
     # Norms are gathered and not powers summed: no overflow, NaN stays NaN, and every norm type is right.
-    norms = [*world.comm.all_gather(_norm(shards, norm_type, world)), _norm(whole, norm_type, world)]
+    of_whole = _norm([values_of(gradient) for gradient in whole], norm_type, world)
+    norms = [*world.comm.all_gather(_norm(shards, norm_type, world)), of_whole]
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch has it
     for gradient in (*shards, *whole):

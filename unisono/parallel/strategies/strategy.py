@@ -13,10 +13,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from unisono.parallel.ledger import Ledger
 from unisono.parallel.strategies.engine import Engine
+from unisono.parallel.strategies.sharded import is_sharded, loaded_class
 from unisono.protocols import Backend
 from unisono.world import World
 
@@ -78,6 +80,8 @@ class Strategy(ABC):
         Raises:
             TypeError, ValueError: it does not.
         """
+        if isinstance(each, nn.Module):
+            _check_plain(each)
 
     @abstractmethod
     def wrap_model(self, module: nn.Module) -> Engine:
@@ -89,3 +93,29 @@ class Strategy(ABC):
 
     def check_clipping(self) -> None:
         """Refuse to clip by a norm that the ranks have in common. ValueError."""
+
+
+def _check_plain(model: nn.Module) -> None:
+    """
+    Raises:
+        ValueError: something else reduces the model's gradients, or has cut its parameters.
+    """
+    sharded_before = loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")
+    for name, part in model.named_modules():
+        where = f"its part {name!r}" if name else "it"
+        if isinstance(part, DistributedDataParallel | nn.DataParallel):
+            raise ValueError(
+                f"the {type(model).__name__} cannot be prepared: {where} is wrapped in {type(part).__name__}, which "
+                "reduces gradients by itself; pass the model that is inside (its .module), and prepare() does what the "
+                "wrapper is for"
+            )
+        if sharded_before and isinstance(part, sharded_before):
+            raise ValueError(_SHARDED.format(type(model).__name__, where, "FullyShardedDataParallel"))
+    if is_sharded(model):
+        raise ValueError(_SHARDED.format(type(model).__name__, "it, or a part of it,", "torch's fully_shard"))
+
+
+_SHARDED = (
+    "the {} cannot be prepared: {} was sharded by {}, which knows nothing of what each rank's gradients weigh; pass "
+    "the model as it was before, with Accelerator(strategy='fsdp'), and prepare() shards it"
+)

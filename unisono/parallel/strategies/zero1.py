@@ -9,7 +9,7 @@ groups and its state, and the way of a plain state into the part of it that a ra
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
@@ -19,6 +19,7 @@ from torch.optim import LBFGS, Optimizer
 from unisono.parallel.strategies.ddp import Replicated, own_steps_contradict
 from unisono.parallel.strategies.elementwise import check_elementwise
 from unisono.parallel.strategies.hooks import POST_LOCAL_SGD
+from unisono.parallel.strategies.rebinding import Rebinding
 from unisono.parallel.strategies.sharded import is_distributed, loaded_class
 from unisono.parallel.strategies.strategy import Options
 from unisono.world import World
@@ -41,6 +42,7 @@ class Divided(Replicated):
             raise ValueError(own_steps_contradict("strategy='zero1'"))
 
     def check(self, each: nn.Module | Optimizer) -> None:
+        super().check(each)
         if isinstance(each, Optimizer):
             check_elementwise(each, "zero1", self.options.is_elementwise, takes_whole=True)
             check_divisible(each)
@@ -70,12 +72,28 @@ def shard_optimizer(optimizer: Optimizer, world: World) -> ZeroRedundancyOptimiz
     check_divisible(optimizer)
     parameters = parameters_of(optimizer)
     # Where they may lie end to end, each rank's are sent in one piece; other memory formats would not survive it.
-    sharded = _made_like(optimizer, all(parameter.is_contiguous() for parameter in parameters))
+    shares_memory = all(parameter.is_contiguous() for parameter in parameters)
+    sharded = _made_like(optimizer, shares_memory)
     load_local(sharded, optimizer.state_dict())
     optimizer.state.clear()
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(sharded, hooks, getattr(optimizer, hooks))  # the same ones: whoever has a handle may remove its hook
+    if shares_memory:
+        sharded.register_step_post_hook(_MemoryCheck(parameters))
     return sharded
+
+
+class _MemoryCheck:
+    """Behind each step: what the ranks have sent to one another is what the parameters have."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._memory = Rebinding(parameters)
+
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+        parameters = parameters_of(optimizer)
+        if len(parameters) != len(self._memory):  # a further group: torch has laid out all of them anew
+            self._memory = Rebinding(parameters)
+        self._memory.check("zero1")
 
 
 def is_divided(optimizer: Optimizer) -> TypeGuard[ZeroRedundancyOptimizer]:
@@ -132,7 +150,7 @@ def check_divisible(optimizer: Optimizer) -> None:
             kind = "a DTensor" if is_distributed(parameter) else parameter.layout
             raise ValueError(
                 f"strategy='zero1' divides whole, dense parameters by ranks, and parameter {place} of the {name} is "
-                f"{kind}; optimizers of a sharded model need no zero1, their state is sharded with it"
+                f"{kind}; let strategy='fsdp' shard a plain model, and the optimizer's state is sharded with it"
             )
     _make(optimizer, type(optimizer))
 

@@ -1,0 +1,154 @@
+"""Gradients that no backward pass leaves in `.grad`, and models that run with other parameters than their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from modes import PROCESSES_2, SOLO, THREADS_2, Mode
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from twin import State, compare, loader_of, mean_loss, model, sgd
+
+from unisono import Accelerator, DeviceLoader, backward, optimizer_step
+
+MODES = pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
+SEVERAL = pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
+
+
+def adapted(network: Any, parameters: dict[str, torch.Tensor], inputs: torch.Tensor, targets: torch.Tensor) -> Any:
+    """The parameters behind a step of their own on these samples, as a function of what they were."""
+    loss = F.mse_loss(functional_call(network, parameters, (inputs,)), targets)
+    gradients = torch.autograd.grad(loss, list(parameters.values()), create_graph=True)
+    return {name: each - 0.1 * own for (name, each), own in zip(parameters.items(), gradients, strict=True)}
+
+
+def learned_to_learn(accelerator: Any, loader: DataLoader[Any]) -> State:
+    """MAML, where each sample is a task."""
+    network = model()
+    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
+    for inputs, targets, _ in loader:
+        own, losses = dict(network.named_parameters()), []
+        for one, target in zip(inputs.split(1), targets.split(1), strict=True):
+            fast = adapted(network, own, one, target)
+            losses.append(F.mse_loss(functional_call(network, fast, (one,)), target))
+        accelerator.backward(sum(losses) / len(inputs))
+        optimizer.step()
+        optimizer.zero_grad()
+    return network.state_dict()
+
+
+def with_first_order_steps(accelerator: Any, loader: DataLoader[Any]) -> State:
+    """As FOMAML has it: the gradients of other parameters are assigned."""
+    network = model()
+    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
+    for inputs, targets, _ in loader:
+        fast = {name: each.detach().clone().requires_grad_() for name, each in network.named_parameters()}
+        F.mse_loss(functional_call(network, fast, (inputs,)), targets).backward()
+        for name, each in network.named_parameters():
+            each.grad = fast[name].grad
+        optimizer.step()
+        optimizer.zero_grad()
+    return network.state_dict()
+
+
+@MODES
+def test_models_that_run_with_other_parameters_weigh_their_own_gradients_once(mode: Mode) -> None:
+    compare(mode, {each.__name__: each for each in (learned_to_learn, with_first_order_steps)})
+
+
+def assign(network: Any, batch: Any) -> None:
+    own = list(network.parameters())
+    for each, gradient in zip(own, torch.autograd.grad(mean_loss(network, batch), own), strict=True):
+        each.grad = gradient if each.grad is None else each.grad + gradient
+
+
+def added_up(accelerator: Any, loader: DataLoader[Any]) -> State:
+    """Of two batches each."""
+    network = model()
+    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
+    for number, batch in enumerate(loader):
+        assign(network, batch)
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return network.state_dict()
+
+
+def stepped_on_each(accelerator: Any, loader: DataLoader[Any]) -> State:
+    network = model()
+    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
+    for batch in loader:
+        assign(network, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    return network.state_dict()
+
+
+@MODES
+def test_gradients_of_several_batches_are_added_up_by_hand_where_the_batches_were_dealt_alike(mode: Mode) -> None:
+    compare(mode, {"added up": added_up}, samples=24)
+
+
+@SEVERAL
+def test_where_they_were_not_it_is_an_error_whose_way_out_is_one(mode: Mode) -> None:
+    def body() -> str:
+        with pytest.raises(ValueError) as error:
+            added_up(Accelerator(), loader_of(23, 3))
+        return str(error.value)
+
+    for told in mode.run(body):
+        assert "of which this rank had different parts" in told
+        assert "step on each batch and zero_grad() behind each step" in told
+    compare(mode, {"stepped on each": stepped_on_each})
+
+
+@MODES
+def test_an_accumulation_does_not_count_them_and_says_so(mode: Mode) -> None:
+    def body() -> str:
+        with pytest.raises(RuntimeError) as error:
+            stepped_on_each(Accelerator(accumulate=2), loader_of(23, 3))
+        return str(error.value)
+
+    for told in mode.run(body):
+        assert "accumulate=2 counts backward passes, and the gradients that the SGD finds were assigned by hand" in told
+        assert "accelerator.backward(loss) leave them in .grad, or pass accumulate=1 and step on each batch" in told
+
+
+@SEVERAL
+def test_by_hand_the_advice_is_one_too(mode: Mode) -> None:
+    def body(is_advised: bool) -> str:
+        network = model()
+        optimizer = sgd(network.parameters())
+        try:
+            for number, batch in enumerate(DeviceLoader(loader_of(23, 3))):
+                if is_advised:
+                    backward(mean_loss(network, batch))
+                else:
+                    assign(network, batch)
+                if number % 2:
+                    optimizer_step(optimizer)
+                    optimizer.zero_grad()
+        except ValueError as error:
+            return str(error)
+        return "nothing"
+
+    assert all("call unisono.backward(loss) instead" in told for told in mode.run(lambda: body(False)))
+    assert mode.run(lambda: body(True)) == ["nothing"] * mode.ranks
+
+
+def test_under_fsdp_they_are_refused() -> None:
+    def body() -> str:
+        accelerator, network = Accelerator(strategy="fsdp"), model()
+        network, optimizer = accelerator.prepare(network, sgd(network.parameters()))
+        for each in network.parameters():
+            each.grad = torch.ones_like(each)
+        with pytest.raises(RuntimeError) as error:
+            optimizer.step()
+        return str(error.value)
+
+    for told in PROCESSES_2.run(body):
+        assert "the gradients of the Sequential were assigned by hand" in told
+        assert "let loss.backward() leave them in .grad, or take strategy='ddp'" in told

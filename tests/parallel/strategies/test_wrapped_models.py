@@ -1,0 +1,82 @@
+"""Models that torch has wrapped before: those that reduce by themselves are refused, compiled ones are trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from modes import PROCESSES_2, SOLO, THREADS_2, Mode
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from twin import State, assert_all_are, loader_of, mean_loss, model, sgd
+
+from unisono import Accelerator
+
+STRATEGIES = pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+
+
+def told(network: nn.Module, strategy: str) -> str:
+    with pytest.raises(ValueError) as error:
+        Accelerator(strategy=strategy).prepare(sgd(network.parameters()), network)
+    return str(error.value)
+
+
+@STRATEGIES
+def test_who_reduces_already_is_refused_and_the_model_inside_is_asked_for(strategy: str) -> None:
+    def body() -> list[str]:
+        wrapped = DistributedDataParallel(model())
+        return [told(each, strategy) for each in (wrapped, nn.Sequential(nn.Tanh(), wrapped), nn.DataParallel(model()))]
+
+    for whole, part, threaded in PROCESSES_2.run(body):
+        assert "it is wrapped in DistributedDataParallel, which reduces gradients by itself" in whole
+        assert "the Sequential cannot be prepared: its part '1' is wrapped in DistributedDataParallel" in part
+        assert "it is wrapped in DataParallel" in threaded
+        assert all("pass the model that is inside (its .module)" in each for each in (whole, part, threaded))
+
+
+@STRATEGIES
+def test_what_torch_has_sharded_is_refused_and_the_plain_model_is_asked_for(strategy: str) -> None:
+    def body() -> list[str]:
+        from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+        first, second = model(), model()
+        fully_shard(first)
+        fully_shard(second[0])
+        third = FullyShardedDataParallel(model(), device_id=torch.device("cpu"))
+        found = []
+        for each in (first, second, third):
+            with pytest.raises(ValueError) as error:
+                Accelerator(strategy=strategy).prepare(each)
+            found.append(str(error.value))
+        return found
+
+    for whole, part, older in PROCESSES_2.run(body):
+        assert "was sharded by torch's fully_shard" in whole
+        assert "was sharded by torch's fully_shard" in part
+        assert "was sharded by FullyShardedDataParallel" in older
+        for each in (whole, part, older):
+            assert "pass the model as it was before, with Accelerator(strategy='fsdp')" in each
+
+
+def trained(network: Any, strategy: str) -> State:
+    accelerator = Accelerator(strategy=strategy)
+    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(23, 3))
+    for batch in loader:
+        accelerator.backward(mean_loss(network, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    return accelerator.state_dict(network)
+
+
+@pytest.mark.parametrize(
+    ("mode", "strategy"),
+    [(SOLO, "ddp"), (THREADS_2, "ddp"), (PROCESSES_2, "ddp"), (PROCESSES_2, "zero1"), (PROCESSES_2, "fsdp")],
+    ids=str,
+)
+def test_a_compiled_model_is_trained_as_it_is(mode: Mode, strategy: str) -> None:
+    def body() -> list[State]:
+        return [trained(each, strategy) for each in (model(), torch.compile(model(), backend="eager"))]
+
+    plain, compiled = mode.run(body)[0]
+    assert_all_are([compiled], plain)

@@ -1,0 +1,198 @@
+"""Sparse embeddings train as on one device, whoever reduces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from modes import FAMILY, PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from twin import CLOSE, Plain, State, adam, assert_all_are, loader_of, seeded
+
+from unisono import Accelerator, DeviceLoader, backward, current_world, optimizer_step
+from unisono.parallel.agreement import broadcast_parameters
+from unisono.parallel.gradients import reduce_gradients
+
+pytestmark = pytest.mark.skipif(FAMILY == "xla", reason="XLA has dense tensors only")
+
+MODES = pytest.mark.parametrize("mode", [SOLO, THREADS_2, THREADS_3, PROCESSES_2], ids=str)
+
+
+class Words(nn.Module):
+    """Of inputs it takes whole numbers; each batch has few of them."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(40, 4, sparse=sparse), nn.Linear(4, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.table((inputs * 8 + 20).long().clamp(0, 39))).mean(1))
+
+
+def words(sparse: bool = True) -> Any:
+    return seeded(Words(sparse).double())
+
+
+def loss_of(network: nn.Module, batch: list[torch.Tensor], tokens: bool = False) -> torch.Tensor:
+    errors = F.mse_loss(network(batch[0]), batch[1], reduction="none").mean(1)
+    return (errors * batch[2]).sum() / batch[2].sum().clamp(min=1) if tokens else errors.mean()
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.5)
+
+
+def adagrad(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(parameters, lr=0.1)
+
+
+Lines = Callable[[Any, DataLoader[Any]], State]
+
+
+def trained(make: Callable[[Any], torch.optim.Optimizer], tokens: bool = False, sparse: bool = True) -> Lines:
+    def lines(accelerator: Any, loader: Any) -> State:
+        network = words(sparse)
+        network, optimizer, loader = accelerator.prepare(network, make(network.parameters()), loader)
+        for _ in range(2):
+            for batch in loader:
+                weight = batch[2].sum() * (getattr(loader, "valid_samples", 1) > 0) if tokens else None
+                accelerator.backward(loss_of(network, batch, tokens), weight=weight)
+                optimizer.step()
+                optimizer.zero_grad()
+        return network.state_dict()
+
+    return lines
+
+
+def with_two_optimizers(accelerator: Any, loader: Any) -> State:
+    network = words()
+    sparse, dense = torch.optim.SparseAdam(network.table.parameters(), lr=0.05), adam(network.head.parameters())
+    network, sparse, dense, loader = accelerator.prepare(network, sparse, dense, loader)
+    for batch in loader:
+        accelerator.backward(loss_of(network, batch))
+        sparse.step()
+        dense.step()
+        sparse.zero_grad()
+        dense.zero_grad()
+    return network.state_dict()
+
+
+LINES = [trained(sgd), trained(adagrad), trained(sgd, tokens=True), with_two_optimizers]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@MODES
+def test_the_weights_are_those_of_one_device_in_every_mode(mode: Mode, accumulate: int) -> None:
+    check(mode, LINES, accumulate=accumulate)
+
+
+def test_they_are_so_where_the_optimizers_state_is_divided() -> None:
+    check(PROCESSES_2, LINES, strategy="zero1")
+
+
+@pytest.mark.parametrize("hook", ["fp16", "powersgd"])
+def test_rows_are_not_compressed(hook: str) -> None:
+    tables = PROCESSES_2.run(lambda: trained(sgd)(Accelerator(comm_hook=hook), loader_of(23, 3))["table.weight"])
+    expected = trained(sgd)(Plain(), loader_of(23, 6))["table.weight"]
+    for table in tables:
+        assert torch.equal(table, tables[0])
+        torch.testing.assert_close(table, expected, rtol=1e-2, atol=1e-3)
+
+
+def check(mode: Mode, lines: list[Lines], **options: Any) -> None:
+    ranks = mode.run(lambda: [each(Accelerator(**options), loader_of(23, 3)) for each in lines])
+    for place, each in enumerate(lines):
+        print(place)
+        expected = each(Plain(), loader_of(23, 3 * mode.ranks * options.get("accumulate", 1)))
+        assert_all_are([states[place] for states in ranks], expected)
+
+
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
+def test_their_norm_is_that_of_the_dense_gradient_and_the_guard_reads_them(mode: Mode) -> None:
+    def lines(sparse: bool) -> Lines:
+        def loop(accelerator: Any, loader: Any) -> State:
+            network, norms = words(sparse), []
+            network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
+            for batch in loader:
+                accelerator.backward(loss_of(network, batch))
+                norms.append(accelerator.clip_grad_norm(network.parameters(), 0.1))
+                optimizer.step()
+                optimizer.zero_grad()
+            return {**network.state_dict(), "norms": torch.stack(norms).double()}
+
+        return loop
+
+    ranks = mode.run(lambda: lines(True)(Accelerator(nan_guard=True), loader_of(23, 3)))
+    assert_all_are(ranks, lines(False)(Plain(), loader_of(23, 3 * mode.ranks)))
+
+
+@MODES
+def test_by_hand_they_are_reduced_where_all_ranks_know_of_them(mode: Mode) -> None:
+    def body() -> State:
+        network = broadcast(words())
+        optimizer = sgd(network.parameters())
+        for _ in range(2):
+            for batch in DeviceLoader(loader_of(23, 3)):
+                backward(loss_of(network, batch))
+                optimizer_step(optimizer)
+                optimizer.zero_grad()
+        state: State = network.state_dict()
+        return state
+
+    assert_all_are(mode.run(body), trained(sgd)(Plain(), loader_of(23, 3 * mode.ranks)))
+
+
+def broadcast(network: nn.Module) -> nn.Module:
+    broadcast_parameters(network)
+    return network
+
+
+@pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
+def test_ranks_may_have_no_such_gradient_or_a_dense_one(mode: Mode) -> None:
+    def body() -> list[torch.Tensor]:
+        rank, found = current_world().rank, []
+        for other in ("none", "dense"):
+            table = broadcast(nn.Embedding(5, 2, sparse=True, dtype=torch.float64)).weight
+            if rank == 0:
+                F.embedding(torch.tensor([3, 1, 3]), table, sparse=True).sum().backward()
+            elif other == "dense":
+                F.embedding(torch.tensor([1]), table).sum().backward()
+            reduce_gradients([table], current_world(), 0.5, "a step")
+            assert table.grad is not None
+            assert (table.grad.layout is torch.strided) == (other == "dense")
+            found.append(table.grad.to_dense())
+        return found
+
+    column = torch.tensor([0, 0.5, 0, 1, 0], dtype=torch.float64).unsqueeze(1).expand(5, 2)
+    for none, dense in mode.run(body):
+        torch.testing.assert_close(none, column, **CLOSE)
+        torch.testing.assert_close(dense, column + torch.tensor([0, 0.5, 0, 0, 0]).double().unsqueeze(1), **CLOSE)
+
+
+@pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
+def test_what_other_ranks_do_not_know_is_refused_before_anything_is_sent(mode: Mode) -> None:
+    def body() -> str:
+        table = nn.Embedding(5, 2, sparse=True)
+        table(torch.tensor([1])).sum().backward()
+        with pytest.raises(TypeError) as error:
+            reduce_gradients([table.weight], current_world(), 0.5, "a step")
+        return str(error.value)
+
+    for told in mode.run(body):
+        assert "the gradient of parameter 0 of shape [5, 2] is torch.sparse_coo, and other ranks do not know" in told
+        assert "call broadcast_parameters(model) or prepare() on every rank" in told
+
+
+def test_under_fsdp_they_are_refused_at_prepare() -> None:
+    def body() -> str:
+        with pytest.raises(ValueError) as error:
+            Accelerator(strategy="fsdp").prepare(words())
+        return str(error.value)
+
+    for told in PROCESSES_2.run(body):
+        assert "the layer 'table' of the Words has sparse=True" in told
+        assert "sparse=False, or take strategy='ddp' or 'zero1'" in told

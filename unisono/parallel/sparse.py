@@ -1,0 +1,91 @@
+"""Sparse gradients, of `nn.Embedding(sparse=True)` say: rows and values of all ranks are gathered, and not a table.
+
+Invariant: ranks know before which parameters have them, by `remember_sparse`: one that has no gradient must not take
+part in another reduction than the others.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from unisono.parallel.names import name_of
+from unisono.world import World
+
+_known = WeakTensorKeyDictionary()
+_NONE, _DENSE = -1, -2  # in the place of a number of rows
+
+
+def remember_sparse(module: nn.Module) -> None:
+    """Let the gradients of that module's sparse embeddings be reduced as such; on every rank alike."""
+    for name in sparse_layers(module):
+        _known[module.get_submodule(name).weight] = True
+
+
+def is_known_as_sparse(parameter: torch.Tensor) -> bool:
+    """Whether `remember_sparse` has been told of it."""
+    return parameter in _known
+
+
+def is_sparse(tensor: torch.Tensor | None) -> bool:
+    """Whether it is a tensor of rows and their numbers."""
+    return tensor is not None and tensor.layout is torch.sparse_coo
+
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or, of a sparse one, the rows that it has; rows that came twice are apart unless it is coalesced."""
+    return tensor._values() if is_sparse(tensor) else tensor
+
+
+def sparse_layers(module: nn.Module) -> list[str]:
+    """The names of the module's sparse embeddings."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return [name for name, part in module.named_modules() if isinstance(part, kinds) and part.sparse]
+
+
+def refuse_unknown(parameter: torch.Tensor) -> None:
+    """
+    Raises:
+        TypeError: the parameter's gradient is not dense, and others may take it for one that is.
+    """
+    if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+        raise TypeError(
+            f"the gradient of {name_of(parameter, [parameter])} is {parameter.grad.layout}, and other ranks do not "
+            "know that; make the layer as nn.Embedding(sparse=True) and call broadcast_parameters(model) or prepare() "
+            "on every rank before the first step, or make it with sparse=False"
+        )
+
+
+@torch.no_grad()
+def reduce_sparse(parameter: torch.Tensor, world: World, factor: float) -> None:
+    """Replace the gradient by the sum over the ranks of factor times gradient; dense, where it is dense on one. A
+    collective."""
+    own, count = parameter.grad, _NONE
+    if own is not None:
+        own = own * factor if factor else torch.zeros_like(own)
+        own = own.coalesce() if is_sparse(own) else own
+        count = own._nnz() if is_sparse(own) else _DENSE
+    counts = [int(each) for each in world.comm.all_gather(torch.tensor([count], device=world.device))]
+    if _DENSE in counts:
+        dense = torch.zeros_like(parameter) if own is None else own.to_dense()
+        parameter.grad = world.comm.all_reduce(dense)
+    elif any(each != _NONE for each in counts):
+        if own is None:
+            own = torch.sparse_coo_tensor(
+                torch.empty((1, 0), dtype=torch.int64, device=parameter.device),
+                parameter.new_empty((0, *parameter.shape[1:])),
+                parameter.shape,
+                check_invariants=False,
+            )
+        rows = _gather(own._indices().t(), counts, world).t()
+        values = _gather(own._values(), counts, world)
+        parameter.grad = torch.sparse_coo_tensor(rows, values, parameter.shape, check_invariants=False).coalesce()
+
+
+def _gather(own: torch.Tensor, counts: list[int], world: World) -> torch.Tensor:
+    """All ranks' rows, one behind the other, where each rank has its own number of them."""
+    padded = own.new_zeros((max(counts), *own.shape[1:]))
+    padded[: len(own)] = own
+    parts = world.comm.all_gather(padded)
+    return torch.cat([part[: max(count, 0)] for part, count in zip(parts, counts, strict=True)])

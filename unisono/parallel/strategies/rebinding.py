@@ -1,0 +1,43 @@
+"""Whether tensors still have the memory that a strategy has given them: `p.data = ...` takes it away in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from weakref import ref
+
+import torch
+
+from unisono.parallel.names import name_of
+
+
+class Rebinding:
+    """The memory of some tensors, as it is now.
+
+    Args:
+        tensors: parameters or gradients; of sharded ones it is that of the tensor around the part.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        # The storages are kept, so that none comes again at the same address.
+        self._known = [(ref(each), each.untyped_storage()) for each in tensors]
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def check(self, strategy: str, attribute: str = "data") -> None:
+        """
+        Args:
+            attribute: of a parameter, in words: what was assigned.
+
+        Raises:
+            RuntimeError: one has other memory.
+        """
+        for place, (held, storage) in enumerate(self._known):
+            tensor = held()
+            if tensor is not None and tensor.untyped_storage()._cdata != storage._cdata:
+                name = name_of(tensor, [tensor]) if attribute == "data" else f"gradient {place}"
+                raise RuntimeError(
+                    f"something, an optimizer's step say, has assigned `parameter.{attribute} = ...`, of {name}, and "
+                    f"strategy={strategy!r} goes on with the memory that was there before; change it in place, "
+                    f"`parameter.{attribute}.copy_(...)`, or take strategy='ddp'"
+                )
