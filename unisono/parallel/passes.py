@@ -229,7 +229,7 @@ class Passes:
         if run is not None and run.task == task:
             return run
         outer = run if run is not None and run.task in self._running else None  # this one runs inside of it
-        if not any(is_left_at(each) for each in engine.leaves()):
+        if not any(is_left_at(each) for each in engine.hooks if each.requires_grad):
             run = _Run(task, None)
             if outer is None:
                 self._runs[engine] = run

@@ -96,7 +96,7 @@ class ReplicatedEngine(Engine):
         if not self._is_finished:
             lacking = [name for each, name in self._names.items() if each.grad is None or not each.requires_grad]
             raise RuntimeError(unused(type(self.module).__name__, lacking))
-        later = [each for each in self.trained() if each not in self._names]  # what was frozen when it was prepared
+        later = [each for each in self.hooks if each not in self._names and each.requires_grad]  # frozen at first
         if later:
             self.reduce_late(later)
 
