@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from unisono.storages import StorageMap
-from unisono.tree import leaves
+from unisono.tree import tensors
 
 REMEMBERED = 8  # loops that have ended
 _KEPT = 4096  # batches, used or not: whoever draws more of them ahead is told apart by memory alone
@@ -235,11 +235,10 @@ class Deliveries:
 
     def know(self, values: Any, batch: Batch) -> None:
         """Know these tensors, and what shares their memory, as that batch's."""
-        for leaf in leaves(values):
-            if isinstance(leaf, torch.Tensor):
-                known = [batch]
-                if before := self._by_memory.note(leaf, known):
-                    known[:0] = [each for each in before[-_KEPT:] if self._is_meant_beside(each, batch)]
+        for each in tensors(values):
+            known = [batch]
+            if before := self._by_memory.note(each, known):
+                known[:0] = [one for one in before[-_KEPT:] if self._is_meant_beside(one, batch)]
 
     def _is_meant_beside(self, batch: Batch, later: Batch) -> bool:
         """Whether it may still be meant where a later one came in the same memory."""
@@ -273,8 +272,7 @@ class Deliveries:
 
     def _known(self, values: Any) -> list[list[Batch]]:
         """For each tensor that lies in the memory of batches: these."""
-        found = [self._by_memory.find(leaf) for leaf in leaves(values) if isinstance(leaf, torch.Tensor)]
-        return [each for each in found if each]
+        return [found for each in tensors(values) if (found := self._by_memory.find(each))]
 
     def named(self, values: Any) -> list[Batch]:
         """The batches that the user names by these tensors: that of the last pass, if it may be; else as `find`.

@@ -49,6 +49,9 @@ class StorageMap(Generic[T]):
             held = self._held[storage._cdata] = (StorageWeakRef(storage), {})
         notes = held[1]
         before = notes.pop(stretch, None)
+        if not notes:
+            notes[stretch] = value
+            return before
         for each in [each for each in notes if begin <= each[0] and each[1] <= end]:
             if not self._is_kept(notes[each]):
                 del notes[each]
@@ -95,5 +98,7 @@ def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
     """From the first byte of the tensor in its storage to behind the last one."""
     begin = int(tensor.storage_offset()) * tensor.itemsize
+    if tensor.is_contiguous():
+        return begin, begin + tensor.nbytes
     extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     return begin, begin + int(extent) * tensor.itemsize

@@ -40,6 +40,17 @@ def leaves(tree: Any) -> Iterator[Any]:
     yield from found
 
 
+def tensors(tree: Any) -> list[torch.Tensor]:
+    """The tensors among the leaves. Quick for what batches mostly are: this is done several times a step."""
+    found: list[torch.Tensor] = []
+    for node in tree if type(tree) in (list, tuple) else (tree,):
+        if isinstance(node, torch.Tensor):
+            found.append(node)
+        elif not isinstance(node, _PLAIN) and (type(node) is not dict or node):
+            return [leaf for leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return found
+
+
 def batch_size(tree: Any, dim: int = 0) -> int | None:
     """The number of samples of a batch: the size, along `dim`, of its tensors and arrays that have this dimension.
 

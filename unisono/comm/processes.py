@@ -155,7 +155,10 @@ class ProcessCommunicator:
         self._run(Call("barrier"), lambda: dist.all_reduce(torch.zeros(1, device=self._device)))
 
     def announce(self, purpose: str) -> None:
-        self._run(Announcement(purpose), lambda: None)
+        if self._has_left or self._broken is not None or not isinstance(self._arrivals, SharedArrivals):
+            self._run(Announcement(purpose), lambda: None)
+        else:  # nothing is sent
+            self._enter(Announcement(purpose))
 
     def explain(self, error: BaseException) -> BrokenWorldError:
         """What an error of the transport, raised past this communicator, is in our words."""

@@ -33,7 +33,7 @@ from unisono.parallel.microbatches import Bound, Microbatches
 from unisono.parallel.strategies.engine import Engine, is_left_at
 from unisono.parallel.strategies.sharded import is_distributed
 from unisono.parallel.weakly import weakly
-from unisono.tree import leaves
+from unisono.tree import tensors
 
 
 class _Pass:
@@ -97,11 +97,12 @@ class Passes:
             return
         self.watch_parameters(engine)
         arrive = partial(weakly(self._arrive), ref(engine), bound)
-        for leaf in leaves(outputs):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(arrive)
+        found = tensors(outputs)
+        for each in found:
+            if each.requires_grad:
+                each.register_hook(arrive)
         if bound.batch is not None:
-            self._world.state.deliveries.know(outputs, bound.batch)
+            self._world.state.deliveries.know(found, bound.batch)
 
     def know(self, inputs: Any, outputs: Any) -> None:
         """Know the outputs of a forward pass without gradients as those of the batch that the inputs lie in."""

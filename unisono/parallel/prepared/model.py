@@ -51,7 +51,8 @@ class PreparedModel(nn.Module):
         self._steppers.append(stepper)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        bound = self._passes.bind((args, kwargs), self._syncs) if torch.is_grad_enabled() else None
+        inputs = (*args, kwargs) if kwargs else args
+        bound = self._passes.bind(inputs, self._syncs) if torch.is_grad_enabled() else None
         with nullcontext() if self._autocast is None else self._autocast():
             result = self.engine.run(args, kwargs)
         if self._autocast is not None:
@@ -59,7 +60,7 @@ class PreparedModel(nn.Module):
         if bound is not None:
             self._passes.watch(self.engine, result, bound)
         else:
-            self._passes.know((args, kwargs), result)
+            self._passes.know(inputs, result)
         return result
 
     @contextmanager

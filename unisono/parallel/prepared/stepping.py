@@ -130,7 +130,6 @@ class Stepper:
             else:
                 with track.span(REDUCE):
                     self.reduce()
-                    self._begin()
             with track.span(STEP):
                 result = self._step(closure, arguments)
                 self._world.backend.mark_step(self._world.device)
@@ -215,12 +214,6 @@ class Stepper:
                 "`with accelerator.accumulate():`"
             )
 
-    def _begin(self) -> None:
-        if self.num_steps == 0:
-            by_hand.warn_of_foreign_batches(self._world, "optimizer.step()", "prepare(loader) cuts it")
-        for engine in self._engines:
-            engine.before_step()
-
     def _step(self, closure: Callable[[], Any] | None, arguments: dict[str, Any]) -> Any:
         self._is_inside = True
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers
@@ -238,6 +231,8 @@ class Stepper:
 
     def _finish(self) -> None:
         """Between the reduction and the step."""
+        if self.num_steps == 0:
+            by_hand.warn_of_foreign_batches(self._world, "optimizer.step()", "prepare(loader) cuts it")
         parameters = trained_parameters(self.optimizer)
         if self._guard is not None:
             self._guard.check(parameters)
@@ -256,7 +251,6 @@ class Stepper:
     def _reducing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def reduce() -> float:
             self.reduce()
-            self._begin()
             self._finish()
             return self._ledger.part()
 

@@ -19,7 +19,7 @@ from unisono.parallel.strategies.flat import Flat
 from unisono.parallel.strategies.hooks import POST_LOCAL_SGD, attach_hook
 from unisono.parallel.strategies.strategy import Options
 from unisono.parallel.weakly import weakly
-from unisono.tree import leaves
+from unisono.tree import tensors
 from unisono.world import World
 
 _FORWARD_PASSES = 16  # that one backward pass goes through, at most, where unused parameters are to be found
@@ -78,7 +78,7 @@ class ReplicatedEngine(Engine):
         with self._replicated.no_sync():
             result = self._replicated(*args, **kwargs)
         if self._finds_unused and torch.is_grad_enabled():
-            found = [each for each in leaves(result) if isinstance(each, torch.Tensor) and each.requires_grad]
+            found = [each for each in tensors(result) if each.requires_grad]
             self._outputs = [*self._outputs[1 - _FORWARD_PASSES :], found]
         return result
 
@@ -100,13 +100,11 @@ class ReplicatedEngine(Engine):
         if later:
             self.reduce_late(later)
 
-    def before_step(self) -> None:
-        self._world.comm.announce(f"the end of {self._ledger.place()}")
-
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._averager is not None and any(
             each in self._names for group in optimizer.param_groups for each in group["params"]
         ):
+            self._world.comm.announce(f"the end of {self._ledger.place()}")
             self._averager.average_parameters(optimizer.param_groups)
 
     def _note_finish(self) -> None:

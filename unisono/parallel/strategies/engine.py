@@ -41,6 +41,8 @@ class Engine:
         self.hooks: dict[torch.Tensor, RemovableHandle] = {}
         self._world, self._ledger = world, ledger
         self._reduces = False  # the backward pass that runs
+        self._tree: list[nn.Module] = []  # all parts of the module
+        self._children = [-1]  # their children, by identity
         self._is_agreed = False  # the ranks have compared their models
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -125,15 +127,19 @@ class Engine:
         """The gradients are zero."""
         self.is_held = self.is_reduced = False
 
-    def before_step(self) -> None:
-        """An optimizer of the model is about to step."""
-
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """That optimizer has stepped."""
 
     def trained(self) -> list[torch.Tensor]:
-        """The parameters that take gradients; not what `torch.func.functional_call` has put in their places."""
-        return [each for each in self.module.parameters() if each.requires_grad and isinstance(each, nn.Parameter)]
+        """The parameters that take gradients; not what `torch.func.functional_call` has put in their places.
+
+        Asked for at each forward pass: a walk over the tree of modules is made only where that has changed.
+        """
+        if [id(child) for each in self._tree for child in each._modules.values()] != self._children:
+            self._tree = list(self.module.modules())
+            self._children = [id(child) for each in self._tree for child in each._modules.values()]
+        found = [each for part in self._tree for each in part._parameters.values()]
+        return list(dict.fromkeys(each for each in found if isinstance(each, nn.Parameter) and each.requires_grad))
 
     def leaves(self) -> list[torch.Tensor]:
         """Where gradients arrive in a backward pass, and hooks see them."""

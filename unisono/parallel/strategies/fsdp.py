@@ -17,7 +17,7 @@ from unisono.parallel.strategies.rebinding import Rebinding
 from unisono.parallel.strategies.sharded import check_shardable, shard, units_in, whole_parameters
 from unisono.parallel.strategies.strategy import Options, Strategy
 from unisono.parallel.weakly import weakly
-from unisono.tree import leaves
+from unisono.tree import tensors
 from unisono.world import World
 
 
@@ -186,9 +186,6 @@ class ShardedEngine(Engine):
             "the last backward pass of a step run outside of it"
         )
 
-    def before_step(self) -> None:
-        self._world.comm.announce(f"the end of {self._ledger.place()}")
-
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._memory.check("fsdp")
         self._gradients.check("fsdp", "grad.data")
@@ -196,7 +193,7 @@ class ShardedEngine(Engine):
 
 
 def _with_gradients(values: Any) -> list[torch.Tensor]:
-    return [each for each in leaves(values) if isinstance(each, torch.Tensor) and each.requires_grad]
+    return [each for each in tensors(values) if each.requires_grad]
 
 
 strategy_class = Sharded

@@ -48,7 +48,12 @@ class Divided(Replicated):
             check_divisible(each)
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        return shard_optimizer(optimizer, self.world)
+        sharded = shard_optimizer(optimizer, self.world)
+        sharded.register_step_pre_hook(self._announce)
+        return sharded
+
+    def _announce(self, *_: Any) -> None:
+        self.world.comm.announce(f"the end of {self.ledger.place()}")  # where the ranks send out what they have stepped
 
 
 def shard_optimizer(optimizer: Optimizer, world: World) -> ZeroRedundancyOptimizer:
