@@ -1,4 +1,4 @@
-"""What the checks cost per step: `check_replicas`, `should_stop` and checked collectives against a step without.
+"""What the checks cost per step: `check_replicas`, `should_stop` and compared collectives against a step without.
 
     python bench/checked.py [--blocks 20] [--steps 20] [--workers 2]
 
@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from unisono import current_world, optimizer_step, spawn
+from unisono.comm.operations import Entry
 from unisono.comm.processes import ProcessCommunicator
 from unisono.parallel.agreement import check_replicas
 from unisono.parallel.stopping import should_stop
@@ -55,14 +56,25 @@ def training_step(world: World, after: Callable[[nn.Module], object] = lambda mo
 
 
 def build_variants(world: World) -> dict[str, Step]:
-    checked = ProcessCommunicator(world.device, is_checked=True, owns_group=False)
-    variants = {PLAIN: training_step(world)}
+    by_message = ProcessCommunicator(world.device, is_checked=True, owns_group=False)
+    unchecked = replace(world, comm=_Unchecked(world.device, owns_group=False))
+    variants = {PLAIN: training_step(unchecked), "compared in shared memory": training_step(world)}
     for every in (1, 10, 100):
         name = f"check_replicas(model, every={every})"
-        variants[name] = training_step(world, lambda model, every=every: check_replicas(model, every, world=world))  # type: ignore[misc]
-    variants["should_stop()"] = training_step(world, lambda model: should_stop(world=world))
-    variants["checked=True"] = training_step(replace(world, comm=checked))
+        variants[name] = training_step(
+            unchecked,
+            lambda model, every=every: check_replicas(model, every, world=unchecked),  # type: ignore[misc]
+        )
+    variants["should_stop()"] = training_step(unchecked, lambda model: should_stop(world=unchecked))
+    variants["compared by a message"] = training_step(replace(world, comm=by_message))
     return variants
+
+
+class _Unchecked(ProcessCommunicator):
+    """Nobody compares what ranks do."""
+
+    def _enter(self, call: Entry) -> None:
+        self.num_calls += 1
 
 
 def block_of(world: World, step: Step, steps: int) -> Callable[[], float]:
