@@ -60,7 +60,7 @@ def test_what_was_computed_ahead_may_be_of_several_batches_the_oldest_first(deli
     batches = meant(deliveries, torch.zeros(1))
     assert batches == [two, three, one]
     check_counts(batches[::2])
-    with pytest.raises(ValueError, match=r"say so by backward\(loss, batch=batch\)"):
+    with pytest.raises(ValueError, match=r"name the batch, accelerator.backward\(loss, batch=batch\)"):
         check_counts(batches)
 
 
@@ -74,11 +74,36 @@ def test_a_look_at_the_first_batch_is_forgotten_when_a_loop_begins(deliveries):
 
 
 def test_evaluation_leaves_nothing_that_a_pass_could_be_of(deliveries):
+    loop = deliveries.begin()
     with torch.no_grad():
-        draw(deliveries, deliveries.begin())
-    assert deliveries.candidates() == []
+        draw(deliveries, loop)
     _, batch = draw(deliveries, deliveries.begin())
     assert deliveries.candidates() == [batch]
+    deliveries.use(batch)
+    assert deliveries.candidates() == [batch]
+    deliveries.end(loop)
+    assert deliveries.candidates() == [batch]
+
+
+def test_a_loop_that_draws_with_gradients_off_may_train_all_the_same(deliveries):
+    loop = deliveries.begin()
+    batches = []
+    for _ in range(3):
+        with torch.no_grad():
+            batches.append(draw(deliveries, loop)[1])
+        assert meant(deliveries, torch.zeros(1)) == [batches[-1]]
+
+
+def test_a_list_of_batches_ends_with_the_last_one_that_is_used_in_whatever_order(deliveries):
+    loop = deliveries.begin()
+    batches = [draw(deliveries, loop)[1] for _ in range(3)]
+    deliveries.end(loop)
+    for order in ((2, 0, 1), (0, 1, 2), (1, 1, 2, 0)):
+        ends = []
+        for place in order:
+            deliveries.use(batches[place])
+            ends.append(batches[place].is_last())
+        assert ends == [False] * (len(order) - 1) + [True]
 
 
 def test_what_comes_behind_a_loop_that_is_over_and_stepped_on_comes_from_elsewhere(deliveries):

@@ -162,7 +162,8 @@ class Accelerator:
 
     def free_memory(self) -> None:
         """Let go of everything that was prepared. Optimizers step by themselves again, and models and optimizers can be
-        prepared anew, by this Accelerator or another one; what is not held elsewhere is garbage.
+        prepared anew, by this Accelerator or another one; what is not held elsewhere is garbage. A model that strategy
+        "fsdp" has sharded stays so: make a new one.
         """
         self._prepared.release()
 
@@ -232,7 +233,7 @@ class Accelerator:
             valid_samples: how many rows count, from the front, where they are not those of batches.
 
         Raises:
-            ValueError: the number of rows is that of no last few batches; or it may be one batch or another, and
+            ValueError: the number of rows matches no recent batches; or it may be one batch or another, and
                 different rows of them count.
             TypeError: as for `unisono.all_gather_samples`.
         """

@@ -14,7 +14,7 @@ This is the one thing that passes between `loaders` and `parallel`, which do not
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import count, islice
 from typing import Any, NamedTuple
 
@@ -60,7 +60,7 @@ class Batch:
         loop: that has received it.
         number: in its loop, from 1 on.
         at: in the order of all that happened to this rank.
-        is_waiting: for a pass with gradients; it came with gradients on, and none was computed from it.
+        is_waiting: for a pass with gradients: none was computed from it.
         is_spent: an optimizer has stepped on it.
     """
 
@@ -70,7 +70,7 @@ class Batch:
         self.loop, self.samples, self.total, self.mark = loop, samples, total, mark
         self.rows = samples + repeated
         self.number, self.at = loop.num_batches, next(_clock)
-        self.is_waiting, self.is_spent = torch.is_grad_enabled(), False
+        self.is_waiting, self.is_spent = True, False
 
     @property
     def counts(self) -> tuple[int, int | None]:
@@ -83,7 +83,12 @@ class Batch:
         return self.samples, self.rows
 
     def is_last(self) -> bool:
-        """Whether it ends its loop. May wait for the loader to tell, and is a matter of all ranks then."""
+        """Whether it ends its loop. May wait for the loader to tell, and is a matter of all ranks then.
+
+        Where all batches were drawn before one was used, they may be used in any order: the last one used ends them.
+        """
+        if self.loop.is_listed:
+            return len(self.loop.cycle) == self.loop.num_batches
         return self.number == self.loop.num_batches and (not self.loop.is_open or self.loop.ends_here())
 
 
@@ -99,6 +104,10 @@ class Loop:
         is_evaluation: all of them were delivered with gradients off.
         is_open: it has not ended.
         is_gathered: a metric was gathered of its samples.
+        is_trained: a batch came with gradients on, or a pass with gradients was computed from one.
+        is_listed: all batches were drawn before one was used.
+        cycle: the numbers of those that were used, since one was used again.
+        kinds: a batch for each that counts differently.
     """
 
     def __init__(self, ends_here: Callable[[], bool] = lambda: False) -> None:
@@ -107,7 +116,19 @@ class Loop:
         self._ungathered: deque[_Run] = deque()  # those of which no metric was gathered, as far as is known
         self.num_batches = self.at = 0
         self.is_evaluation = self.is_open = True
-        self.is_gathered = False
+        self.is_gathered = self.is_trained = self.is_listed = False
+        self.cycle: set[int] = set()
+        self.kinds: dict[tuple[int, int | None], Batch] = {}
+        self._last_used = 0
+
+    def use(self, number: int) -> None:
+        """A pass with gradients was computed from that batch."""
+        if not self._last_used:
+            self.is_listed = not self.is_open
+        if number in self.cycle and number != self._last_used:
+            self.cycle.clear()
+        self.cycle.add(number)
+        self._last_used, self.is_trained = number, True
 
     def count(self, samples: int, repeated: int) -> None:
         """A batch was delivered, with so many samples, and rows behind them that do not count."""
@@ -119,6 +140,7 @@ class Loop:
         self.num_batches += 1
         self.at = next(_clock)
         self.is_evaluation = self.is_evaluation and not torch.is_grad_enabled()
+        self.is_trained = self.is_trained or torch.is_grad_enabled()
 
     def fitting_rows(self, rows: int) -> list[Rows]:
         """Those that count of batches in a row that have so many rows together. Each answer once, the latest last.
@@ -196,7 +218,7 @@ class Deliveries:
         self._open: list[Loop] = []
         self._ended: list[Loop] = []  # the last ones
         self._by_memory: StorageMap[list[Batch]] = StorageMap(_are_waiting)  # the latest last
-        self._received: deque[Batch] = deque(maxlen=_KEPT)  # with gradients on; from the oldest that waits for a pass
+        self._received: deque[Batch] = deque(maxlen=_KEPT)  # from the oldest that waits for a pass
         self._used: Batch | None = None  # by the last pass
         self._used_at = 0
 
@@ -217,6 +239,8 @@ class Deliveries:
             self._open.remove(ended)
             ended.is_open = False
             self._ended = [*self._ended[1 - REMEMBERED :], ended]
+            if not ended.is_trained:
+                self._received = deque((each for each in self._received if each.loop is not ended), maxlen=_KEPT)
 
     def add(self, loop: Loop, values: Any, samples: int, total: int | None, mark: int = 0, repeated: int = 0) -> Batch:
         """A batch of the loop is delivered, just now in the loop's thread.
@@ -229,8 +253,8 @@ class Deliveries:
         loop.count(samples, repeated)
         batch = Batch(loop, samples, total, mark, repeated)
         self.know(values, batch)
-        if torch.is_grad_enabled():
-            self._received.append(batch)
+        loop.kinds.setdefault(batch.counts, batch)
+        self._received.append(batch)
         return batch
 
     def know(self, values: Any, batch: Batch) -> None:
@@ -294,6 +318,7 @@ class Deliveries:
     def use(self, batch: Batch) -> None:
         """A pass with gradients is computed from it."""
         batch.is_waiting = False
+        batch.loop.use(batch.number)
         while len(self._received) > 1 and not self._received[0].is_waiting:  # the last one stays
             self._received.popleft()
         self._used, self._used_at = batch, next(_clock)
@@ -303,28 +328,34 @@ class Deliveries:
 
         It is the oldest that no pass has used: the only one, in a loop that draws each batch when it has done with the
         one before. Where a further one was drawn meanwhile, or waits beside it, either may be meant. Where none waits,
-        it is the batch of the pass before: a second view of it, noise of its size. Behind a loop that is over and all
-        stepped on, it is none: what comes now comes from elsewhere.
+        it is the batch of the pass before: a second view of it, noise of its size. After a loop that is over and all
+        stepped on, it is any of its batches, replayed, or one from elsewhere: none, where these count the same.
         """
-        waiting = [each for each in self._received if each.is_waiting]
+        unused = [each for each in self._received if each.is_waiting]
+        waiting = [each for each in unused if each.loop.is_trained]
         waiting = [each for each in waiting if each.loop.is_open] or waiting
         used = self._used
-        if used is not None and not used.loop.is_open and used.is_spent:
-            used = None
-        if used is not None and waiting and waiting[0].at > self._used_at:
-            used = None  # it was drawn when that one was done with
-        return waiting + ([used] if used is not None else [])
+        is_over = used is not None and not used.loop.is_open and used.is_spent
+        if used is not None and not is_over and not (waiting and waiting[0].at > self._used_at):
+            return [*waiting, used]  # else it was drawn when that one was done with
+        if waiting:
+            return waiting
+        if drawn := [each for each in unused if each.loop.is_open]:  # with gradients off, as some readers do
+            return drawn
+        kinds = list(used.loop.kinds.values()) if used is not None else []
+        return kinds if len(kinds) > 1 else []
 
     def since(self, at: int) -> list[Batch]:
-        """The batches that came after that moment, in the loop that has received one last; an open one before others.
+        """The batches that came after that moment, in loops that are open; where none is, in the last one that trained.
 
         Args:
             at: a batch's, or 0.
         """
-        latest = max(self._received, key=lambda batch: (batch.loop.is_open, batch.at), default=None)
-        if latest is None:
-            return []
-        return [each for each in self._received if each.at > at and each.loop is latest.loop]
+        trained = [each for each in self._received if each.loop.is_trained]
+        found = [each for each in trained if each.loop.is_open] or [
+            each for each in trained if each.loop is trained[-1].loop
+        ]
+        return [each for each in found if each.at > at]
 
     def recent(self) -> list[Loop]:
         """The last few loops, open and ended, the one that received a batch last first."""
@@ -347,17 +378,28 @@ def name_batches(batches: Sequence[Batch], before: Batch | None = None) -> str:
     return f"{names} of its loop{order}{gap}{' left out' if gap else ''}"
 
 
-def check_counts(batches: Iterable[Batch]) -> None:
+def check_counts(batches: Collection[Batch], by_part: bool = False) -> None:
     """
+    Args:
+        by_part: all that matters is the part that this rank has of the samples of all.
+
     Raises:
         ValueError: it is not known which of these batches is meant, and they count differently.
     """
     counts = {batch.counts for batch in batches}
-    if len(counts) > 1:
-        shown = " or ".join(sorted(f"{samples} of {total}" for samples, total in counts))
+    parts = {samples / total if total else None for samples, total in counts}
+    if len(parts if by_part else counts) > 1:
+        if len({batch.loop for batch in batches}) > 1:
+            raise ValueError(
+                "the loss may be the mean over batches of several loaders, which count differently, and it cannot be "
+                "told which; call backward once for the loss of each, and name its batch, "
+                "accelerator.backward(loss, batch=batch)"
+            )
+        shown = " or ".join(sorted(f"{samples} of the {total} samples of all ranks" for samples, total in counts))
         raise ValueError(
-            f"the loss may be the mean over {shown} samples: it comes from several batches, or from one of several "
-            "that were drawn ahead, and it cannot be told which; say so by backward(loss, batch=batch), or weight="
+            f"the loss may be the mean over {shown}: it comes from several batches, or from one of several that were "
+            "drawn ahead, and it cannot be told which; name the batch, accelerator.backward(loss, batch=batch) (by "
+            "hand: unisono.backward(loss, batch=batch)), or its samples, weight="
         )
 
 
@@ -368,6 +410,7 @@ def _are_waiting(batches: list[Batch]) -> bool:
 def _oldest_waiting(batches: list[Batch]) -> Batch:
     """The one that is meant of those in the same memory: the loop that goes on has drawn it, and waits to use it."""
     waiting = [each for each in batches if each.is_waiting]
+    waiting = [each for each in waiting if each.loop.is_trained] or waiting
     if len(waiting) <= 1:
         return waiting[0] if waiting else batches[-1]
     loop = next((each.loop for each in reversed(waiting) if each.loop.is_open), waiting[-1].loop)

@@ -17,7 +17,14 @@ from datetime import timedelta
 from itertools import dropwhile
 from typing import TYPE_CHECKING, Any
 
-from unisono.errors import RemoteError, RemoteTraceback, UnisonoError, WorkerDiedError
+from unisono.errors import (
+    BrokenWorldError,
+    CollectiveMismatchError,
+    RemoteError,
+    RemoteTraceback,
+    UnisonoError,
+    WorkerDiedError,
+)
 
 if TYPE_CHECKING:
     from unisono.launch.hosts.elastic import ElasticOptions
@@ -204,7 +211,8 @@ def _has_run(error: Exception) -> bool:
 
 def _tell(error: Exception) -> int:
     """Print what ended the run, once, without the launcher's own frames; the exit code."""
-    if isinstance(error, UnisonoError) and not isinstance(error, RemoteError):
+    lost_step = isinstance(error, CollectiveMismatchError | BrokenWorldError)  # where, the script's lines say
+    if isinstance(error, UnisonoError) and not isinstance(error, RemoteError) and not lost_step:
         text = f"unisono: {error}\n"  # it says all there is to say
     elif isinstance(error.__cause__, RemoteTraceback):
         text = without_launcher(error.__cause__.text)
@@ -231,13 +239,13 @@ def _without_leading(part: str) -> str:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or greater")
     return int(text)
 
 
 def _number(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 0 or greater")
     return int(text)
 
 

@@ -24,6 +24,7 @@ REDUCIBLE = (
 """The types that every mode can reduce; any type can be moved."""
 
 _OF_A_STEP = re.compile(r"\bof step |\ba step on |\bpass of the ")
+_ROUND = re.compile(r", round [0-9a-f]{8}")
 _IN_PLACE = ("all_reduce", "broadcast")
 
 
@@ -155,8 +156,10 @@ def departure(last_deeds: Mapping[int, str]) -> str:
     """Which ranks have left, and the last that each of them did, where that is known, in words."""
     names = ", ".join(map(str, sorted(last_deeds)))
     has = f"rank {names} has left this world" if len(last_deeds) == 1 else f"ranks {names} have left this world"
-    deeds = {deed for deed in last_deeds.values() if deed}
-    return f"{has} after it {deeds.pop()}" if len(last_deeds) == 1 and deeds else has
+    deeds = {_ROUND.sub("", deed) for deed in last_deeds.values() if deed}
+    if len(last_deeds) > 1 or not deeds:
+        return has
+    return f"{has} after it {deeds.pop()}: it returned, or left its loop, while others go on; end loops on all ranks"
 
 
 def mismatch_error(deeds: Mapping[int, str]) -> CollectiveMismatchError:
@@ -166,6 +169,9 @@ def mismatch_error(deeds: Mapping[int, str]) -> CollectiveMismatchError:
         deeds: of each rank that has come, as `deed_of` tells it.
     """
     groups: dict[str, list[int]] = {}
+    short = {rank: _ROUND.sub("", deed) for rank, deed in deeds.items()}
+    if len(set(short.values())) > 1:  # what differs can be seen without them
+        deeds = short
     for rank, deed in sorted(deeds.items()):
         groups.setdefault(deed, []).append(rank)
     first, *others = (f"{name_ranks(ranks)} {deed}" for deed, ranks in groups.items())

@@ -253,6 +253,7 @@ def _join_world(job: Job, rank: int) -> World:
             )
         comm = process_communicator(backend, device, store)
         comm.barrier()  # or a rank whose fn is short would leave while a slow one still connects to it
+        comm.announce("the beginning of fn")
     return World(
         device=device,
         backend=backend,

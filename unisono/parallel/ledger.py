@@ -100,6 +100,7 @@ class Ledger:
         num_closed: how many steps were ended by an optimizer.
         count: its microbatches so far.
         is_closed: an optimizer has stepped; others, on the same microbatch, belong to this step.
+        has_ended: the present step has its last microbatch, where means over a step are taken.
     """
 
     def __init__(self, size: int, every: float = 1, is_mean: bool = True) -> None:
@@ -112,6 +113,7 @@ class Ledger:
     def _forget(self) -> None:
         self.count = 0
         self.is_closed = True
+        self.has_ended = False
         self._claims: dict[object, Claim] = {}  # by what tells one microbatch from another
         self._unit = self._total = 0.0
         self._units: dict[Loop, float] = {}  # the first total of each loader that has a loss in the step
@@ -126,7 +128,7 @@ class Ledger:
             ValueError: the same microbatch was counted with other numbers, or a part of the step by samples and a part
                 by what the user has counted.
         """
-        if self.is_closed and key not in self._claims:
+        if (self.is_closed or self.has_ended) and key not in self._claims:
             self._before = next((each.batch for each in reversed(self._claims.values())), None)
             self._forget()
             self.is_closed = False
@@ -213,10 +215,12 @@ class Ledger:
 
         Where the loader must be asked, it may wait, and is a matter of all ranks.
         """
-        if self.count >= self.every or self.is_closed:
+        if self.is_closed:
             return True
         batch = next(reversed(self._claims.values())).batch if self._claims else None
-        return batch is not None and batch.is_last()
+        is_full = self.count >= self.every or (batch is not None and batch.is_last())
+        self.has_ended = is_full and self.is_mean
+        return is_full
 
     def close(self) -> None:
         """An optimizer has stepped."""

@@ -46,6 +46,7 @@ class Microbatches:
     Attributes:
         bound: of the last forward pass.
         restarted_at: the first step of the rank's loop, where that was called again.
+        num_asked: how often the loop has asked whether to step: it has done with a microbatch then.
     """
 
     def __init__(self, world: World, ledger: Ledger) -> None:
@@ -58,12 +59,16 @@ class Microbatches:
         self._parts: set[float] = set()  # of the batches of the forward passes since the last backward pass
         self._num_restarts = world.state.num_restarts
         self._has_warned = False
+        self._has_counted = False  # a backward pass, since the last step was asked for
+        self._counted_at = -1  # the last one, by num_asked
+        self.num_asked = 0
 
     def look(self) -> None:
         """Notice that the rank's loop has begun anew."""
         if self.world.state.num_restarts != self._num_restarts:
             self._num_restarts = self.world.state.num_restarts
             self.ledger.clear()
+            self.ledger.num_closed = 0  # where they stood, the ranks need not agree
             self._was_tried, self.restarted_at = True, self.ledger.number + 1
 
     def bind(self, values: Any, syncs: bool = True) -> Bound:
@@ -93,6 +98,7 @@ class Microbatches:
     def enter(self, claim: Claim, bound: Bound) -> None:
         """Count a backward pass."""
         self._parts.clear()
+        self._has_counted, self._counted_at = True, self.num_asked
         key = self._key(bound)
         if key is self._elsewhere:
             self._was_tried = False
@@ -110,9 +116,19 @@ class Microbatches:
         """Whether the batch has a backward pass in the present step."""
         return self.ledger.holds(self._key(bound))
 
-    def is_boundary(self) -> bool:
-        """Whether a step is taken on the present microbatch, whose backward pass may be still to come."""
+    def is_boundary(self, now: bool = False) -> bool:
+        """Whether a step is taken on the present microbatch, whose backward pass may be still to come.
+
+        Args:
+            now: a step is asked for: the microbatch is that of the last backward pass, and no forward pass beside it.
+        """
         bound, ledger = self.bound, self.ledger
+        in_new_block = self._block is not None and not self.is_counted(bound)
+        is_asked = self._counted_at != self.num_asked
+        is_next = in_new_block or (is_asked and bound.batch is not None and not self.is_counted(bound))
+        self.num_asked += 1
+        if self._has_counted and (now or not is_next):
+            return ledger.is_full()
         if self.is_counted(bound) or (bound.batch is None and self._block is None and not self._was_tried):
             return ledger.is_full()
         count = 0 if ledger.is_closed else ledger.count
@@ -124,13 +140,13 @@ class Microbatches:
 
     def try_step(self) -> None:
         """A step was asked for."""
-        self._was_tried = True
+        self._was_tried, self._has_counted = True, False
 
     def forget(self) -> None:
-        """Gradients were zeroed, of one optimizer: the others' microbatches still count."""
-        if self.ledger.every == 1:
-            self.ledger.clear()
+        """All gradients are zero."""
+        self.ledger.clear()
         self._parts.clear()
+        self._has_counted = False
 
     def check_told(self, bound: Bound) -> None:
         """

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from unisono.deliveries import Batch, check_counts, name_batches
 from unisono.parallel.agreement import check_agreement
@@ -30,6 +31,9 @@ logger = logging.getLogger(__name__)
 prepared: WeakSet[Optimizer] = WeakSet()
 """The optimizers that an Accelerator has prepared: their steps reduce by themselves."""
 
+unreduced = WeakTensorKeyDictionary()
+"""The parameters whose gradients `backward` has left, and `optimizer_step` has not reduced yet."""
+
 
 class ByHand:
     """What a rank has done by hand.
@@ -39,7 +43,8 @@ class ByHand:
         brings_batches: each rank brings batches of its own, as PyTorch/XLA's scripts do by a DistributedSampler.
         ledger: of what `backward` has counted since the last step.
         trainers: the passes through prepared models.
-        stepped_at: of each optimizer, the last batch that it has stepped on, as `Batch.at`.
+        stepped_at: of each optimizer, the last batch that had come when it stepped, as `Batch.at`; and how many came
+            between two steps beyond one, at most.
     """
 
     def __init__(self) -> None:
@@ -47,7 +52,7 @@ class ByHand:
         self.brings_batches = False
         self.trainers: WeakSet[Passes] = WeakSet()
         self.ledger: Ledger | None = None
-        self.stepped_at: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self.stepped_at: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
         self.stepped: WeakSet[Optimizer] = WeakSet()  # since the last `backward` of another batch
 
     def ledger_of(self, world: World) -> Ledger:
@@ -102,6 +107,8 @@ def backward(
     if ledger.is_closed and not ledger.holds(key):
         hand.stepped.clear()
     ledger.enter(claim, key)
+    if world.comm.size > 1:
+        unreduced.update((each, True) for each in _leaves(loss))
     run_backward(loss, claim.part(world.comm.size) * ledger.scale(claim))
 
 
@@ -168,7 +175,10 @@ def optimizer_step(
 def reduce_held(optimizer: Optimizer, world: World, weight: float | torch.Tensor | None = None) -> float:
     """Reduce the gradients of an optimizer that nobody has prepared; this rank's part of the step. A collective."""
     part, factor, place = _held(optimizer, weight, world)
-    reduce_gradients(trained_parameters(optimizer), world, factor, place)
+    parameters = trained_parameters(optimizer)
+    reduce_gradients(parameters, world, factor, place)
+    for each in parameters:
+        unreduced.pop(each, None)
     return part
 
 
@@ -230,12 +240,16 @@ def _held(optimizer: Optimizer, weight: float | torch.Tensor | None, world: Worl
 
 
 def _taken(optimizer: Optimizer, hand: ByHand, world: World) -> Sequence[Batch]:
-    """The batches that the optimizer steps on now: those since its last step, or the last one again."""
-    deliveries = world.state.deliveries
-    batches = deliveries.since(hand.stepped_at.get(optimizer, 0))
-    if batches:
-        hand.stepped_at[optimizer] = batches[-1].at
-    return batches or deliveries.since(0)[-1:]
+    """The batches that the optimizer may step on now: those since its last step, or the last one again.
+
+    Where several came between two steps, they were added up, or one was drawn ahead: from then on it may be an earlier
+    one, too.
+    """
+    known = world.state.deliveries.since(0)
+    at, ahead = hand.stepped_at.get(optimizer, (0, 0))
+    new = [each for each in known if each.at > at]
+    hand.stepped_at[optimizer] = new[-1].at if new else at, max(ahead, len(new) - 1)
+    return known[-max(len(new) + ahead, 1) :]
 
 
 def _plain(batches: Sequence[Batch], world: World) -> _Held:
@@ -252,9 +266,9 @@ def _plain(batches: Sequence[Batch], world: World) -> _Held:
         each.is_spent = True
         if each.samples * (first.total or 0) != first.samples * (each.total or 0):
             raise ValueError(
-                f"{len(batches)} batches came between two optimizer steps, of which this rank had different parts "
-                f"({first.samples} of {first.total} samples, {each.samples} of {each.total}), and one number cannot "
-                "weigh the sum of their gradients; call unisono.backward(loss) instead of loss.backward(), or of "
+                f"the gradients may be of several batches, of which this rank had different parts ({first.samples} of "
+                f"{first.total} samples, {each.samples} of {each.total}), and one number cannot weigh them: they were "
+                "added up, or drawn ahead; call unisono.backward(loss, batch=batch) instead of loss.backward(), or of "
                 "torch.autograd.grad, which weighs each, or train with an Accelerator"
             )
     part = last.samples / last.total if last.total else even.part

@@ -30,7 +30,7 @@ from unisono.deliveries import check_counts
 from unisono.parallel.gradients import scaled
 from unisono.parallel.ledger import Claim, claim_of
 from unisono.parallel.microbatches import Bound, Microbatches
-from unisono.parallel.strategies.engine import Engine, is_left_at
+from unisono.parallel.strategies.engine import Begun, Engine, is_left_at
 from unisono.parallel.strategies.sharded import is_distributed
 from unisono.parallel.weakly import weakly
 from unisono.tree import tensors
@@ -87,8 +87,11 @@ class Passes:
 
     def bind(self, values: Any, syncs: bool = True) -> Bound:
         """Find the batch that the inputs of a forward pass come from; its outputs are to carry it."""
-        if torch._C._current_graph_task_id() < 0:  # in no backward pass
+        task = torch._C._current_graph_task_id()
+        if task < 0:  # in no backward pass
             self._running.clear()  # what was interrupted never ends
+        elif task in self._running:  # a checkpoint computes once more what it has not kept
+            return self._running[task].bound
         return self.microbatches.bind(values, syncs)
 
     def watch(self, engine: Engine, outputs: Any, bound: Bound) -> None:
@@ -156,13 +159,14 @@ class Passes:
         """
         bound = self.microbatches.bound
         self.microbatches.check_alike()
-        check_counts(bound.candidates)
+        self._check(bound)
         self.microbatches.enter(self.microbatches.claim(bound), bound)
         engine.adopt(self.microbatches.part(bound))
 
     def forget(self) -> None:
-        """Gradients were zeroed, of one optimizer."""
-        self.microbatches.forget()
+        """Gradients were zeroed, of one optimizer: the others' microbatches still count."""
+        if self._ledger.every == 1 or not any(each.is_held or each.is_reduced for each in self._engines):
+            self.microbatches.forget()
         self.went_past = False
 
     def weight(self) -> float:
@@ -178,9 +182,12 @@ class Passes:
         bound = named or self.microbatches.bound
         self.microbatches.check_told(bound)
         if weight is None:
-            check_counts(bound.candidates)
+            self._check(bound)
         claim = claim_of(bound.batch, weight, self._world)
         return self._count(claim, bound, claim.part(self._world.comm.size))
+
+    def _check(self, bound: Bound) -> None:
+        check_counts(bound.candidates, by_part=not self._ledger.is_mean)
 
     def _count(self, claim: Claim, bound: Bound, part: float | None = None) -> _Pass:
         self.microbatches.enter(claim, bound)
@@ -243,6 +250,7 @@ class Passes:
         part = self.microbatches.part(bound) if counted.part is None else counted.part
         run = self._runs[engine] = _Run(task, counted, part)
         counted.engines.append(ref(engine))
+        engine.begun = Begun(self._ledger.number, self._ledger.count, self.microbatches.num_asked)
         engine.begin(counted.is_reducing and bound.syncs)
         return run
 
@@ -253,7 +261,7 @@ class Passes:
         if counted is None:
             bound = bound or self.microbatches.find(())
             self.microbatches.check_told(bound)
-            check_counts(bound.candidates)
+            self._check(bound)
             counted = self._count(self.microbatches.claim(bound), bound)
         self._running[task] = counted
         torch.autograd.Variable._execution_engine.queue_callback(partial(weakly(self._end), task))

@@ -135,7 +135,7 @@ def test_by_hand_the_advice_is_one_too(mode: Mode) -> None:
             return str(error)
         return "nothing"
 
-    assert all("call unisono.backward(loss) instead" in told for told in mode.run(lambda: body(False)))
+    assert all("call unisono.backward(loss, batch=batch) instead" in told for told in mode.run(lambda: body(False)))
     assert mode.run(lambda: body(True)) == ["nothing"] * mode.ranks
 
 

@@ -11,6 +11,7 @@ import torch
 from modes import HOST, PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from twin import Case, State, adam, assert_all_are, compare, data, loader_of, mean_loss, model, plain_run, sgd
 
@@ -303,6 +304,149 @@ def test_torchs_clipping_at_the_boundary_of_an_accumulation_is_that_of_the_whole
     compare(mode, {"lines": lines}, accumulate=3)
 
 
+def prepared(accelerator: Any, loader: DataLoader[Any]) -> tuple[Any, Any, Any]:
+    network = model()
+    made: tuple[Any, Any, Any] = accelerator.prepare(network, sgd(network.parameters()), loader)
+    return made
+
+
+def with_a_forward_pass_beside(accelerator: Any, loader: DataLoader[Any]) -> State:
+    network, optimizer, loader = prepared(accelerator, loader)
+    for batch in loader:
+        accelerator.backward(mean_loss(network, batch))
+        network(batch[0][:1])  # of the batch, with gradients, and of nothing
+        network(torch.ones(2, 5, dtype=torch.float64))
+        optimizer.step()
+        optimizer.zero_grad()
+    return network.state_dict()
+
+
+def that_gives_up_a_step(accelerator: Any, loader: DataLoader[Any]) -> State:
+    network, optimizer, loader = prepared(accelerator, loader)
+    step = 0
+    for batch in loader:
+        accelerator.backward(mean_loss(network, batch))
+        if accelerator.clip_grad_norm(network.parameters(), 10.0) is not None:
+            step += 1
+            if step == 2:  # its norm is bad, say
+                optimizer.zero_grad()
+                continue
+        optimizer.step()
+        optimizer.zero_grad()
+    return network.state_dict()
+
+
+def by_an_optimizer_that_was_not_prepared(accelerator: Any, loader: DataLoader[Any]) -> State:
+    network = model()
+    optimizer = sgd(network.parameters())
+    network, loader = accelerator.prepare(network, loader)
+    for batch in loader:
+        accelerator.backward(mean_loss(network, batch))
+        if getattr(accelerator, "is_boundary", True):
+            optimizer.step()
+            optimizer.zero_grad()
+    return network.state_dict()
+
+
+def through_a_reader_without_gradients(accelerator: Any, loader: DataLoader[Any]) -> State:
+    @torch.no_grad()
+    def changed(batches: Iterable[Any]) -> Iterator[Any]:
+        for inputs, *others in batches:
+            yield [inputs * 2 + 1, *others]
+
+    network, optimizer, loader = prepared(accelerator, loader)
+    for batch in changed(loader):
+        accelerator.backward(mean_loss(network, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    return network.state_dict()
+
+
+def checkpointed(accelerator: Any, loader: DataLoader[Any]) -> State:
+    network, optimizer, loader = prepared(accelerator, loader)
+    for inputs, targets, _ in loader:
+        outputs = checkpoint(network, inputs * 2, use_reentrant=False)
+        accelerator.backward(F.mse_loss(outputs, targets))
+        optimizer.step()
+        optimizer.zero_grad()
+    return network.state_dict()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_the_lines_around_a_step_leave_the_step_what_it_is(mode: Mode, accumulate: int) -> None:
+    lines = [
+        with_a_forward_pass_beside,
+        that_gives_up_a_step,
+        by_an_optimizer_that_was_not_prepared,
+        through_a_reader_without_gradients,
+        checkpointed,
+    ]
+    compare(mode, {each.__name__: each for each in lines}, accumulate=accumulate)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_a_microbatch_that_failed_and_was_zeroed_counts_for_nothing(mode: Mode) -> None:
+    """The first microbatch is given up; the others make steps of two."""
+
+    def body() -> State:
+        training = Training(2)
+        for number, batch in enumerate(training.loader):
+            training.learn(batch)
+            if number == 0:  # something has failed
+                training.optimizer.zero_grad()
+                continue
+            training.step()
+        return training.accelerator.state_dict(training.network)
+
+    tensors, size = data(CASE.samples).tensors, mode.ranks * CASE.batch
+    network = model()
+    optimizer = adam(network.parameters())
+    for start in range(size, CASE.samples, 2 * size):
+        optimizer.zero_grad()
+        mean_loss(network, [each[start : start + 2 * size] for each in tensors]).backward()
+        optimizer.step()
+    assert_all_are(mode.run(body)[:1], network.state_dict())
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_batches_of_a_list_may_be_used_in_any_order(mode: Mode) -> None:
+    def body() -> State:
+        training = Training(2)
+        batches = list(training.loader)
+        for place in order(len(batches)):
+            training.learn(batches[place])
+            training.step()
+        return training.accelerator.state_dict(training.network)
+
+    def order(count: int) -> list[int]:
+        return [*range(1, count, 2), *range(0, count, 2)]  # the last one stands in the middle
+
+    tensors, size = data(CASE.samples).tensors, mode.ranks * CASE.batch
+    rounds = [list(range(start, min(start + size, CASE.samples))) for start in range(0, CASE.samples, size)]
+    network = model()
+    optimizer = adam(network.parameters())
+    places = order(len(rounds))
+    for first in range(0, len(places), 2):
+        window = [sample for place in places[first : first + 2] for sample in rounds[place]]
+        optimizer.zero_grad()
+        mean_loss(network, [each[window] for each in tensors]).backward()
+        optimizer.step()
+    assert_all_are(mode.run(body)[:1], network.state_dict())
+
+
+@pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
+def test_replayed_batches_that_were_changed_are_an_error_where_they_count_differently(mode: Mode) -> None:
+    def body() -> None:
+        training = Training()
+        for inputs, *others in itertools.cycle(training.loader):
+            training.learn([inputs * 2, *others])
+            training.step()
+
+    with pytest.raises(ValueError, match=r"cannot be told which; name the batch, accelerator\.backward"):
+        mode.run(body)
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
 def test_where_a_batch_cannot_be_told_and_matters_an_error_names_the_way_out(mode: Mode, accumulate: int) -> None:
@@ -316,7 +460,7 @@ def test_where_a_batch_cannot_be_told_and_matters_an_error_names_the_way_out(mod
             training.step()
         return ""
 
-    for told in mode.run(body):
+    for told in mode.run(body) if (mode, accumulate) != (SOLO, 1) else ():  # each batch weighs 1 there
         assert ("with accelerator.accumulate()" if accumulate > 1 else "backward(loss, batch=batch)") in told
     # and by the way out
     expected = plain_run(CASE._replace(accumulate=accumulate, epochs=1), mode.ranks)

@@ -90,6 +90,15 @@ class Maker:
             self._guard,
         )
 
+    def done_in_steps(self) -> list[str]:
+        """What steps of prepared optimizers do, and no others."""
+        asked = {
+            f"max_grad_norm={self.max_grad_norm}": self.max_grad_norm is not None,
+            "nan_guard=True": self.checks_numbers,
+            "precision='fp16'": self.scaler is not None,
+        }
+        return [what for what, is_asked in asked.items() if is_asked]
+
     def _seed_generators(self, seed: int) -> None:
         """The process's, or, among threads, the replica's own: the others belong to all of them."""
         world = self.world

@@ -46,10 +46,15 @@ def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[An
         return _kept(values, range(known[0].samples), count)
     best = _best(fitting, recent[0] if recent else None)
     if not best:
-        rows = recent[0].recent_rows() if recent else []
+        if not recent:
+            raise ValueError(
+                f"no prepared loader has delivered a batch, so that nothing tells which of {count} samples count; "
+                "prepare(loader), or pass valid_samples"
+            )
+        rows = recent[0].recent_rows()
         raise ValueError(
-            f"values with {count} samples are, on this rank or another, those of no last few batches, which had {rows} "
-            "samples, the latest last; gather the outputs of whole batches, or pass valid_samples"
+            f"values with {count} samples match no recent batches, which had {rows} samples on this rank, the latest "
+            "last (or do not on another rank); gather the outputs of whole batches, or pass valid_samples"
         )
     if any(each.is_ambiguous for each in best):
         raise ValueError(

@@ -138,7 +138,7 @@ class Prepared:
         release_engines_of(module)  # of an Accelerator that is gone, and perhaps not collected yet
         model = self._maker.model(module)
         remember_names(model.module)
-        watch(model.engine)
+        watch(model.engine, self._maker.done_in_steps())
         self._models.append(ref(model))
         for stepper in self.steppers():
             self._join(model, stepper)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any, Protocol
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -32,7 +32,8 @@ from unisono.parallel.strategies.engine import Engine
 from unisono.timeline import REDUCE, STEP
 from unisono.world import World
 
-_engines: WeakSet[Engine] = WeakSet()  # of all prepared models of this process
+_engines: WeakKeyDictionary[Engine, tuple[str, ...]] = WeakKeyDictionary()  # of all prepared models of this process
+_steppers: WeakSet[Stepper] = WeakSet()
 
 
 class Follower(Protocol):
@@ -87,12 +88,14 @@ class Stepper:
         ) = -1  # the last step, by its number, that was asked for too early; that is over
         self._num_skipped = 0  # in a row
         self._plain_step, self._plain_zero = optimizer.step, optimizer.zero_grad
+        self._own = {name: vars(optimizer)[name] for name in ("step", "zero_grad") if name in vars(optimizer)}
         step, zero = _methods(self)
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # a scheduler made before has marked it
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
         optimizer.zero_grad = MethodType(zero, optimizer)  # type: ignore[method-assign]
         by_hand.prepared.add(optimizer)
+        _steppers.add(self)
 
     def train(self, engine: Engine) -> None:
         """A model that has some of the optimizer's parameters is prepared."""
@@ -100,8 +103,10 @@ class Stepper:
 
     def release(self) -> None:
         """Let the optimizer step by itself again."""
-        self.optimizer.step = self._plain_step  # type: ignore[method-assign]
-        self.optimizer.zero_grad = self._plain_zero  # type: ignore[method-assign]
+        for name in ("step", "zero_grad"):  # those of the class are no attributes: they would keep the optimizer
+            vars(self.optimizer).pop(name, None)
+        for name, own in self._own.items():
+            setattr(self.optimizer, name, own)
         by_hand.prepared.discard(self.optimizer)
         self._engines.clear()
 
@@ -112,7 +117,7 @@ class Stepper:
             return self._plain_step(**arguments)
         self.num_asked += 1
         self._microbatches.look()
-        is_boundary = self._microbatches.is_boundary()
+        is_boundary = self._microbatches.is_boundary(now=True)
         self._microbatches.try_step()
         if not is_boundary:
             self._skip()
@@ -169,10 +174,17 @@ class Stepper:
             self.forget()
 
     def may_zero(self) -> bool:
-        """Whether gradients may be zeroed: nothing of the present step is in them, or it is over."""
+        """Whether gradients may be zeroed: nothing of the present step is in them, or it is over.
+
+        Or it is given up: it has its last microbatch and was not stepped on, or since the last backward pass nobody has
+        asked whether to step.
+        """
         now = self._ledger
-        is_over = now.every == 1 or self._closed_in == now.number or now.count == 0
-        return is_over or (now.count == 1 and self._skipped_in != now.number)
+        if now.every == 1 or self._closed_in == now.number or now.count == 0:
+            return True
+        begun = [engine.begun for engine in self._engines if engine.begun.step == now.number]
+        is_complete = now.has_ended and any(each.microbatch == now.count for each in begun)
+        return not begun or is_complete or any(each.num_asked == self._microbatches.num_asked for each in begun)
 
     def forget(self) -> None:
         """The gradients are zero."""
@@ -181,8 +193,14 @@ class Stepper:
                 self._guard.forget(trained_parameters(self.optimizer))
             for engine in self._engines:
                 engine.forget()
+            if self._ledger.count:  # a part of a step is given up
+                self._num_skipped = 0
             self._passes.forget()
             self._settle()
+
+    def is_stepping(self, engine: Engine) -> bool:
+        """Whether the plain step runs, over parameters of this model."""
+        return self._is_inside and engine in self._engines
 
     @property
     def _ledger(self) -> Ledger:
@@ -268,9 +286,13 @@ class Stepper:
         self._ledger.close()
 
 
-def watch(engine: Engine) -> None:
-    """Let no optimizer step on gradients of this model that are one rank's alone."""
-    _engines.add(engine)
+def watch(engine: Engine, done_in_steps: Sequence[str] = ()) -> None:
+    """Let no optimizer step on gradients of this model that are one rank's alone.
+
+    Args:
+        done_in_steps: what the Accelerator was asked for that steps of prepared optimizers do, and no others.
+    """
+    _engines[engine] = tuple(done_in_steps)
 
 
 def release_engines_of(module: nn.Module) -> None:
@@ -281,27 +303,50 @@ def release_engines_of(module: nn.Module) -> None:
             engine.release()
 
 
-def _refuse_held_gradients(optimizer: Optimizer, *_: Any) -> None:
+def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
     """
     Raises:
-        RuntimeError: the optimizer's gradients are not reduced.
+        RuntimeError: the optimizer's gradients are not reduced, or not what steps were to make of them.
     """
-    held = [engine for engine in list(_engines) if engine.is_held and not engine.is_released]
-    if not held:
+    own = [each for group in optimizer.param_groups for each in group["params"]]
+    if by_hand.unreduced and any(each.grad is not None and each in by_hand.unreduced for each in own):
+        raise RuntimeError(
+            f"the {type(optimizer).__name__} steps on gradients that unisono.backward() has left and that are this "
+            "rank's alone; call unisono.optimizer_step(optimizer), which reduces them first"
+        )
+    suspects = list(_engines.items())
+    if not suspects:
         return
-    own = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    for engine in held:
-        if any(id(each) in own for each in engine.module.parameters()):
+    places = {id(each) for each in own}
+    for engine, asked in suspects:
+        if engine.is_released or not any(id(each) in places for each in engine.module.parameters()):
+            continue
+        is_plain = optimizer not in by_hand.prepared and not _is_stepping(engine)
+        if asked and is_plain and not engine.is_held:
+            raise RuntimeError(
+                f"the {type(optimizer).__name__} steps for the {engine.name} and was not prepared, so that "
+                f"{' and '.join(asked)} would do nothing: what an Accelerator does in a step, it does in those of the "
+                "optimizers that prepare() returns; prepare this one, too"
+            )
+        if engine.is_held:
             raise RuntimeError(
                 f"the {type(optimizer).__name__} steps on gradients of the {engine.name} that are "
-                "this rank's alone, in the middle of an accumulation or behind no_sync(); step with the optimizer that "
-                "prepare() has returned, or behind the backward pass that ends the step (accelerator.is_boundary)"
+                "this rank's alone, in the middle of an accumulation or of a backward pass, or after no_sync(); step "
+                "with the optimizer that prepare() has returned, or after the backward pass that ends the step "
+                "(accelerator.is_boundary)"
             )
+        if is_plain:
+            engine.step_plainly(optimizer)
+
+
+def _is_stepping(engine: Engine) -> bool:
+    """Whether a prepared optimizer's step has called this one's: SAM's, or that of a rank's part."""
+    return any(each.is_stepping(engine) for each in list(_steppers))
 
 
 # No decorator: it would put a handle in the function's place, and an optimizer's class that travels brings the hooks of
 # all steps along, which then travel by name.
-register_optimizer_step_pre_hook(_refuse_held_gradients)
+register_optimizer_step_pre_hook(_refuse_step)
 
 
 def _methods(stepper: Stepper) -> tuple[Callable[..., Any], Callable[..., None]]:

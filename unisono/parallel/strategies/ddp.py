@@ -83,6 +83,8 @@ class ReplicatedEngine(Engine):
         return result
 
     def prepare(self, reduces: bool) -> None:
+        if not self._is_finished:
+            raise RuntimeError(failed_before(self.name))
         if reduces:
             self._world.comm.announce(f"the gradients of {self._ledger.place()}")
             ddp = self._replicated
@@ -116,6 +118,15 @@ def own_steps_contradict(what: str) -> str:
     return (
         f"comm_hook={POST_LOCAL_SGD!r} and {what} contradict each other: between two averages each rank steps by its "
         "own gradients, and this needs those of all ranks at each step; leave one of them out"
+    )
+
+
+def failed_before(model: str) -> str:
+    """What a backward pass is told that follows one which has failed, on this rank, while it reduced."""
+    return (
+        f"the backward pass before, through the {model}, has failed on this rank in the middle of its reduction, which "
+        "cannot be taken up again, and other ranks may wait in it; let the error end the run, or begin anew on all "
+        "ranks: accelerator.free_memory(), and prepare() (under strategy='fsdp' a new model)"
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -14,6 +15,14 @@ from unisono.parallel.agreement import check_agreement
 from unisono.parallel.gradients import reduce_gradients, scale_gradients
 from unisono.parallel.ledger import Ledger
 from unisono.world import World
+
+
+class Begun(NamedTuple):
+    """Where a rank stands: in which step, on which of its microbatches, and how often it has asked whether to step."""
+
+    step: int = 0
+    microbatch: int = 0
+    num_asked: int = 0
 
 
 class Engine:
@@ -29,6 +38,7 @@ class Engine:
         is_held: a backward pass has left gradients that are this rank's alone.
         is_reduced: those that are there are of all ranks.
         generation: how many backward passes have come to the model.
+        begun: where the rank stood when the last one came.
         hooks: on the leaves, for their gradients.
         is_released: its model is prepared no more.
     """
@@ -37,6 +47,8 @@ class Engine:
         self.module, self.name = module, type(module).__name__
         self.is_held = self.is_reduced = False
         self.generation = 0
+        self.begun = Begun()
+        self._stepped: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()  # in which generation
         self.is_released = False
         self.hooks: dict[torch.Tensor, RemovableHandle] = {}
         self._world, self._ledger = world, ledger
@@ -67,7 +79,7 @@ class Engine:
             )
         if self.is_reduced and self._ledger.held_factor() not in (0, 1):
             scale_gradients(self.trained(), 1 / self._ledger.held_factor())  # the further reduction undoes it
-        self.is_held, self.is_reduced = True, False
+        self.is_held, self.is_reduced = self._world.comm.size > 1 or self._ledger.every > 1, False
         self.generation += 1
         self._reduces = reduces
         self.prepare(reduces)
@@ -126,6 +138,21 @@ class Engine:
     def forget(self) -> None:
         """The gradients are zero."""
         self.is_held = self.is_reduced = False
+
+    def step_plainly(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer that nobody has prepared steps on gradients that are reduced.
+
+        Raises:
+            RuntimeError: no backward pass has left them since its last step.
+        """
+        if self._stepped.get(optimizer) == self.generation and self._world.comm.size > 1:
+            raise RuntimeError(
+                f"the {type(optimizer).__name__} steps on gradients of the {self.name} that no backward pass has left "
+                "since its last step: they were assigned, and are this rank's alone; prepare(optimizer), which reduces "
+                "them"
+            )
+        self._stepped[optimizer] = self.generation
+        self._ledger.close()
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """That optimizer has stepped."""

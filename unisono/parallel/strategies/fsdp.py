@@ -11,6 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from unisono.parallel.agreement import broadcast_parameters
 from unisono.parallel.ledger import Ledger
+from unisono.parallel.strategies.ddp import failed_before
 from unisono.parallel.strategies.elementwise import check_elementwise
 from unisono.parallel.strategies.engine import Engine, is_left_at, is_taken_from
 from unisono.parallel.strategies.rebinding import Rebinding
@@ -72,6 +73,7 @@ class ShardedEngine(Engine):
             if each.requires_grad:
                 each.register_hook(weakly(self._arrive_at_part))
         self._backward_pass = -1  # the last one that was announced
+        self._is_reducing = False  # a backward pass, or it has failed
         sharded.register_forward_hook(weakly(self._watch), prepend=True)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -153,6 +155,9 @@ class ShardedEngine(Engine):
             self._world.comm.announce(f"a backward pass of the {self.name}")
 
     def prepare(self, reduces: bool) -> None:
+        if self._is_reducing:
+            raise RuntimeError(failed_before(self.name))
+        self._is_reducing = reduces
         self._world.comm.announce(f"the backward pass of {self._ledger.place()}")
         self._sharded.set_requires_gradient_sync(reduces)
 
@@ -165,6 +170,7 @@ class ShardedEngine(Engine):
         Raises:
             RuntimeError: the backward pass has not come to an output, with which torch's reduction begins.
         """
+        self._is_reducing = False
         if any(each.grad is not None for each in self._whole):
             for each in self._whole:
                 each.grad = None

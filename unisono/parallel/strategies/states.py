@@ -43,6 +43,8 @@ def model_state(model: nn.Module, world: World | None = None) -> dict[str, Any]:
         On rank zero the state, which shares no memory with the model; on others an empty dict.
     """
     world = world or current_world()
+    if any(is_distributed(each) for each in model.parameters()):
+        world.comm.announce("state_dict(model)")
     named: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     plain: dict[int, Any] = {}
     state = {}
@@ -61,6 +63,7 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], world: World | 
         RuntimeError: names or shapes are not those of the model; on every rank.
     """
     world = world or current_world()
+    world.comm.announce("load_state_dict(model)")
     own = model.state_dict()
     names = {plain_name(model, name): name for name in own}
     loaded = {}
@@ -86,6 +89,8 @@ def optimizer_state(optimizer: Optimizer, models: Sequence[nn.Module], world: Wo
     """
     world = world or current_world()
     _check_owned(optimizer, models)
+    if is_divided(optimizer) or any(is_distributed(each) for each in parameters_of(optimizer)):
+        world.comm.announce("state_dict(optimizer)")
     if is_divided(optimizer):
         # Not `consolidate_state_dict`, by which every rank gets every state whole, and rank zero keeps a copy.
         own = _entries_of(optimizer.optim, optimizer)
@@ -112,6 +117,7 @@ def load_optimizer_state(
     """
     world = world or current_world()
     _check_owned(optimizer, models)
+    world.comm.announce("load_state_dict(optimizer)")
     is_given = world.rank == 0 and "param_groups" in state
     groups = world.comm.broadcast_object(_numbered(state["param_groups"]) if is_given else None)
     _check_groups(groups, optimizer)

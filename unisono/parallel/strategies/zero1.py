@@ -9,8 +9,10 @@ groups and its state, and the way of a plain state into the part of it that a ra
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+from weakref import ref
 
 import torch
 from torch import nn
@@ -49,11 +51,12 @@ class Divided(Replicated):
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         sharded = shard_optimizer(optimizer, self.world)
-        sharded.register_step_pre_hook(self._announce)
+        sharded.register_step_pre_hook(partial(self._announce, ref(sharded)))
         return sharded
 
-    def _announce(self, *_: Any) -> None:
-        self.world.comm.announce(f"the end of {self.ledger.place()}")  # where the ranks send out what they have stepped
+    def _announce(self, prepared: Callable[[], Optimizer | None], optimizer: Optimizer, *_: Any) -> None:
+        if optimizer is prepared():  # hooks are those of the user's optimizer, which may be prepared anew
+            self.world.comm.announce(f"the end of {self.ledger.place()}")  # the ranks send out what they have stepped
 
 
 def shard_optimizer(optimizer: Optimizer, world: World) -> ZeroRedundancyOptimizer:
@@ -84,21 +87,30 @@ def shard_optimizer(optimizer: Optimizer, world: World) -> ZeroRedundancyOptimiz
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(sharded, hooks, getattr(optimizer, hooks))  # the same ones: whoever has a handle may remove its hook
     if shares_memory:
-        sharded.register_step_post_hook(_MemoryCheck(parameters))
+        sharded.register_step_post_hook(_MemoryCheck(sharded))
     return sharded
 
 
 class _MemoryCheck:
     """Behind each step: what the ranks have sent to one another is what the parameters have."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._memory = Rebinding(parameters)
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = ref(optimizer)  # hooks are those of the user's, which may be prepared anew
+        self._layout = _layout_of(optimizer)
+        self._memory = Rebinding(parameters_of(optimizer))
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
-        parameters = parameters_of(optimizer)
-        if len(parameters) != len(self._memory):  # a further group: torch has laid out all of them anew
-            self._memory = Rebinding(parameters)
+        if optimizer is not self._optimizer():
+            return
+        if (
+            _layout_of(optimizer) != self._layout
+        ):  # a further group, a layer unfrozen: torch has laid out all of them anew
+            self._layout, self._memory = _layout_of(optimizer), Rebinding(parameters_of(optimizer))
         self._memory.check("zero1")
+
+
+def _layout_of(optimizer: Optimizer) -> list[bool]:
+    return [each.requires_grad for each in parameters_of(optimizer)]
 
 
 def is_divided(optimizer: Optimizer) -> TypeGuard[ZeroRedundancyOptimizer]:
