@@ -12,17 +12,20 @@ A prepared model, and `optimizer_step`, average the ranks' gradients. With x_r =
 
     1/R sum_r G_r dx_r/dtheta  =  d/dtheta (L_0 + ... + L_{R-1}) / R
 
-the gradient of the mean of the ranks' losses. For CLIP's local loss (a rank's rows against all columns) and for SimCLR's
-this mean is the loss of the global batch; where each rank computes the loss of the global batch, the mean is that loss:
+the gradient of the mean of the ranks' losses. For CLIP's local loss (a rank's rows against all columns) this mean is
+the loss of the global batch. Where each rank computes the loss of the global batch, it is that loss, as for SimCLR:
 
-    features = functional.all_gather(model(x))  # [R n, d], the ranks' rows in rank order
-    loss = nt_xent(features)  # the same on each rank
+    first, second = functional.all_gather_samples((model(x), model(augmented)))  # the ranks' rows, in rank order
+    loss = nt_xent(first, second)  # the same on each rank
     accelerator.backward(loss)
 
-This holds where the ranks' gradients count equally, as they do where each rank has as many samples. Otherwise a prepared
-model weighs those of rank r by its part of the samples, which is right for the mean over samples of a rank's own and
-not for this. So where the last batch of an epoch is split unevenly, gather by `all_gather_samples`, compute the loss of
-the global batch on each rank, and give all ranks one weight: `accelerator.backward(loss, weight=len(features) / R)`.
+This holds where the ranks' gradients count equally. Where a batch is split unevenly, as the last one of an epoch is, a
+prepared model weighs those of rank r by its part of the samples: right for a mean over the rank's own samples, and not
+for gradients that are of all ranks' losses, so it is a ValueError. Compute the loss of the global batch on each rank,
+then, of the samples that count, and give all ranks one weight:
+
+    first, second = functional.all_gather_samples((model(x), model(augmented)), loader.valid_samples)
+    accelerator.backward(nt_xent(first, second), weight=len(first) / world_size())
 
 A backward pass meets the other ranks: each rank must come to it, for the same calls. Whether a tensor requires grad is
 compared between the ranks in the forward pass, and who comes to another backward pass is named.
@@ -39,6 +42,7 @@ from torch._compile import _disable_dynamo
 
 from unisono.comm.operations import Call, check_reduction, check_root, check_scatter, check_tensor
 from unisono.parallel.collectives import check_samples, gather_samples
+from unisono.parallel.ledger import Crossings
 from unisono.protocols import Communicator
 from unisono.timeline import REDUCE
 from unisono.tree import leaves
@@ -183,18 +187,20 @@ class _Seat(NamedTuple):
     """Where a call meets the others, and what it is, in words."""
 
     comm: Communicator
+    crossings: Crossings
     call: str
 
 
 def _forward(function: Any, call: Call, world: World | None, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
     world = world or current_world()
     with world.timeline.loop().span(REDUCE):
-        return _meet(function, _Seat(world.comm, str(call)), x, *arguments)
+        return _meet(function, _Seat(world.comm, world.state.part(Crossings), str(call)), x, *arguments)
 
 
 def _backward(function: Any, seat: _Seat, gradient: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """Without a span: this may be autograd's thread."""
-    return _meet(function, _Seat(seat.comm, f"the gradient of {seat.call}"), gradient, *arguments)
+    seat.crossings.note()
+    return _meet(function, seat._replace(call=f"the gradient of {seat.call}"), gradient, *arguments)
 
 
 def _meet(function: Any, seat: _Seat, x: torch.Tensor, *arguments: Any) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from modes import HOST, PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode, in_main_memory, scaling
+from modes import FAMILY, HOST, PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode, in_main_memory, scaling
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -303,7 +303,7 @@ def test_batch_statistics_reduced_with_gradients_are_batch_norm_over_all_ranks(m
 
 
 def test_a_vq_codebook_follows_the_encodings_of_all_ranks(mode):
-    """van den Oord et al. 2017, appendix A.1: codes are moving averages, and the encoder's gradient goes straight on."""
+    """van den Oord et al. 2017, appendix A.1: codes are moving averages, the gradient goes straight on."""
 
     def step(encoder: nn.Module, x: torch.Tensor, book: tuple[torch.Tensor, torch.Tensor], total: Any) -> Any:
         sizes, sums = book
@@ -369,24 +369,62 @@ def test_a_prepared_model_trains_as_one_device_does_with_even_batches(mode):
     assert_all_are(mode.run(train), simclr_steps(12, 12 // size // 2 * size))
 
 
-def test_a_prepared_model_trains_as_one_device_does_when_the_last_batch_is_split_unevenly(mode):
-    """13 samples: in the last round some ranks have fewer, or a repeated one that does not count."""
+def train_simclr(samples: int, strategy: Any = "ddp") -> dict[str, torch.Tensor]:
+    """The loss of the global batch on each rank, and one weight for all. Rank zero's weights."""
+    accelerator = Accelerator(strategy=strategy)
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    net, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(data(samples), batch_size=3))
+    for x, *_ in loader:
+        optimizer.zero_grad()
+        rows = (net(x), net(x * 1.1 + 0.1))
+        first, second = functional.all_gather_samples(rows, loader.valid_samples)
+        accelerator.backward(nt_xent(first, second), weight=len(first) / unisono.world_size())
+        optimizer.step()
+    return accelerator.state_dict(net)
 
-    def train() -> Any:
-        accelerator = Accelerator()
-        net = model()
+
+@pytest.mark.parametrize("tail", [-1, 1])
+def test_a_prepared_model_trains_as_one_device_does_when_the_last_batch_is_split_unevenly(mode, tail):
+    """One sample more than ranks are left for the last round, or one fewer: then one is repeated and does not count."""
+    samples = 7 * mode.ranks + tail
+    found = mode.run(lambda: train_simclr(samples))
+    assert_all_are(found[:1], simclr_steps(samples, 3 * mode.ranks))
+
+
+@pytest.mark.skipif(FAMILY != "cpu", reason="these are of processes whose tensors torch's groups take")
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_the_strategies_of_processes_train_the_same(strategy):
+    found = PROCESSES_2.run(lambda: train_simclr(15, strategy))
+    assert_all_are(found[:1], simclr_steps(15, 6))
+
+
+@pytest.mark.parametrize("way", ["prepared", "backward", "optimizer_step"])
+def test_weights_that_differ_between_ranks_are_refused_for_gradients_of_all_ranks_losses(peers, way):
+    def train() -> int:
+        net, loader = model(), DataLoader(data(7 * peers.ranks + 1), batch_size=3)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-        net, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(data(samples), batch_size=3))
-        for x, *_ in loader:
-            optimizer.zero_grad()
-            rows = (net(x), net(x * 1.1 + 0.1))
-            first, second = functional.all_gather_samples(rows, loader.valid_samples)
-            accelerator.backward(nt_xent(first, second), weight=len(first) / accelerator.world.world_size)
-            optimizer.step()
-        return accelerator.unwrap(net).state_dict()
+        if way == "prepared":
+            net, optimizer, loader = Accelerator().prepare(net, optimizer, loader)
+        else:
+            net = net.to(unisono.current_world().device)
+            loader = unisono.DeviceLoader(loader)
+        steps = 0
+        try:
+            for x, *_ in loader:
+                optimizer.zero_grad()
+                loss = functional.all_gather_samples(net(x), loader.valid_samples).square().mean()
+                unisono.backward(loss) if way == "backward" else loss.backward()
+                optimizer.step() if way == "prepared" else unisono.optimizer_step(optimizer)
+                steps += 1
+        except unisono.BrokenWorldError as error:  # on a rank whose part is as that of equal ranks, say
+            raise ValueError(str(error.__cause__)) from None
+        except ValueError as error:
+            raise ValueError(f"{error} in step {steps}") from None
+        return steps
 
-    samples = 6 * mode.ranks + 2
-    assert_all_are(mode.run(train), simclr_steps(samples, 3 * mode.ranks))
+    with pytest.raises(ValueError, match=r"unisono\.functional are of the losses of all ranks.* in step 2"):
+        peers.run(train)
 
 
 # What is refused.
@@ -441,7 +479,8 @@ def test_unequal_shapes_are_named_by_rank_with_the_way_out(peers):
     found = peers.run(lambda: told(lambda: functional.all_gather(here(rows_of(0, rows=2 + (unisono.rank() == 1))))))
     for text in found:
         assert "CollectiveMismatchError" in text
-        assert "rank 1 c" in text and "functional.all_gather(float64[3, 4], 0) with a gradient" in text
+        assert "rank 1 c" in text
+        assert "functional.all_gather(float64[3, 4], 0) with a gradient" in text
         assert "functional.all_gather(float64[2, 4], 0) with a gradient" in text
         assert "functional.all_gather_samples" in text
 
@@ -453,7 +492,8 @@ def test_a_gradient_on_some_ranks_only_is_named_in_the_forward_pass(peers):
 
     for text in peers.run(gather):
         assert "CollectiveMismatchError" in text
-        assert "with a gradient" in text and "without a gradient" in text
+        assert "with a gradient" in text
+        assert "without a gradient" in text
         assert "all_gather_samples" not in text, "it is not their rows"
 
 

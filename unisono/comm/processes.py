@@ -232,7 +232,9 @@ class ProcessCommunicator:
                     return f"{peer.where} failed with {type(peer.error).__name__}: {peer.error}", peer.error
             if self._store is not None and (gone := self._departed(self._store)):
                 known = self._arrivals
-                return departure({rank: known.last_deed(rank) if known else "" for rank in gone}), error
+                missing = known.missing(self.num_calls) if known else []
+                first = [rank for rank in gone if rank in missing] or gone  # others came, and left as victims
+                return departure({rank: known.last_deed(rank) if known else "" for rank in first}), error
             if self._arrivals is not None and (missing := self._arrivals.missing(self.num_calls)):
                 return f"{name_ranks(missing)} did not come to it and may be gone, stuck or late ({error})", error
         return f"a peer is gone or did not answer ({error}); {_ADVICE}", error

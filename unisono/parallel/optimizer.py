@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from unisono.deliveries import Batch, check_counts, name_batches
 from unisono.parallel.agreement import check_agreement
 from unisono.parallel.gradients import reduce_gradients, scaled
-from unisono.parallel.ledger import Ledger, claim_of
+from unisono.parallel.ledger import Crossings, Ledger, claim_of, refuse_crossed
 from unisono.parallel.names import trained_parameters
 from unisono.parallel.passes import Passes
 from unisono.timeline import REDUCE, STEP
@@ -102,7 +102,11 @@ def backward(
     if ledger.is_closed and not ledger.holds(key):
         hand.stepped.clear()
     ledger.enter(claim, key)
-    run_backward(loss, claim.part(world.comm.size) * ledger.scale(claim))
+    part, crossings = claim.part(world.comm.size), world.state.part(Crossings)
+    before = crossings.number
+    run_backward(loss, part * ledger.scale(claim))
+    if crossings.number != before:
+        refuse_crossed(part)
 
 
 def run_backward(loss: torch.Tensor, factor: float) -> None:
@@ -163,11 +167,14 @@ def optimizer_step(
     finally:  # a step that has failed is over, too
         hand.ledger_of(world).close()
         hand.stepped.add(optimizer)
+        world.state.part(Crossings).is_held = False
 
 
 def reduce_held(optimizer: Optimizer, world: World, weight: float | torch.Tensor | None = None) -> float:
     """Reduce the gradients of an optimizer that nobody has prepared; this rank's part of the step. A collective."""
     part, factor, place = _held(optimizer, weight, world)
+    if world.state.part(Crossings).is_held and not _is_counted(optimizer, world.state.part(ByHand)):
+        refuse_crossed(part * world.comm.size)
     reduce_gradients(trained_parameters(optimizer), world, factor, place)
     return part
 
