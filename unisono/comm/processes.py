@@ -151,8 +151,7 @@ class ProcessCommunicator:
         return unpack(data)
 
     def barrier(self) -> None:
-        # A reduction and not dist.barrier, which on gloo leaves a rank up to the time-out in doubt about a dead peer.
-        self._run(Call("barrier"), lambda: dist.all_reduce(torch.zeros(1, device=self._device)))
+        self._run(Call("barrier"), self._meet)
 
     def announce(self, purpose: str) -> None:
         if self._has_left or self._broken is not None or not isinstance(self._arrivals, SharedArrivals):
@@ -189,6 +188,8 @@ class ProcessCommunicator:
             try:
                 self._enter(call)
                 with torch.no_grad():
+                    if isinstance(call, Call) and 0 in (call.shape or ()):
+                        self._meet()  # a transport that has nothing to send waits for nobody
                     return operation()
             except (UnisonoError, torch.OutOfMemoryError):
                 raise
@@ -199,6 +200,10 @@ class ProcessCommunicator:
                 self._call = None
         message, cause = self._broken
         raise broken(self.rank, call, message) from cause
+
+    def _meet(self) -> None:
+        # A reduction and not dist.barrier, which on gloo leaves a rank up to the time-out in doubt about a dead peer.
+        dist.all_reduce(torch.zeros(1, device=self._device))
 
     def _enter(self, call: Entry) -> None:
         self._call, self._last = call if isinstance(call, Call) else None, call
