@@ -402,12 +402,12 @@ def test_the_strategies_of_processes_train_the_same(strategy):
 @pytest.mark.parametrize("way", ["prepared", "backward", "optimizer_step"])
 def test_weights_that_differ_between_ranks_are_refused_for_gradients_of_all_ranks_losses(peers, way):
     def train() -> int:
-        net, loader = model(), DataLoader(data(7 * peers.ranks + 1), batch_size=3)
+        net: nn.Module = model() if way == "prepared" else network()
+        loader: Any = DataLoader(data(7 * peers.ranks + 1), batch_size=3)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
         if way == "prepared":
             net, optimizer, loader = Accelerator().prepare(net, optimizer, loader)
         else:
-            net = net.to(unisono.current_world().device)
             loader = unisono.DeviceLoader(loader)
         steps = 0
         try:
