@@ -219,7 +219,7 @@ class Accelerator:
         return nullcontext() if self._autocast is None else self._autocast()
 
     def gather(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """Every rank's tensor, along `dim`; as `unisono.all_gather`."""
+        """Every rank's tensor, along `dim`; as `unisono.all_gather`. ValueError, where it requires grad."""
         collectives.refuse_gradient(tensor, "gather", "all_gather")
         return collectives.all_gather(tensor, dim, self.world)
 
@@ -242,7 +242,10 @@ class Accelerator:
             return collectives.all_gather_samples(kept, count, world=self.world)
 
     def reduce(self, tensor: torch.Tensor, op: ReduceOp = "mean") -> torch.Tensor:
-        """The reduction over all ranks, a new tensor; as `unisono.all_reduce`, which works in place."""
+        """The reduction over all ranks, a new tensor; as `unisono.all_reduce`, which works in place.
+
+        ValueError, where it requires grad.
+        """
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"reduce takes a tensor, got a {type(tensor).__name__}; pass torch.tensor({tensor!r})")
         collectives.refuse_gradient(tensor, "reduce", "all_reduce")

@@ -114,7 +114,7 @@ class Crossings:
 def refuse_crossed(part: float) -> None:
     """Refuse a part of the microbatch as the weight of gradients that have come from other ranks' losses, too.
 
-    Rank r's would count n(r) R / N times, whoever's loss they are of, where each loss is to count for itself.
+    Rank r's would count n(r) R / N times, of whichever rank's loss they are.
 
     Raises:
         ValueError: it is not that of equal ranks.

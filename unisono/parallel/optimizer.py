@@ -85,7 +85,8 @@ def backward(
 
     Raises:
         ValueError: the weight is negative or not finite, or does not fit those given before in this step; or several
-            batches were drawn, and it is not known which one this is.
+            batches were drawn, and it is not known which one this is; or gradients came through `unisono.functional`,
+            and the ranks' weights differ.
     """
     world = world or current_world()
     hand = world.state.part(ByHand)
