@@ -31,7 +31,7 @@ FLOOR = {
     **dict.fromkeys(["backends", "comm"], 1),
     **dict.fromkeys(["world"], 2),
     **dict.fromkeys(["loaders", "parallel", "launch", "checkpoint", "precision", "placement"], 3),
-    **dict.fromkeys(["accelerator", "report"], 4),
+    **dict.fromkeys(["accelerator", "functional", "report"], 4),
     **dict.fromkeys(["cli", "compat"], 5),
     **dict.fromkeys(["", "__main__"], 6),  # the package's own names
 }

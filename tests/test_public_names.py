@@ -14,7 +14,7 @@ import unisono
 
 
 def type_checkers_imports() -> dict[str, str]:
-    """Each name that a type checker sees, and the module that it comes from."""
+    """Each name that a type checker sees, and the module that it comes from; "unisono" for the modules themselves."""
     tree = ast.parse(Path(unisono.__file__).read_text())
     blocks = [node.body for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     imports = [node for body in blocks for node in body]
@@ -33,8 +33,11 @@ def test_the_names_are_sorted_and_single():
 
 
 def test_a_type_checker_sees_the_same_names_from_the_same_modules():
-    assert type_checkers_imports() == unisono._HOME_OF
-    assert sorted(type_checkers_imports()) == unisono.__all__
+    imports = type_checkers_imports()
+    modules = [name for name, home in imports.items() if home == "unisono"]
+    assert modules == unisono._MODULES
+    assert {name: home for name, home in imports.items() if name not in modules} == unisono._HOME_OF
+    assert sorted(unisono._HOME_OF) == unisono.__all__
 
 
 @pytest.mark.parametrize("name", unisono.__all__)
@@ -43,6 +46,13 @@ def test_a_name_is_the_object_of_its_home(name):
     assert value is getattr(import_module(unisono._HOME_OF[name]), name)
     assert value.__module__ == unisono._HOME_OF[name], "its home is the module that defines it"
     assert value.__doc__
+
+
+@pytest.mark.parametrize("name", unisono._MODULES)
+def test_a_public_module_is_an_attribute_of_the_package(name):
+    script = f"import sys, unisono; assert unisono.{name} is sys.modules['unisono.{name}'] and unisono.{name}.__doc__"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    assert name in dir(unisono)
 
 
 def test_a_star_import_brings_exactly_these_names():

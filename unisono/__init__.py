@@ -1,7 +1,7 @@
 """Unisono: multi-device data-parallel training for PyTorch. One script, any number of devices, the same result.
 
 The names below are the public ones. Each is imported from its module when it is first used, so that `import unisono`
-costs nothing.
+costs nothing. `unisono.functional`, collectives with gradients, has names of its own.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from unisono import functional as functional
     from unisono.accelerator import Accelerator as Accelerator
     from unisono.backends import available_devices as available_devices
     from unisono.backends.device import Device as Device
@@ -134,10 +135,15 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
+_MODULES = ["functional"]
+"""Those whose names are public under the module's."""
+
 __all__ = sorted(_HOME_OF)
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"unisono.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'unisono' has no attribute {name!r}")
     value = getattr(import_module(_HOME_OF[name]), name)
@@ -146,4 +152,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_MODULES})

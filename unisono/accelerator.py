@@ -220,11 +220,12 @@ class Accelerator:
         return nullcontext() if self._autocast is None else self._autocast()
 
     def gather(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """Every rank's tensor, along `dim`; as `unisono.all_gather`."""
+        """Every rank's tensor, along `dim`; as `unisono.all_gather`. ValueError, where it requires grad."""
+        collectives.refuse_gradient(tensor, "gather", "all_gather")
         return collectives.all_gather(tensor, dim, self.world)
 
     def gather_for_metrics(self, values: Any, valid_samples: int | None = None) -> Any:
-        """Every rank's samples, each exactly once, in rank order.
+        """Every rank's samples, each exactly once, in rank order; values, without gradients.
 
         Args:
             values: a tensor, or any nesting of tensors, with one row for each sample of a batch; repeated samples are
@@ -238,12 +239,17 @@ class Accelerator:
             TypeError: as for `unisono.all_gather_samples`.
         """
         kept, count = valid_rows(values, valid_samples, self.world)
-        return collectives.all_gather_samples(kept, count, world=self.world)
+        with torch.no_grad():
+            return collectives.all_gather_samples(kept, count, world=self.world)
 
     def reduce(self, tensor: torch.Tensor, op: ReduceOp = "mean") -> torch.Tensor:
-        """The reduction over all ranks, a new tensor; as `unisono.all_reduce`, which works in place."""
+        """The reduction over all ranks, a new tensor; as `unisono.all_reduce`, which works in place.
+
+        ValueError, where it requires grad.
+        """
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"reduce takes a tensor, got a {type(tensor).__name__}; pass torch.tensor({tensor!r})")
+        collectives.refuse_gradient(tensor, "reduce", "all_reduce")
         return collectives.all_reduce(tensor.detach().clone(), op, self.world)
 
     def print(self, *values: Any, **options: Any) -> None:

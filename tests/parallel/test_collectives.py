@@ -169,3 +169,33 @@ def test_a_wrong_argument_is_refused_alike(mode):
         return told
 
     assert mode.run(refuse) == [["ValueError", "TypeError", "TypeError", "TypeError", "ValueError"]] * mode.ranks
+
+
+REFUSED = {
+    "all_reduce": unisono.all_reduce,
+    "all_gather": unisono.all_gather,
+    "broadcast": unisono.broadcast,
+    "all_gather_samples": lambda x: unisono.all_gather_samples({"rows": [x]}, 1),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_cut_a_graph_in_silence_is_refused_before_anything_is_sent(mode, name):
+    def refuse():
+        for x in (torch.nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True) * 2):
+            if unisono.rank() == 0:  # on this rank alone: nobody waits for the others
+                with pytest.raises(ValueError) as refused:
+                    REFUSED[name](x)
+                text = (
+                    f"{name} got a tensor that requires grad, and its result would have no gradient; pass x.detach() "
+                )
+                assert (
+                    str(refused.value) == f"{text}for the value, or call unisono.functional.{name}(x) for a result "
+                    "with a gradient"
+                )
+            REFUSED[name](x.detach())
+            with torch.no_grad():
+                REFUSED[name](x)
+        return unisono.all_reduce(torch.tensor(1)).item()
+
+    assert mode.run(refuse) == [mode.ranks] * mode.ranks

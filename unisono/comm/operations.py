@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, get_args
@@ -25,6 +25,7 @@ REDUCIBLE = (
 
 _OF_A_STEP = re.compile(r"\bof step |\ba step on |\bpass of the ")
 _ROUND = re.compile(r", round [0-9a-f]{8}")
+_GATHERED = re.compile(r"\ball_gather\((?P<type>\w+)\[(?P<rows>\d+)(?P<row>[\d, ]*)\]")
 _IN_PLACE = ("all_reduce", "broadcast")
 
 
@@ -181,7 +182,19 @@ def mismatch_error(deeds: Mapping[int, str]) -> CollectiveMismatchError:
             "take the same steps on the same rounds: leave out a batch, or leave a loop, on all ranks or on none, and "
             "loop over its loader as often as the others, in the same order"
         )
+    elif _differ_in_rows(groups):
+        rule += "; all_gather_samples, and functional.all_gather_samples, take different numbers of rows"
     return CollectiveMismatchError(f"{first} while {' and '.join(others)}; every rank must {rule}")
+
+
+def _differ_in_rows(deeds: Iterable[str]) -> bool:
+    """Whether all ranks gather rows of one kind, and others have more of them."""
+    found = [_GATHERED.search(deed) for deed in deeds]
+    return (
+        all(found)
+        and len({(each["type"], each["row"]) for each in found if each}) == 1
+        and len({each["rows"] for each in found if each}) > 1
+    )
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -151,8 +151,7 @@ class ProcessCommunicator:
         return unpack(data)
 
     def barrier(self) -> None:
-        # A reduction and not dist.barrier, which on gloo leaves a rank up to the time-out in doubt about a dead peer.
-        self._run(Call("barrier"), lambda: dist.all_reduce(torch.zeros(1, device=self._device)))
+        self._run(Call("barrier"), self._meet)
 
     def announce(self, purpose: str) -> None:
         if self._has_left or self._broken is not None or not isinstance(self._arrivals, SharedArrivals):
@@ -189,6 +188,8 @@ class ProcessCommunicator:
             try:
                 self._enter(call)
                 with torch.no_grad():
+                    if isinstance(call, Call) and 0 in (call.shape or ()):
+                        self._meet()  # a transport that has nothing to send waits for nobody
                     return operation()
             except (UnisonoError, torch.OutOfMemoryError):
                 raise
@@ -199,6 +200,10 @@ class ProcessCommunicator:
                 self._call = None
         message, cause = self._broken
         raise broken(self.rank, call, message) from cause
+
+    def _meet(self) -> None:
+        # A reduction and not dist.barrier, which on gloo leaves a rank up to the time-out in doubt about a dead peer.
+        dist.all_reduce(torch.zeros(1, device=self._device))
 
     def _enter(self, call: Entry) -> None:
         self._call, self._last = call if isinstance(call, Call) else None, call
@@ -232,7 +237,9 @@ class ProcessCommunicator:
                     return f"{peer.where} failed with {type(peer.error).__name__}: {peer.error}", peer.error
             if self._store is not None and (gone := self._departed(self._store)):
                 known = self._arrivals
-                return departure({rank: known.last_deed(rank) if known else "" for rank in gone}), error
+                missing = known.missing(self.num_calls) if known else []
+                first = [rank for rank in gone if rank in missing] or gone  # others came, and left as victims
+                return departure({rank: known.last_deed(rank) if known else "" for rank in first}), error
             if self._arrivals is not None and (missing := self._arrivals.missing(self.num_calls)):
                 return f"{name_ranks(missing)} did not come to it and may be gone, stuck or late ({error})", error
         return f"a peer is gone or did not answer ({error}); {_ADVICE}", error

@@ -1,7 +1,12 @@
-"""Collectives and facts of the current world: the same in a plain script, a DataParallel thread, a spawned worker."""
+"""Collectives and facts of the current world: the same in a plain script, a DataParallel thread, a spawned worker.
+
+Their results have no gradients (those of `unisono.functional` have), so tensors that require grad are refused, before
+anything is sent.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,10 +45,12 @@ def all_reduce(tensor: torch.Tensor, op: ReduceOp = "sum", world: World | None =
         op: "sum", "mean", "min", "max" or "product".
 
     Raises:
+        ValueError: the tensor requires grad; or there is no such operation.
         TypeError: the tensor's type does not have the operation ("mean" of integers, say).
         BrokenWorldError: a peer failed or departed.
         CollectiveMismatchError: a peer called something else.
     """
+    refuse_gradient(tensor, "all_reduce")
     world = world or current_world()
     with world.timeline.loop().span(REDUCE):
         return world.comm.all_reduce(tensor, op)
@@ -59,8 +66,10 @@ def all_gather(tensor: torch.Tensor, dim: int = 0, world: World | None = None) -
         A new tensor, `world_size` times as large along `dim`.
 
     Raises:
+        ValueError: the tensor requires grad.
         BrokenWorldError, CollectiveMismatchError: as for `all_reduce`.
     """
+    refuse_gradient(tensor, "all_gather")
     world = world or current_world()
     with world.timeline.loop().span(REDUCE):
         parts = world.comm.all_gather(tensor)
@@ -80,26 +89,62 @@ def all_gather_samples(batch: Any, valid_samples: int, dim: int = 0, world: Worl
 
     Raises:
         TypeError: something in the batch is no tensor, or `valid_samples` is no whole number.
-        ValueError: a tensor has fewer samples than that, or no such dimension.
+        ValueError: a tensor has fewer samples than that, or no such dimension; or it requires grad.
         BrokenWorldError, CollectiveMismatchError: as for `all_reduce`.
     """
     world = world or current_world()
-    _check_samples(batch, valid_samples, dim)
+    check_samples(batch, valid_samples, dim)
+    for leaf in leaves(batch):
+        refuse_gradient(leaf, "all_gather_samples")
     with world.timeline.loop().span(REDUCE):
-        counts = world.comm.all_gather(torch.tensor([valid_samples], device=world.device))
-        numbers = [int(count) for count in counts]
-
-        def gather(leaf: Any) -> Any:
-            own = leaf.narrow(dim, 0, valid_samples)
-            missing = list(own.shape)
-            missing[dim] = max(numbers) - valid_samples
-            parts = world.comm.all_gather(torch.cat([own, own.new_zeros(missing)], dim))
-            return torch.cat([part.narrow(dim, 0, count) for part, count in zip(parts, numbers, strict=True)], dim)
-
-        return tree_map(gather, batch)
+        return gather_samples(batch, valid_samples, dim, world.comm.all_gather, world)
 
 
-def _check_samples(batch: Any, valid_samples: int, dim: int) -> None:
+def gather_samples(
+    batch: Any, valid_samples: int, dim: int, gather: Callable[[torch.Tensor], Sequence[torch.Tensor]], world: World
+) -> Any:
+    """Every rank's samples, from tensors that are filled up to the largest number of them.
+
+    Args:
+        gather: every rank's tensor, of tensors of one shape.
+    """
+    counts = world.comm.all_gather(torch.tensor([valid_samples], device=world.device))
+    numbers = [int(count) for count in counts]
+
+    def gather_leaf(leaf: Any) -> Any:
+        own = leaf.narrow(dim, 0, valid_samples)
+        missing = list(own.shape)
+        missing[dim] = max(numbers) - valid_samples
+        parts = gather(torch.cat([own, own.new_zeros(missing)], dim))
+        return torch.cat([part.narrow(dim, 0, count) for part, count in zip(parts, numbers, strict=True)], dim)
+
+    return tree_map(gather_leaf, batch)
+
+
+def refuse_gradient(tensor: Any, name: str, way_out: str | None = None) -> None:
+    """Refuse a tensor whose gradient the collective would cut off in silence.
+
+    Args:
+        name: of the collective.
+        way_out: its namesake with a gradient; None where it is called the same.
+
+    Raises:
+        ValueError: the tensor requires grad, and gradients are recorded.
+    """
+    if isinstance(tensor, torch.Tensor) and tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name} got a tensor that requires grad, and its result would have no gradient; pass x.detach() for the "
+            f"value, or call unisono.functional.{way_out or name}(x) for a result with a gradient"
+        )
+
+
+def check_samples(batch: Any, valid_samples: int, dim: int) -> None:
+    """Refuse what has no such samples.
+
+    Raises:
+        TypeError: something in the batch is no tensor, or `valid_samples` is no whole number.
+        ValueError: a tensor has fewer samples than that, or no such dimension.
+    """
     if isinstance(valid_samples, bool) or not isinstance(valid_samples, int):
         raise TypeError(f"valid_samples={valid_samples!r} is a {type(valid_samples).__name__}; pass a whole number")
     for leaf in leaves(batch):
@@ -120,9 +165,10 @@ def broadcast(tensor: torch.Tensor, root: int = 0, world: World | None = None) -
     """Overwrite a tensor with the root's, in place, and return it.
 
     Raises:
-        ValueError: `root` is no rank of the world.
+        ValueError: `root` is no rank of the world; or the tensor requires grad.
         BrokenWorldError, CollectiveMismatchError: as for `all_reduce`.
     """
+    refuse_gradient(tensor, "broadcast")
     world = world or current_world()
     with world.timeline.loop().span(REDUCE):
         return world.comm.broadcast(tensor, root)

@@ -30,6 +30,8 @@ import torch
 from unisono.deliveries import Batch, Loop, name_batches
 from unisono.world import World
 
+_ROUNDING = 1e-9  # of a part, where all ranks have given the same weight
+
 
 class Claim(NamedTuple):
     """That a backward pass is of `samples` among the `total` of its microbatch on all ranks.
@@ -85,6 +87,45 @@ def checked_weight(weight: float | torch.Tensor) -> float:
     if not (math.isfinite(weight) and weight >= 0):
         raise ValueError(f"weight={weight} is no weight; pass a finite number that is not negative")
     return float(weight)
+
+
+class Crossings:
+    """The backward passes of `unisono.functional` on one rank: gradients that have come from other ranks' losses.
+
+    Attributes:
+        number: of all so far.
+        task: autograd's number of the backward pass that had the last one.
+        is_held: there was one since the last step by hand.
+    """
+
+    def __init__(self) -> None:
+        self.number, self.task, self.is_held = 0, -1, False
+
+    def note(self) -> None:
+        """One runs, in a backward pass."""
+        self.number += 1
+        self.task, self.is_held = torch._C._current_graph_task_id(), True
+
+    def restart(self) -> None:
+        """The rank's loop begins anew."""
+        self.is_held = False
+
+
+def refuse_crossed(part: float) -> None:
+    """Refuse a part of the microbatch as the weight of gradients that have come from other ranks' losses, too.
+
+    Rank r's would count n(r) R / N times, of whichever rank's loss they are.
+
+    Raises:
+        ValueError: it is not that of equal ranks.
+    """
+    if abs(part - 1) > _ROUNDING:
+        raise ValueError(
+            "the ranks have different numbers of samples, or weights, in this step, and gradients that came through "
+            "unisono.functional are of the losses of all ranks: no weight of a rank is right for them; compute the "
+            "loss of the global batch on each rank, and give all ranks the same weight, as in backward(loss, "
+            "weight=len(gathered) / world_size)"
+        )
 
 
 class Ledger:

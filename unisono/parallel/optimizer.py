@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from unisono.deliveries import Batch, check_counts, name_batches
 from unisono.parallel.agreement import check_agreement
 from unisono.parallel.gradients import reduce_gradients, scaled
-from unisono.parallel.ledger import Ledger, claim_of
+from unisono.parallel.ledger import Crossings, Ledger, claim_of, refuse_crossed
 from unisono.parallel.names import trained_parameters
 from unisono.parallel.passes import Passes
 from unisono.timeline import REDUCE, STEP
@@ -90,7 +90,8 @@ def backward(
 
     Raises:
         ValueError: the weight is negative or not finite, or does not fit those given before in this step; or several
-            batches were drawn, and it is not known which one this is.
+            batches were drawn, and it is not known which one this is; or gradients came through `unisono.functional`,
+            and the ranks' weights differ.
     """
     world = world or current_world()
     hand = world.state.part(ByHand)
@@ -109,7 +110,11 @@ def backward(
     ledger.enter(claim, key)
     if world.comm.size > 1:
         unreduced.update((each, True) for each in _leaves(loss))
-    run_backward(loss, claim.part(world.comm.size) * ledger.scale(claim))
+    part, crossings = claim.part(world.comm.size), world.state.part(Crossings)
+    before = crossings.number
+    run_backward(loss, part * ledger.scale(claim))
+    if crossings.number != before:
+        refuse_crossed(part)
 
 
 def run_backward(loss: torch.Tensor, factor: float) -> None:
@@ -170,12 +175,15 @@ def optimizer_step(
     finally:  # a step that has failed is over, too
         hand.ledger_of(world).close()
         hand.stepped.add(optimizer)
+        world.state.part(Crossings).is_held = False
 
 
 def reduce_held(optimizer: Optimizer, world: World, weight: float | torch.Tensor | None = None) -> float:
     """Reduce the gradients of an optimizer that nobody has prepared; this rank's part of the step. A collective."""
     part, factor, place = _held(optimizer, weight, world)
     parameters = trained_parameters(optimizer)
+    if world.state.part(Crossings).is_held and not _is_counted(optimizer, world.state.part(ByHand)):
+        refuse_crossed(part * world.comm.size)
     reduce_gradients(parameters, world, factor, place)
     for each in parameters:
         unreduced.pop(each, None)

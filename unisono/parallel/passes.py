@@ -28,7 +28,7 @@ import torch
 
 from unisono.deliveries import check_counts
 from unisono.parallel.gradients import scaled
-from unisono.parallel.ledger import Claim, claim_of
+from unisono.parallel.ledger import Claim, Crossings, claim_of, refuse_crossed
 from unisono.parallel.microbatches import Bound, Microbatches
 from unisono.parallel.strategies.engine import Begun, Engine, is_left_at
 from unisono.parallel.strategies.sharded import is_distributed
@@ -79,6 +79,7 @@ class Passes:
         self.microbatches = microbatches
         self.went_past = False
         self._world, self._ledger = microbatches.world, microbatches.ledger
+        self._crossings = self._world.state.part(Crossings)
         self._is_called = False  # `backward`, and it runs
         self._begun: _Pass | None = None  # by `backward`, with what the user has told
         self._running: dict[int, _Pass] = {}  # by autograd's number
@@ -224,7 +225,11 @@ class Passes:
         if model is None:
             return None
         run = self._run(model, None)
-        return None if run.counted is None else scaled(run.counted.scale * run.part, gradient)
+        if run.counted is None:
+            return None
+        if self._crossings.task in (run.task, torch._C._current_graph_task_id()):
+            refuse_crossed(run.part)
+        return scaled(run.counted.scale * run.part, gradient)
 
     def _run(self, engine: Engine, bound: Bound | None) -> _Run:
         """The present backward pass through that model; begun where it comes to it.

@@ -1,0 +1,509 @@
+"""Collectives with gradients: what ranks compute together is what one device computes of all their rows.
+
+The oracles are plain code over the rows of all ranks, in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from modes import FAMILY, HOST, PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode, in_main_memory, scaling
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from twin import CLOSE, assert_all_are, data, model
+
+import unisono
+from unisono import Accelerator, functional
+
+pytestmark = pytest.mark.any_family
+
+Tensors = list[torch.Tensor]
+
+
+@pytest.fixture(params=scaling(SOLO, THREADS_2, THREADS_3, PROCESSES_2), ids=str)
+def mode(request: pytest.FixtureRequest) -> Mode:
+    return request.param
+
+
+@pytest.fixture(params=scaling(THREADS_2, THREADS_3, PROCESSES_2), ids=str)
+def peers(request: pytest.FixtureRequest) -> Mode:
+    return request.param
+
+
+def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64, device=HOST)
+
+
+def rows_of(rank: int, rows: int = 3, width: int = 4, seed: int = 0) -> torch.Tensor:
+    """A rank's rows, in main memory; so that the twin has those of all."""
+    return numbers(rows, width, seed=1000 * seed + rank)
+
+
+def here(x: torch.Tensor) -> torch.Tensor:
+    """A leaf on the rank's device."""
+    return x.to(unisono.current_world().device).requires_grad_()
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(in_main_memory(found), expected, **CLOSE)
+
+
+# Each function's gradient is that of the sum of the ranks' losses.
+
+
+def own_loss(values: torch.Tensor, rank: int) -> torch.Tensor:
+    """A loss that is another one on each rank, and has second derivatives."""
+    weights = numbers(*values.shape, seed=77 + rank).to(values.device)
+    return (weights * values).sin().sum() + (values.square() * weights).sum()
+
+
+def scattered(tensors: Tensors, divisor: int) -> Tensors:
+    total = torch.stack(tensors).sum(0) / divisor
+    return list(total.chunk(len(tensors)))
+
+
+# What each rank gets, as a function of what all ranks have.
+TWINS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[Tensors], Tensors]]] = {
+    "all_gather": (functional.all_gather, lambda every: [torch.cat(every)] * len(every)),
+    "all_gather dim 1": (lambda x: functional.all_gather(x, 1), lambda every: [torch.cat(every, 1)] * len(every)),
+    "all_gather dim -1": (lambda x: functional.all_gather(x, -1), lambda every: [torch.cat(every, -1)] * len(every)),
+    "all_gather of scalars": (
+        lambda x: functional.all_gather(x.prod()),
+        lambda every: [torch.stack([x.prod() for x in every])] * len(every),
+    ),
+    "all_gather_samples": (functional.all_gather_samples, lambda every: [torch.cat(every)] * len(every)),
+    "all_reduce sum": (functional.all_reduce, lambda every: [torch.stack(every).sum(0)] * len(every)),
+    "all_reduce mean": (
+        lambda x: functional.all_reduce(x, "mean"),
+        lambda every: [torch.stack(every).mean(0)] * len(every),
+    ),
+    "reduce_scatter sum": (functional.reduce_scatter, lambda every: scattered(every, 1)),
+    "reduce_scatter mean": (
+        lambda x: functional.reduce_scatter(x, "mean"),
+        lambda every: scattered(every, len(every)),
+    ),
+    "broadcast": (functional.broadcast, lambda every: [every[0]] * len(every)),
+    "broadcast of the last": (
+        lambda x: functional.broadcast(x, unisono.world_size() - 1),
+        lambda every: [every[-1]] * len(every),
+    ),
+}
+
+
+def test_the_gradient_is_that_of_the_sum_of_the_ranks_losses_and_so_is_the_second_one(mode):
+    def differentiate() -> Any:
+        found = {}
+        for name, (call, _) in TWINS.items():
+            x = here(rows_of(unisono.rank(), rows=6))
+            result = call(x)
+            (first,) = torch.autograd.grad(own_loss(result, unisono.rank()), x, create_graph=True)
+            penalty = (first * numbers(6, 4, seed=unisono.rank()).to(x.device)).sum()
+            penalty.backward()
+            found[name] = (result.detach(), first.detach(), x.grad)
+        return found
+
+    every_rank = mode.run(differentiate)
+    for name, (_, twin) in TWINS.items():
+        every = [rows_of(rank, rows=6).requires_grad_() for rank in range(mode.ranks)]
+        results = twin(every)
+        loss = sum(own_loss(result, rank) for rank, result in enumerate(results))
+        first = torch.autograd.grad(loss, every, create_graph=True, materialize_grads=True)
+        penalty = sum((each * numbers(6, 4, seed=rank)).sum() for rank, each in enumerate(first))
+        second = torch.autograd.grad(penalty, every, materialize_grads=True)
+        for rank, found in enumerate(every_rank):
+            assert_close(found[name], (results[rank].detach(), first[rank].detach(), second[rank]))
+
+
+def test_the_argument_stays_as_it_is_and_the_result_is_ones_own(mode):
+    def change() -> None:
+        for call, _ in TWINS.values():
+            x = here(rows_of(unisono.rank(), rows=6))
+            with torch.no_grad():
+                call(x).add_(1)
+            assert torch.equal(x, here(rows_of(unisono.rank(), rows=6)))
+        whole = torch.ones(mode.ranks, dtype=torch.int64, device=x.device)
+        assert functional.all_reduce(whole).tolist() == [mode.ranks] * mode.ranks
+        assert whole.tolist() == [1] * mode.ranks, "integers have no gradient, and a value"
+
+    mode.run(change)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_rows_of_ranks_that_have_different_numbers_are_gathered_with_gradients(mode, dim):
+    """Rank r has r rows, so rank 0 has none; in a nesting, beside labels."""
+
+    def laid(x: torch.Tensor) -> torch.Tensor:
+        return x if dim == 0 else x.mT
+
+    def gather() -> Any:
+        rank = unisono.rank()
+        x = here(laid(rows_of(rank, rows=rank)))
+        batch = {"x": x, "more": [x * 2, torch.full(x.shape, rank, device=x.device)]}
+        found = functional.all_gather_samples(batch, dim=dim)
+        own_loss(found["x"] * found["more"][0], rank).backward()
+        return found["x"].detach(), found["more"][1].tolist(), x.grad
+
+    every = [laid(rows_of(rank, rows=rank)).requires_grad_() for rank in range(mode.ranks)]
+    together = torch.cat(every, dim)
+    labels = torch.cat([torch.full(x.shape, rank) for rank, x in enumerate(every)], dim).tolist()
+    sum(own_loss(together * together * 2, rank) for rank in range(mode.ranks)).backward()
+    for rank, (values, found_labels, gradient) in enumerate(mode.run(gather)):
+        assert_close((values, gradient), (together.detach(), every[rank].grad))
+        assert found_labels == labels
+
+
+def test_samples_that_do_not_count_get_a_gradient_of_zero(mode):
+    def gather() -> Any:
+        x = here(rows_of(unisono.rank()))
+        functional.all_gather_samples((x, x), valid_samples=2)[1].sum().backward()
+        return x.grad.tolist()
+
+    assert mode.run(gather) == [[[mode.ranks] * 4, [mode.ranks] * 4, [0] * 4]] * mode.ranks
+
+
+# Losses over the samples of all ranks.
+
+
+def nt_xent(first: torch.Tensor, second: torch.Tensor, own: slice = slice(None)) -> torch.Tensor:
+    """SimCLR's loss (Chen et al. 2020, eq. 1): the mean over both views of the `own` samples, against all."""
+    views = F.normalize(torch.cat([first, second]), dim=1)
+    count = len(first)
+    places = torch.arange(2 * count, device=views.device)
+    likeness = (views @ views.mT / 0.5).masked_fill(places[:, None] == places, -torch.inf)
+    rows = torch.cat([places[:count][own], places[count:][own]])
+    return F.cross_entropy(likeness[rows], ((places + count) % (2 * count))[rows])
+
+
+def clip_loss(images: torch.Tensor, texts: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """CLIP's (Radford et al. 2021, figure 3)."""
+    return local_clip_loss(images, texts, images, texts, scale, 0)
+
+
+def local_clip_loss(
+    images: torch.Tensor,
+    texts: torch.Tensor,
+    all_images: torch.Tensor,
+    all_texts: torch.Tensor,
+    scale: torch.Tensor,
+    start: int,
+) -> torch.Tensor:
+    """A rank's rows against all columns, as open_clip's `local_loss`."""
+    labels = start + torch.arange(len(images), device=images.device)
+    by_image = F.cross_entropy(scale.exp() * images @ all_texts.mT, labels)
+    by_text = F.cross_entropy(scale.exp() * texts @ all_images.mT, labels)
+    return (by_image + by_text) / 2
+
+
+def summed_gradients(found: list[dict[str, torch.Tensor]], divisor: int) -> dict[str, torch.Tensor]:
+    """What a data-parallel reduction makes of those of the ranks."""
+    found = in_main_memory(found)
+    return {name: sum(each[name] for each in found) / divisor for name in found[0]}
+
+
+def network() -> nn.Module:
+    return model().to(unisono.current_world().device)
+
+
+def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: each.grad for name, each in module.named_parameters()}
+
+
+@pytest.mark.parametrize("is_local", [False, True], ids=["global", "local"])
+def test_simclr_has_the_gradient_of_the_global_batch(mode, is_local):
+    def train() -> Any:
+        rank, net = unisono.rank(), network()
+        first, second = (net(here(rows_of(rank, width=5, seed=seed))) for seed in (1, 2))
+        own = slice(3 * rank, 3 * rank + 3) if is_local else slice(None)
+        loss = nt_xent(functional.all_gather(first), functional.all_gather(second), own)
+        loss.backward()
+        return loss.detach(), gradients(net)
+
+    twin = model()
+    views = [torch.cat([rows_of(rank, width=5, seed=seed) for rank in range(mode.ranks)]) for seed in (1, 2)]
+    expected = nt_xent(*map(twin, views))
+    expected.backward()
+    found = mode.run(train)
+    assert_close(sum(in_main_memory([loss for loss, _ in found])) / mode.ranks, expected.detach())
+    assert_close(summed_gradients([each for _, each in found], mode.ranks), gradients(twin))
+
+
+def test_clips_local_loss_has_the_gradient_of_the_global_batch(mode):
+    def train() -> Any:
+        rank, net = unisono.rank(), network()
+        scale = here(torch.tensor(0.3, dtype=torch.float64))
+        images, texts = (F.normalize(net(here(rows_of(rank, width=5, seed=seed))), dim=1) for seed in (1, 2))
+        every = functional.all_gather_samples((images, texts))
+        local_clip_loss(images, texts, *every, scale, 3 * rank).backward()
+        return {"scale": scale.grad, **gradients(net)}
+
+    twin, scale = model(), torch.tensor(0.3, dtype=torch.float64).requires_grad_()
+    images, texts = (
+        F.normalize(twin(torch.cat([rows_of(rank, width=5, seed=seed) for rank in range(mode.ranks)])), dim=1)
+        for seed in (1, 2)
+    )
+    clip_loss(images, texts, scale).backward()
+    assert_close(summed_gradients(mode.run(train), mode.ranks), {"scale": scale.grad, **gradients(twin)})
+
+
+def test_dinos_centre_is_that_of_the_global_batch_and_no_gradient_goes_through_it(mode):
+    """Caron et al. 2021, algorithm 1: the teacher's outputs are centred by a running mean over all ranks."""
+
+    def step(
+        student: nn.Module, teacher: nn.Module, x: torch.Tensor, centre: torch.Tensor, mean: Callable[..., Any]
+    ) -> torch.Tensor:
+        with torch.no_grad():
+            targets = teacher(x)
+        loss = -(F.softmax((targets - centre) / 0.04, 1) * F.log_softmax(student(x) / 0.1, 1)).sum(1).mean()
+        loss.backward()
+        return 0.9 * centre + 0.1 * mean(targets.mean(0))
+
+    def train() -> Any:
+        student, teacher = network(), network()
+        centre = torch.zeros(2, dtype=torch.float64, device=unisono.current_world().device)
+        for seed in (1, 2):
+            x = here(rows_of(unisono.rank(), width=5, seed=seed)).detach()
+            centre = step(student, teacher, x, centre, lambda mean: unisono.all_reduce(mean, "mean"))
+        assert not centre.requires_grad
+        return {"centre": centre, **gradients(student)}
+
+    student, teacher, centre = model(), model(), torch.zeros(2, dtype=torch.float64)
+    for seed in (1, 2):
+        x = torch.cat([rows_of(rank, width=5, seed=seed) for rank in range(mode.ranks)])
+        centre = step(student, teacher, x, centre, lambda mean: mean)
+    found = mode.run(train)
+    assert_close([each.pop("centre") for each in found], [centre] * mode.ranks)
+    assert_close(summed_gradients(found, mode.ranks), gradients(student))
+
+
+def test_batch_statistics_reduced_with_gradients_are_batch_norm_over_all_ranks(mode):
+    """Written by hand, on ranks that have different numbers of rows; its outputs and gradients are BatchNorm's."""
+
+    def normalize(x: torch.Tensor) -> torch.Tensor:
+        count = functional.all_reduce(torch.tensor(float(len(x)), dtype=x.dtype, device=x.device))
+        mean = functional.all_reduce(x.sum(0)) / count
+        variance = functional.all_reduce((x - mean).square().sum(0)) / count
+        return (x - mean) * torch.rsqrt(variance + 1e-5)
+
+    def train() -> Any:
+        rank = unisono.rank()
+        x = here(rows_of(rank, rows=2 + rank))
+        y = normalize(x)
+        own_loss(y, rank).backward()
+        return y.detach(), x.grad
+
+    every = [rows_of(rank, rows=2 + rank).requires_grad_() for rank in range(mode.ranks)]
+    outputs = F.batch_norm(torch.cat(every), None, None, training=True).split([len(x) for x in every])
+    sum(own_loss(y, rank) for rank, y in enumerate(outputs)).backward()
+    expected = [(y.detach(), x.grad) for x, y in zip(every, outputs, strict=True)]
+    torch.testing.assert_close(in_main_memory(mode.run(train)), expected, rtol=1e-9, atol=1e-11)
+
+
+def test_a_vq_codebook_follows_the_encodings_of_all_ranks(mode):
+    """van den Oord et al. 2017, appendix A.1: codes are moving averages, the gradient goes straight on."""
+
+    def step(encoder: nn.Module, x: torch.Tensor, book: tuple[torch.Tensor, torch.Tensor], total: Any) -> Any:
+        sizes, sums = book
+        codes = sums / sizes[:, None]
+        z = encoder(x)
+        chosen = F.one_hot(torch.cdist(z.detach(), codes).argmin(1), len(codes)).to(z.dtype)
+        quantized = chosen @ codes
+        straight = z + (quantized - z).detach()
+        (straight.square().sum(1) + 0.25 * (z - quantized).square().sum(1)).mean().backward()
+        with torch.no_grad():
+            sizes = 0.8 * sizes + 0.2 * total(chosen.sum(0))
+            sums = 0.8 * sums + 0.2 * total(chosen.mT @ z)
+        return sizes, sums
+
+    def start() -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.ones(4, dtype=torch.float64), numbers(4, 2, seed=9)
+
+    def train() -> Any:
+        encoder, device = network(), unisono.current_world().device
+        book = tuple(each.to(device) for each in start())
+        for seed in (1, 2, 3):
+            x = rows_of(unisono.rank(), rows=4, width=5, seed=seed).to(device)
+            book = step(encoder, x, book, unisono.all_reduce)
+        return book, gradients(encoder)
+
+    encoder, book = model(), start()
+    for seed in (1, 2, 3):
+        x = torch.cat([rows_of(rank, rows=4, width=5, seed=seed) for rank in range(mode.ranks)])
+        book = step(encoder, x, book, lambda total: total)
+    found = mode.run(train)
+    assert_close([own for own, _ in found], [book] * mode.ranks)
+    assert_close(summed_gradients([each for _, each in found], mode.ranks), gradients(encoder))
+
+
+# With prepared models.
+
+
+def simclr_steps(samples: int, size: int) -> dict[str, torch.Tensor]:
+    """The oracle of training: one device, the whole global batches."""
+    net, tensors = model(), data(samples).tensors
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    for start in range(0, samples, size):
+        first, second = tensors[0][start : start + size], tensors[0][start : start + size] * 1.1 + 0.1
+        optimizer.zero_grad()
+        nt_xent(net(first), net(second)).backward()
+        optimizer.step()
+    return net.state_dict()
+
+
+def test_a_prepared_model_trains_as_one_device_does_with_even_batches(mode):
+    def train() -> Any:
+        accelerator = Accelerator()
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        net, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(data(12), batch_size=12 // size // 2))
+        for x, *_ in loader:
+            optimizer.zero_grad()
+            accelerator.backward(nt_xent(*functional.all_gather_samples((net(x), net(x * 1.1 + 0.1)))))
+            optimizer.step()
+        return accelerator.unwrap(net).state_dict()
+
+    size = mode.ranks
+    assert_all_are(mode.run(train), simclr_steps(12, 12 // size // 2 * size))
+
+
+def train_simclr(samples: int, strategy: Any = "ddp") -> dict[str, torch.Tensor]:
+    """The loss of the global batch on each rank, and one weight for all. Rank zero's weights."""
+    accelerator = Accelerator(strategy=strategy)
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    net, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(data(samples), batch_size=3))
+    for x, *_ in loader:
+        optimizer.zero_grad()
+        rows = (net(x), net(x * 1.1 + 0.1))
+        first, second = functional.all_gather_samples(rows, loader.valid_samples)
+        accelerator.backward(nt_xent(first, second), weight=len(first) / unisono.world_size())
+        optimizer.step()
+    return accelerator.state_dict(net)
+
+
+@pytest.mark.parametrize("tail", [-1, 1])
+def test_a_prepared_model_trains_as_one_device_does_when_the_last_batch_is_split_unevenly(mode, tail):
+    """One sample more than ranks are left for the last round, or one fewer: then one is repeated and does not count."""
+    samples = 7 * mode.ranks + tail
+    found = mode.run(lambda: train_simclr(samples))
+    assert_all_are(found[:1], simclr_steps(samples, 3 * mode.ranks))
+
+
+@pytest.mark.skipif(FAMILY != "cpu", reason="these are of processes whose tensors torch's groups take")
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_the_strategies_of_processes_train_the_same(strategy):
+    found = PROCESSES_2.run(lambda: train_simclr(15, strategy))
+    assert_all_are(found[:1], simclr_steps(15, 6))
+
+
+@pytest.mark.parametrize("way", ["prepared", "backward", "optimizer_step"])
+def test_weights_that_differ_between_ranks_are_refused_for_gradients_of_all_ranks_losses(peers, way):
+    def train() -> int:
+        net: nn.Module = model() if way == "prepared" else network()
+        loader: Any = DataLoader(data(7 * peers.ranks + 1), batch_size=3)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        if way == "prepared":
+            net, optimizer, loader = Accelerator().prepare(net, optimizer, loader)
+        else:
+            loader = unisono.DeviceLoader(loader)
+        steps = 0
+        try:
+            for x, *_ in loader:
+                optimizer.zero_grad()
+                loss = functional.all_gather_samples(net(x), loader.valid_samples).square().mean()
+                unisono.backward(loss) if way == "backward" else loss.backward()
+                optimizer.step() if way == "prepared" else unisono.optimizer_step(optimizer)
+                steps += 1
+        except unisono.BrokenWorldError as error:  # on a rank whose part is as that of equal ranks, say
+            raise ValueError(str(error.__cause__)) from None
+        except ValueError as error:
+            raise ValueError(f"{error} in step {steps}") from None
+        return steps
+
+    with pytest.raises(ValueError, match=r"unisono\.functional are of the losses of all ranks.* in step 2"):
+        peers.run(train)
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "call"),
+    [
+        (
+            ValueError,
+            "functional.all_reduce op='max' has no gradient here; .* unisono.all_reduce",
+            ("all_reduce", "max"),
+        ),
+        (ValueError, "functional.reduce_scatter op='min' has no gradient here", ("reduce_scatter", "min")),
+        (ValueError, "root=99 is no rank", ("broadcast", 99)),
+        (IndexError, "Dimension out of range", ("all_gather", 2)),
+        (ValueError, "has no dimension 3 for its samples", ("all_gather_samples", None, 3)),
+        (ValueError, "valid_samples=4, but a tensor has 3", ("all_gather_samples", 4)),
+    ],
+)
+def test_a_wrong_argument_is_refused_in_words(error, words, call):
+    name, *arguments = call
+    with pytest.raises(error, match=words):
+        getattr(functional, name)(torch.ones(3, 2), *arguments)
+
+
+@pytest.mark.parametrize("name", ["all_gather", "all_reduce", "reduce_scatter", "broadcast"])
+def test_what_is_no_tensor_is_refused(name):
+    for value in (None, 1.0, [torch.ones(1)]):
+        with pytest.raises(TypeError, match=f"functional.{name} takes a tensor, got a {type(value).__name__}"):
+            getattr(functional, name)(value)
+
+
+def test_rows_that_differ_within_a_batch_are_refused():
+    with pytest.raises(ValueError, match=r"the tensors have \[2, 3\] samples along dim 0; pass valid_samples"):
+        functional.all_gather_samples((torch.ones(2), torch.ones(3)))
+    with pytest.raises(TypeError, match="the batch holds a str"):
+        functional.all_gather_samples([torch.ones(2), "name"])
+
+
+def told(call: Callable[[], Any]) -> str:
+    """What it raises, with its cause."""
+    try:
+        call()
+    except Exception as error:
+        cause = error.__cause__
+        return f"{type(error).__name__}: {error}" + (f" <- {type(cause).__name__}: {cause}" if cause else "")
+    return "nothing"
+
+
+def test_unequal_shapes_are_named_by_rank_with_the_way_out(peers):
+    found = peers.run(lambda: told(lambda: functional.all_gather(here(rows_of(0, rows=2 + (unisono.rank() == 1))))))
+    for text in found:
+        assert "CollectiveMismatchError" in text
+        assert "rank 1 c" in text
+        assert "functional.all_gather(float64[3, 4], 0) with a gradient" in text
+        assert "functional.all_gather(float64[2, 4], 0) with a gradient" in text
+        assert "functional.all_gather_samples" in text
+
+
+def test_a_gradient_on_some_ranks_only_is_named_in_the_forward_pass(peers):
+    def gather() -> str:
+        x = rows_of(0).to(unisono.current_world().device)
+        return told(lambda: functional.all_gather(x.requires_grad_() if unisono.rank() == 0 else x))
+
+    for text in peers.run(gather):
+        assert "CollectiveMismatchError" in text
+        assert "with a gradient" in text
+        assert "without a gradient" in text
+        assert "all_gather_samples" not in text, "it is not their rows"
+
+
+def test_a_backward_pass_of_some_ranks_only_is_named(peers):
+    def differentiate() -> str:
+        x = here(rows_of(0))
+        loss = functional.all_reduce(x).sum()
+        return told(loss.backward if unisono.rank() == 0 else unisono.barrier)
+
+    for text in peers.run(differentiate):
+        assert "CollectiveMismatchError" in text
+        assert "the gradient of functional.all_reduce(float64[3, 4], 'sum')" in text
+        assert "barrier()" in text

@@ -1,0 +1,105 @@
+"""What a rank gathers unlike the others is an error on all ranks: no hang, no abort, no memory that nobody wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from modes import PROCESSES_2, THREADS_2, THREADS_3, Mode, scaling
+
+import unisono
+
+pytestmark = pytest.mark.any_family
+
+PROCESSES_3 = Mode("processes", 3)
+
+
+@pytest.fixture(params=scaling(THREADS_2, THREADS_3, PROCESSES_2, PROCESSES_3), ids=str)
+def peers(request: pytest.FixtureRequest) -> Mode:
+    return request.param
+
+
+def told(call: Callable[[], Any]) -> str:
+    """What it raises, with its cause; and what it returns, where it should not."""
+    try:
+        return f"returned {call()}"
+    except Exception as error:
+        cause = error.__cause__
+        return f"{type(error).__name__}: {error}" + (f" <- {type(cause).__name__}: {cause}" if cause else "")
+
+
+# What the last rank gathers, while the others gather float32[2, 3]; and how it is named.
+UNEQUAL: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
+    "more rows": (lambda: torch.ones(5, 3), "float32[5, 3]"),
+    "fewer rows": (lambda: torch.ones(1, 3), "float32[1, 3]"),
+    "other columns of as many elements": (lambda: torch.ones(3, 2), "float32[3, 2]"),
+    "no rows": (lambda: torch.ones(0, 3), "float32[0, 3]"),
+    "no dimension": (lambda: torch.tensor(1.0), "float32[]"),
+    "a wider type": (lambda: torch.ones(2, 3, dtype=torch.float64), "float64[2, 3]"),
+    "a type of the same width": (lambda: torch.ones(2, 3, dtype=torch.int32), "int32[2, 3]"),
+}
+IN_ROWS = ("more rows", "fewer rows", "no rows")
+
+
+def is_last() -> bool:
+    return unisono.rank() == unisono.world_size() - 1
+
+
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_unequal_tensors_are_named_on_all_ranks(peers, name):
+    make, call = UNEQUAL[name]
+    for text in peers.run(lambda: told(lambda: unisono.all_gather(make() if is_last() else torch.ones(2, 3)))):
+        assert "CollectiveMismatchError" in text
+        assert "called all_gather(float32[2, 3])" in text
+        assert f"rank {peers.ranks - 1} called all_gather({call})" in text
+        assert ("all_gather_samples" in text) == (name in IN_ROWS)
+
+
+@pytest.mark.parametrize("value", [None, [1.0], 2.0], ids=str)
+def test_what_is_no_tensor_on_one_rank_is_its_error_and_the_others_learn_of_it(peers, value):
+    def gather() -> Any:
+        return unisono.all_gather(value if is_last() else torch.ones(2, 3))
+
+    with pytest.raises(TypeError, match=f"all_gather takes a tensor, got a {type(value).__name__}"):
+        peers.run(gather)
+
+    def catch_and_leave() -> str:
+        return told(gather)
+
+    *others, last = peers.run(catch_and_leave)
+    assert last.startswith("TypeError: all_gather takes a tensor")
+    for rank, text in enumerate(others):
+        assert text.startswith(f"BrokenWorldError: rank {rank} cannot complete all_gather(float32[2, 3]): ")
+        assert f"rank {peers.ranks - 1} has left this world" in text
+
+
+def test_a_rank_that_does_not_come_is_named(peers):
+    *others, last = peers.run(lambda: "returned" if is_last() else told(lambda: unisono.all_gather(torch.ones(2))))
+    assert last == "returned"
+    for rank, text in enumerate(others):
+        assert text.startswith(f"BrokenWorldError: rank {rank} cannot complete all_gather(float32[2]): ")
+        assert f"rank {peers.ranks - 1} has left this world" in text
+
+
+def test_another_call_of_one_rank_is_named(peers):
+    for text in peers.run(lambda: told(unisono.barrier if is_last() else lambda: unisono.all_gather(torch.ones(2)))):
+        assert "CollectiveMismatchError" in text
+        assert f"called all_gather(float32[2]) while rank {peers.ranks - 1} called barrier()" in text
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (4, 0)], ids=str)
+def test_equal_empty_tensors_and_numbers_are_gathered(peers, shape):
+    found = peers.run(lambda: (tuple((gathered := unisono.all_gather(torch.ones(shape))).shape), gathered.sum().item()))
+    expected = (peers.ranks, *shape[1:]) if not shape else (shape[0] * peers.ranks, *shape[1:])
+    assert found == [(expected, float(peers.ranks) if not shape else 0.0)] * peers.ranks
+
+
+def test_a_gather_of_samples_with_other_columns_on_one_rank_is_named(peers):
+    def gather() -> Any:
+        return unisono.all_gather_samples(torch.ones(2, 4 if is_last() else 3), 2)
+
+    for text in peers.run(lambda: told(gather)):
+        assert "CollectiveMismatchError" in text
+        assert f"rank {peers.ranks - 1} called all_gather(float32[2, 4])" in text

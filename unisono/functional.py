@@ -1,0 +1,283 @@
+"""Collectives with gradients: for losses that compare the samples of one rank with those of others.
+
+Let L_s be the loss of rank s. The gradient that arrives at x on rank r is that of the *sum* of the ranks' losses,
+
+    G_r  =  d (L_0 + ... + L_{R-1}) / d x_r
+
+as that of `torch.distributed.nn.functional` is. So the backward pass of an `all_gather` is a `reduce_scatter` of the
+gradients, that of `all_reduce` an `all_reduce`, that of `broadcast` a reduction to the root, and that of
+`reduce_scatter` an `all_gather`. They are made of the same functions, so gradients of gradients are exact, too.
+
+A prepared model, and `optimizer_step`, average the ranks' gradients. With x_r = f(theta, batch r) that gives
+
+    1/R sum_r G_r dx_r/dtheta  =  d/dtheta (L_0 + ... + L_{R-1}) / R
+
+the gradient of the mean of the ranks' losses. For CLIP's local loss (a rank's rows against all columns) this mean is
+the loss of the global batch. Where each rank computes the loss of the global batch, it is that loss, as for SimCLR:
+
+    first, second = functional.all_gather_samples((model(x), model(augmented)))  # the ranks' rows, in rank order
+    loss = nt_xent(first, second)  # the same on each rank
+    accelerator.backward(loss)
+
+This holds where the ranks' gradients count equally. Where a batch is split unevenly, as the last one of an epoch is, a
+prepared model weighs those of rank r by its part of the samples: right for a mean over the rank's own samples, and not
+for gradients that are of all ranks' losses, so it is a ValueError. Compute the loss of the global batch on each rank,
+then, of the samples that count, and give all ranks one weight:
+
+    first, second = functional.all_gather_samples((model(x), model(augmented)), loader.valid_samples)
+    accelerator.backward(nt_xent(first, second), weight=len(first) / world_size())
+
+A backward pass meets the other ranks: each rank must come to it, for the same calls. Whether a tensor requires grad is
+compared between the ranks in the forward pass, and who comes to another backward pass is named.
+
+*Threads:* a backward pass may run in a thread without a world; the communicator is noted on the way forward.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch._compile import _disable_dynamo
+
+from unisono.comm.operations import Call, check_reduction, check_root, check_scatter, check_tensor
+from unisono.parallel.collectives import check_samples, gather_samples
+from unisono.parallel.ledger import Crossings
+from unisono.protocols import Communicator
+from unisono.timeline import REDUCE
+from unisono.tree import leaves
+from unisono.world import World, current_world
+
+LinearOp = Literal["sum", "mean"]
+"""The reductions that have the same gradient on each rank."""
+
+
+@_disable_dynamo
+def all_gather(x: torch.Tensor, dim: int = 0, world: World | None = None) -> torch.Tensor:
+    """Every rank's tensor along `dim`, in rank order, as `unisono.all_gather`; with a gradient.
+
+    Args:
+        x: of the same shape on each rank; of no dimensions, it becomes a vector.
+
+    Returns:
+        A new tensor, `world_size` times as large along `dim`. What arrives at `x` is the sum over the ranks of their
+        gradients for its part.
+
+    Raises:
+        TypeError: `x` is no dense tensor.
+        IndexError: it has no such dimension.
+        CollectiveMismatchError: the ranks' shapes or types differ (`all_gather_samples` takes other numbers of rows),
+            or `x` requires grad on some ranks only, or a peer called something else.
+        BrokenWorldError: a peer failed or departed.
+    """
+    check_tensor(x, "functional.all_gather")
+    call = Call.on("functional.all_gather", x, dim)
+    rows = x.movedim(dim, 0) if x.ndim else x.reshape(1)
+    return _forward(_AllGather, call, world, rows).movedim(0, dim if x.ndim else 0)
+
+
+@_disable_dynamo
+def all_gather_samples(batch: Any, valid_samples: int | None = None, dim: int = 0, world: World | None = None) -> Any:
+    """Every rank's samples, in rank order, as `unisono.all_gather_samples`; with gradients.
+
+    Args:
+        batch: a tensor, or any nesting of tensors, with samples along `dim`; their number may differ between the ranks.
+        valid_samples: how many of them count, from the front; None takes all. The others get a gradient of zero.
+
+    Returns:
+        The same nesting; each tensor has all ranks' samples along `dim`.
+
+    Raises:
+        TypeError: something in the batch is no tensor, or `valid_samples` is no whole number.
+        ValueError: a tensor has fewer samples than that, or no such dimension; or their numbers differ and
+            `valid_samples` is None.
+        BrokenWorldError, CollectiveMismatchError: as for `all_gather`.
+    """
+    world = world or current_world()
+    count = _num_samples(batch, dim) if valid_samples is None else valid_samples
+    check_samples(batch, count, dim)
+
+    def gather(padded: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return all_gather(padded, dim, world).chunk(world.world_size, dim)
+
+    return gather_samples(batch, count, dim, gather, world)
+
+
+@_disable_dynamo
+def all_reduce(x: torch.Tensor, op: LinearOp = "sum", world: World | None = None) -> torch.Tensor:
+    """The sum or mean over all ranks, a new tensor; with a gradient.
+
+    Args:
+        x: any shape, the same on each rank.
+
+    Returns:
+        What arrives at `x` is the sum, or mean, of the ranks' gradients.
+
+    Raises:
+        ValueError: `op` is neither "sum" nor "mean".
+        TypeError: `x` is no dense tensor, or its type does not have the operation.
+        BrokenWorldError, CollectiveMismatchError: as for `all_gather`.
+    """
+    _check_linear(x, op, "all_reduce")
+    return _forward(_AllReduce, Call.on("functional.all_reduce", x, op), world, x, op)
+
+
+@_disable_dynamo
+def reduce_scatter(x: torch.Tensor, op: LinearOp = "sum", world: World | None = None) -> torch.Tensor:
+    """This rank's part along dim 0 of the sum or mean over all ranks; with a gradient.
+
+    Args:
+        x: [world_size n, ...], the same shape on each rank.
+
+    Returns:
+        [n, ...]. What arrives at `x` is every rank's gradient, in rank order; for "mean" divided by `world_size`.
+
+    Raises:
+        ValueError: `op` is neither "sum" nor "mean", or dim 0 is no multiple of `world_size`.
+        TypeError: as for `all_reduce`.
+        BrokenWorldError, CollectiveMismatchError: as for `all_gather`.
+    """
+    world = world or current_world()
+    _check_linear(x, op, "reduce_scatter")
+    check_scatter(x, world.world_size)
+    return _forward(_ReduceScatter, Call.on("functional.reduce_scatter", x, op), world, x, op)
+
+
+@_disable_dynamo
+def broadcast(x: torch.Tensor, root: int = 0, world: World | None = None) -> torch.Tensor:
+    """The root's tensor, a new one; with a gradient.
+
+    Args:
+        x: of the same shape on each rank, requiring grad on all or on none; only the root's values count.
+
+    Returns:
+        What arrives at the root's `x` is the sum of the ranks' gradients; at the others' zeros.
+
+    Raises:
+        TypeError: `x` is no dense tensor.
+        ValueError: `root` is no rank of the world.
+        BrokenWorldError, CollectiveMismatchError: as for `all_gather`.
+    """
+    world = world or current_world()
+    check_tensor(x, "functional.broadcast")
+    check_root(root, world.world_size)
+    return _forward(_Broadcast, Call.on("functional.broadcast", x, root), world, x, root)
+
+
+def _check_linear(x: Any, op: str, name: str) -> None:
+    if op not in get_args(LinearOp):
+        raise ValueError(
+            f"functional.{name} op={op!r} has no gradient here; choose 'sum' or 'mean', or reduce the value by "
+            f"unisono.all_reduce(x.detach().clone(), {op!r})"
+        )
+    check_reduction(x, op, f"functional.{name}")
+
+
+def _num_samples(batch: Any, dim: int) -> int:
+    """How many samples each tensor of the batch has; 0 where `check_samples` will refuse them."""
+    counts = {
+        leaf.shape[dim] for leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and -leaf.ndim <= dim < leaf.ndim
+    }
+    if len(counts) > 1:
+        raise ValueError(f"the tensors have {sorted(counts)} samples along dim {dim}; pass valid_samples")
+    return counts.pop() if counts else 0
+
+
+class _Seat(NamedTuple):
+    """Where a call meets the others, and what it is, in words."""
+
+    comm: Communicator
+    crossings: Crossings
+    call: str
+
+
+def _forward(function: Any, call: Call, world: World | None, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    world = world or current_world()
+    with world.timeline.loop().span(REDUCE):
+        return _meet(function, _Seat(world.comm, world.state.part(Crossings), str(call)), x, *arguments)
+
+
+def _backward(function: Any, seat: _Seat, gradient: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    """Without a span: this may be autograd's thread."""
+    seat.crossings.note()
+    return _meet(function, seat._replace(call=f"the gradient of {seat.call}"), gradient, *arguments)
+
+
+def _meet(function: Any, seat: _Seat, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    """Apply it, after the ranks have told what they come to: a backward pass of some ranks only would wait for ever."""
+    is_recorded = x.requires_grad and torch.is_grad_enabled()
+    seat.comm.announce(f"{seat.call} {'with' if is_recorded else 'without'} a gradient")
+    found: torch.Tensor = function.apply(x, *arguments, seat)
+    return found
+
+
+class _AllGather(torch.autograd.Function):
+    """[n, ...] to [size n, ...]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seat: _Seat) -> torch.Tensor:
+        ctx.seat = seat
+        return torch.cat(seat.comm.all_gather(x))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _backward(_ReduceScatter, ctx.seat, gradient, "sum"), None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    """[size n, ...] to [n, ...]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, op: LinearOp, seat: _Seat) -> torch.Tensor:
+        ctx.op, ctx.seat = op, seat
+        return seat.comm.reduce_scatter(x, op)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        gathered = _backward(_AllGather, ctx.seat, gradient)
+        return gathered / ctx.seat.comm.size if ctx.op == "mean" else gathered, None, None
+
+
+class _AllReduce(torch.autograd.Function):
+    """Any shape."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, op: LinearOp, seat: _Seat) -> torch.Tensor:
+        ctx.op, ctx.seat = op, seat
+        return seat.comm.all_reduce(_copy(x), op)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _backward(_AllReduce, ctx.seat, gradient, ctx.op), None, None
+
+
+class _Broadcast(torch.autograd.Function):
+    """Any shape."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, root: int, seat: _Seat) -> torch.Tensor:
+        ctx.root, ctx.seat = root, seat
+        return seat.comm.broadcast(_copy(x), root)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _backward(_Reduce, ctx.seat, gradient, ctx.root), None, None
+
+
+class _Reduce(torch.autograd.Function):
+    """The sum on the root, and zeros elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, root: int, seat: _Seat) -> torch.Tensor:
+        ctx.root, ctx.seat = root, seat
+        total = seat.comm.all_reduce(_copy(x))
+        return total if seat.comm.rank == root else total.zero_()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _backward(_Broadcast, ctx.seat, gradient, ctx.root), None, None
+
+
+def _copy(x: torch.Tensor) -> torch.Tensor:
+    """In memory of its own, to be written: a gradient may be an expanded tensor."""
+    return x.detach().clone(memory_format=torch.contiguous_format)
