@@ -318,11 +318,11 @@ def test_what_cannot_be_run_is_refused_before_anything_starts(run, script, argum
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["-n", "0", "t.py"], "'0' is no number from 1 on"),
+        (["-n", "0", "t.py"], "'0' is not a whole number, 1 or greater"),
         (["--nnodes", "2:1", "t.py"], "'2:1' is no number of machines"),
         (["--timeout", "-1", "t.py"], "'-1' is no positive number of seconds"),
         (["--timeout", "nan", "t.py"], "'nan' is no positive number"),
-        (["--log-ranks", "0,x", "t.py"], "'x' is no number from 0 on"),
+        (["--log-ranks", "0,x", "t.py"], "'x' is not a whole number, 0 or greater"),
         (["--rdzv-conf", "last_call_timeout", "t.py"], "'last_call_timeout' is no list like"),
         ([], "the following arguments are required: target"),
     ],

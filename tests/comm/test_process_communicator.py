@@ -70,7 +70,7 @@ def test_the_reason_of_the_peer_that_failed_first_is_kept(store):
             "a peer is gone or did not answer (Connection reset); if none has failed, the ranks called different "
             "collectives, and join_world(checked=True) names the calls",
         ),
-        ({"unisono/departed/0": b"1"}, "rank 0 has left this world after it called barrier()"),
+        ({"unisono/departed/0": b"1"}, "rank 0 has left this world after it called barrier(): "),
         (
             {
                 "unisono/departed/0": b"1",
@@ -92,7 +92,7 @@ def test_who_is_woken_by_the_transport_looks_up_why(store, keys, message):
     for _ in range(2):  # once broken, always broken, and with the same reason
         with pytest.raises(BrokenWorldError) as broken:
             comm._run(Call("barrier"), fail)
-        assert str(broken.value) == f"rank 0 cannot complete barrier(): {message}"
+        assert str(broken.value).startswith(f"rank 0 cannot complete barrier(): {message}")
         cause = broken.value.__cause__
         assert cause is transport or repr(cause) == "LookupError('no such digit')"
 
