@@ -265,9 +265,17 @@ class Accelerator:
         """The state of a prepared model or optimizer in torch's plain form: whole, on the CPU, without prefixes.
 
         Every rank calls it; rank zero gets it, the others {}. A loader has its own `state_dict()`.
+
+        Raises:
+            TypeError: it is neither.
         """
         if isinstance(prepared, Optimizer):
             return optimizer_state(prepared, self._prepared.modules(), self.world)
+        if not isinstance(prepared, nn.Module):
+            raise TypeError(
+                f"state_dict takes a prepared model or optimizer, got a {type(prepared).__name__}; loaders, schedulers "
+                "and the scaler have a state_dict() of their own"
+            )
         return model_state(self.unwrap(prepared), self.world)
 
     def load_state_dict(self, prepared: nn.Module | Optimizer, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""`unisono doctor`: looks at this machine as a run would find it, and says what to mend.
+"""`unisono doctor`: looks at this machine as a run would find it, and says what has to be repaired.
 
 The checks are `machine_checks.py`, `network_checks.py` and `worker_checks.py`; each gives `Finding`s. Here is the door:
 the command line, the order of the checks, the printing.
@@ -35,9 +35,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the command to those of `unisono`."""
     parser = subparsers.add_parser(
         "doctor",
-        help="check this machine, and say what to mend",
+        help="check this machine, and say what has to be repaired",
         description="Check versions, devices, cores, memory, limits, network and environment, start two "
-        "workers,\ntime a collective between them, and say what to mend.",
+        "workers,\ntime a collective between them, and say what has to be repaired.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

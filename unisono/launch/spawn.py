@@ -114,7 +114,7 @@ def spawn(
         daemon: with `join=False`, end the workers when the calling process ends, instead of waiting for them.
         backend: the device family, "cpu", "cuda", ...; None picks one, accelerators first.
         start_method: "zygote" forks workers from a process that has imported torch and run nothing; "spawn" starts a
-            fresh interpreter for each, for libraries that bear no fork; None takes the fastest of the platform.
+            fresh interpreter for each, for libraries that survive no fork; None takes the fastest of the platform.
         num_threads: CPU threads per worker; None takes OMP_NUM_THREADS, else shares the usable cores evenly.
         num_loader_workers: of each worker's DataLoader, which then get their share of the cores, too.
         pin_cores: keep each worker, and what it starts, to cores of its own, of one NUMA node where that is possible.

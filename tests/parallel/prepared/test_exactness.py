@@ -34,7 +34,7 @@ def test_threads_train_like_one_device_however_the_samples_fall(case, mode):
         assert_all_are(mode.run(lambda: twin.run(case)), plain_run(case, mode.ranks))
 
 
-@pytest.mark.parametrize("mode", [PROCESSES_2, PROCESSES_3, PROCESSES_4], ids=str)
+@pytest.mark.parametrize("mode", [PROCESSES_2, PROCESSES_3, pytest.param(PROCESSES_4, marks=pytest.mark.slow)], ids=str)
 def test_processes_train_like_one_device_however_the_samples_fall(mode):
     numbers = random.Random(mode.ranks)
     drawn = [

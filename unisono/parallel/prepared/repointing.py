@@ -45,8 +45,8 @@ class Places:
                 if parameter not in self._place_of:
                     raise ValueError(
                         f"parameter {place} of group {number} of the {type(optimizer).__name__} at position {where}, "
-                        f"shape {list(parameter.shape)}, is of no prepared model; prepare its model together with the "
-                        "optimizer, or before it"
+                        f"shape {list(parameter.shape)}, belongs to no prepared model; prepare its model together with "
+                        "the optimizer, or before it"
                     )
 
     def follow(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
