@@ -75,6 +75,8 @@ class ReplicatedEngine(Engine):
         )
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._is_finished and torch._C._current_graph_task_id() < 0:  # in no backward pass
+            raise RuntimeError(failed_before(self.name))
         with self._replicated.no_sync():
             result = self._replicated(*args, **kwargs)
         if self._finds_unused and torch.is_grad_enabled():
@@ -83,8 +85,6 @@ class ReplicatedEngine(Engine):
         return result
 
     def prepare(self, reduces: bool) -> None:
-        if not self._is_finished:
-            raise RuntimeError(failed_before(self.name))
         if reduces:
             self._world.comm.announce(f"the gradients of {self._ledger.place()}")
             ddp = self._replicated

@@ -1,0 +1,175 @@
+"""No optimizer steps on gradients that are one rank's alone, whoever made them; and an attempt that failed can end."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from modes import PROCESSES_2, SOLO, THREADS_2, Mode
+from torch.utils.data import DataLoader
+from twin import Case, State, assert_all_are, compare, data, loader_of, mean_loss, model, plain_run, sgd
+
+from unisono import Accelerator, DeviceLoader, backward, optimizer_step
+
+SEVERAL = pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
+
+
+@SEVERAL
+def test_what_backward_by_hand_has_left_is_stepped_on_by_optimizer_step_alone(mode: Mode) -> None:
+    def body() -> None:
+        network = model()
+        optimizer = sgd(network.parameters())
+        batches = iter(DeviceLoader(loader_of(24, 3)))
+        backward(mean_loss(network, next(batches)))
+        with pytest.raises(RuntimeError, match=r"call unisono\.optimizer_step\(optimizer\), which reduces them first"):
+            optimizer.step()
+        optimizer_step(optimizer)
+        optimizer.zero_grad()
+        optimizer.step()  # on nothing
+
+    mode.run(body)
+
+
+@SEVERAL
+def test_gradients_that_were_assigned_are_stepped_on_by_prepared_optimizers_alone(mode: Mode) -> None:
+    def body() -> None:
+        accelerator, network = Accelerator(), model()
+        network, loader = accelerator.prepare(network, loader_of(24, 3))
+        optimizer, trained = sgd(network.parameters()), list(network.parameters())
+        batches = iter(loader)
+        accelerator.backward(mean_loss(network, next(batches)))
+        optimizer.step()
+        gradients = torch.autograd.grad(mean_loss(network, next(batches)), trained)
+        for each, gradient in zip(trained, gradients, strict=True):
+            each.grad = gradient
+        with pytest.raises(RuntimeError, match=r"they were assigned, and are this rank's alone; prepare\(optimizer\)"):
+            optimizer.step()
+
+    mode.run(body)
+
+
+@pytest.mark.parametrize("option", [{"max_grad_norm": 0.1}, {"nan_guard": True}], ids=str)
+def test_an_optimizer_past_what_its_steps_were_asked_to_do_is_refused(option: dict[str, Any]) -> None:
+    accelerator, network = Accelerator(**option), model()
+    network = accelerator.prepare(network)
+    optimizer = sgd(network.parameters())
+    network(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"was not prepared, so that .* would do nothing: .* prepare this one, too"):
+        optimizer.step()
+
+
+def test_alone_and_without_accumulation_an_optimizer_may_step_within_the_backward_pass() -> None:
+    """As in torch's tutorial on memory: each parameter steps when its gradient is there."""
+    network, tensors = model(), data(12).tensors
+    optimizers = {each: sgd([each]) for each in network.parameters()}
+
+    def step(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    prepared, loader = Accelerator().prepare(network, loader_of(12, 3))
+    for each in prepared.parameters():
+        each.register_post_accumulate_grad_hook(step)
+    for batch in loader:
+        mean_loss(prepared, batch).backward()
+    assert len(tensors[0]) == 12
+    assert_all_are([prepared.state_dict()], plain_run(Case(12, 3, epochs=1), 1, sgd))
+
+
+@SEVERAL
+def test_by_hand_a_batch_that_was_drawn_ahead_is_an_error_where_it_counts_differently(mode: Mode) -> None:
+    def body() -> int:
+        network = model()
+        optimizer = sgd(network.parameters())
+        batches = iter(DeviceLoader(loader_of(23, 3)))
+        batch, steps = next(batches), 0
+        while batch is not None:
+            following = next(batches, None)
+            mean_loss(network, batch).backward()
+            if steps == 2:  # it may be that of the last one, which is uneven
+                with pytest.raises(ValueError, match=r"call unisono\.backward\(loss, batch=batch\)"):
+                    optimizer_step(optimizer)
+                break
+            optimizer_step(optimizer)
+            optimizer.zero_grad()
+            batch, steps = following, steps + 1
+        return steps
+
+    assert mode.run(body) == [2, 2]  # of four
+
+
+class _Fails(torch.autograd.Function):
+    """A backward pass that fails in its middle."""
+
+    @staticmethod
+    def forward(context: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        raise MemoryError("of the device")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_a_reduction_that_failed_is_not_taken_up_again_and_a_new_attempt_is_exact(strategy: str) -> None:
+    def body() -> State:
+        accelerator, network = Accelerator(strategy=strategy), model()  # type: ignore[arg-type]
+        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(23, 3))
+        handle = network.module[1].register_forward_hook(lambda module, args, output: _Fails.apply(output))
+        batch = next(iter(loader))
+        with pytest.raises(MemoryError):
+            mean_loss(network, batch).backward()
+        handle.remove()
+        with pytest.raises(RuntimeError, match=r"has failed on this rank in the middle of its reduction"):
+            mean_loss(network, batch).backward()
+        accelerator.free_memory()
+        network = model()
+        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(23, 3))
+        for batch in loader:
+            accelerator.backward(mean_loss(network, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+        return accelerator.state_dict(network)
+
+    assert_all_are(PROCESSES_2.run(body)[:1], plain_run(Case(23, 3, epochs=1), 2, sgd))
+
+
+def test_under_zero1_the_same_optimizer_is_prepared_again_and_layers_are_unfrozen() -> None:
+    def lines(accelerator: Any, loader: DataLoader[Any]) -> State:
+        network = model()
+        network[0].requires_grad_(False)
+        optimizer = sgd(network.parameters())
+        if isinstance(accelerator, Accelerator):
+            accelerator.prepare(network, optimizer)
+            accelerator.free_memory()
+        trained, optimizer, loader = accelerator.prepare(network, optimizer, loader)
+        for number, batch in enumerate(loader):
+            if number == 1:
+                network[0].requires_grad_(True)
+            accelerator.backward(mean_loss(trained, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: each.clone() for name, each in network.state_dict().items()}
+
+    compare(PROCESSES_2, {"lines": lines}, strategy="zero1", find_unused_parameters=True)
+
+
+@pytest.mark.parametrize("mode", [SOLO], ids=str)
+def test_an_optimizer_that_was_let_go_of_is_garbage_at_once(mode: Mode) -> None:
+    def body() -> bool:
+        accelerator, network = Accelerator(), model()
+        optimizer = sgd(network.parameters())
+        accelerator.prepare(network, optimizer)
+        accelerator.free_memory()
+        held = weakref.ref(optimizer)
+        gc.disable()
+        try:
+            del optimizer
+            return held() is None
+        finally:
+            gc.enable()
+
+    assert mode.run(body) == [True]
