@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -67,6 +68,18 @@ def seat_of(comm: Communicator) -> Communicator:
     """The communicator in which the ranks meet, behind what brings their tensors there."""
     inner: Any = getattr(comm, "inner", comm)
     return inner  # type: ignore[no-any-return]
+
+
+@contextmanager
+def in_our_words(comm: Communicator) -> Iterator[None]:
+    """Where torch's engines use the process group past the communicator: what they raise of it, raise in our words."""
+    try:
+        yield
+    except RuntimeError as error:
+        told = explained(error, comm)
+        if told is error:
+            raise
+        raise told from told.__cause__
 
 
 def explained(error: BaseException, comm: Communicator) -> BaseException:

@@ -26,6 +26,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 
+from unisono.comm.fitting import in_our_words
 from unisono.deliveries import check_counts
 from unisono.parallel.gradients import scaled
 from unisono.parallel.ledger import Claim, Crossings, claim_of, refuse_crossed
@@ -148,7 +149,8 @@ class Passes:
                 self._begun = self._begin_told(weight, batch)
                 loss = loss if self._begun.scale == 1 else loss * self._begun.scale
                 self._begun.scale = 1.0
-            loss.backward()
+            with in_our_words(self._world.comm):
+                loss.backward()
         finally:
             self._is_called, self._begun = False, None
 

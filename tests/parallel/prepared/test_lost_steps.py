@@ -135,6 +135,26 @@ def test_a_rank_that_leaves_out_a_microbatch_of_an_accumulation_is_named(mode: M
     assert "rank 1" in told
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_who_catches_what_the_others_departure_raises_reads_our_words(strategy: str) -> None:
+    def body() -> str:
+        training = Training(strategy, 1)
+        for number, batch in enumerate(training.loader, 1):
+            if (rank(), number) == (1, AT):
+                return ""
+            try:
+                training.accelerator.backward(mean_loss(training.network, batch))
+                training.optimizer.step()
+            except BrokenWorldError as error:
+                return str(error)
+            training.optimizer.zero_grad()
+        return "nothing"
+
+    told, _ = PROCESSES_2.run(body)
+    assert "rank 1 has left this world after it" in told
+    assert "gloo" not in told
+
+
 def test_what_ranks_do_in_step_is_no_mismatch_however_they_do_it() -> None:
     def body() -> int:
         training = Training("ddp", 1)

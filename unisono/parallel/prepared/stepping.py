@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from unisono.comm.fitting import in_our_words
 from unisono.parallel import optimizer as by_hand
 from unisono.parallel.gradients import check_presence
 from unisono.parallel.ledger import Ledger
@@ -135,7 +136,7 @@ class Stepper:
             else:
                 with track.span(REDUCE):
                     self.reduce()
-            with track.span(STEP):
+            with track.span(STEP), in_our_words(self._world.comm):
                 result = self._step(closure, arguments)
                 self._world.backend.mark_step(self._world.device)
         finally:  # whether it was taken or has failed, zero_grad() is next

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from unisono.comm.fitting import in_our_words
 from unisono.parallel.agreement import broadcast_parameters
 from unisono.parallel.ledger import Ledger
 from unisono.parallel.strategies.ddp import failed_before
@@ -81,14 +82,16 @@ class ShardedEngine(Engine):
         self._world.comm.announce(f"a forward pass of the {self.name}")  # gathers parameters
         if not torch.is_grad_enabled():
             try:
-                return self.module(*args, **kwargs)
+                with in_our_words(self._world.comm):
+                    return self.module(*args, **kwargs)
             finally:
                 self._sharded.reshard()
         entries = _with_gradients((args, kwargs))
         for each in entries:
             if each not in self._entries:  # a trained prompt, say, is an input again and again
                 self._entries[each] = each.register_hook(weakly(self._leave))
-        result = self.module(*args, **kwargs)
+        with in_our_words(self._world.comm):
+            result = self.module(*args, **kwargs)
         for each in _with_gradients(result) if not entries else ():
             if each.grad_fn is not None:
                 each.grad_fn.register_prehook(weakly(self._refuse_graph))
