@@ -25,7 +25,19 @@ ROOT = Path(unisono.__file__).parent
 # A part is a module or a folder directly under the package. Imports go down only.
 FLOOR = {
     **dict.fromkeys(
-        ["errors", "protocols", "pickling", "preemption", "outcome", "randomness", "tree", "timeline", "storages"], 0
+        [
+            "errors",
+            "protocols",
+            "pickling",
+            "preemption",
+            "outcome",
+            "randomness",
+            "tree",
+            "timeline",
+            "storages",
+            "rows",
+        ],
+        0,
     ),
     **dict.fromkeys(["deliveries"], 1),
     **dict.fromkeys(["backends", "comm"], 1),

@@ -133,7 +133,7 @@ def test_the_last_batch_of_a_loop_is_told_by_the_loader_and_no_earlier_one_asks(
 
 
 def rows(loop: Loop, count: int) -> list[tuple[list[int], int]]:
-    return [(each.counted, each.batches) for each in loop.fitting_rows(count)]
+    return [(each.counted, each.batches) for each in loop.rows.fitting(count)]
 
 
 @pytest.fixture
@@ -152,14 +152,14 @@ def test_rows_of_batches_in_a_row_are_told_by_their_number(uneven):
     assert rows(uneven, 6) == [([0, 1, 2, 3, 4], 2)], "of which the last one was drawn ahead"
     assert rows(uneven, 8) == [([0, 1, 2, 3, 4], 3)]
     assert [rows(uneven, count) for count in (0, 1, 4, 7, 9)] == [[]] * 5
-    assert uneven.recent_rows() == [3, 3, 2]
+    assert uneven.rows.recent() == [3, 3, 2]
 
 
 def test_rows_that_may_be_of_several_batches_are_told_once_where_the_same_ones_count(deliveries, uneven):
     assert rows(uneven, 3) == [([0, 1, 2], 1), ([0, 1], 1)]
-    uneven.gather(1)
+    uneven.rows.gather(1)
     assert rows(uneven, 3) == [([0, 1], 1)], "the first was gathered"
-    uneven.gather(3)
+    uneven.rows.gather(3)
     assert rows(uneven, 2) == [([], 1)], "where nothing waits, it is the last one again"
     assert rows(uneven, 3) == []
     full = deliveries.begin()
@@ -181,7 +181,7 @@ def test_all_stretches_of_batches_that_were_not_gathered_are_found(batches, gath
     loop = deliveries.begin()
     for samples, repeated in batches:
         deliveries.add(loop, (), samples, None, repeated=repeated)
-    loop.gather(min(gathered, len(batches)))
+    loop.rows.gather(min(gathered, len(batches)))
     left = list(enumerate(batches))[gathered:]
     expected: dict[tuple[int, ...], set[int]] = {}
     for start in range(len(left)):
@@ -195,7 +195,7 @@ def test_all_stretches_of_batches_that_were_not_gathered_are_found(batches, gath
                 ]
                 expected.setdefault(tuple(counted), set()).add(left[stop - 1][0] + 1)
     if expected:
-        found = loop.fitting_rows(count)
+        found = loop.rows.fitting(count)
         assert {tuple(each.counted) for each in found} == expected.keys()
         for each in found:
             ends = expected[tuple(each.counted)]

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from unisono.deliveries import REMEMBERED, Batch, Loop, Rows
+from unisono.deliveries import REMEMBERED, Batch, Loop
+from unisono.rows import Rows
 from unisono.tree import leaves, tree_map
 from unisono.world import World
 
@@ -42,7 +43,7 @@ def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[An
     is_known, fitting = _compare(count, known, recent, world)
     if is_known:
         for batch in known:
-            batch.loop.gather(batch.number)
+            batch.loop.rows.gather(batch.number)
         return _kept(values, range(known[0].samples), count)
     best = _best(fitting, recent[0] if recent else None)
     if not best:
@@ -51,7 +52,7 @@ def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[An
                 f"no prepared loader has delivered a batch, so that nothing tells which of {count} samples count; "
                 "prepare(loader), or pass valid_samples"
             )
-        rows = recent[0].recent_rows()
+        rows = recent[0].rows.recent()
         raise ValueError(
             f"values with {count} samples match no recent batches, which had {rows} samples on this rank, the latest "
             "last (or do not on another rank); gather the outputs of whole batches, or pass valid_samples"
@@ -69,7 +70,7 @@ def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[An
             f"values with {count} samples may be those of several loops, and {counts} of them count here; gather what "
             "a loop has made before the next one begins, or pass valid_samples"
         )
-    best[0].loop.gather(best[0].rows.end if len(best) == 1 else 0)
+    best[0].loop.rows.gather(best[0].rows.end if len(best) == 1 else 0)
     return _kept(values, best[0].rows.counted, count)
 
 
@@ -117,7 +118,7 @@ def _compare(count: int, known: list[Batch], recent: list[Loop], world: World) -
     Raises:
         ValueError: the batches that some rank knows count differently.
     """
-    found = [each.fitting_rows(count) for each in recent]
+    found = [each.rows.fitting(count) for each in recent]
     found += [[]] * (REMEMBERED - len(found))
     batches = [rows[-1].batches if rows else 0 for rows in found]
     are_new = [bool(rows) and rows[-1].is_new for rows in found]
@@ -147,7 +148,7 @@ def _best(fitting: list[_Fit], newest: Loop | None) -> list[_Fit]:
     waiting = [
         each
         for each in fitting
-        if (each.is_new if each.loop is newest else each in whole and not each.loop.is_gathered)
+        if (each.is_new if each.loop is newest else each in whole and not each.loop.rows.is_gathered)
     ]
     evaluations = [each for each in waiting if each.loop.is_evaluation]
     if present and present[0].loop is newest:

@@ -1,0 +1,139 @@
+"""Which rows of a loop's batches count for a metric, where only the number of rows tells which batches they are of.
+
+A batch has its samples in its first rows; those after them repeat others, and count for nothing.
+
+*Threads:* as `deliveries.py`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import NamedTuple
+
+_KEPT = 4096  # runs of alike batches of which nothing was gathered
+
+
+class Rows(NamedTuple):
+    """The places of the rows that count, among those of so many batches.
+
+    Attributes:
+        end: the number of the last of these batches; 0 where it may be one or another.
+        is_new: no metric was gathered of them, as far as is known.
+    """
+
+    counted: list[int]
+    batches: int
+    end: int = 0
+    is_new: bool = True
+
+
+class _Run(NamedTuple):
+    """So many batches in a row, each of so many samples, and rows: those of its samples first."""
+
+    samples: int
+    rows: int
+    times: int
+
+
+class LoopRows:
+    """The rows of one loop, batch by batch.
+
+    Attributes:
+        num_batches: how many there were.
+        is_gathered: a metric was gathered of some.
+    """
+
+    def __init__(self) -> None:
+        self._runs: list[_Run] = []
+        self._ungathered: deque[_Run] = deque()  # those of which no metric was gathered, as far as is known
+        self.num_batches = 0
+        self.is_gathered = False
+
+    def count(self, samples: int, repeated: int) -> None:
+        """A batch was delivered, with so many samples, and rows after them that do not count."""
+        for runs in (self._runs, self._ungathered):
+            is_more = bool(runs) and runs[-1][:2] == (samples, samples + repeated)
+            runs.append(_Run(samples, samples + repeated, 1 + (runs.pop().times if is_more else 0)))
+        if len(self._ungathered) > _KEPT:
+            self._ungathered.popleft()
+        self.num_batches += 1
+
+    def fitting(self, rows: int) -> list[Rows]:
+        """Those that count of batches in a row that have so many rows together. Each answer once, the latest last.
+
+        They are batches of which no metric was gathered; where none of these fit, the last ones.
+        """
+        found: dict[tuple[tuple[int, int], ...], int] = {}
+        end, behind = self.num_batches, 0
+        for place, run in reversed(list(enumerate(self._ungathered))):
+            end -= run.times
+            behind += run.times * run.rows
+            if behind >= rows:
+                for batches, last in self._stretches(place, end, rows):
+                    found[batches] = 0 if batches in found else last
+        if not found:
+            return self._last(rows)
+        each_once: dict[tuple[int, ...], Rows] = {}
+        for batches, last in found.items():  # the latest come first
+            counted = _counted(batches)
+            known = each_once.get(tuple(counted))
+            each_once[tuple(counted)] = Rows(counted, len(batches), last) if known is None else known._replace(end=0)
+        return list(reversed(each_once.values()))
+
+    def _stretches(self, place: int, before: int, rows: int) -> Iterator[tuple[tuple[tuple[int, int], ...], int]]:
+        """Batches of so many rows that begin in that run, `before` which so many came, and the last one's number.
+
+        The last number is 0 where several stretches of the run are alike.
+        """
+        run = self._ungathered[place]
+        within, rest = divmod(rows, run.rows) if run.rows else (0, 1)
+        if not rest and 0 < within <= run.times:
+            yield (run[:2],) * within, before + within if within == run.times else 0
+        for times in range(1, min(run.times, within - (not rest)) + 1):
+            taken, left = [(run, times)], rows - times * run.rows
+            for after in islice(self._ungathered, place + 1, None):
+                more = min(after.times, left // after.rows if after.rows else 0)
+                taken.append((after, more))
+                left -= more * after.rows
+                if more < after.times:
+                    break
+            if not left:
+                batches = tuple(each[:2] for each, several in taken for _ in range(several))
+                yield batches, before + run.times - times + len(batches)
+
+    def _last(self, rows: int) -> list[Rows]:
+        batches: list[tuple[int, int]] = []
+        left = rows
+        for run in reversed(self._runs):
+            for _ in range(run.times):
+                left -= run.rows
+                batches.append(run[:2])
+                if left <= 0:
+                    return [Rows(_counted(batches[::-1]), len(batches), is_new=False)] if not left else []
+        return []
+
+    def gather(self, end: int) -> None:
+        """A metric was gathered of its batches up to that number."""
+        self.is_gathered = True
+        gathered = end - self.num_batches + sum(run.times for run in self._ungathered)
+        while gathered > 0 and self._ungathered:
+            run = self._ungathered.popleft()
+            if run.times > gathered:
+                self._ungathered.appendleft(run._replace(times=run.times - gathered))
+            gathered -= run.times
+
+    def recent(self) -> list[int]:
+        """How many rows the latest few batches had, the latest last."""
+        return [run.rows for run in self._runs[-3:] for _ in range(min(run.times, 3))][-3:]
+
+
+def _counted(batches: Iterable[tuple[int, int]]) -> list[int]:
+    """The places of the rows that count in these batches, one behind the other, of so many samples and rows each."""
+    places: list[int] = []
+    start = 0
+    for samples, rows in batches:
+        places += range(start, start + samples)
+        start += rows
+    return places
