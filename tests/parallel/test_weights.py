@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, scaling
+from modes import HOST, PROCESSES_2, SOLO, THREADS_2, THREADS_3, scaling
 from torch import nn
 
 from unisono import DeviceLoader, backward, current_world, optimizer_step, use_world
 from unisono.world import solo_world
 
 pytestmark = pytest.mark.any_family
+
+
+def host(count):
+    """A batch in main memory, as data sets lie: other threads read it."""
+    return torch.arange(float(count), device=HOST)
 
 
 @pytest.fixture(params=scaling(SOLO, THREADS_3, PROCESSES_2), ids=str)
@@ -158,7 +163,7 @@ def test_batches_drawn_ahead_are_weighed_where_they_are_named(mode, ahead):
     def body():
         weight, optimizer = one()
         drawn, found = [], []
-        batches = iter(DeviceLoader([torch.arange(4.0), torch.arange(4.0), torch.arange(3.0) + 7], split="global"))
+        batches = iter(DeviceLoader([host(4), host(4), host(3) + 7], split="global"))
         while drawn or ahead >= 0:
             while len(drawn) <= ahead and (batch := next(batches, None)) is not None:
                 drawn.append(batch)
@@ -178,7 +183,7 @@ def test_batches_drawn_ahead_are_weighed_where_they_are_named(mode, ahead):
 def test_a_loss_that_may_be_of_two_batches_that_count_differently_is_an_error():
     def body():
         weight, _ = one()
-        batches = list(DeviceLoader([torch.arange(4.0), torch.arange(3.0)], split="global"))
+        batches = list(DeviceLoader([host(4), host(3)], split="global"))
         with pytest.raises(ValueError, match=r"may be the mean over .*unisono\.backward\(loss, batch=batch\)"):
             backward((weight * batches[0]).mean())
 
@@ -188,7 +193,7 @@ def test_a_loss_that_may_be_of_two_batches_that_count_differently_is_an_error():
 def summed(*sizes):
     """The gradient that a step applies to a plain sum over batches of those sizes."""
     weight, optimizer = one()
-    for batch in DeviceLoader([torch.arange(float(size)) for size in sizes], split="global"):
+    for batch in DeviceLoader([host(size) for size in sizes], split="global"):
         (weight * batch).mean().backward()
     optimizer_step(optimizer)
     return weight.grad.item()
