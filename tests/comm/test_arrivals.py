@@ -82,6 +82,13 @@ def test_who_is_so_far_ahead_that_its_note_is_gone_is_not_compared(tmp_path):
     assert behind.note(99, "called barrier()") == {0: "called broadcast()"}
 
 
+def test_long_texts_that_differ_behind_the_cut_are_told_apart(tmp_path):
+    first, second = shared(tmp_path, 2)
+    for number, end in enumerate(("1", "2"), 1):
+        first.note(number, "called " + "x" * 5000 + "1")
+        assert bool(second.note(number, "called " + "x" * 5000 + end)) == (end != "1")
+
+
 def test_a_long_text_is_cut_and_harms_no_other_note(tmp_path):
     first, second = shared(tmp_path, 2)
     first.note(1, "called " + "x" * 5000)

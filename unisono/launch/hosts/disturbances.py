@@ -94,7 +94,7 @@ _RULES = (
         ("TORCH_DISTRIBUTED_DEBUG",),
         lambda value: value.upper() == "DETAIL",
         "compares every collective before it runs, at a third of a small step",
-        "unset it; spawn(..., checked=True) does so for one run",
+        "unset it: workers of one machine compare by themselves, and those of several under unisono run --checked",
     ),
     _Rule(
         ("OMP_NUM_THREADS",),
