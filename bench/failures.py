@@ -57,7 +57,7 @@ def ours(count: int, is_killed: bool) -> float:
     with tempfile.TemporaryDirectory() as directory:
         try:
             unisono.spawn(our_worker, args=(directory, is_killed), nprocs=count)
-        except (ValueError, unisono.WorkerDiedError):
+        except (ValueError, unisono.errors.WorkerDiedError):
             return since(directory)
     raise AssertionError("no failure was told")
 

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from twin import CLOSE, Case, assert_all_are, data, loader_of, model, plain_run, sgd
 
-from unisono import Accelerator, CollectiveMismatchError, DeviceLoader, backward, current_world, optimizer_step
+from unisono import Accelerator, DeviceLoader, backward, current_world, optimizer_step
+from unisono.errors import CollectiveMismatchError
 
 HOOKS_TAKE_COMPLEX = pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
@@ -22,16 +23,28 @@ BOTH = pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str)
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"precision": "fp8"}, ValueError, "precision='fp8' does not exist; choose one of bf16, fp16, fp32"),
-        ({"accumulate": 0}, ValueError, "accumulate=0 is too small; pass 1"),
-        ({"accumulate": 2.0}, TypeError, "accumulate=2.0 is a float; pass a whole number"),
-        ({"accumulate": True}, TypeError, "accumulate=True is a bool"),
+        (
+            {"mixed_precision": "fp8"},
+            ValueError,
+            "mixed_precision='fp8' does not exist; choose one of no, bf16, fp16",
+        ),
+        ({"gradient_accumulation_steps": 0}, ValueError, "gradient_accumulation_steps=0 is too small; pass 1"),
+        (
+            {"gradient_accumulation_steps": 2.0},
+            TypeError,
+            "gradient_accumulation_steps=2.0 is a float; pass a whole number",
+        ),
+        ({"gradient_accumulation_steps": True}, TypeError, "gradient_accumulation_steps=True is a bool"),
         ({"max_grad_norm": 0}, ValueError, "max_grad_norm=0 leaves nothing of a gradient"),
         ({"max_grad_norm": "1"}, TypeError, "max_grad_norm='1' is a str"),
         ({"max_grad_norm": float("nan")}, ValueError, "max_grad_norm=nan"),
         ({"strategy": "dp"}, ValueError, "strategy='dp' does not exist; choose one of ddp, fsdp, spmd, zero1"),
         ({"strategy": "fsdp", "comm_hook": "fp16"}, ValueError, "comm_hook='fp16' is for strategy='ddp' or 'zero1'"),
-        ({"nan_guard": True, "precision": "fp16"}, ValueError, "nan_guard=True and precision='fp16' contradict"),
+        (
+            {"nan_guard": True, "mixed_precision": "fp16"},
+            ValueError,
+            "nan_guard=True and mixed_precision='fp16' contradict",
+        ),
         ({"cpu": True, "device": "cpu"}, ValueError, "cpu=True and device='cpu' contradict each other"),
         ({"device": "toaster"}, ValueError, "device 'toaster' does not exist; there are .*cpu:0"),
         ({"device": 1.5}, TypeError, "device=1.5 is a float"),
@@ -108,19 +121,19 @@ def test_only_rank_zero_prints(capsys):
 
 
 def test_autocast_is_a_context_in_every_precision():
-    for precision, kind in ((None, torch.float32), ("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        with Accelerator(precision=precision).autocast():
+    for precision, kind in (("no", torch.float32), ("bf16", torch.bfloat16)):
+        with Accelerator(mixed_precision=precision).autocast():
             assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is kind
 
 
 @pytest.mark.any_family
 def test_the_boundary_is_told():
-    accelerator, network = Accelerator(accumulate=3), model()
+    accelerator, network = Accelerator(gradient_accumulation_steps=3), model()
     network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(10, 2))
     told = []
     for inputs, _, _ in loader:
         network(inputs).sum().backward()
-        told.append(accelerator.is_boundary)
+        told.append(accelerator.sync_gradients)
         optimizer.step()
         optimizer.zero_grad()
     assert told == [False, False, True, False, True]
@@ -130,7 +143,7 @@ def test_the_boundary_is_told():
 @BOTH
 def test_blocks_count_batches_from_elsewhere(mode):
     def body(uses_blocks):
-        accelerator, network = Accelerator(accumulate=2), model()
+        accelerator, network = Accelerator(gradient_accumulation_steps=2), model()
         network, optimizer = accelerator.prepare(network, sgd(network.parameters()))
         batches = [[each.to(accelerator.device) for each in batch] for batch in loader_of(24, 3)]
         for inputs, targets, _ in batches[accelerator.world.rank :: 2]:
@@ -152,7 +165,7 @@ def test_blocks_count_batches_from_elsewhere(mode):
 
 
 def test_blocks_inside_the_loop_of_a_prepared_loader_count_its_batches_once():
-    accelerator, network = Accelerator(accumulate=2), model()
+    accelerator, network = Accelerator(gradient_accumulation_steps=2), model()
     network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(24, 3))
     for _ in range(2):
         for inputs, targets, _ in loader:
@@ -165,7 +178,7 @@ def test_blocks_inside_the_loop_of_a_prepared_loader_count_its_batches_once():
 
 @pytest.mark.any_family
 def test_what_is_left_of_a_loop_may_be_stepped_on_behind_it():
-    accelerator, network = Accelerator(accumulate=4), model()
+    accelerator, network = Accelerator(gradient_accumulation_steps=4), model()
     network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(24, 3))
     for number, (inputs, targets, _) in enumerate(loader, 1):
         optimizer.zero_grad()
@@ -185,7 +198,7 @@ def test_what_is_left_of_a_loop_may_be_stepped_on_behind_it():
 @pytest.mark.parametrize("mode", fitting(SOLO, THREADS_2, PROCESSES_2), ids=str)
 def test_a_global_split_steps_on_the_loaders_own_batches(mode):
     def body():
-        accelerator, network = Accelerator(accumulate=2), model()
+        accelerator, network = Accelerator(gradient_accumulation_steps=2), model()
         loader = DeviceLoader(loader_of(23, 5), split="global")
         network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
         for inputs, targets, _ in loader:
@@ -209,7 +222,7 @@ def test_streams_that_end_unevenly_are_weighed_by_their_samples(accumulate, way)
     """The first step, whose samples are known: of each rank's part of the stream, the first ones."""
 
     def body():
-        accelerator, network = Accelerator(accumulate=accumulate), model()
+        accelerator, network = Accelerator(gradient_accumulation_steps=accumulate), model()
         network, optimizer, loader = accelerator.prepare(
             network, sgd(network.parameters()), DataLoader(Samples(), batch_size=4)
         )
@@ -257,7 +270,7 @@ def test_bare_backward_and_the_bare_step_do_for_prepared_objects_too():
 @pytest.mark.any_family
 def test_two_accelerators_accumulate_each_for_itself():
     def body():
-        often, rarely = Accelerator(), Accelerator(accumulate=2)
+        often, rarely = Accelerator(), Accelerator(gradient_accumulation_steps=2)
         first, second = model(), model()
         first, of_first, loader = often.prepare(first, sgd(first.parameters()), loader_of(23, 3))
         second, of_second = rarely.prepare(second, sgd(second.parameters()))
@@ -279,7 +292,7 @@ def test_two_accelerators_accumulate_each_for_itself():
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_step_without_gradients_is_an_error_on_all_ranks_and_the_next_one_is_right(mode, accumulate):
     def body():
-        accelerator, network = Accelerator(accumulate=accumulate), model()
+        accelerator, network = Accelerator(gradient_accumulation_steps=accumulate), model()
         network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(24, 3))
         for number, (inputs, targets, _) in enumerate(loader):
             optimizer.zero_grad()

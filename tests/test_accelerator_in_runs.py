@@ -82,7 +82,7 @@ def test_the_loss_scale_goes_through_a_checkpoint():
 
     def prepared() -> tuple[Any, ...]:
         torch.manual_seed(0)
-        accelerator, made = Accelerator(precision="fp16"), nn.Linear(3, 2)
+        accelerator, made = Accelerator(mixed_precision="fp16"), nn.Linear(3, 2)
         return accelerator, *accelerator.prepare(made, torch.optim.Adam(made.parameters(), lr=0.01))
 
     whole = prepared()
@@ -106,7 +106,7 @@ def test_an_accelerator_in_the_context_goes_on_from_call_to_call_also_behind_a_f
 
     def loop(network: nn.Module, batches: Any, device: Any, context: Any, fails: bool = False) -> None:
         if not hasattr(context, "model"):
-            context.accelerator = Accelerator(accumulate=2)
+            context.accelerator = Accelerator(gradient_accumulation_steps=2)
             context.model, context.optimizer = context.accelerator.prepare(network, sgd(network.parameters()))
         for number, (inputs, targets, _) in enumerate(batches):
             if fails and number == 1:

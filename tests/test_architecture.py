@@ -36,6 +36,7 @@ FLOOR = {
             "timeline",
             "storages",
             "rows",
+            "foreign_names",
         ],
         0,
     ),

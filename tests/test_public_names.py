@@ -80,7 +80,7 @@ import unisono
 heavy = {"torch", "numpy", "psutil", "cloudpickle", "rich", "matplotlib"} & set(sys.modules)
 own = [name for name in sys.modules if name.startswith("unisono.")]
 assert not heavy and not own, (heavy, own)
-unisono.BusyError
+unisono.errors.BusyError
 assert "torch" not in sys.modules, "the errors are cheap too"
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -118,7 +118,7 @@ def run(case: Case, make_optimizer: MakeOptimizer = adam, **options: Any) -> Sta
     loader: Any = DataLoader(data(case.samples), batch_size=case.batch)
     if case.way == "bare":
         return bare_run(case, network, optimizer, DeviceLoader(loader))
-    accelerator = Accelerator(accumulate=case.accumulate, **options)
+    accelerator = Accelerator(gradient_accumulation_steps=case.accumulate, **options)
     network, optimizer, loader = accelerator.prepare(network, optimizer, loader)
     for epoch in range(case.epochs):
         for number, batch in enumerate(loader, 1):
@@ -173,7 +173,7 @@ class Plain:
     def no_sync(self, network: nn.Module) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+    def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
         return nn.utils.clip_grad_norm_(parameters, max_norm)
 
 
@@ -189,7 +189,7 @@ def compare(mode: Mode, lines: Mapping[str, Lines], samples: int = 23, batch: in
     per_rank = mode.run(
         lambda: {name: loop(Accelerator(**options), loader_of(samples, batch)) for name, loop in lines.items()}
     )
-    step = mode.ranks * batch * options.get("accumulate", 1)
+    step = mode.ranks * batch * options.get("gradient_accumulation_steps", 1)
     for name, loop in lines.items():
         print(name)
         assert_all_are([states[name] for states in per_rank], loop(Plain(), loader_of(samples, step)))

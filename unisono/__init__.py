@@ -1,7 +1,8 @@
 """Unisono: multi-device data-parallel training for PyTorch. One script, any number of devices, the same result.
 
 The names below are the public ones. Each is imported from its module when it is first used, so that `import unisono`
-costs nothing. `unisono.functional`, collectives with gradients, has names of its own.
+costs nothing. Four modules have public names of their own: `unisono.errors`, `unisono.functional` (collectives with
+gradients), `unisono.placement` (explicit moves between devices) and `unisono.precision`.
 """
 
 from __future__ import annotations
@@ -10,29 +11,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from unisono import errors as errors
     from unisono import functional as functional
+    from unisono import placement as placement
+    from unisono import precision as precision
     from unisono.accelerator import Accelerator as Accelerator
     from unisono.backends import available_devices as available_devices
-    from unisono.backends.device import Device as Device
-    from unisono.errors import BrokenWorldError as BrokenWorldError
-    from unisono.errors import BusyError as BusyError
-    from unisono.errors import ClosedError as ClosedError
-    from unisono.errors import CollectiveMismatchError as CollectiveMismatchError
-    from unisono.errors import MixedPlacementError as MixedPlacementError
-    from unisono.errors import NonFiniteGradientError as NonFiniteGradientError
-    from unisono.errors import NoWorldError as NoWorldError
-    from unisono.errors import RemoteError as RemoteError
-    from unisono.errors import RemoteTraceback as RemoteTraceback
-    from unisono.errors import ReplicasDifferError as ReplicasDifferError
-    from unisono.errors import StateError as StateError
-    from unisono.errors import StateLengthError as StateLengthError
-    from unisono.errors import StateSeedError as StateSeedError
-    from unisono.errors import StateVersionError as StateVersionError
-    from unisono.errors import StoppedError as StoppedError
-    from unisono.errors import UnisonoError as UnisonoError
-    from unisono.errors import UnpicklableError as UnpicklableError
-    from unisono.errors import WorkerDiedError as WorkerDiedError
-    from unisono.errors import WorkerHungError as WorkerHungError
     from unisono.launch.context import ProcessContext as ProcessContext
     from unisono.launch.hosts.joining import join_world as join_world
     from unisono.launch.spawn import spawn as spawn
@@ -58,13 +42,6 @@ if TYPE_CHECKING:
     from unisono.parallel.optimizer import backward as backward
     from unisono.parallel.optimizer import optimizer_step as optimizer_step
     from unisono.parallel.stopping import should_stop as should_stop
-    from unisono.placement.barrier import lazy_barrier as lazy_barrier
-    from unisono.placement.copying import copy_to as copy_to
-    from unisono.placement.copying import scalar_like as scalar_like
-    from unisono.placement.mixing import strict as strict
-    from unisono.precision import is_reduced_precision as is_reduced_precision
-    from unisono.precision import to_full_precision as to_full_precision
-    from unisono.precision import to_reduced_precision as to_reduced_precision
     from unisono.report.picture import save_picture as save_picture
     from unisono.report.summary import Report as Report
     from unisono.report.summary import gather_report as gather_report
@@ -78,27 +55,6 @@ __version__ = "0.1.0"
 _HOMES = {
     "unisono.accelerator": ["Accelerator"],
     "unisono.backends": ["available_devices"],
-    "unisono.errors": [
-        "BrokenWorldError",
-        "BusyError",
-        "ClosedError",
-        "CollectiveMismatchError",
-        "MixedPlacementError",
-        "NonFiniteGradientError",
-        "NoWorldError",
-        "RemoteError",
-        "RemoteTraceback",
-        "ReplicasDifferError",
-        "StateError",
-        "StateLengthError",
-        "StateSeedError",
-        "StateVersionError",
-        "StoppedError",
-        "UnisonoError",
-        "UnpicklableError",
-        "WorkerDiedError",
-        "WorkerHungError",
-    ],
     "unisono.launch.context": ["ProcessContext"],
     "unisono.launch.hosts.joining": ["join_world"],
     "unisono.launch.starting.nursery": ["warm"],
@@ -123,11 +79,6 @@ _HOMES = {
     "unisono.parallel.data_parallel": ["DataParallel"],
     "unisono.parallel.optimizer": ["backward", "optimizer_step"],
     "unisono.parallel.stopping": ["should_stop"],
-    "unisono.precision": ["is_reduced_precision", "to_full_precision", "to_reduced_precision"],
-    "unisono.placement.copying": ["copy_to", "scalar_like"],
-    "unisono.placement.mixing": ["strict"],
-    "unisono.placement.barrier": ["lazy_barrier"],
-    "unisono.backends.device": ["Device"],
     "unisono.report.picture": ["save_picture"],
     "unisono.report.summary": ["Report", "gather_report"],
     "unisono.report.text": ["print_report"],
@@ -135,7 +86,7 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-_MODULES = ["functional"]
+_MODULES = ["errors", "functional", "placement", "precision"]
 """Those whose names are public under the module's."""
 
 __all__ = sorted(_HOME_OF)

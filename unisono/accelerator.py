@@ -10,20 +10,22 @@ microbatches); these live as long as it does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
-from typing import Any, Literal
+from functools import partial, wraps
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from unisono.foreign_names import advice_on
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader
 from unisono.parallel import collectives
 from unisono.parallel.ledger import Ledger
 from unisono.parallel.microbatches import Microbatches
+from unisono.parallel.nested import gather_nested, pad_nested, reduce_nested
 from unisono.parallel.optimizer import ByHand
 from unisono.parallel.passes import Passes
 from unisono.parallel.prepared.choices import (
@@ -41,8 +43,12 @@ from unisono.parallel.prepared.scaler import LossScaler
 from unisono.parallel.strategies.choosing import strategy_class, strategy_in
 from unisono.parallel.strategies.states import load_model_state, load_optimizer_state, model_state, optimizer_state
 from unisono.parallel.strategies.strategy import Options
+from unisono.parallel.turns import Trigger, first_alone, split_between
 from unisono.protocols import ReduceOp
 from unisono.world import World, current_world
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Accelerator:
@@ -60,9 +66,9 @@ class Accelerator:
 
     Args:
         device: of a world of one; None takes the world's. A rank of several has its device.
-        precision: "bf16" and "fp16" run the models' forward passes under autocast, and "fp16" scales the loss; a step
-            that overflows is skipped on all ranks. None is "fp32".
-        accumulate: how many microbatches make an optimizer step. `optimizer.step()`, `zero_grad()` and
+        mixed_precision: "bf16" and "fp16" run the models' forward passes under autocast, and "fp16" scales the loss; a
+            step that overflows is skipped on all ranks. "no" leaves the types of the model.
+        gradient_accumulation_steps: how many microbatches make an optimizer step. `optimizer.step()`, `zero_grad()` and
             `scheduler.step()` do nothing in between; a loop's last step takes what is left.
         max_grad_norm: clips the gradients, over all parameters of an optimizer and all ranks, before each step.
         strategy: of processes: "ddp", "zero1" (each rank keeps a part of the optimizer's state) or "fsdp" (and of the
@@ -86,6 +92,7 @@ class Accelerator:
     Attributes:
         world: the rank's.
         device: where batches and models go.
+        mixed_precision, gradient_accumulation_steps: as they were given.
         scaler: of the loss, for "fp16": torch's GradScaler, whose `state_dict()` belongs into a checkpoint; else None.
 
     Raises:
@@ -95,8 +102,8 @@ class Accelerator:
     def __init__(
         self,
         device: str | int | torch.device | None = None,
-        precision: Literal["fp32", "bf16", "fp16"] | None = None,
-        accumulate: int = 1,
+        mixed_precision: Literal["no", "bf16", "fp16"] = "no",
+        gradient_accumulation_steps: int = 1,
         max_grad_norm: float | None = None,
         strategy: Literal["ddp", "zero1", "fsdp", "spmd"] = "ddp",
         compile: bool | Mapping[str, Any] = False,
@@ -112,22 +119,24 @@ class Accelerator:
         elementwise_optimizer: bool = False,
         world: World | None = None,
     ) -> None:
-        check_arguments(precision, accumulate, max_grad_norm, nan_guard)
+        check_arguments(mixed_precision, gradient_accumulation_steps, max_grad_norm, nan_guard)
         check_choices(compile, seed, comm_hook)
         kind = strategy_class(strategy)
         options = Options(
-            comm_hook, comm_options, find_unused_parameters, elementwise_optimizer, precision, max_grad_norm
+            comm_hook, comm_options, find_unused_parameters, elementwise_optimizer, mixed_precision, max_grad_norm
         )
         kind.check_options(options)
         self.world = world_on(world or current_world(), device, cpu, kind)
         check_features(self.world, kind, options, compile)
         self.device = self.world.device
-        self.scaler = LossScaler(self.device.type, self.world.rank == 0) if precision == "fp16" else None
-        ledger = Ledger(self.world.comm.size, accumulate, is_mean=accumulate > 1)
+        self.scaler = LossScaler(self.device.type, self.world.rank == 0) if mixed_precision == "fp16" else None
+        ledger = Ledger(self.world.comm.size, gradient_accumulation_steps, is_mean=gradient_accumulation_steps > 1)
+        self.mixed_precision, self.gradient_accumulation_steps = mixed_precision, gradient_accumulation_steps
+        self._trigger = Trigger(self.world)
         self._microbatches = Microbatches(self.world, ledger)
         self._passes = Passes(self._microbatches)
         self.world.state.part(ByHand).trainers.add(self._passes)
-        reduced = AUTOCAST.get(precision or "")
+        reduced = AUTOCAST.get(mixed_precision)
         self._autocast = None if reduced is None else partial(torch.autocast, self.device.type, reduced)
         maker = Maker(
             world=self.world,
@@ -191,9 +200,84 @@ class Accelerator:
         return self._microbatches.block()
 
     @property
-    def is_boundary(self) -> bool:
+    def sync_gradients(self) -> bool:
         """Whether `optimizer.step()` steps on the present microbatch, and does not wait for more."""
         return self._microbatches.is_boundary()
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last step of a prepared optimizer was left out, on all ranks: its gradients overflowed (fp16), or
+        nothing counted in it (all weights were 0)."""
+        return any(each.was_skipped for each in self._prepared.steppers())
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank zero: the one that prints and saves."""
+        return self.world.rank == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first rank of its machine."""
+        return self.world.local_rank == 0
+
+    @property
+    def process_index(self) -> int:
+        """The rank, 0 to `num_processes - 1`; of a thread, where ranks are threads."""
+        return self.world.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """The rank among those of this machine."""
+        return self.world.local_rank
+
+    @property
+    def num_processes(self) -> int:
+        """The number of ranks: processes, or threads."""
+        return self.world.world_size
+
+    def wait_for_everyone(self) -> None:
+        """Return when every rank has called it; as `unisono.barrier`."""
+        collectives.barrier(self.world)
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """A block that rank zero runs first, alone; the others enter it when rank zero has left it."""
+        return first_alone(self.is_main_process, self.world)
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """The same for the first rank of each machine, and the others of that machine."""
+        return first_alone(self.is_local_main_process, self.world)
+
+    def on_main_process(self, function: Callable[P, T]) -> Callable[P, T | None]:
+        """Decorator: the function runs on rank zero; elsewhere it returns None."""
+
+        @wraps(function)
+        def on_rank_zero(*args: P.args, **kwargs: P.kwargs) -> T | None:
+            return function(*args, **kwargs) if self.is_main_process else None
+
+        return on_rank_zero
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """This rank's part of the inputs, for inference: in rank order, each element once.
+
+        Args:
+            inputs: a list, a tuple, a tensor, a `datasets.Dataset`, or a dict of such of equal lengths. The first ranks
+                get one element more, where they do not divide evenly.
+            apply_padding: repeat the last element, so that all parts are equally long, as `gather` asks for.
+
+        Raises:
+            TypeError: the inputs are none of these.
+            ValueError: lengths in a dict differ; or padding is asked for and there is no element.
+        """
+        yield split_between(inputs, self.world, apply_padding)
+
+    def set_trigger(self) -> None:
+        """Let `check_trigger` report True on all ranks: one of them has to stop, say."""
+        self._trigger.set()
+
+    def check_trigger(self) -> bool:
+        """Whether some rank has called `set_trigger` since the last check. Every rank calls it. A small collective."""
+        return self._trigger.check()
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -201,7 +285,7 @@ class Accelerator:
         with model.no_sync() if isinstance(model, PreparedModel) else nullcontext():
             yield
 
-    def clip_grad_norm(
+    def clip_grad_norm_(
         self, parameters: nn.Module | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor | None:
         """Clip the norm of the reduced, unscaled gradients of all ranks; while microbatches accumulate, nothing.
@@ -212,17 +296,34 @@ class Accelerator:
         Returns:
             The norm before, a tensor of one element; None while microbatches accumulate.
         """
-        clipped = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
-        return self._prepared.clip(clipped, max_norm, norm_type)
+        return self._prepared.clip_norm(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: nn.Module | Iterable[torch.Tensor], clip_value: float) -> None:
+        """Clip each element of the reduced, unscaled gradients to [-clip_value, clip_value]; while microbatches
+        accumulate, nothing.
+
+        Args:
+            parameters: or a model.
+        """
+        self._prepared.clip_value(parameters, clip_value)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of the precision, for what is computed outside the models' forward passes."""
         return nullcontext() if self._autocast is None else self._autocast()
 
-    def gather(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """Every rank's tensor, along `dim`; as `unisono.all_gather`. ValueError, where it requires grad."""
-        collectives.refuse_gradient(tensor, "gather", "all_gather")
-        return collectives.all_gather(tensor, dim, self.world)
+    def gather(self, values: Any, dim: int = 0) -> Any:
+        """Every rank's tensors, concatenated along `dim` in rank order; 0-dim tensors become a vector.
+
+        Args:
+            values: a tensor, or any nesting of tensors, of the same shapes on each rank. For different numbers
+                of rows use `pad_across_processes` or `gather_for_metrics`; for objects `unisono.all_gather_object`.
+
+        Raises:
+            TypeError: a value is no tensor.
+            ValueError: one requires grad: `unisono.functional.all_gather` has a gradient.
+            CollectiveMismatchError: the ranks' nestings, shapes or types differ.
+        """
+        return gather_nested(values, dim, self.world)
 
     def gather_for_metrics(self, values: Any, valid_samples: int | None = None) -> Any:
         """Every rank's samples, each exactly once, in rank order; values, without gradients.
@@ -242,22 +343,33 @@ class Accelerator:
         with torch.no_grad():
             return collectives.all_gather_samples(kept, count, world=self.world)
 
-    def reduce(self, tensor: torch.Tensor, op: ReduceOp = "mean") -> torch.Tensor:
-        """The reduction over all ranks, a new tensor; as `unisono.all_reduce`, which works in place.
+    def reduce(self, values: Any, reduction: ReduceOp = "mean", scale: float = 1.0) -> Any:
+        """The reduction over all ranks, times `scale`: new tensors, in the same nesting.
 
-        ValueError, where it requires grad.
+        Raises:
+            TypeError, ValueError, CollectiveMismatchError: as for `gather`; or there is no such reduction.
         """
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"reduce takes a tensor, got a {type(tensor).__name__}; pass torch.tensor({tensor!r})")
-        collectives.refuse_gradient(tensor, "reduce", "all_reduce")
-        return collectives.all_reduce(tensor.detach().clone(), op, self.world)
+        return reduce_nested(values, reduction, scale, self.world)
+
+    def pad_across_processes(self, values: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+        """The tensors, each filled up along `dim` to the largest size that it has on any rank. A small collective.
+
+        Args:
+            values: a tensor, or any nesting of tensors. One without that dimension stays as it is.
+            pad_index: the value that fills.
+            pad_first: fill in front.
+
+        Raises:
+            TypeError, ValueError, CollectiveMismatchError: as for `gather`.
+        """
+        return pad_nested(values, dim, pad_index, pad_first, self.world)
 
     def print(self, *values: Any, **options: Any) -> None:
         """`print` on rank zero."""
         if self.world.rank == 0:
             print(*values, **options)
 
-    def unwrap(self, model: nn.Module) -> nn.Module:
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
         """The module that was prepared."""
         return model.module if isinstance(model, PreparedModel) else model
 
@@ -276,7 +388,14 @@ class Accelerator:
                 f"state_dict takes a prepared model or optimizer, got a {type(prepared).__name__}; loaders, schedulers "
                 "and the scaler have a state_dict() of their own"
             )
-        return model_state(self.unwrap(prepared), self.world)
+        return model_state(self.unwrap_model(prepared), self.world)
+
+    def __getattr__(self, name: str) -> Any:
+        """
+        Raises:
+            AttributeError: there is no such name; what other frameworks call so is told what to do instead.
+        """
+        raise AttributeError(advice_on(name), name=name, obj=self)
 
     def load_state_dict(self, prepared: nn.Module | Optimizer, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` gave, or what a plain model or optimizer did, under any strategy and number of ranks.
@@ -286,7 +405,7 @@ class Accelerator:
         if isinstance(prepared, Optimizer):
             load_optimizer_state(prepared, self._prepared.modules(), state, self.world)
         else:
-            load_model_state(self.unwrap(prepared), state, self.world)
+            load_model_state(self.unwrap_model(prepared), state, self.world)
 
 
 def _prepared_loader(world: World, moves: bool, seed: int | None, loader: Any) -> Any:

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono import CollectiveMismatchError
 from unisono.comm.operations import (
     Announcement,
     Call,
@@ -23,6 +22,7 @@ from unisono.comm.operations import (
     pack,
     unpack,
 )
+from unisono.errors import CollectiveMismatchError
 
 
 @pytest.mark.parametrize(

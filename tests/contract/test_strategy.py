@@ -27,8 +27,9 @@ from twin import (
     sgd,
 )
 
-from unisono import Accelerator, BrokenWorldError, CollectiveMismatchError, rank
+from unisono import Accelerator, rank
 from unisono import accelerator as facade
+from unisono.errors import BrokenWorldError, CollectiveMismatchError
 from unisono.parallel.strategies import ddp, flat
 from unisono.parallel.strategies.choosing import STRATEGIES
 from unisono.parallel.strategies.engine import Engine
@@ -53,7 +54,7 @@ class Training:
         optimizer: MakeOptimizer = sgd,
         **options: Any,
     ) -> None:
-        self.accelerator = Accelerator(strategy=strategy, accumulate=accumulate, **options)  # type: ignore[arg-type]
+        self.accelerator = Accelerator(strategy=strategy, gradient_accumulation_steps=accumulate, **options)  # type: ignore[arg-type]
         made = network(rank())
         self.network, self.optimizer, self.loader = self.accelerator.prepare(
             made, optimizer(made.parameters()), loader_of(CASE.samples, CASE.batch)
@@ -93,7 +94,7 @@ def leave_final_gradients(strategy: str) -> State:
     found = []
     for batch in training.loader:
         mean_loss(training.network, batch).backward()
-        if training.accelerator.is_boundary:
+        if training.accelerator.sync_gradients:
             found.append(training.gradients())
         training.step()
     return {f"{step}.{place}": each for step, step_s in enumerate(found) for place, each in enumerate(step_s)}
@@ -115,7 +116,7 @@ def clip_by_the_norm_of_all(strategy: str) -> State:
     training = Training(strategy)
     for batch in training.loader:
         training.accelerator.backward(mean_loss(training.network, batch))
-        training.accelerator.clip_grad_norm(training.network, 0.05)
+        training.accelerator.clip_grad_norm_(training.network, 0.05)
         training.step()
     return training.state()
 
@@ -240,7 +241,7 @@ def test_no_optimizer_steps_on_gradients_of_one_rank(mode: Mode, strategy: str) 
             torch.testing.assert_close(each.detach(), was, rtol=0, atol=0)
         return str(refused.value)
 
-    assert all("is_boundary" in told for told in mode.run(body))
+    assert all("sync_gradients" in told for told in mode.run(body))
 
 
 @everywhere

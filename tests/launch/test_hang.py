@@ -100,7 +100,7 @@ def test_a_rank_that_makes_progress_alone_is_no_hang():
     def work(index):
         if index == 0:
             data = DataLoader(TensorDataset(torch.arange(12.0)), batch_size=1)
-            for _ in DeviceLoader(data, current_world().device, sharded=True):
+            for _ in DeviceLoader(data, current_world().device, already_sharded=True):
                 time.sleep(0.2)  # twelve times, longer than the limit in all: the subject of this test is time
         current_world().comm.barrier()
         return index

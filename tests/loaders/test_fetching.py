@@ -31,7 +31,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from unisono import BusyError, DeviceLoader, ParallelLoader, UnpicklableError
+from unisono import DeviceLoader, ParallelLoader
+from unisono.errors import BusyError, UnpicklableError
 from unisono.loaders import fetching
 from unisono.loaders.indexed import IndexedSource
 from unisono.loaders.sharding import Rule

@@ -374,7 +374,7 @@ def test_ranks_that_read_different_streams_are_refused():
     for error in other_offers(mark=8):
         assert type(error) is RuntimeError
         assert str(error).startswith("the ranks read different streams (their first samples differ)")
-        assert "pass sharded=True" in str(error)
+        assert "pass already_sharded=True" in str(error)
 
 
 def test_ranks_that_cut_in_different_ways_are_refused():

@@ -27,8 +27,9 @@ from hypothesis import strategies as st
 from modes import FAMILY, PROCESSES_2, devices, in_main_memory
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from unisono import ClosedError, DeviceIterator, DeviceLoader, ParallelLoader
+from unisono import DeviceIterator, DeviceLoader, ParallelLoader
 from unisono.backends import get_backend
+from unisono.errors import ClosedError
 from unisono.timeline import COMPUTE, FETCH
 from unisono.tree import take
 from unisono.world import World, solo_world, thread_worlds

@@ -22,8 +22,8 @@ from modes import PROCESSES_2
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
-from unisono import BusyError, DataParallel, DeviceLoader, ParallelLoader
-from unisono.errors import StateError, StateLengthError, StateSeedError, StateVersionError
+from unisono import DataParallel, DeviceLoader, ParallelLoader
+from unisono.errors import BusyError, StateError, StateLengthError, StateSeedError, StateVersionError
 from unisono.randomness import seed_of
 
 SAMPLES = 23
@@ -84,7 +84,7 @@ def take_rounds(parallel: ParallelLoader, count: int, most: int | None = None) -
 WAYS = {
     "count": st.integers(1, 4),
     "size": st.integers(1, 5),
-    "split": st.sampled_from(["device", "global"]),
+    "split": st.sampled_from(["rank", "global"]),
     "tail": st.sampled_from(["split", "pad"]),
 }
 
@@ -424,7 +424,7 @@ def test_batches_of_ones_own_go_on(num_workers):
             assert delivered + counted([take(loader) for loader in second]) == whole
 
 
-@pytest.mark.parametrize("split", ["device", "global"])
+@pytest.mark.parametrize("split", ["rank", "global"])
 def test_any_iterable_goes_on_by_reading_what_was_delivered_before(caplog, split):
     batches = list(torch.arange(20).split(3))
     for before, after in ((1, 2), (2, 1), (2, 3)):

@@ -28,7 +28,7 @@ EVERY = {
     "samples": st.integers(0, 70),
     "count": st.integers(1, 8),
     "size": st.integers(1, 12),
-    "split": st.sampled_from(["device", "global"]),
+    "split": st.sampled_from(["rank", "global"]),
 }
 """An epoch, and how it is dealt: any of them."""
 
@@ -253,7 +253,7 @@ def documented_tables() -> list[list[list[list[int]]]]:
     return [[row[:3] for row in numbers], [row[3:] for row in numbers]]
 
 
-@pytest.mark.parametrize(("table", "split", "size"), [(0, "device", 2), (1, "global", 4)])
+@pytest.mark.parametrize(("table", "split", "size"), [(0, "rank", 2), (1, "global", 4)])
 def test_the_tables_in_the_module_text_are_true(table, split, size):
     found = dealt(DataLoader(Numbers(10), batch_size=size), 2, split=split)
     rows = [
@@ -307,7 +307,7 @@ def test_the_global_batches_do_not_depend_on_the_number_of_ranks(samples, whole,
         return dealt(loader, count, seed=3, split=split, tail="drop" if drop_last else "split").global_batches
 
     alone = load(1, "global")
-    assert all(load(count, split) == alone for count in (1, 2, 4, 8) for split in ("global", "device"))
+    assert all(load(count, split) == alone for count in (1, 2, 4, 8) for split in ("global", "rank"))
     assert len(list(itertools.chain(*alone))) == (samples - samples % whole if drop_last else samples)
 
 
@@ -467,12 +467,12 @@ def test_a_loader_that_cuts_itself_ends_at_the_first_other_size_when_sizes_are_f
 
 
 def test_a_loader_that_is_said_to_be_cut_gives_all_of_it():
-    loaders = ranks_of(DataLoader(Numbers(5), batch_size=2), 2, sharded=True)
+    loaders = ranks_of(DataLoader(Numbers(5), batch_size=2), 2, already_sharded=True)
     assert [take(loader) for loader in loaders] == [[([0, 1], 2), ([2, 3], 2), ([4], 1)]] * 2
 
 
 @pytest.mark.parametrize("samples", [0, 1, 3])
-@pytest.mark.parametrize("split", ["device", "global"])
+@pytest.mark.parametrize("split", ["rank", "global"])
 def test_more_ranks_than_samples_are_all_kept_in_step(samples, split):
     found = [take(rank) for rank in ranks_of(DataLoader(Numbers(samples), batch_size=10), 8, split=split)]
     assert {len(deliveries) for deliveries in found} == {1 if samples else 0}
@@ -516,4 +516,4 @@ def test_a_sampler_that_cuts_for_other_ranks_is_refused(num_replicas, rank):
     loader = DataLoader(Numbers(8), batch_size=2, sampler=sampler)
     with pytest.raises(ValueError, match=f"cuts the data for rank {rank} of {num_replicas}, but this is rank 0 of 1"):
         DeviceLoader(loader)
-    assert len(list(DeviceLoader(loader, sharded=True))) > 0
+    assert len(list(DeviceLoader(loader, already_sharded=True))) > 0

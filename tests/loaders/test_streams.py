@@ -195,7 +195,7 @@ def passes(
     """For each rank one pass for each place of the plan, which tells how many batches it takes; None takes all."""
 
     def body() -> list[Got]:
-        device_options = {name: options[name] for name in ("tail", "split", "sharded") if name in options}
+        device_options = {name: options[name] for name in ("tail", "split", "already_sharded") if name in options}
         more = {name: value for name, value in options.items() if name not in device_options}
         loader = DeviceLoader(loader_of(make(), workers, **more), **device_options)
         if state is not None:
@@ -315,7 +315,7 @@ def assert_shared(count: int, workers: int) -> None:
 
 def test_a_stream_that_is_said_to_be_cut_is_taken_as_it_comes():
     for workers in (0, 2):
-        found = passes(THREADS_2, CutsItself, None, workers=workers, sharded=True)
+        found = passes(THREADS_2, CutsItself, None, workers=workers, already_sharded=True)
         assert [sorted(each.counted) for (each,) in found] == [list(range(COUNT))] * 2
 
 
@@ -429,7 +429,7 @@ def test_streams_that_differ_are_refused(mode, workers, readers):
     assert len(errors) == mode.ranks
     for error in errors:
         assert type(error) is RuntimeError
-        assert re.match(f"the {readers} read different streams.*pass sharded=True", str(error))
+        assert re.match(f"the {readers} read different streams.*pass already_sharded=True", str(error))
 
 
 def test_a_shard_that_is_none_is_no_shard(caplog):

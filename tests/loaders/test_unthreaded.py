@@ -12,7 +12,8 @@ from epochs import Numbers, take
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data import Dataset as MapDataset
 
-from unisono import ClosedError, DeviceLoader, ParallelLoader
+from unisono import DeviceLoader, ParallelLoader
+from unisono.errors import ClosedError
 from unisono.world import solo_world, thread_worlds
 
 

@@ -17,7 +17,8 @@ from modes import FAMILY, PROCESSES_2, SOLO, THREADS_2, THREADS_4, Mode, fitting
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from unisono import BrokenWorldError, DataParallel, current_world
+from unisono import DataParallel, current_world
+from unisono.errors import BrokenWorldError
 from unisono.parallel.batch_norm import SyncBatchNorm, SyncBatchNorm2d, synchronize_batch_norm
 from unisono.world import solo_world
 

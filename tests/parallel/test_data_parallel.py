@@ -24,8 +24,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from tracing import interrupting
 
 import unisono
-from unisono import BrokenWorldError, BusyError, ClosedError, Context, DataParallel, DeviceLoader, current_world
+from unisono import Context, DataParallel, DeviceLoader, current_world
 from unisono.backends.cores import usable_cores
+from unisono.errors import BrokenWorldError, BusyError, ClosedError
 
 PATIENCE_S = 20.0
 TWO = devices(2)

@@ -363,7 +363,7 @@ def test_a_prepared_model_trains_as_one_device_does_with_even_batches(mode):
             optimizer.zero_grad()
             accelerator.backward(nt_xent(*functional.all_gather_samples((net(x), net(x * 1.1 + 0.1)))))
             optimizer.step()
-        return accelerator.unwrap(net).state_dict()
+        return accelerator.unwrap_model(net).state_dict()
 
     size = mode.ranks
     assert_all_are(mode.run(train), simclr_steps(12, 12 // size // 2 * size))
@@ -417,7 +417,7 @@ def test_weights_that_differ_between_ranks_are_refused_for_gradients_of_all_rank
                 unisono.backward(loss) if way == "backward" else loss.backward()
                 optimizer.step() if way == "prepared" else unisono.optimizer_step(optimizer)
                 steps += 1
-        except unisono.BrokenWorldError as error:  # on a rank whose part is as that of equal ranks, say
+        except unisono.errors.BrokenWorldError as error:  # on a rank whose part is as that of equal ranks, say
             raise ValueError(str(error.__cause__)) from None
         except ValueError as error:
             raise ValueError(f"{error} in step {steps}") from None

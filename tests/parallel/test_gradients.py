@@ -10,7 +10,8 @@ import torch
 from modes import FAMILY, PROCESSES_2, THREADS_2, THREADS_3, THREADS_4, Mode, fitting, scaling
 
 import unisono
-from unisono import CollectiveMismatchError, current_world
+from unisono import current_world
+from unisono.errors import CollectiveMismatchError
 from unisono.parallel import gradients
 from unisono.parallel.gradients import reduce_gradients
 

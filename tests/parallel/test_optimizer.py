@@ -18,16 +18,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import unisono
-from unisono import (
-    BrokenWorldError,
-    CollectiveMismatchError,
-    DeviceIterator,
-    DeviceLoader,
-    broadcast_parameters,
-    current_world,
-    optimizer_step,
-)
+from unisono import DeviceIterator, DeviceLoader, broadcast_parameters, current_world, optimizer_step
 from unisono.backends.cpu import CpuBackend
+from unisono.errors import BrokenWorldError, CollectiveMismatchError
 from unisono.world import solo_world
 
 GLOBAL_BATCH = 24

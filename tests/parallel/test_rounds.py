@@ -10,7 +10,8 @@ from modes import PROCESSES_2
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
-from unisono import CollectiveMismatchError, DeviceLoader, is_rank_zero, optimizer_step, rank
+from unisono import DeviceLoader, is_rank_zero, optimizer_step, rank
+from unisono.errors import CollectiveMismatchError
 
 DATA = TensorDataset(torch.arange(40.0).unsqueeze(1))
 
@@ -88,7 +89,7 @@ def test_ranks_that_augment_the_same_samples_in_their_own_ways_are_not():
 
 def test_a_loader_that_is_sharded_already_is_not_cut_again():
     def body() -> list[float]:
-        loader = DeviceLoader(DataLoader(DATA, batch_size=5), sharded=True)
+        loader = DeviceLoader(DataLoader(DATA, batch_size=5), already_sharded=True)
         return [float(number) for (batch,) in loader for number in batch]
 
     assert PROCESSES_2.run(body) == [list(range(40))] * 2

@@ -87,7 +87,7 @@ LINES = [trained(sgd), trained(adagrad), trained(sgd, tokens=True), with_two_opt
 @pytest.mark.parametrize("accumulate", [1, 2])
 @MODES
 def test_the_weights_are_those_of_one_device_in_every_mode(mode: Mode, accumulate: int) -> None:
-    check(mode, LINES, accumulate=accumulate)
+    check(mode, LINES, gradient_accumulation_steps=accumulate)
 
 
 def test_they_are_so_where_the_optimizers_state_is_divided() -> None:
@@ -107,7 +107,7 @@ def check(mode: Mode, lines: list[Lines], **options: Any) -> None:
     ranks = mode.run(lambda: [each(Accelerator(**options), loader_of(23, 3)) for each in lines])
     for place, each in enumerate(lines):
         print(place)
-        expected = each(Plain(), loader_of(23, 3 * mode.ranks * options.get("accumulate", 1)))
+        expected = each(Plain(), loader_of(23, 3 * mode.ranks * options.get("gradient_accumulation_steps", 1)))
         assert_all_are([states[place] for states in ranks], expected)
 
 
@@ -119,7 +119,7 @@ def test_their_norm_is_that_of_the_dense_gradient_and_the_guard_reads_them(mode:
             network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
             for batch in loader:
                 accelerator.backward(loss_of(network, batch))
-                norms.append(accelerator.clip_grad_norm(network.parameters(), 0.1))
+                norms.append(accelerator.clip_grad_norm_(network.parameters(), 0.1))
                 optimizer.step()
                 optimizer.zero_grad()
             return {**network.state_dict(), "norms": torch.stack(norms).double()}

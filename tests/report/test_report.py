@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader
 
 from unisono import (
     Accelerator,
-    ClosedError,
     DeviceLoader,
     ParallelLoader,
     Report,
@@ -36,6 +35,7 @@ from unisono import (
 )
 from unisono import timeline as timelines
 from unisono.backends import get_backend
+from unisono.errors import ClosedError
 from unisono.launch.watching.monitor import SAMPLES_PATH, Monitor, Sample
 from unisono.loaders.stages import Lane
 from unisono.report.picture import save_picture

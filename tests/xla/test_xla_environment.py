@@ -83,14 +83,14 @@ def test_a_backward_pass_before_the_runtime_has_started_is_an_error_that_tells_w
         "import torch, unisono\ntorch.ones(1, requires_grad=True).sum().backward()\nunisono.Accelerator(device='xla:0')"
     )
     assert "UnisonoError: torch's autograd does not know xla:0" in done.stderr
-    assert "call unisono.Device.default_xla() at the beginning of the program" in done.stderr
+    assert "call unisono.placement.Device.default_xla() at the beginning of the program" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
         ("compile=True", "compile does not go with xla:0: XLA compiles every step by itself"),
-        ("precision='fp16'", "precision='fp16' does not go with xla:0: XLA devices compute in bfloat16"),
+        ("mixed_precision='fp16'", "mixed_precision='fp16' does not go with xla:0: XLA devices compute in bfloat16"),
     ],
 )
 def test_what_the_devices_lack_is_refused_with_what_to_do_instead(script, argument, message):

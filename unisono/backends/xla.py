@@ -61,7 +61,7 @@ _UNFIT = {
 
 _LACKS: dict[Feature, str] = {
     "compile": "XLA compiles every step by itself; leave compile out",
-    "fp16": "XLA devices compute in bfloat16, which needs no loss scaler; take precision='bf16'",
+    "fp16": "XLA devices compute in bfloat16, which needs no loss scaler; take mixed_precision='bf16'",
     "process_group": "process groups take no XLA tensors: gloo leaves them as they are, without an error; take "
     "strategy='ddp', without comm_hook, whose gradients the optimizer's step reduces",
 }
@@ -297,7 +297,8 @@ def _try_backward(device: torch.device) -> None:
         except RuntimeError as error:
             raise UnisonoError(
                 f"torch's autograd does not know {device}: it knows the devices that were there at the first backward "
-                "pass of this process, and that was before the XLA runtime started; call unisono.Device.default_xla() "
+                "pass of this process, and that was before the XLA runtime started; call "
+                "unisono.placement.Device.default_xla() "
                 "at the beginning of the program"
             ) from error
 
@@ -372,7 +373,7 @@ def _prepare_environment() -> None:
         if os.environ.get(name, "0") not in ("", "0"):
             raise UnisonoError(
                 f"{name}={os.environ[name]} is set: tensors would keep their type and lose its precision, in silence; "
-                "unset it, and take precision='bf16' for mixed precision"
+                "unset it, and take mixed_precision='bf16' for mixed precision"
             )
     if not os.environ.get("PJRT_DEVICE"):
         os.environ["PJRT_DEVICE"] = _hardware()

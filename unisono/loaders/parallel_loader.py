@@ -62,14 +62,14 @@ class ParallelLoader:
             alone, and the one that is being read comes on top. What DataLoader workers hold by their `prefetch_factor`
             is not counted.
         transfer_threads: how many threads move batches, per device. The order is kept.
-        split: what a batch of `loader` is. "device": one device's; as many as there are ranks make a global batch.
+        split: what a batch of `loader` is. "rank": one rank's; as many as there are ranks make a global batch.
             "global": the global batch, of which each rank gets its part.
         tail: what becomes of the last round where it is incomplete. "split": it is split along the samples; a device
             for which none is left gets a repeated one that does not count. "drop": it is left out. "pad": each batch is
             filled up with repeated samples, which come last and do not count. "error": it is a ValueError, before the
             first batch where the length is known. None: "drop" for a DataLoader with drop_last=True, else "split".
         seed: of the order; None takes the seed of the DataLoader's generator, and 0 where it has none.
-        sharded: the loader gives each rank its own part already, as one with a DistributedSampler does, which is
+        already_sharded: the loader gives each rank its own part, as one with a DistributedSampler does, which is
             noticed; it is not cut again. Also the way to the whole data on one rank, but for an iterable dataset.
         world: whose loader this is; None takes the current one.
         loops: the worlds in which the devices' loops run, where that is not `world`: DataParallel's replicas.
@@ -93,10 +93,10 @@ class ParallelLoader:
         *,
         prefetch_bytes: int | None = None,
         transfer_threads: int = 1,
-        split: Split = "device",
+        split: Split = "rank",
         tail: Tail | None = None,
         seed: int | None = None,
-        sharded: bool = False,
+        already_sharded: bool = False,
         world: World | None = None,
         loops: Sequence[World] | None = None,
         sources: Sources | None = None,
@@ -125,7 +125,9 @@ class ParallelLoader:
         self._batchdim = batchdim
         self._prefetch = (loader_prefetch_size, device_prefetch_size, prefetch_bytes, transfer_threads)
         self._loops = loops
-        self._rule = _rule(self._world, len(self._devices), loader, split, tail, bool(fixed_batch_size), sharded)
+        self._rule = _rule(
+            self._world, len(self._devices), loader, split, tail, bool(fixed_batch_size), already_sharded
+        )
         find_source = source_of if sources is None else sources.of
         self._source = find_source(loader, self._world, batchdim, None if seed is None else _plain_seed(seed))
         if not loader_prefetch_size and (len(self._devices) > 1 or self._source.is_uneven):
@@ -299,10 +301,10 @@ class DeviceLoader:
         *,
         prefetch_bytes: int | None = None,
         transfer_threads: int = 1,
-        split: Split = "device",
+        split: Split = "rank",
         tail: Tail | None = None,
         seed: int | None = None,
-        sharded: bool = False,
+        already_sharded: bool = False,
         world: World | None = None,
         sources: Sources | None = None,
     ) -> None:
@@ -320,7 +322,7 @@ class DeviceLoader:
             split=split,
             tail=tail,
             seed=seed,
-            sharded=sharded,
+            already_sharded=already_sharded,
             world=world,
             sources=sources,
         )
@@ -411,11 +413,17 @@ def check_size(size: int, name: str, least: int = 1) -> None:
 
 
 def _rule(
-    world: World, lanes: int, loader: Iterable[Any], split: Split, tail: Tail | None, is_fixed: bool, sharded: bool
+    world: World,
+    lanes: int,
+    loader: Iterable[Any],
+    split: Split,
+    tail: Tail | None,
+    is_fixed: bool,
+    already_sharded: bool,
 ) -> Rule:
     """How the rounds of a loader are dealt in that world."""
     ranks = world.world_size
-    is_cut = sharded or is_sharded(loader, world.rank, ranks)
+    is_cut = already_sharded or is_sharded(loader, world.rank, ranks)
     tail = tail or ("drop" if drops_tail(loader) and not is_cut else "split")
     if is_cut and ranks > 1:
         return Rule(1, (0,), split, tail, is_fixed, is_cut=True, shards=ranks, shard=world.rank)

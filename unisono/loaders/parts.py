@@ -284,7 +284,8 @@ class _Part:
         elif by != self.by:
             raise RuntimeError(
                 f"the {type(self._dataset).__name__} asks get_worker_info() for the number of workers only after it "
-                "has given samples, so nobody can say who cuts it; let it ask before the first, or pass sharded=True"
+                "has given samples, so nobody can say who cuts it; let it ask before the first, or pass "
+                "already_sharded=True"
             )
 
     def _is_own(self, number: int) -> bool:

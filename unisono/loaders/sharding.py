@@ -3,7 +3,7 @@
 A *round* is one batch per rank, all taken from one sequence of batches. That sequence is a function of (seed, epoch)
 alone, so the global batches do not depend on who loads them. Two ranks, ten samples 0..9, not shuffled:
 
-    split="device", batches of two                        split="global", batches of four
+    split="rank", batches of two                        split="global", batches of four
     batch i goes to rank i % 2                            every batch is split over the ranks
 
     round   rank 0   rank 1        global batch           rank 0   rank 1        global batch
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 B = TypeVar("B")
 
-Split = Literal["device", "global"]
+Split = Literal["rank", "global"]
 Tail = Literal["split", "drop", "pad", "error"]
 
 
@@ -46,7 +46,7 @@ class Rule:
     Attributes:
         count: among how many ranks, or lanes.
         kept: which of them belong to this process.
-        split: "device" gives each rank batches of its own, "global" a part of every batch.
+        split: "rank" gives each rank batches of its own, "global" a part of every batch.
         tail: what becomes of the incomplete last round.
         fixed_batch_size: end before the first round that is incomplete or whose batches have another size than the
             first batch of all.
@@ -57,7 +57,7 @@ class Rule:
 
     count: int = 1
     kept: tuple[int, ...] = (0,)
-    split: Split = "device"
+    split: Split = "rank"
     tail: Tail = "split"
     fixed_batch_size: bool = False
     is_cut: bool = False
@@ -242,7 +242,7 @@ def rounds(
 def tail_message(length: int, tail: int, rule: Rule, batch: int | None) -> str:
     """What is wrong with a tail of `tail` samples where none is wanted."""
     each = "batches" if batch is None else f"batches of {batch}"
-    whole = f"{rule.batches} {each}" + (f", one for each of {rule.count} ranks" if rule.split == "device" else "")
+    whole = f"{rule.batches} {each}" + (f", one for each of {rule.count} ranks" if rule.split == "rank" else "")
     return (
         f"tail='error': {length} samples do not divide into rounds of {whole}: {tail} samples are left in the last; "
         "pass a batch size that divides, or tail='split' (the default), 'drop' or 'pad'"

@@ -1,7 +1,7 @@
 """A DataLoader over an iterable dataset: each rank, and each of its loader workers, takes its own part of the stream.
 
 Who cuts it, the first that can:
-1. the caller: with `sharded=True` it is taken as it comes, on every rank and in every worker;
+1. the caller: with `already_sharded=True` it is taken as it comes, on every rank and in every worker;
 2. the dataset's own `shard` or `split` method, into one part for each rank; for a streamed dataset of HuggingFace's
    `datasets`, its `split_dataset_by_node`;
 3. the dataset itself, if it asks `torch.utils.data.get_worker_info()` for the number of workers before it gives its
@@ -318,5 +318,5 @@ def other_stream(readers: str) -> str:
         f"the {readers} read different streams (their first samples differ), so cutting them by stride would lose some "
         "samples and repeat others; shuffle by the epoch (set_epoch), or with the global generators in loader workers, "
         "which are seeded alike; or let the dataset cut itself, by get_worker_info() or by shard(num_shards, index); "
-        "where each has its own part already, pass sharded=True"
+        "where each has its own part already, pass already_sharded=True"
     )

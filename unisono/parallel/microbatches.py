@@ -178,7 +178,8 @@ class Microbatches:
         if is_unknown and not self._has_warned and self.world.rank == 0:
             self._has_warned = True
             logger.warning(
-                "accumulate=%d, and the batches come from no prepared loader: nothing tells where a loop ends, so that "
+                "gradient_accumulation_steps=%d, and the batches come from no prepared loader: nothing tells where a "
+                "loop ends, so that "
                 "what is left of it at its end is not stepped on, and forward passes tell one microbatch from the "
                 "next; prepare(loader), or let each batch's lines run in `with accelerator.accumulate():`",
                 self.ledger.every,

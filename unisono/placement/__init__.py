@@ -1,1 +1,7 @@
 """Where tensors lie: copying whole structures to a device, refusing what would move or convert by itself, barriers."""
+
+from unisono.backends.device import Device as Device
+from unisono.placement.barrier import lazy_barrier as lazy_barrier
+from unisono.placement.copying import copy_to as copy_to
+from unisono.placement.copying import scalar_like as scalar_like
+from unisono.placement.mixing import strict as strict

@@ -109,7 +109,9 @@ def _check(func: Callable[..., Any], tensors: dict[str, torch.Tensor]) -> None:
         placed = {where: each for where, each in tensors.items() if each.is_floating_point()}
     apart = _first_apart(placed, lambda each: each.device)
     if apart is not None and not _is_knowing_caller():
-        _refuse(func, apart, "devices", "moves", "bring both to one device with unisono.copy_to(tensor, device)")
+        _refuse(
+            func, apart, "devices", "moves", "bring both to one device with unisono.placement.copy_to(tensor, device)"
+        )
     floats = {where: each for where, each in tensors.items() if each.dtype in PRECISIONS}
     apart = _first_apart(floats, lambda each: each.dtype)
     if apart is None or name in _FULL_INSIDE or _is_autocast(floats) or _is_knowing_caller():
@@ -119,7 +121,8 @@ def _check(func: Callable[..., Any], tensors: dict[str, torch.Tensor]) -> None:
         apart,
         "precisions",
         "converts",
-        "convert one with unisono.to_reduced_precision(tensor) or unisono.to_full_precision(tensor)",
+        "convert one with unisono.precision.to_reduced_precision(tensor) or "
+        "unisono.precision.to_full_precision(tensor)",
     )
 
 
@@ -153,6 +156,7 @@ def _is_knowing_caller() -> bool:
 def _refuse(func: Callable[..., Any], apart: list[str], what: str, verb: str, way_out: str) -> None:
     name = resolve_name(func) or getattr(func, "__name__", str(func))
     raise MixedPlacementError(
-        f"{name} mixes {what}: {', '.join(apart)}; inside unisono.strict() nothing {verb} by itself: {way_out}, or "
-        "make a number's tensor with unisono.scalar_like(value, tensor)"
+        f"{name} mixes {what}: {', '.join(apart)}; inside unisono.placement.strict() nothing {verb} by itself: "
+        f"{way_out}, or "
+        "make a number's tensor with unisono.placement.scalar_like(value, tensor)"
     )

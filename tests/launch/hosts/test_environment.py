@@ -393,7 +393,7 @@ def train(index):
 try:
     unisono.spawn(train)
     print("second stage")
-except unisono.StoppedError as stop:
+except unisono.errors.StoppedError as stop:
     print("stopped with", stop.results)
     raise
 """

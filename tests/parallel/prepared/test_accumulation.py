@@ -83,12 +83,12 @@ def test_a_batch_left_out_behind_its_backward_leaves_the_next_ones_weight() -> N
 @pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str)
 def test_backward_passes_that_go_past_the_prepared_model_are_weighed_and_reduced_too(mode: Mode) -> None:
     def train() -> bool:
-        data, accelerator, model = samples(7), Accelerator(accumulate=2), network()
+        data, accelerator, model = samples(7), Accelerator(gradient_accumulation_steps=2), network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=2))
         for inputs, targets in loader:
             optimizer.zero_grad()
-            F.mse_loss(accelerator.unwrap(model)(inputs), targets).backward()
+            F.mse_loss(accelerator.unwrap_model(model)(inputs), targets).backward()
             optimizer.step()
         plain = network()
         loss_of(plain, data, 0, 7).backward()
@@ -102,7 +102,7 @@ def test_backward_passes_that_go_past_the_prepared_model_are_weighed_and_reduced
 @pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str)
 def test_a_loop_of_evaluation_that_stays_open_takes_no_step_s_weight(mode: Mode, accumulate: int) -> None:
     def train() -> bool:
-        data, accelerator, model = samples(14), Accelerator(accumulate=accumulate), network()
+        data, accelerator, model = samples(14), Accelerator(gradient_accumulation_steps=accumulate), network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer, loader, validation = accelerator.prepare(
             model, optimizer, DataLoader(data, batch_size=2), DataLoader(samples(40, seed=3), batch_size=2)
@@ -130,7 +130,7 @@ def test_a_loop_of_evaluation_that_stays_open_takes_no_step_s_weight(mode: Mode,
 @pytest.mark.parametrize("strategy", ["threads", "ddp", "fsdp"])
 def test_a_mean_over_nothing_with_the_weight_0_spreads_no_nan(strategy: str, is_last: bool) -> None:
     def train() -> bool:
-        accelerator = Accelerator(accumulate=2, strategy="fsdp" if strategy == "fsdp" else "ddp")
+        accelerator = Accelerator(gradient_accumulation_steps=2, strategy="fsdp" if strategy == "fsdp" else "ddp")
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer = accelerator.prepare(model, optimizer)
@@ -148,21 +148,21 @@ def test_a_mean_over_nothing_with_the_weight_0_spreads_no_nan(strategy: str, is_
 
 
 def test_what_is_left_of_a_loop_that_is_no_prepared_one_s_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    accelerator = Accelerator(accumulate=2)
+    accelerator = Accelerator(gradient_accumulation_steps=2)
     model = network()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for inputs, targets in DataLoader(samples(12), batch_size=2):
         optimizer.zero_grad()
         F.mse_loss(model(inputs), targets).backward()
         optimizer.step()
-    found = [each.message for each in caplog.records if "accumulate=2" in each.message]
+    found = [each.message for each in caplog.records if "gradient_accumulation_steps=2" in each.message]
     assert len(found) == 1
     assert "prepare(loader)" in found[0]
     assert "accumulate():" in found[0]
 
 
 def test_nothing_is_told_where_blocks_are_microbatches(caplog: pytest.LogCaptureFixture) -> None:
-    accelerator = Accelerator(accumulate=2)
+    accelerator = Accelerator(gradient_accumulation_steps=2)
     model = network()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for inputs, targets in DataLoader(samples(8), batch_size=2):
@@ -170,7 +170,7 @@ def test_nothing_is_told_where_blocks_are_microbatches(caplog: pytest.LogCapture
             optimizer.zero_grad()
             F.mse_loss(model(inputs), targets).backward()
             optimizer.step()
-    assert "accumulate=2" not in caplog.text
+    assert "gradient_accumulation_steps=2" not in caplog.text
 
 
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
@@ -197,7 +197,7 @@ def test_an_optimizer_that_is_not_prepared_steps_on_the_gradients_of_all_ranks(m
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
 def test_no_optimizer_steps_in_the_middle_of_an_accumulation(mode: Mode) -> None:
     def train() -> None:
-        accelerator, model = Accelerator(accumulate=2), network()
+        accelerator, model = Accelerator(gradient_accumulation_steps=2), network()
         model, loader = accelerator.prepare(model, DataLoader(samples(16), batch_size=2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         before = [each.clone() for each in model.parameters()]

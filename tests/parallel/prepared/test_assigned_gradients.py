@@ -109,12 +109,18 @@ def test_where_they_were_not_it_is_an_error_whose_way_out_is_one(mode: Mode) -> 
 def test_an_accumulation_does_not_count_them_and_says_so(mode: Mode) -> None:
     def body() -> str:
         with pytest.raises(RuntimeError) as error:
-            stepped_on_each(Accelerator(accumulate=2), loader_of(23, 3))
+            stepped_on_each(Accelerator(gradient_accumulation_steps=2), loader_of(23, 3))
         return str(error.value)
 
     for told in mode.run(body):
-        assert "accumulate=2 counts backward passes, and the gradients that the SGD finds were assigned by hand" in told
-        assert "accelerator.backward(loss) leave them in .grad, or pass accumulate=1 and step on each batch" in told
+        assert (
+            "gradient_accumulation_steps=2 counts backward passes, and the gradients that the SGD finds were "
+            "assigned by hand" in told
+        )
+        assert (
+            "accelerator.backward(loss) leave them in .grad, or pass gradient_accumulation_steps=1 and step on each "
+            "batch" in told
+        )
 
 
 @SEVERAL

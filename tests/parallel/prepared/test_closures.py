@@ -59,7 +59,7 @@ def with_clipping_inside(accelerator, loader):
             optimizer.zero_grad()
             loss = mean_loss(network, batch)
             accelerator.backward(loss)
-            accelerator.clip_grad_norm(network.parameters(), 0.2)
+            accelerator.clip_grad_norm_(network.parameters(), 0.2)
             return loss
 
         optimizer.step(closure)
@@ -113,7 +113,10 @@ def test_the_bare_step_takes_a_closure_that_calls_backward_with_a_weight(mode):
     assert_all_are(mode.run(body), with_our_backward_and_tokens(Plain(), loader_of(24, 4 * mode.ranks)))
 
 
-@pytest.mark.parametrize(("options", "words"), [({"accumulate": 2}, "accumulate=2"), ({"precision": "fp16"}, "fp16")])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2"), ({"mixed_precision": "fp16"}, "fp16")],
+)
 def test_what_does_not_go_with_a_closure_is_an_error(options, words):
     accelerator = Accelerator(**options)
     network = model().float()
@@ -122,7 +125,7 @@ def test_what_does_not_go_with_a_closure_is_an_error(options, words):
     for _ in range(2):
         loss = F.mse_loss(network(inputs), torch.ones(1, 2))
         accelerator.backward(loss)
-        if accelerator.is_boundary:
+        if accelerator.sync_gradients:
             with pytest.raises(RuntimeError, match=words):
                 optimizer.step(lambda: None)
         else:

@@ -73,7 +73,7 @@ def test_a_step_without_gradients_is_an_error_that_says_so(strategy):
     def body():
         accelerator, network = Accelerator(strategy=strategy), model()
         network, optimizer = accelerator.prepare(network, sgd(network.parameters()))
-        for act in (optimizer.step, lambda: accelerator.clip_grad_norm(network, 1.0)):
+        for act in (optimizer.step, lambda: accelerator.clip_grad_norm_(network, 1.0)):
             with pytest.raises(RuntimeError, match="none of the optimizer's 4 parameters has a gradient"):
                 act()
 
@@ -187,7 +187,7 @@ def test_an_optimizer_that_cannot_be_divided_is_refused_before_its_model_is_prep
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"strategy": "zero1"}, {"precision": "fp16"}, {"max_grad_norm": 0.5}],
+    [{"strategy": "zero1"}, {"mixed_precision": "fp16"}, {"max_grad_norm": 0.5}],
     ids=lambda each: next(iter(each)),
 )
 def test_post_local_sgd_is_refused_beside_what_needs_all_ranks_gradients(arguments):
@@ -216,7 +216,7 @@ def test_a_prepared_model_is_garbage_when_dropped(strategy):
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
 def test_a_model_is_prepared_again_when_what_prepared_it_is_gone(mode):
     def train(network):
-        accelerator = Accelerator(precision="bf16")
+        accelerator = Accelerator(mixed_precision="bf16")
         prepared, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1))
         with pytest.raises(ValueError, match="is prepared already"):
             Accelerator().prepare(network)

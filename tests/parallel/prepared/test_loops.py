@@ -25,7 +25,7 @@ class Training:
     """A prepared model, optimizer and loader."""
 
     def __init__(self, accumulate: int = 1, **options: Any) -> None:
-        self.accelerator = Accelerator(accumulate=accumulate, **options)
+        self.accelerator = Accelerator(gradient_accumulation_steps=accumulate, **options)
         network = model()
         self.network, self.optimizer, self.loader = self.accelerator.prepare(
             network, adam(network.parameters()), loader_of(CASE.samples, CASE.batch)
@@ -230,7 +230,7 @@ def assigned_by_hand(accelerator: Any, loader: DataLoader[Any]) -> State:
     for batch in loader:
         for each, gradient in zip(trained, torch.autograd.grad(mean_loss(network, batch), trained), strict=True):
             each.grad = gradient
-        accelerator.clip_grad_norm(trained, 0.1)
+        accelerator.clip_grad_norm_(trained, 0.1)
         optimizer.step()
     return network.state_dict()
 
@@ -295,13 +295,13 @@ def test_torchs_clipping_at_the_boundary_of_an_accumulation_is_that_of_the_whole
         network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
         for batch in loader:
             accelerator.backward(mean_loss(network, batch))
-            if getattr(accelerator, "is_boundary", True):
+            if getattr(accelerator, "sync_gradients", True):
                 nn.utils.clip_grad_norm_(network.parameters(), 0.1)
             optimizer.step()
             optimizer.zero_grad()
         return network.state_dict()
 
-    compare(mode, {"lines": lines}, accumulate=3)
+    compare(mode, {"lines": lines}, gradient_accumulation_steps=3)
 
 
 def prepared(accelerator: Any, loader: DataLoader[Any]) -> tuple[Any, Any, Any]:
@@ -326,7 +326,7 @@ def that_gives_up_a_step(accelerator: Any, loader: DataLoader[Any]) -> State:
     step = 0
     for batch in loader:
         accelerator.backward(mean_loss(network, batch))
-        if accelerator.clip_grad_norm(network.parameters(), 10.0) is not None:
+        if accelerator.clip_grad_norm_(network.parameters(), 10.0) is not None:
             step += 1
             if step == 2:  # its norm is bad, say
                 optimizer.zero_grad()
@@ -342,7 +342,7 @@ def by_an_optimizer_that_was_not_prepared(accelerator: Any, loader: DataLoader[A
     network, loader = accelerator.prepare(network, loader)
     for batch in loader:
         accelerator.backward(mean_loss(network, batch))
-        if getattr(accelerator, "is_boundary", True):
+        if getattr(accelerator, "sync_gradients", True):
             optimizer.step()
             optimizer.zero_grad()
     return network.state_dict()
@@ -382,7 +382,7 @@ def test_the_lines_around_a_step_leave_the_step_what_it_is(mode: Mode, accumulat
         through_a_reader_without_gradients,
         checkpointed,
     ]
-    compare(mode, {each.__name__: each for each in lines}, accumulate=accumulate)
+    compare(mode, {each.__name__: each for each in lines}, gradient_accumulation_steps=accumulate)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
@@ -478,7 +478,7 @@ def told_by_hand(accumulate: int) -> State:
 
 def test_two_loaders_whose_tails_differ_cannot_share_the_steps_of_an_accumulation() -> None:
     def body() -> None:
-        accelerator, network = Accelerator(accumulate=2), model()
+        accelerator, network = Accelerator(gradient_accumulation_steps=2), model()
         network, loader, other = accelerator.prepare(network, loader_of(12, 3), loader_of(10, 3))
         for first, second in zip(loader, other, strict=True):
             accelerator.backward(mean_loss(network, first) + mean_loss(network, second))

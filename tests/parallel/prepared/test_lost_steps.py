@@ -10,7 +10,8 @@ import torch
 from modes import PROCESSES_2, THREADS_2, THREADS_3, Mode
 from twin import Case, loader_of, mean_loss, model, sgd
 
-from unisono import Accelerator, BrokenWorldError, CollectiveMismatchError, all_gather, barrier, rank
+from unisono import Accelerator, all_gather, barrier, rank
+from unisono.errors import BrokenWorldError, CollectiveMismatchError
 
 CASE = Case(samples=48, batch=2)
 AT = 4  # the batch at which rank 1 does it
@@ -19,7 +20,7 @@ GOES_ON, LEAVES_OUT, LEAVES_LOOP, RETURNS = "goes on", "leaves out", "leaves loo
 
 class Training:
     def __init__(self, strategy: str, accumulate: int) -> None:
-        self.accelerator = Accelerator(strategy=strategy, accumulate=accumulate)  # type: ignore[arg-type]
+        self.accelerator = Accelerator(strategy=strategy, gradient_accumulation_steps=accumulate)  # type: ignore[arg-type]
         network = model()
         self.network, self.optimizer, self.loader = self.accelerator.prepare(
             network, sgd(network.parameters()), loader_of(CASE.samples, CASE.batch)

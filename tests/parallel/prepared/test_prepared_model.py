@@ -147,12 +147,12 @@ def test_a_sharded_model_says_how_to_have_a_copy():
 
 def test_unwrap_gives_the_module_and_leaves_others():
     accelerator, network = Accelerator(), Scaled()
-    assert accelerator.unwrap(accelerator.prepare(network)) is network
-    assert accelerator.unwrap(network) is network
+    assert accelerator.unwrap_model(accelerator.prepare(network)) is network
+    assert accelerator.unwrap_model(network) is network
 
 
 def test_outputs_under_autocast_come_back_in_full_in_any_container():
-    prepared = Accelerator(precision="bf16").prepare(Scaled().float())
+    prepared = Accelerator(mixed_precision="bf16").prepare(Scaled().float())
     seen = []
     prepared.module.linear.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
     assert prepared(torch.ones(1, 5))["outputs"].dtype is torch.float32
@@ -160,7 +160,7 @@ def test_outputs_under_autocast_come_back_in_full_in_any_container():
 
 
 def test_zero_grad_of_the_model_waits_for_the_end_of_a_step_as_the_optimizers_does():
-    accelerator, network = Accelerator(accumulate=2), model()
+    accelerator, network = Accelerator(gradient_accumulation_steps=2), model()
     network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(8, 2))
     held = []
     for inputs, _, _ in loader:

@@ -238,7 +238,7 @@ def test_what_the_user_drops_is_garbage_while_the_accelerator_lives(strategy):
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
 def test_what_was_freed_steps_by_itself_and_can_be_prepared_anew(mode):
     def body():
-        accelerator, plain = Accelerator(accumulate=2), model()
+        accelerator, plain = Accelerator(gradient_accumulation_steps=2), model()
         optimizer = sgd(plain.parameters())
         for _ in range(2):
             network, optimizer = accelerator.prepare(plain, optimizer)
@@ -272,11 +272,11 @@ def test_behind_a_failure_in_a_step_the_same_accelerator_goes_on(mode):
         return network.state_dict()
 
     def body():
-        accelerator = Accelerator(accumulate=3)
+        accelerator = Accelerator(gradient_accumulation_steps=3)
         with contextlib.suppress(MemoryError):
             train(accelerator, fails=True)
         accelerator.free_memory()
-        return train(accelerator, fails=False), train(Accelerator(accumulate=3), fails=False)
+        return train(accelerator, fails=False), train(Accelerator(gradient_accumulation_steps=3), fails=False)
 
     for found, expected in mode.run(body):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
@@ -284,7 +284,7 @@ def test_behind_a_failure_in_a_step_the_same_accelerator_goes_on(mode):
 
 @pytest.mark.any_family
 def test_states_have_no_foreign_keys_and_copies_train_by_themselves(tmp_path):
-    accelerator, network = Accelerator(accumulate=3), model()
+    accelerator, network = Accelerator(gradient_accumulation_steps=3), model()
     optimizer = adam(network.parameters())
     scheduler = LambdaLR(optimizer, lambda step: 0.5**step)
     keys = (set(optimizer.state_dict()), set(scheduler.state_dict()))
@@ -307,7 +307,7 @@ def test_states_have_no_foreign_keys_and_copies_train_by_themselves(tmp_path):
 
 @pytest.mark.any_family
 def test_the_bare_step_of_a_prepared_optimizer_is_its_own():
-    accelerator, network = Accelerator(accumulate=2), model()
+    accelerator, network = Accelerator(gradient_accumulation_steps=2), model()
     network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(4, 2))
     before = [copy.deepcopy(network.state_dict())]
     for inputs, _, _ in loader:

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 from twin import adam, compare, data, loader_of, model, sgd
 
-from unisono import Accelerator, NonFiniteGradientError, current_world, rank
+from unisono import Accelerator, current_world, rank
+from unisono.errors import NonFiniteGradientError
 from unisono.parallel.gradients import reduce_gradients
 
 
@@ -29,7 +30,7 @@ def clipped_by_hand(accelerator, loader):
     for inputs, targets, _ in loader:
         optimizer.zero_grad()
         accelerator.backward(F.mse_loss(network(inputs), targets))
-        norm = accelerator.clip_grad_norm(network.parameters(), 0.1)
+        norm = accelerator.clip_grad_norm_(network.parameters(), 0.1)
         optimizer.step()
         norms += [norm] if norm is not None else []
     return {**network.state_dict(), "norms": torch.stack(norms)}
@@ -42,8 +43,8 @@ def clipped_part_by_part(accelerator, loader):
     for inputs, targets, _ in loader:
         optimizer.zero_grad()
         F.mse_loss(network(inputs), targets).backward()
-        accelerator.clip_grad_norm(first, 0.1)
-        accelerator.clip_grad_norm(last, 0.05)
+        accelerator.clip_grad_norm_(first, 0.1)
+        accelerator.clip_grad_norm_(last, 0.05)
         optimizer.step()
     return network.state_dict()
 
@@ -51,7 +52,7 @@ def clipped_part_by_part(accelerator, loader):
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_norm_is_that_of_the_global_batch(mode, accumulate):
     lines = {each.__name__: each for each in (clipped_by_hand, clipped_part_by_part)}
-    compare(mode, lines, 23, 3, accumulate=accumulate)
+    compare(mode, lines, 23, 3, gradient_accumulation_steps=accumulate)
 
 
 @pytest.mark.any_family
@@ -69,7 +70,7 @@ def test_max_grad_norm_is_clipping_by_hand(mode):
                 optimizer.zero_grad()
                 accelerator.backward(F.mse_loss(network(inputs), targets))
                 if not options:
-                    accelerator.clip_grad_norm(network, 0.1)
+                    accelerator.clip_grad_norm_(network, 0.1)
                 optimizer.step()
             states.append(network.state_dict())
         return states
@@ -81,14 +82,14 @@ def test_max_grad_norm_is_clipping_by_hand(mode):
 @pytest.mark.parametrize("pair", [THREADS_2, PROCESSES_2], ids=str)
 def test_clipping_and_stepping_reduce_once(pair):
     def body():
-        accelerator, network = Accelerator(accumulate=2), model()
+        accelerator, network = Accelerator(gradient_accumulation_steps=2), model()
         network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(16, 2))
         held = []
         for number, (inputs, _, _) in enumerate(loader):
             optimizer.zero_grad()
             accelerator.backward(network(inputs).sum(1).mean())
             for _ in range(number % 4):
-                accelerator.clip_grad_norm(network, 1e9)
+                accelerator.clip_grad_norm_(network, 1e9)
             optimizer.step()
             held.append(network.get_parameter("2.bias").grad.clone())
         return held
@@ -100,7 +101,7 @@ def test_clipping_and_stepping_reduce_once(pair):
 @pytest.mark.parametrize("pair", [THREADS_2, PROCESSES_2], ids=str)
 def test_an_overflow_on_one_rank_skips_the_step_on_all_and_the_scheduler_waits(pair):
     def body():
-        accelerator = Accelerator(precision="fp16")
+        accelerator = Accelerator(mixed_precision="fp16")
         network = nn.Linear(4, 1)
         optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
         scheduler = LambdaLR(optimizer, lambda step: 0.5**step)
@@ -130,7 +131,7 @@ def test_reduced_precision_is_close_and_forward_passes_run_in_it(precision, mode
     small = 0.01  # or the first scale overflows
 
     def body():
-        accelerator = Accelerator(precision=precision, accumulate=2, max_grad_norm=0.5 * small)
+        accelerator = Accelerator(mixed_precision=precision, gradient_accumulation_steps=2, max_grad_norm=0.5 * small)
         network = model().float()
         kinds = []
         network[0].register_forward_hook(lambda module, inputs, output: kinds.append(output.dtype))
@@ -160,7 +161,7 @@ def test_reduced_precision_is_close_and_forward_passes_run_in_it(precision, mode
 
 
 def test_two_optimizers_share_the_scaler_and_a_clipped_batch_may_be_left_out():
-    accelerator = Accelerator(precision="fp16")
+    accelerator = Accelerator(mixed_precision="fp16")
     first, second = nn.Linear(3, 3), nn.Linear(3, 1)
     first, second, of_first, of_second, loader = accelerator.prepare(
         first, second, *[torch.optim.SGD(each.parameters(), lr=0.1) for each in (first, second)], [loader_of(24, 4)]
@@ -169,7 +170,7 @@ def test_two_optimizers_share_the_scaler_and_a_clipped_batch_may_be_left_out():
         of_first.zero_grad()
         of_second.zero_grad()
         accelerator.backward(0.01 * second(first(inputs[:, :3].float())).mean())
-        accelerator.clip_grad_norm([*first.parameters(), *second.parameters()], 1.0)
+        accelerator.clip_grad_norm_([*first.parameters(), *second.parameters()], 1.0)
         if number == 2:
             continue
         of_second.step()
@@ -178,7 +179,7 @@ def test_two_optimizers_share_the_scaler_and_a_clipped_batch_may_be_left_out():
 
 
 def test_plain_backward_passes_under_fp16_are_refused_with_a_loader_and_without():
-    accelerator, network = Accelerator(precision="fp16"), model().float()
+    accelerator, network = Accelerator(mixed_precision="fp16"), model().float()
     network, optimizer, loader = accelerator.prepare(
         network, torch.optim.SGD(network.parameters(), lr=0.1), loader_of(8, 2)
     )
@@ -203,7 +204,7 @@ def test_plain_backward_passes_under_fp16_are_refused_with_a_loader_and_without(
 @pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.any_family)])
 def test_the_guard_names_parameter_and_rank_on_all_ranks_and_training_goes_on(mode, accumulate):
     def body():
-        accelerator, network = Accelerator(nan_guard=True, accumulate=accumulate), model()
+        accelerator, network = Accelerator(nan_guard=True, gradient_accumulation_steps=accumulate), model()
         network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(48, 2))
         told, last = [], accelerator.world.world_size - 1
         for number, (inputs, targets, _) in enumerate(loader):
@@ -296,4 +297,4 @@ def test_a_parameter_that_autograd_has_no_gradient_for_stays_as_it_was(mode, acc
         return train(accelerator, loader, lambda accelerator, loss: accelerator.backward(loss))
 
     lines = {"plainly": plainly, "weighted": weighted}
-    compare(mode, lines, accumulate=accumulate, nan_guard=True, find_unused_parameters=True)
+    compare(mode, lines, gradient_accumulation_steps=accumulate, nan_guard=True, find_unused_parameters=True)

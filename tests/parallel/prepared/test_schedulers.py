@@ -53,7 +53,7 @@ SCHEDULERS = {
 @pytest.mark.parametrize("when", ["together", "made before, prepared later", "made later"])
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_the_rates_are_those_of_the_plain_loop_whatever_accumulates(name, when):
-    accelerator, network = Accelerator(accumulate=2), model()
+    accelerator, network = Accelerator(gradient_accumulation_steps=2), model()
     optimizer = sgd(network.parameters())
     if when == "made later":
         network, optimizer, loader = accelerator.prepare(network, optimizer, loader_of(18, 2))

@@ -142,7 +142,9 @@ def checkpointed(accelerator: Any, loader: DataLoader[Any]) -> State:
 @pytest.mark.parametrize("accumulate", [1, 2])
 @STRATEGIES
 def test_a_backward_pass_inside_of_another_one_is_a_part_of_it(strategy: str, accumulate: int) -> None:
-    ranks = in_workers(lambda: checkpointed(Accelerator(strategy=strategy, accumulate=accumulate), loader_of(23, 3)))
+    ranks = in_workers(
+        lambda: checkpointed(Accelerator(strategy=strategy, gradient_accumulation_steps=accumulate), loader_of(23, 3))
+    )
     assert_all_are(ranks, checkpointed(Plain(), loader_of(23, 6 * accumulate)))
 
 
@@ -188,7 +190,7 @@ def test_an_input_that_comes_again_and_again_has_one_hook() -> None:
 
 def test_a_penalty_is_accumulated_under_fsdp_as_losses_are() -> None:
     loop = steps(with_a_penalty)
-    ranks = in_workers(lambda: loop(Accelerator(strategy="fsdp", accumulate=2), loader_of(23, 3)))
+    ranks = in_workers(lambda: loop(Accelerator(strategy="fsdp", gradient_accumulation_steps=2), loader_of(23, 3)))
     assert_all_are(ranks, loop(Plain(), loader_of(23, 12)))
 
 
@@ -249,8 +251,8 @@ def test_a_penalty_on_parts_of_parameters_is_refused_where_it_would_count_wrongl
 
     assert all("the loss is a DTensor" in each for each in told("fsdp", in_the_loss))
     assert all(
-        "in each of the accumulate=2 microbatches" in each
-        for each in told("fsdp", with_a_penalty_on_parameters, accumulate=2)
+        "in each of the gradient_accumulation_steps=2 microbatches" in each
+        for each in told("fsdp", with_a_penalty_on_parameters, gradient_accumulation_steps=2)
     )
 
 

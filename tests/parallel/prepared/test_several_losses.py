@@ -297,7 +297,7 @@ def a_batch_left_out(accelerator, loader):
         optimizer.zero_grad()
         accelerator.backward(F.mse_loss(network(inputs), targets))
         if number != 1:
-            accelerator.clip_grad_norm(network.parameters(), 0.5)
+            accelerator.clip_grad_norm_(network.parameters(), 0.5)
             optimizer.step()
     return named(network=network)
 
@@ -308,7 +308,7 @@ def a_clipped_batch_left_out(accelerator, loader):
     for number, (inputs, targets, _) in enumerate(loader):
         network.zero_grad()
         accelerator.backward(F.mse_loss(network(inputs), targets))
-        accelerator.clip_grad_norm(network.parameters(), 0.5)
+        accelerator.clip_grad_norm_(network.parameters(), 0.5)
         if number != 1:
             optimizer.step()
     return named(network=network)
@@ -360,14 +360,16 @@ def test_the_same_lines_give_the_same_weights_on_one_device_and_on_several_ranks
 
 @pytest.mark.parametrize("accumulate", [pytest.param(2, marks=pytest.mark.any_family), 3])
 def test_the_same_lines_accumulate_what_one_device_takes_at_once(mode, accumulate):
-    compare(mode, ACCUMULATING, 43, 2, accumulate=accumulate)
+    compare(mode, ACCUMULATING, 43, 2, gradient_accumulation_steps=accumulate)
 
 
 @pytest.mark.any_family
 @pytest.mark.parametrize("accumulate", [2, 3])
 def test_optimizers_that_take_turns_accumulate_each_for_itself(mode, accumulate):
     samples = 2 * 2 * mode.ranks * accumulate
-    states = mode.run(lambda: alternating_gan(Accelerator(accumulate=accumulate), loader_of(samples, 2)))
+    states = mode.run(
+        lambda: alternating_gan(Accelerator(gradient_accumulation_steps=accumulate), loader_of(samples, 2))
+    )
     assert_all_are(states, alternating_gan(Plain(), loader_of(samples, 2 * mode.ranks), by_hand=accumulate))
 
 
@@ -376,7 +378,7 @@ def test_without_a_prepared_loader_the_blocks_tell_microbatches_apart(mode, accu
     samples = 2 * 2 * mode.ranks * accumulate
 
     def body():
-        accelerator = Accelerator(accumulate=accumulate)
+        accelerator = Accelerator(gradient_accumulation_steps=accumulate)
         maker, critic = gan()
         maker, critic, of_maker, of_critic = accelerator.prepare(
             maker, critic, adam(maker.parameters()), sgd(critic.parameters())
@@ -397,7 +399,7 @@ def test_without_a_prepared_loader_the_blocks_tell_microbatches_apart(mode, accu
 
 
 def test_without_blocks_an_optimizer_that_would_never_step_is_an_error():
-    accelerator = Accelerator(accumulate=2)
+    accelerator = Accelerator(gradient_accumulation_steps=2)
     maker, critic = gan()
     maker, critic, of_maker, of_critic = accelerator.prepare(
         maker, critic, adam(maker.parameters()), sgd(critic.parameters())

@@ -27,10 +27,10 @@ def test_a_backward_pass_behind_clipping_is_reduced_as_well(mode: Mode) -> None:
         for factor in (1, 2):
             with accelerator.no_sync(model):
                 model(factor * inputs).sum().backward()
-            accelerator.clip_grad_norm(model, 1e9)
+            accelerator.clip_grad_norm_(model, 1e9)
         optimizer.step()
         expected = seeded(nn.Linear(3, 1).double()).weight - 0.1 * 3 * (torch.arange(3.0, dtype=torch.float64) + 0.5)
-        return torch.allclose(accelerator.unwrap(model).weight, expected, **CLOSE)
+        return torch.allclose(accelerator.unwrap_model(model).weight, expected, **CLOSE)
 
     assert all(mode.run(train))
 
@@ -38,12 +38,12 @@ def test_a_backward_pass_behind_clipping_is_reduced_as_well(mode: Mode) -> None:
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
 def test_a_backward_pass_behind_clipping_adds_to_what_was_clipped(mode: Mode) -> None:
     def train() -> torch.Tensor:
-        accelerator = Accelerator(accumulate=2)
+        accelerator = Accelerator(gradient_accumulation_steps=2)
         model, optimizer = prepared(accelerator)
         for _ in range(2):
             with accelerator.accumulate():
                 model(torch.ones(3, dtype=torch.float64)).sum().backward()
-                if accelerator.clip_grad_norm(model, 1.0) is not None:
+                if accelerator.clip_grad_norm_(model, 1.0) is not None:
                     model(torch.ones(3, dtype=torch.float64)).sum().backward()
                 optimizer.step()
         return model.weight.grad
@@ -98,7 +98,7 @@ def test_a_step_notices_that_the_scheduler_was_stepped_by_hand() -> None:
 
 def test_two_steps_on_one_batch_scale_each_loss() -> None:
     def train() -> int:
-        accelerator, model = Accelerator(precision="fp16"), nn.Linear(3, 1)
+        accelerator, model = Accelerator(mixed_precision="fp16"), nn.Linear(3, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         data = DataLoader(TensorDataset(torch.ones(4, 3)), batch_size=2)
         model, optimizer, loader = accelerator.prepare(model, optimizer, data)
@@ -121,7 +121,7 @@ def test_the_guard_forgets_a_batch_that_was_left_out() -> None:
     optimizer.zero_grad()
     model(torch.ones(3, dtype=torch.float64)).sum().backward()
     optimizer.step()
-    assert accelerator.unwrap(model).weight.isfinite().all()
+    assert accelerator.unwrap_model(model).weight.isfinite().all()
 
 
 @pytest.mark.parametrize("mode", [SOLO, PROCESSES_2], ids=str)

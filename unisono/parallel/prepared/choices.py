@@ -26,7 +26,7 @@ def check_features(world: World, strategy: type[Strategy], options: Options, com
     asked: dict[str, tuple[Feature, bool]] = {
         f"strategy={strategy.name!r}": ("process_group", world.is_of_processes and strategy.is_needed),
         f"comm_hook={hook!r}": ("process_group", world.is_of_processes and hook is not None),
-        f"precision={precision!r}": ("fp16", precision == "fp16"),
+        f"mixed_precision={precision!r}": ("fp16", precision == "fp16"),
         "compile": ("compile", compile is not False),
     }
     for what, (feature, is_asked) in asked.items():
@@ -72,13 +72,13 @@ def check_choices(compile: Any, seed: Any, comm_hook: Any) -> None:
         raise ValueError(f"comm_hook={comm_hook!r} does not exist; choose one of {', '.join(map(repr, hook_names()))}")
 
 
-def check_arguments(precision: Any, accumulate: Any, max_grad_norm: Any, nan_guard: bool) -> None:
-    if precision not in (None, "fp32", *AUTOCAST):
-        raise ValueError(f"precision={precision!r} does not exist; choose one of bf16, fp16, fp32")
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int):
-        raise TypeError(f"accumulate={accumulate!r} is a {type(accumulate).__name__}; pass a whole number")
-    if accumulate < 1:
-        raise ValueError(f"accumulate={accumulate} is too small; pass 1 for a step on each batch, or more")
+def check_arguments(precision: Any, steps: Any, max_grad_norm: Any, nan_guard: bool) -> None:
+    if precision not in ("no", *AUTOCAST):
+        raise ValueError(f"mixed_precision={precision!r} does not exist; choose one of no, bf16, fp16")
+    if isinstance(steps, bool) or not isinstance(steps, int):
+        raise TypeError(f"gradient_accumulation_steps={steps!r} is a {type(steps).__name__}; pass a whole number")
+    if steps < 1:
+        raise ValueError(f"gradient_accumulation_steps={steps} is too small; pass 1 for a step on each batch, or more")
     if max_grad_norm is not None and (isinstance(max_grad_norm, bool) or not isinstance(max_grad_norm, int | float)):
         raise TypeError(f"max_grad_norm={max_grad_norm!r} is a {type(max_grad_norm).__name__}; pass a number, or None")
     if max_grad_norm is not None and not max_grad_norm > 0:
@@ -87,6 +87,7 @@ def check_arguments(precision: Any, accumulate: Any, max_grad_norm: Any, nan_gua
         )
     if nan_guard and precision == "fp16":
         raise ValueError(
-            "nan_guard=True and precision='fp16' contradict each other: fp16 skips steps whose gradients overflow; "
+            "nan_guard=True and mixed_precision='fp16' contradict each other: fp16 skips steps whose gradients "
+            "overflow; "
             "take bf16, or leave the guard out"
         )

@@ -95,7 +95,7 @@ class Maker:
         asked = {
             f"max_grad_norm={self.max_grad_norm}": self.max_grad_norm is not None,
             "nan_guard=True": self.checks_numbers,
-            "precision='fp16'": self.scaler is not None,
+            "mixed_precision='fp16'": self.scaler is not None,
         }
         return [what for what, is_asked in asked.items() if is_asked]
 

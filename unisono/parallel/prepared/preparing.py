@@ -75,22 +75,35 @@ class Prepared:
         """Those of the prepared optimizers."""
         return [stepper for each in self._steppers if (stepper := each()) is not None]
 
-    def clip(self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:
-        """As `Accelerator.clip_grad_norm`."""
+    def clip_norm(
+        self, parameters: nn.Module | Iterable[torch.Tensor], max_norm: float, norm_type: float
+    ) -> torch.Tensor | None:
+        """As `Accelerator.clip_grad_norm_`."""
         self._maker.strategy.check_clipping()
+        clipped = self._reduced(parameters, "clip_grad_norm_")
+        return None if clipped is None else clip_grad_norm(clipped, max_norm, norm_type, world=self._maker.world)
+
+    def clip_value(self, parameters: nn.Module | Iterable[torch.Tensor], clip_value: float) -> None:
+        """As `Accelerator.clip_grad_value_`."""
+        if (clipped := self._reduced(parameters, "clip_grad_value_")) is not None:
+            nn.utils.clip_grad_value_(clipped, clip_value)
+
+    def _reduced(self, parameters: nn.Module | Iterable[torch.Tensor], called: str) -> list[torch.Tensor] | None:
+        """These parameters, with reduced and unscaled gradients; None while microbatches accumulate."""
+        found = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
         known = {id(each) for module in self.modules() for each in module.parameters()}
-        wanted = {id(parameter) for parameter in parameters}
+        wanted = {id(parameter) for parameter in found}
         if known and not known & wanted:
             raise ValueError(
-                f"clip_grad_norm got {len(parameters)} parameters of no prepared model; prepare() may put others in "
-                "their place, so take them from the model that it returned"
+                f"{called} got {len(found)} parameters of no prepared model; prepare() may put others in their place, "
+                "so take them from the model that it returned"
             )
         if not self._maker.passes.microbatches.is_boundary():
             return None
         for stepper in self.steppers():
             if any(id(each) in wanted for each in trained_parameters(stepper.optimizer)):
                 stepper.reduce()
-        return clip_grad_norm(parameters, max_norm, norm_type, world=self._maker.world)
+        return found
 
     def release(self) -> None:
         """Let go of everything, so that it can be prepared again."""

@@ -59,7 +59,8 @@ class Stepper:
     Attributes:
         num_asked: how often `step` was called.
         schedulers: that follow it.
-        num_steps: how often it has stepped: not between microbatches, nor behind an overflow.
+        num_steps: how often it has stepped: not between microbatches, nor after an overflow.
+        was_skipped: the last step that was due was left out, after an overflow or because nothing counted in it.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Stepper:
     ) -> None:
         self.optimizer = optimizer
         self.num_asked = self.num_steps = 0
+        self.was_skipped = False
         self.schedulers: list[Follower] = []
         self._engines: list[Engine] = []  # of the models that have some of the optimizer's parameters
         self._world = world
@@ -123,7 +125,8 @@ class Stepper:
         if not is_boundary:
             self._skip()
             return None
-        track = self._world.timeline.loop()
+        track, before = self._world.timeline.loop(), self.num_steps
+        self.was_skipped = False
         try:
             for each in self.schedulers:
                 each.check_hand()
@@ -132,6 +135,7 @@ class Stepper:
                 closure = self._reducing(closure)
             elif self._ledger.is_empty:
                 track.count("skipped steps")
+                self.was_skipped = True
                 return None
             else:
                 with track.span(REDUCE):
@@ -144,6 +148,7 @@ class Stepper:
         for engine in self._engines:
             engine.after_step(self.optimizer)
         track.count("steps")
+        self.was_skipped = self.num_steps == before
         return result
 
     def reduce(self) -> None:
@@ -161,7 +166,8 @@ class Stepper:
         if self._scaler is not None and not self._is_unscaled:
             if self._passes.went_past:
                 raise RuntimeError(
-                    "precision='fp16' scales the loss, and this step's gradients were made by loss.backward(); call "
+                    "mixed_precision='fp16' scales the loss, and this step's gradients were made by loss.backward(); "
+                    "call "
                     "accelerator.backward(loss) instead"
                 )
             self._scaler.unscale_(self.optimizer)
@@ -221,14 +227,15 @@ class Stepper:
         if self._num_skipped >= now.every:
             if not now.count and any(each.grad is not None for each in trained_parameters(self.optimizer)):
                 raise RuntimeError(
-                    f"accumulate={now.every} counts backward passes, and the gradients that the "
+                    f"gradient_accumulation_steps={now.every} counts backward passes, and the gradients that the "
                     f"{type(self.optimizer).__name__} finds were assigned by hand, as those of torch.autograd.grad "
-                    "are; let accelerator.backward(loss) leave them in .grad, or pass accumulate=1 and step on each "
+                    "are; let accelerator.backward(loss) leave them in .grad, or pass gradient_accumulation_steps=1 "
+                    "and step on each "
                     "batch"
                 )
             raise RuntimeError(
                 f"the {type(self.optimizer).__name__} was asked to step {self._num_skipped} times in a row, and never "
-                f"on the last microbatch of accumulate={now.every}; call its step() on each one, and "
+                f"on the last microbatch of gradient_accumulation_steps={now.every}; call its step() on each one, and "
                 "where several optimizers step on batches of no prepared loader, let each batch's lines run in "
                 "`with accelerator.accumulate():`"
             )
@@ -260,11 +267,13 @@ class Stepper:
 
     def _check_closure(self) -> None:
         if self._scaler is not None:
-            raise RuntimeError("precision='fp16' and a closure do not go together; take precision='bf16'")
+            raise RuntimeError("mixed_precision='fp16' and a closure do not go together; take mixed_precision='bf16'")
         if self._ledger.every > 1:
             raise RuntimeError(
-                f"accumulate={self._ledger.every} and a closure do not go together: it would compute the last "
-                "microbatch's gradients only; pass accumulate=1, and go through the microbatches in the closure"
+                f"gradient_accumulation_steps={self._ledger.every} and a closure do not go together: it would "
+                "compute the last "
+                "microbatch's gradients only; pass gradient_accumulation_steps=1, and go through the microbatches in "
+                "the closure"
             )
 
     def _reducing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -334,7 +343,7 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
                 f"the {type(optimizer).__name__} steps on gradients of the {engine.name} that are "
                 "this rank's alone, in the middle of an accumulation or of a backward pass, or after no_sync(); step "
                 "with the optimizer that prepare() has returned, or after the backward pass that ends the step "
-                "(accelerator.is_boundary)"
+                "(accelerator.sync_gradients)"
             )
         if is_plain:
             engine.step_plainly(optimizer)

@@ -34,7 +34,7 @@ class Replicated(Flat):
     @classmethod
     def check_options(cls, options: Options) -> None:
         if options.comm_hook == POST_LOCAL_SGD:
-            needs = {"precision='fp16'": options.precision == "fp16"}
+            needs = {"mixed_precision='fp16'": options.precision == "fp16"}
             needs[f"max_grad_norm={options.max_grad_norm}"] = options.max_grad_norm is not None
             for what in (each for each, is_asked in needs.items() if is_asked):
                 raise ValueError(own_steps_contradict(what))

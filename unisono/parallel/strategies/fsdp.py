@@ -139,7 +139,8 @@ class ShardedEngine(Engine):
         if self._ledger.every > 1:
             raise RuntimeError(
                 f"a penalty on the parameters of the {self.name} has a backward pass of its own, and under "
-                f"strategy='fsdp' it would count in each of the accumulate={self._ledger.every} microbatches of a "
+                f"strategy='fsdp' it would count in each of the gradient_accumulation_steps={self._ledger.every} "
+                "microbatches of a "
                 "step; let the optimizer add it (weight_decay=), or take strategy='ddp'"
             )
 

@@ -277,7 +277,7 @@ def _check_types(model: nn.Module, unit: nn.Module, own: Sequence[nn.Parameter])
         shown = " and ".join(f"{name!r} is {dtype}" for dtype, name in first.items())
         raise ValueError(
             f"strategy='fsdp' reduces the gradients of a unit in one type, and in the {type(unit).__name__} {shown}; "
-            "give them one type (precision= computes in another one), or take strategy='ddp'"
+            "give them one type (mixed_precision= computes in another one), or take strategy='ddp'"
         )
 
 

@@ -160,7 +160,7 @@ def check_divisible(optimizer: Optimizer) -> None:
         if parameter.dtype != parameters[0].dtype:
             raise ValueError(
                 f"strategy='zero1' divides parameters of one type by ranks, and parameter 0 of the {name} is "
-                f"{parameters[0].dtype}, parameter {place} is {parameter.dtype}; give them one type (precision= "
+                f"{parameters[0].dtype}, parameter {place} is {parameter.dtype}; give them one type (mixed_precision= "
                 "computes in another one), or take strategy='ddp'"
             )
         if is_distributed(parameter) or parameter.layout is not torch.strided:

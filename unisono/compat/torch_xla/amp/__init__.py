@@ -11,7 +11,9 @@ from unisono.compat.torch_xla.absent import refuse
 
 
 def __getattr__(name: str) -> Any:
-    scaling = "bfloat16, which autocast takes here, needs no loss scaling; for float16, Accelerator(precision='fp16')"
+    scaling = (
+        "bfloat16, which autocast takes here, needs no loss scaling; for float16, Accelerator(mixed_precision='fp16')"
+    )
     refuse(__name__, name, {"GradScaler": scaling, "syncfree": "torch.optim has the optimizers"})
 
 

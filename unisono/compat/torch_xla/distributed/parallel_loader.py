@@ -94,7 +94,7 @@ class ParallelLoader:
             loader_prefetch_size,
             device_prefetch_size,
             tail=tail_of(devices),
-            sharded=is_rank_of_several(),
+            already_sharded=is_rank_of_several(),
             sources=PASSES,
         )
         take_epoch(loader, self._native)
@@ -151,7 +151,7 @@ class MpDeviceLoader:
             loader_prefetch_size,
             device_prefetch_size,
             tail="split",
-            sharded=is_rank_of_several(),
+            already_sharded=is_rank_of_several(),
             sources=PASSES,
         )
 

@@ -1,0 +1,289 @@
+"""What the Accelerator shares with Accelerate's: the names, what they mean on any ranks, and advice for all others."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode, fitting
+from torch import nn
+from torch.nn import functional as F
+
+from unisono import Accelerator, current_world
+from unisono.comm.solo import SoloCommunicator
+from unisono.errors import BrokenWorldError, CollectiveMismatchError
+from unisono.foreign_names import advice_on
+from unisono.parallel.turns import split_between
+from unisono.world import solo_world
+
+ALL = pytest.mark.parametrize("mode", fitting(SOLO, THREADS_2, THREADS_3, PROCESSES_2, workers=True), ids=str)
+SEVERAL = pytest.mark.parametrize("mode", fitting(THREADS_3, PROCESSES_2), ids=str)
+
+# The public names of accelerate 1.x's Accelerator and of Lightning's Fabric (its methods and properties).
+ACCELERATE = """
+accumulate autocast backward check_trigger clear clip_grad_norm_ clip_grad_value_ context_parallel_rank
+data_parallel_rank data_parallel_shard_rank deepspeed_plugin deepspeed_ulysses_dl_adapter device dispatch_batches
+distributed_type even_batches fp8_backend free_memory gather gather_for_metrics get_state_dict
+gradient_accumulation_steps is_composable_parallelism_enabled is_fsdp2 is_last_process is_local_main_process
+is_main_process join_uneven_inputs load_state local_main_process_first local_process_index logging_dir lomo_backward
+main_process_first maybe_context_parallel mixed_precision multi_device no_sync non_blocking num_processes
+on_last_process on_local_main_process on_local_process on_main_process on_process optimizer_step_was_skipped
+pad_across_processes parallelism_config pipeline_parallel_rank prepare prepare_data_loader prepare_model
+prepare_optimizer prepare_scheduler print process_index profile project_dir reduce register_for_checkpointing
+register_load_state_pre_hook register_save_state_pre_hook save save_iteration save_model save_state scaler set_trigger
+should_save_model skip_first_batches split_batches split_between_processes state step sync_gradients
+tensor_parallel_rank torch_device_mesh trigger_sync_in_backward unscale_gradients unwrap_model use_distributed
+use_seedable_sampler use_stateful_dataloader verify_device_map wait_for_everyone
+"""
+FABRIC = """
+all_gather all_reduce autocast backward barrier broadcast call clip_gradients device global_rank init_module
+init_tensor is_global_zero launch load load_raw local_rank log_dict logger loggers no_backward_sync node_rank print
+rank_zero_first run save seed_everything setup setup_dataloaders setup_module setup_optimizers sharded_model strategy
+to_device world_size
+"""
+NAMES = sorted({*ACCELERATE.split(), *FABRIC.split()})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_of_theirs_is_there_or_its_error_says_what_to_do_instead(name: str) -> None:
+    accelerator = Accelerator()
+    if name in {*dir(Accelerator), *vars(accelerator)}:
+        getattr(accelerator, name)
+        return
+    with pytest.raises(AttributeError, match=f"^'Accelerator' object has no attribute '{name}': .{{10}}"):
+        getattr(accelerator, name)
+
+
+def test_there_is_no_advice_on_a_name_that_is_there() -> None:
+    own = {*dir(Accelerator), *vars(Accelerator())}
+    assert not [name for name in own.intersection(NAMES) if ": " in advice_on(name)]
+
+
+def test_an_unknown_name_is_an_error_without_advice() -> None:
+    with pytest.raises(AttributeError, match=r"^'Accelerator' object has no attribute 'prepair'$"):
+        Accelerator().prepair  # noqa: B018
+    assert not hasattr(Accelerator(), "sync_gradient")
+
+
+@ALL
+def test_the_facts_are_those_of_the_world(mode: Mode) -> None:
+    def facts() -> tuple[Any, ...]:
+        one = Accelerator()
+        where = (one.process_index, one.local_process_index, one.num_processes)
+        return (*where, one.is_main_process, one.is_local_main_process)
+
+    assert mode.run(facts) == [(rank, rank, mode.ranks, rank == 0, rank == 0) for rank in range(mode.ranks)]
+
+
+@ALL
+def test_a_decorated_function_runs_on_rank_zero_alone(mode: Mode) -> None:
+    def body() -> list[Any]:
+        calls = []
+
+        @Accelerator().on_main_process
+        def note(value: int) -> int:
+            """Notes."""
+            calls.append(value)
+            return value + 1
+
+        return [note(3), calls, note.__doc__]
+
+    assert mode.run(body) == [[4, [3], "Notes."]] + [[None, [], "Notes."]] * (mode.ranks - 1)
+
+
+@pytest.mark.parametrize("turn", ["main_process_first", "local_main_process_first"])
+@ALL
+def test_the_others_enter_when_the_first_has_left(mode: Mode, turn: str) -> None:
+    def body() -> bool:
+        accelerator = Accelerator()
+        flag = torch.zeros(1, dtype=torch.long)
+        with getattr(accelerator, turn)():
+            if accelerator.is_main_process:
+                flag += 1  # what the first one makes, the others see as soon as they are in
+            done = accelerator.check_trigger() if not accelerator.is_main_process else True
+        if accelerator.is_main_process:
+            accelerator.set_trigger()
+            accelerator.check_trigger()
+        return done
+
+    assert mode.run(body) == [True] * mode.ranks
+
+
+@ALL
+def test_a_trigger_of_one_rank_is_seen_by_all_once(mode: Mode) -> None:
+    def body() -> list[bool]:
+        accelerator = Accelerator()
+        before = accelerator.check_trigger()
+        if accelerator.process_index == mode.ranks - 1:
+            accelerator.set_trigger()
+        return [before, accelerator.check_trigger(), accelerator.check_trigger()]
+
+    assert mode.run(body) == [[False, True, False]] * mode.ranks
+
+
+@ALL
+def test_nested_values_are_gathered_reduced_and_padded_in_their_form(mode: Mode) -> None:
+    def body() -> tuple[Any, ...]:
+        accelerator = Accelerator()
+        rank = accelerator.process_index
+        values = {"a": torch.full((2, 3), float(rank)), "b": [torch.tensor(rank), (torch.full((1, 2), rank),)]}
+        uneven = {"rows": torch.full((rank + 1, 2), float(rank)), "none": torch.tensor(1.0)}
+        padded = accelerator.pad_across_processes(uneven, pad_index=-1)
+        in_front = accelerator.pad_across_processes(uneven["rows"], pad_first=True)
+        total = accelerator.reduce(values, "sum", scale=2.0)
+        mean = accelerator.reduce(values["a"])
+        return accelerator.gather(values), total, mean, padded, in_front, values["a"]
+
+    ranks = range(mode.ranks)
+    for rank, (gathered, total, mean, padded, in_front, own) in enumerate(mode.run(body)):
+        rows = torch.tensor([float(each) for each in ranks])
+        assert torch.equal(gathered["a"], rows.repeat_interleave(2)[:, None].expand(-1, 3))
+        assert torch.equal(gathered["b"][0], rows.long())
+        assert torch.equal(gathered["b"][1][0][:, 0], rows.long())
+        assert torch.equal(total["a"], torch.full((2, 3), 2 * float(sum(ranks))))
+        assert total["b"][0] == 2 * sum(ranks)
+        assert torch.allclose(mean, torch.full((2, 3), sum(ranks) / len(ranks)))
+        assert torch.equal(own, torch.full((2, 3), float(rank))), "the values stay what they are"
+        missing = mode.ranks - rank - 1
+        assert torch.equal(padded["rows"][:, 0], torch.tensor([float(rank)] * (rank + 1) + [-1.0] * missing))
+        assert torch.equal(in_front[:, 0], torch.tensor([0.0] * missing + [float(rank)] * (rank + 1)))
+        assert padded["none"] == 1
+
+
+def of_another_form(accelerator: Accelerator, values: dict[str, torch.Tensor]) -> Any:
+    return accelerator.gather([values["a"], values["b"]])
+
+
+def of_another_shape(accelerator: Accelerator, values: dict[str, torch.Tensor]) -> Any:
+    return accelerator.gather({"a": torch.ones(3, 2), "b": values["b"]})
+
+
+def of_another_type(accelerator: Accelerator, values: dict[str, torch.Tensor]) -> Any:
+    return accelerator.gather({"a": values["a"].double(), "b": values["b"]})
+
+
+def in_another_order(accelerator: Accelerator, values: dict[str, torch.Tensor]) -> Any:
+    return accelerator.gather({"b": values["a"], "a": values["b"]})
+
+
+def another_call(accelerator: Accelerator, values: dict[str, torch.Tensor]) -> Any:
+    return accelerator.reduce(values)
+
+
+def with_nothing_in_it(accelerator: Accelerator, values: dict[str, torch.Tensor]) -> Any:
+    accelerator.gather({})
+    return accelerator.reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    "deed", [of_another_form, of_another_shape, of_another_type, in_another_order, another_call, with_nothing_in_it]
+)
+@SEVERAL
+def test_structures_that_differ_between_ranks_are_an_error_on_all_of_them(mode: Mode, deed: Any) -> None:
+    def body() -> str:
+        accelerator = Accelerator()
+        values = {"a": torch.ones(2, 2), "b": torch.ones(2, 2)}
+        act = deed if accelerator.process_index == 1 else lambda one, each: one.gather(each)
+        try:
+            act(accelerator, values)
+        except (CollectiveMismatchError, BrokenWorldError) as error:
+            return f"{error} {error.__cause__}"
+        return "passed"
+
+    for told in mode.run(body):
+        assert re.search("rank 1.*gather|gather.*rank 1", told), told
+
+
+@pytest.mark.parametrize("value", [None, 1.5, "text", {"a": None}], ids=str)
+@SEVERAL
+def test_what_is_no_tensor_is_named_with_its_rank(mode: Mode, value: Any) -> None:
+    def body() -> None:
+        accelerator = Accelerator()
+        accelerator.gather(value if accelerator.process_index == 1 else torch.ones(1))
+
+    with pytest.raises(TypeError, match=r"gather takes tensors, and got .*on rank 1; pass a tensor"):
+        mode.run(body)
+
+
+def worlds(size: int) -> list[Any]:
+    plain = solo_world()
+
+    class Place:
+        def __init__(self, rank: int) -> None:
+            self.rank, self.world_size, self.comm = rank, size, SoloCommunicator()
+
+    assert plain.world_size == 1
+    return [Place(rank) for rank in range(size)]
+
+
+@given(st.integers(0, 12), st.integers(1, 5), st.sampled_from([list, tuple, torch.tensor]), st.booleans())
+def test_parts_are_the_inputs_once_in_rank_order_and_as_even_as_can_be(
+    count: int, size: int, kind: Any, is_dict: bool
+) -> None:
+    inputs = kind(range(count)) if kind is not torch.tensor else torch.arange(count)
+    given_in: Any = {"x": inputs, "y": list(range(count))} if is_dict else inputs
+    parts = [split_between(given_in, each) for each in worlds(size)]
+    parts = [each["x"] for each in parts] if is_dict else parts
+    assert all(type(each) is type(inputs) for each in parts)
+    assert [int(each) for part in parts for each in part] == list(range(count))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    assert sorted(map(len, parts), reverse=True) == [len(each) for each in parts]
+
+
+@given(st.integers(1, 12), st.integers(1, 5))
+def test_padded_parts_are_equally_long_and_end_with_the_last_element(count: int, size: int) -> None:
+    for kind in (list, torch.arange):
+        inputs: Any = list(range(count)) if kind is list else torch.arange(count)
+        parts = [split_between(inputs, each, True) for each in worlds(size)]
+        assert {len(each) for each in parts} == {-(-count // size)}
+        for plain, padded in zip([split_between(inputs, each) for each in worlds(size)], parts, strict=True):
+            own = [int(each) for each in plain]
+            assert [int(each) for each in padded] == own + [count - 1] * (len(padded) - len(own))
+
+
+def test_what_has_no_parts_is_refused() -> None:
+    (world,) = worlds(1)
+    for inputs in (3, "text", torch.tensor(1.0), None):
+        with pytest.raises(TypeError, match="pass a list, a tuple, a tensor with a dimension"):
+            split_between(inputs, world)
+    with pytest.raises(ValueError, match=r"different lengths, \{'a': 1, 'b': 2\}"):
+        split_between({"a": [1], "b": [1, 2]}, world)
+
+
+@ALL
+def test_values_of_gradients_are_clipped_where_they_are_those_of_the_step(mode: Mode) -> None:
+    def body() -> list[float]:
+        accelerator, network = Accelerator(gradient_accumulation_steps=2), nn.Linear(2, 1, bias=False)
+        nn.init.zeros_(network.weight)
+        network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=1.0))
+        for _ in range(2):
+            with accelerator.accumulate(network):
+                accelerator.backward(F.mse_loss(network(torch.ones(2, 2)), torch.full((2, 1), 100.0)))
+                accelerator.clip_grad_value_(network, 0.25)
+                optimizer.step()
+                optimizer.zero_grad()
+        return network.weight.flatten().tolist()
+
+    assert mode.run(body) == [[0.25, 0.25]] * mode.ranks
+
+
+@ALL
+def test_a_step_that_is_left_out_is_reported_until_the_next_one(mode: Mode) -> None:
+    def body() -> list[bool]:
+        accelerator, network = Accelerator(mixed_precision="fp16"), nn.Linear(2, 1)
+        network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=1e-3))
+        found = [accelerator.optimizer_step_was_skipped]
+        for factor in (1.0, float("inf"), 1.0):
+            accelerator.backward(network(torch.ones(2, 2)).float().mean() * factor / 100)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(accelerator.optimizer_step_was_skipped)
+        return found
+
+    if current_world().backend.unsupported_reason("fp16"):
+        pytest.skip("this family has no fp16")
+    assert mode.run(body) == [[False, False, True, False]] * mode.ranks
