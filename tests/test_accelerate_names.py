@@ -287,3 +287,31 @@ def test_a_step_that_is_left_out_is_reported_until_the_next_one(mode: Mode) -> N
     if current_world().backend.unsupported_reason("fp16"):
         pytest.skip("this family has no fp16")
     assert mode.run(body) == [[False, False, True, False]] * mode.ranks
+
+
+@ALL
+def test_the_number_of_microbatches_can_be_set_between_steps_and_a_graph_be_kept(mode: Mode) -> None:
+    def body() -> tuple[float, int]:
+        accelerator = Accelerator()
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        steps = []
+        for every, microbatches in ((1, 1), (2, 2), (1, 1)):
+            accelerator.gradient_accumulation_steps = every
+            for _ in range(microbatches):
+                with accelerator.accumulate(model):
+                    loss = model(torch.full((2, 1), accelerator.process_index + 1.0)).mean()
+                    accelerator.backward(loss, retain_graph=True)
+                    accelerator.backward(loss)
+                    steps.append(accelerator.sync_gradients)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        assert steps == [True, False, True, True]
+        with pytest.raises(ValueError, match=r"gradient_accumulation_steps=0 is too small"):
+            accelerator.gradient_accumulation_steps = 0
+        return model.weight.item(), accelerator.gradient_accumulation_steps
+
+    mean = (mode.ranks + 1) / 2
+    assert mode.run(body) == [(pytest.approx(3 * 2 * -mean), 1)] * mode.ranks

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from unisono.parallel.data_parallel import DataParallel as DataParallel
     from unisono.parallel.optimizer import backward as backward
     from unisono.parallel.optimizer import optimizer_step as optimizer_step
+    from unisono.parallel.out_of_memory import find_executable_batch_size as find_executable_batch_size
     from unisono.parallel.stopping import should_stop as should_stop
     from unisono.report.picture import save_picture as save_picture
     from unisono.report.summary import Report as Report
@@ -78,6 +79,7 @@ _HOMES = {
     "unisono.parallel.context": ["Context"],
     "unisono.parallel.data_parallel": ["DataParallel"],
     "unisono.parallel.optimizer": ["backward", "optimizer_step"],
+    "unisono.parallel.out_of_memory": ["find_executable_batch_size"],
     "unisono.parallel.stopping": ["should_stop"],
     "unisono.report.picture": ["save_picture"],
     "unisono.report.summary": ["Report", "gather_report"],

@@ -30,6 +30,7 @@ from unisono.parallel.optimizer import ByHand
 from unisono.parallel.passes import Passes
 from unisono.parallel.prepared.choices import (
     AUTOCAST,
+    check_accumulation,
     check_arguments,
     check_choices,
     check_features,
@@ -92,7 +93,7 @@ class Accelerator:
     Attributes:
         world: the rank's.
         device: where batches and models go.
-        mixed_precision, gradient_accumulation_steps: as they were given.
+        mixed_precision: as it was given.
         scaler: of the loss, for "fp16": torch's GradScaler, whose `state_dict()` belongs into a checkpoint; else None.
 
     Raises:
@@ -119,7 +120,8 @@ class Accelerator:
         elementwise_optimizer: bool = False,
         world: World | None = None,
     ) -> None:
-        check_arguments(mixed_precision, gradient_accumulation_steps, max_grad_norm, nan_guard)
+        check_arguments(mixed_precision, max_grad_norm, nan_guard)
+        check_accumulation(gradient_accumulation_steps)
         check_choices(compile, seed, comm_hook)
         kind = strategy_class(strategy)
         options = Options(
@@ -131,7 +133,8 @@ class Accelerator:
         self.device = self.world.device
         self.scaler = LossScaler(self.device.type, self.world.rank == 0) if mixed_precision == "fp16" else None
         ledger = Ledger(self.world.comm.size, gradient_accumulation_steps, is_mean=gradient_accumulation_steps > 1)
-        self.mixed_precision, self.gradient_accumulation_steps = mixed_precision, gradient_accumulation_steps
+        self.mixed_precision = mixed_precision
+        self._accumulated = gradient_accumulation_steps
         self._trigger = Trigger(self.world)
         self._microbatches = Microbatches(self.world, ledger)
         self._passes = Passes(self._microbatches)
@@ -176,11 +179,34 @@ class Accelerator:
         """
         self._prepared.release()
 
-    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None, batch: Any = None) -> None:
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """How many microbatches make an optimizer step. Set it between steps: one that has begun ends as it was begun.
+
+        Raises:
+            TypeError, ValueError: it is set to what is no whole number from 1 on.
+        """
+        return self._accumulated
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        check_accumulation(steps)
+        self._accumulated = steps
+        self._microbatches.ledger.accumulate(steps)
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        weight: float | torch.Tensor | None = None,
+        batch: Any = None,
+        *,
+        retain_graph: bool = False,
+    ) -> None:
         """`loss.backward()`; for fp16 the loss is scaled.
 
         Args:
             weight, batch: as for `unisono.backward`. None takes the batch that the model's inputs came from.
+            retain_graph: keep the graph for another backward pass.
 
         Raises:
             ValueError: as for `unisono.backward`.
@@ -189,7 +215,7 @@ class Accelerator:
             if self._microbatches.begins_step():
                 self.scaler.settle()
             loss = self.scaler.scale(loss)
-        self._passes.backward(loss, weight, batch)
+        self._passes.backward(loss, weight, batch, retain_graph)
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """A microbatch, for batches from elsewhere; those of a prepared loader are counted by themselves.

@@ -130,3 +130,19 @@ def test_one_batch_has_one_weight_and_a_step_one_kind_of_weights():
         ledger.enter(Claim(2, 4, is_given=True), "first")
     with pytest.raises(ValueError, match="one microbatch of this step has a weight of its own, another one has none"):
         ledger.enter(Claim(2, 4), "second")
+
+
+def test_another_number_of_microbatches_counts_from_the_next_step_on() -> None:
+    ledger, full = Ledger(1, every=3), []
+    for number in range(7):
+        if number == 1:
+            ledger.accumulate(2)
+        ledger.enter(Claim(1, 1), number)
+        full.append(ledger.is_full())
+        if full[-1]:
+            ledger.close()
+    assert full == [False, False, True, False, True, False, True]
+    ledger.accumulate(1)
+    ledger.enter(Claim(1, 1), 8)
+    assert ledger.is_full()
+    assert not ledger.is_mean

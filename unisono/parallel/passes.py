@@ -127,7 +127,9 @@ class Passes:
         """Whether some of these are parameters of the models."""
         return any(each in parameters for engine in list(self._engines) for each in engine.hooks)
 
-    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None, batch: Any) -> None:
+    def backward(
+        self, loss: torch.Tensor, weight: float | torch.Tensor | None, batch: Any, retain_graph: bool = False
+    ) -> None:
         """`loss.backward()`, where the user says what it is the mean over.
 
         Args:
@@ -150,7 +152,7 @@ class Passes:
                 loss = loss if self._begun.scale == 1 else loss * self._begun.scale
                 self._begun.scale = 1.0
             with in_our_words(self._world.comm):
-                loss.backward()
+                loss.backward(retain_graph=retain_graph)
         finally:
             self._is_called, self._begun = False, None
 

@@ -72,13 +72,16 @@ def check_choices(compile: Any, seed: Any, comm_hook: Any) -> None:
         raise ValueError(f"comm_hook={comm_hook!r} does not exist; choose one of {', '.join(map(repr, hook_names()))}")
 
 
-def check_arguments(precision: Any, steps: Any, max_grad_norm: Any, nan_guard: bool) -> None:
-    if precision not in ("no", *AUTOCAST):
-        raise ValueError(f"mixed_precision={precision!r} does not exist; choose one of no, bf16, fp16")
+def check_accumulation(steps: Any) -> None:
     if isinstance(steps, bool) or not isinstance(steps, int):
         raise TypeError(f"gradient_accumulation_steps={steps!r} is a {type(steps).__name__}; pass a whole number")
     if steps < 1:
         raise ValueError(f"gradient_accumulation_steps={steps} is too small; pass 1 for a step on each batch, or more")
+
+
+def check_arguments(precision: Any, max_grad_norm: Any, nan_guard: bool) -> None:
+    if precision not in ("no", *AUTOCAST):
+        raise ValueError(f"mixed_precision={precision!r} does not exist; choose one of no, bf16, fp16")
     if max_grad_norm is not None and (isinstance(max_grad_norm, bool) or not isinstance(max_grad_norm, int | float)):
         raise TypeError(f"max_grad_norm={max_grad_norm!r} is a {type(max_grad_norm).__name__}; pass a number, or None")
     if max_grad_norm is not None and not max_grad_norm > 0:

@@ -1,0 +1,156 @@
+"""The largest batch size that fits: attempts with smaller and smaller ones, on all ranks together.
+
+After each attempt the ranks compare whether one of them ran out of memory, and try again together. They meet there and
+not before: a rank that runs out of memory while its peers wait for it inside the attempt, in a reduction of gradients
+say, has come to the attempt's end, and they have not. That is a `CollectiveMismatchError` on all of them, since a
+collective that others have begun cannot be taken back.
+
+*Threads:* the rank's own; nothing is kept from call to call.
+"""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
+
+import torch
+
+from unisono.errors import BrokenWorldError, CollectiveMismatchError, UnisonoError
+from unisono.parallel.collectives import all_reduce
+from unisono.world import World, current_world
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_WORDS = ("out of memory", "can't allocate memory", "RESOURCE_EXHAUSTED", "CUDNN_STATUS_NOT_SUPPORTED")
+"""By which allocators tell it: torch's of each family, XLA's, and cuDNN's, which has no algorithm for so much."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a smaller batch may help: a device, or main memory, had no more room."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    is_of_torch = isinstance(error, RuntimeError) and not isinstance(error, UnisonoError)
+    return is_of_torch and any(words in str(error) for words in _WORDS)
+
+
+@overload
+def find_executable_batch_size(
+    function: Callable[Concatenate[int, P], T],
+    starting_batch_size: int = ...,
+    reduce_batch_size_fn: Callable[[int], int] | None = ...,
+) -> Callable[P, T]: ...
+@overload
+def find_executable_batch_size(
+    function: None = ...,
+    starting_batch_size: int = ...,
+    reduce_batch_size_fn: Callable[[int], int] | None = ...,
+) -> Callable[[Callable[Concatenate[int, P], T]], Callable[P, T]]: ...
+def find_executable_batch_size(
+    function: Callable[..., Any] | None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[[int], int] | None = None,
+) -> Any:
+    """Decorator: call `function(batch_size, ...)` with smaller and smaller sizes until no rank runs out of memory.
+
+        @find_executable_batch_size(starting_batch_size=256)
+        def train(batch_size):
+            accelerator.free_memory()  # of the attempt before
+            model, optimizer, loader = accelerator.prepare(*build(batch_size))
+            ...
+
+        train()
+
+    Every rank calls it, and all of them retry where one ran out of memory. A failed attempt lets go of the tensors of
+    its calls; those that the function has stored elsewhere stay. Each call begins with `starting_batch_size`.
+
+    Args:
+        function: its first argument is the size; what the decorated function is given comes after it.
+        starting_batch_size: tried first; the same on each rank.
+        reduce_batch_size_fn: the next size, from the one that failed; None halves it.
+
+    Raises:
+        TypeError, ValueError: `starting_batch_size` is no whole number from 1 on, or the next size is not smaller.
+        RuntimeError: no size was left; the message names those that were tried. Its `__cause__` is missing on purpose:
+            it would hold the attempt's tensors.
+        CollectiveMismatchError: a rank ran out of memory while others waited for it in a collective of the attempt.
+    """
+    if isinstance(starting_batch_size, bool) or not isinstance(starting_batch_size, int):
+        raise TypeError(
+            f"starting_batch_size={starting_batch_size!r} is a {type(starting_batch_size).__name__}; pass a whole "
+            "number, and the function without calling it"
+        )
+    if starting_batch_size < 1:
+        raise ValueError(f"starting_batch_size={starting_batch_size} is too small; pass a whole number from 1 on")
+    reduce = reduce_batch_size_fn or _halved
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def attempt(*args: Any, **kwargs: Any) -> Any:
+            world, tried = current_world(), [starting_batch_size]
+            while True:
+                result, reason = _attempt(function, tried[-1], args, kwargs)
+                if not _failed_anywhere(reason, tried[-1], world):
+                    return result
+                del result
+                gc.collect()  # a device's allocator gives back by itself what is free, before it refuses
+                world.state.restart()
+                tried.append(_next_size(reduce, tried, reason))
+
+        return attempt
+
+    return decorate if function is None else decorate(function)
+
+
+def _attempt(function: Callable[..., Any], size: int, args: Any, kwargs: Any) -> tuple[Any, str]:
+    """What the function returns, or None; and why memory did not do, "" where it did."""
+    try:
+        return function(size, *args, **kwargs), ""
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        _let_go(error)
+        return None, str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Drop the local variables of the calls that the error came through, and of those it came from."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _failed_anywhere(reason: str, size: int, world: World) -> bool:
+    """Whether some rank ran out of memory. A collective."""
+    try:
+        world.comm.announce(
+            f"the end of an attempt with batch size {size}, where a rank comes early that ran out of memory"
+        )
+        return bool(all_reduce(torch.tensor(int(bool(reason)), device=world.device), "max", world))
+    except (BrokenWorldError, CollectiveMismatchError) as error:
+        if reason:
+            error.add_note(
+                f"rank {world.rank} ran out of memory with batch size {size} ({reason}), and the others wait for it "
+                "inside the attempt, which cannot be taken back; start from a smaller size"
+            )
+        raise
+
+
+def _next_size(reduce: Callable[[int], int], tried: list[int], reason: str) -> int:
+    size = reduce(tried[-1])
+    if size >= tried[-1]:
+        raise ValueError(f"reduce_batch_size_fn gave {size} after {tried[-1]}; it must give a smaller size")
+    if size < 1:
+        why = f"on this rank: {reason}" if reason else "on another rank"
+        raise RuntimeError(
+            f"No executable batch size found, reached zero: {', '.join(map(str, tried))} were tried, and each ran out "
+            f"of memory (the last one {why}); take a smaller model, a larger device, or strategy='fsdp'"
+        )
+    return size
+
+
+def _halved(size: int) -> int:
+    return size // 2
