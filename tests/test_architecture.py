@@ -54,7 +54,10 @@ SEEN_ALL_THE_SAME = {("unisono.parallel.data_parallel", "loaders")}
 DEVICE_TYPE = re.compile(r"(cpu|cuda|mps|xla|xpu|hpu)(:\d*)?")
 DEVICE_MODULES = ("cuda", "mps", "xla", "xpu", "hpu")  # as in `torch.cuda`; `tensor.cpu()` is host memory, not a family
 NAMELESS = ("util", "utils", "helper", "helpers", "common", "core", "misc")
-MIRROR = "unisono.compat.torch_xla"  # has the modules, and reads the variables, that PyTorch/XLA's scripts know
+MIRRORS = (
+    "unisono.compat.torch_xla",
+    "unisono.compat.accelerate",
+)  # have the modules, and read the variables, of others
 XLA_DOORS = ("unisono.backends.xla", "unisono.comm.xla")
 
 
@@ -216,7 +219,7 @@ def process_groups(module: Module) -> list[str]:
 
 
 def environment_reads(module: Module) -> list[str]:
-    if module.part in ("launch", "backends", "world") or module.name.startswith(MIRROR):
+    if module.part in ("launch", "backends", "world") or module.name.startswith(MIRRORS):
         return []
     doors = ("os.environ", "os.environb", "os.getenv", "os.putenv")
     attributes = (node for node in ast.walk(module.tree) if isinstance(node, ast.Attribute))
@@ -264,7 +267,7 @@ def xla_imports(module: Module) -> list[str]:
 
 
 def nameless_modules(module: Module) -> list[str]:
-    if module.name.startswith(MIRROR):
+    if module.name.startswith(MIRRORS):
         return []
     return [f"{module.name} says nothing by its name"] if {*module.name.split(".")} & {*NAMELESS} else []
 

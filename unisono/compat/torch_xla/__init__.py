@@ -16,8 +16,8 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 
+from unisono.compat.absent import refuse
 from unisono.compat.torch_xla import runtime as runtime
-from unisono.compat.torch_xla.absent import refuse
 from unisono.compat.torch_xla.core import devices as _devices
 from unisono.compat.torch_xla.core import steps as _steps
 from unisono.compat.torch_xla.core import xla_model as _  # noqa: F401 - torch_xla.core.xla_model is there, too

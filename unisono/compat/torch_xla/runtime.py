@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unisono.compat.torch_xla.absent import refuse
+from unisono.compat.absent import refuse
 from unisono.compat.torch_xla.core.ordinals import get_local_ordinal, get_ordinal, xrt_world_size
 from unisono.compat.torch_xla.places import devices_of, here
 from unisono.world import current_world

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -41,6 +41,7 @@ class Engine:
         begun: where the rank stood when the last one came.
         hooks: on the leaves, for their gradients.
         is_released: its model is prepared no more.
+        is_local: steps are taken on this rank's own gradients; somebody averages the parameters over the ranks.
     """
 
     def __init__(self, module: nn.Module, world: World, ledger: Ledger) -> None:
@@ -49,7 +50,7 @@ class Engine:
         self.generation = 0
         self.begun = Begun()
         self._stepped: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()  # in which generation
-        self.is_released = False
+        self.is_released = self.is_local = False
         self.hooks: dict[torch.Tensor, RemovableHandle] = {}
         self._world, self._ledger = world, ledger
         self._reduces = False  # the backward pass that runs
@@ -82,7 +83,7 @@ class Engine:
         self.is_held, self.is_reduced = self._world.comm.size > 1 or self._ledger.every > 1, False
         self.generation += 1
         self._reduces = reduces
-        self.prepare(reduces)
+        self.prepare(reduces and not self.is_local)
 
     def pass_by(self) -> None:
         """A backward pass has come to the model that leaves nothing in `.grad`, as `torch.autograd.grad` does."""
@@ -93,8 +94,7 @@ class Engine:
     def finish(self) -> None:
         """The backward pass has ended. A collective, where it ends a step."""
         if self._reduces:
-            self.complete()
-            self.is_held, self.is_reduced = False, True
+            self._settle(self.complete)
 
     def complete(self) -> None:
         """Reduce what a backward pass has not reduced on its way.
@@ -106,7 +106,13 @@ class Engine:
 
     def reduce(self) -> None:
         """For a step that finds gradients of this rank alone. A collective."""
-        self.reduce_late()
+        self._settle(self.reduce_late)
+
+    def _settle(self, reduce: Callable[[], None]) -> None:
+        if self.is_local:
+            scale_gradients(self.trained(), self._ledger.held_factor())
+        else:
+            reduce()
         self.is_held, self.is_reduced = False, True
 
     def adopt(self, part: float) -> None:

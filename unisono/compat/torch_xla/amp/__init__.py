@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from unisono.backends import resolve_device
-from unisono.compat.torch_xla.absent import refuse
+from unisono.compat.absent import refuse
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from unisono.compat.torch_xla.absent import refuse
+from unisono.compat.absent import refuse
 from unisono.compat.torch_xla.core import collectives
 from unisono.compat.torch_xla.core.collectives import REDUCE_MAX, REDUCE_MIN, REDUCE_MUL, REDUCE_SUM, Groups
 from unisono.world import current_world

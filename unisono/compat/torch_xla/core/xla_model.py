@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unisono.compat.torch_xla.absent import refuse
+from unisono.compat.absent import refuse
 from unisono.compat.torch_xla.core.collectives import REDUCE_AND as REDUCE_AND
 from unisono.compat.torch_xla.core.collectives import REDUCE_MAX as REDUCE_MAX
 from unisono.compat.torch_xla.core.collectives import REDUCE_MIN as REDUCE_MIN

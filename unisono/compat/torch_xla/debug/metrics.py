@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, NamedTuple
 
-from unisono.compat.torch_xla.absent import refuse
+from unisono.compat.absent import refuse
 from unisono.timeline import PHASES
 from unisono.world import World, current_world
 

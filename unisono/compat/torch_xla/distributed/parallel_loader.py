@@ -19,7 +19,7 @@ import torch
 from torch.utils.data.distributed import DistributedSampler
 
 from unisono.backends import resolve_device
-from unisono.compat.torch_xla.absent import refuse
+from unisono.compat.absent import refuse
 from unisono.compat.torch_xla.core.devices import send_attributes
 from unisono.compat.torch_xla.core.steps import mark_step
 from unisono.loaders import parallel_loader as native

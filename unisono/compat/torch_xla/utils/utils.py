@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from unisono.compat.torch_xla.absent import refuse
+from unisono.compat.absent import refuse
 from unisono.loaders import sample_generator
 from unisono.tree import leaves, tree_map
 

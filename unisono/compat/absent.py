@@ -1,4 +1,4 @@
-"""Names of PyTorch/XLA that are left out here: each says what to do instead."""
+"""Names of other frameworks that are left out here: each says what to do instead."""
 
 from __future__ import annotations
 

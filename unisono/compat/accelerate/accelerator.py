@@ -1,0 +1,339 @@
+"""`accelerate.Accelerator`: the native one, told by Accelerate's arguments, with its other methods."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader
+
+from unisono.accelerator import Accelerator as Native
+from unisono.compat.accelerate.arguments import Handlers, compile_arguments, fsdp_arguments, refuse_arguments
+from unisono.compat.accelerate.data_loader import prepare_data_loader, skip_first_batches
+from unisono.compat.accelerate.state import AcceleratorState, joined_world
+from unisono.compat.accelerate.utils import operations
+from unisono.compat.accelerate.utils.dataclasses import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedType,
+    DynamoBackend,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    KwargsHandler,
+    ProfileKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
+from unisono.compat.accelerate.utils.memory import release_memory
+from unisono.compat.accelerate.utils.other import extract_model_from_parallel, save
+from unisono.parallel.collectives import all_gather_object
+from unisono.parallel.prepared.model import PreparedModel
+from unisono.tree import leaves
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_NATIVE = (nn.Module, Optimizer, LRScheduler, ReduceLROnPlateau, DataLoader)
+"""What `prepare` prepares; Accelerate hands the rest back as it is."""
+
+
+class Accelerator(Native):
+    """Takes Accelerate's arguments; what they mean here is in docs/migrating_from_accelerate.md.
+
+    Args:
+        mixed_precision: "no", "fp16" or "bf16"; None takes ACCELERATE_MIXED_PRECISION, or "no".
+        fsdp_plugin: strategy="fsdp".
+        rng_types: has no effect: orders are functions of the seed.
+        step_scheduler_with_optimizer: False leaves schedulers as they are: each of their steps counts.
+
+    Attributes:
+        state: of the rank, as `AcceleratorState`.
+        dataloader_config, project_configuration: as they were given.
+
+    Raises:
+        ValueError: an argument has no counterpart; the message says what to do instead.
+    """
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool = False,
+        mixed_precision: str | None = None,
+        gradient_accumulation_steps: int = 1,
+        cpu: bool = False,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        rng_types: Sequence[Any] | None = None,
+        log_with: Any = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: Sequence[KwargsHandler] | None = None,
+        dynamo_backend: DynamoBackend | str | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        deepspeed_plugins: Any = None,
+        parallelism_config: Any = None,
+    ) -> None:
+        precision = str(mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no")
+        refuse_arguments(
+            deepspeed_plugin=deepspeed_plugin,
+            deepspeed_plugins=deepspeed_plugins,
+            megatron_lm_plugin=megatron_lm_plugin,
+            torch_tp_plugin=torch_tp_plugin,
+            parallelism_config=parallelism_config,
+            log_with=log_with,
+            mixed_precision=precision if precision == "fp8" else None,
+        )
+        handlers = Handlers(kwargs_handlers or ())
+        world = joined_world()
+        super().__init__(
+            mixed_precision=precision,  # type: ignore[arg-type]  # an unknown one is refused there
+            gradient_accumulation_steps=_num_steps(gradient_accumulation_steps, gradient_accumulation_plugin),
+            cpu=cpu and world.world_size == 1,  # ranks of several have the device that they were started with
+            device_placement=device_placement,
+            compile=compile_arguments(dynamo_backend, dynamo_plugin),
+            world=world,
+            **fsdp_arguments(fsdp_plugin),
+            **handlers.ddp_arguments(),
+        )
+        if self.scaler is not None and handlers.scaler is not None:
+            self.scaler.load_state_dict(handlers.scaler_state())
+        self._moves, self._steps_scheduler, self._handlers = device_placement, step_scheduler_with_optimizer, handlers
+        self.dataloader_config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
+        self.project_configuration = project_config or ProjectConfiguration(project_dir and os.fspath(project_dir))
+        self.state = AcceleratorState(precision, world=self.world, fsdp_plugin=fsdp_plugin)
+
+    def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
+        """As the native one; what is prepared already, and what is no model, optimizer, scheduler or DataLoader, comes
+        back as it is.
+
+        Args:
+            device_placement: moves all of them, or follows the Accelerator's; one by one they cannot differ.
+        """
+        if device_placement is not None and any(each != self._moves for each in device_placement):
+            raise ValueError(
+                f"device_placement={list(device_placement)} differs from that of the Accelerator, {self._moves}; move "
+                "objects yourself, and make it Accelerator(device_placement=False)"
+            )
+        taken = [place for place, each in enumerate(objects) if self._is_taken(each)]
+        made = list(objects)
+        if taken:
+            found = super().prepare(*(self._loader(objects[place]) for place in taken))
+            for place, each in zip(taken, found if len(taken) > 1 else (found,), strict=True):
+                made[place] = each
+        return made[0] if len(made) == 1 else tuple(made)
+
+    def prepare_model(self, model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
+        return self.prepare(model)
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: Any = None) -> Any:
+        return self.prepare(optimizer)
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        return self.prepare(scheduler)
+
+    def prepare_data_loader(self, data_loader: Any, device_placement: Any = None, **options: Any) -> Any:
+        return self.prepare(data_loader)
+
+    def _is_taken(self, each: Any) -> bool:
+        is_scheduler = isinstance(each, LRScheduler | ReduceLROnPlateau)
+        if isinstance(each, PreparedModel) or (is_scheduler and not self._steps_scheduler):
+            return False
+        return isinstance(each, _NATIVE)
+
+    def _loader(self, each: Any) -> Any:
+        if not isinstance(each, DataLoader):
+            return each
+        config = self.dataloader_config
+        return prepare_data_loader(
+            each,
+            split_batches=config.split_batches,
+            put_on_device=self._moves,
+            data_seed=config.data_seed,
+            world=self.world,
+        )
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """As the native one. The mean over the step is taken by samples, so the loss is not divided here."""
+        super().backward(loss, *args, **kwargs)
+
+    def free_memory(self, *objects: Any) -> list[None]:  # type: ignore[override]
+        """As the native one; and as many Nones as objects, to put in their places."""
+        super().free_memory()
+        return release_memory(*objects)
+
+    clear = free_memory
+
+    # What ranks do together.
+
+    def gather(self, tensor: Any) -> Any:  # type: ignore[override]
+        """As the native one; of tensors that require grad, the values."""
+        return operations.gather(tensor, self.world)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:  # type: ignore[override]
+        """As the native one; of objects, every rank's in one list.
+
+        Objects are taken as they are: where a batch has repeated samples, leave them out before
+        (`loader.valid_samples`).
+        """
+        if use_gather_object or not all(isinstance(each, torch.Tensor) for each in leaves(input_data)):
+            return [each for part in all_gather_object(list(input_data), self.world) for each in part]
+        return super().gather_for_metrics(input_data)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:  # type: ignore[override]
+        """As the native one, but the sum where nothing is said."""
+        return operations.reduce(tensor, reduction, scale, self.world)
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+        """All ranks take equally many steps: there is nothing to join."""
+        yield
+
+    def maybe_context_parallel(self, **_: Any) -> AbstractContextManager[None]:
+        """Sequences are whole on each rank."""
+        return nullcontext()
+
+    # Where ranks differ.
+
+    def on_main_process(self, function: F) -> F:  # type: ignore[override]
+        return self.state.on_main_process(function)  # type: ignore[return-value]
+
+    def on_local_main_process(self, function: F) -> F:
+        return self.state.on_local_main_process(function)  # type: ignore[return-value]
+
+    def on_last_process(self, function: F) -> F:
+        return self.state.on_last_process(function)  # type: ignore[return-value]
+
+    def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
+        return self.state.on_process(function, process_index)
+
+    def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
+        return self.state.on_local_process(function, local_process_index)
+
+    @property
+    def is_last_process(self) -> bool:
+        return self.state.is_last_process
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        return self.state.distributed_type
+
+    @property
+    def use_distributed(self) -> bool:
+        return self.state.use_distributed
+
+    multi_device = use_distributed
+
+    @property
+    def deepspeed_plugin(self) -> None:
+        """There is none."""
+
+    @property
+    def is_fsdp2(self) -> bool:
+        return self.state.is_fsdp2
+
+    @property
+    def should_save_model(self) -> bool:
+        return self.is_main_process
+
+    # How loaders are prepared.
+
+    @property
+    def split_batches(self) -> bool:
+        return self.dataloader_config.split_batches
+
+    @property
+    def even_batches(self) -> bool:
+        return self.dataloader_config.even_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        return self.dataloader_config.dispatch_batches
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        return self.dataloader_config.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        return self.dataloader_config.non_blocking
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        return self.dataloader_config.use_stateful_dataloader
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        return skip_first_batches(dataloader, num_batches)
+
+    # Models and what is saved of them.
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Mapping[str, Any]:
+        """The model's state on this rank. With FSDP every rank calls it; it is whole on rank zero, {} on the others."""
+        if self.distributed_type == DistributedType.FSDP:
+            return self.state_dict(model)
+        found: Mapping[str, Any] = self.unwrap_model(model).state_dict()
+        return found
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
+
+    def end_training(self) -> None:
+        """Nothing is open: the world is left where the process ends."""
+
+    # What is measured, and in which precision.
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        handler = autocast_handler or self._handlers.autocast
+        if handler is None or (handler.enabled and handler.cache_enabled is None):
+            return super().autocast()
+        if not handler.enabled:
+            return torch.autocast(self.device.type, enabled=False)
+        cached = super().autocast()
+        if isinstance(cached, torch.autocast):
+            cached._cache_enabled = bool(handler.cache_enabled)
+        return cached
+
+    @contextmanager
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[torch.profiler.profile]:
+        """`torch.profiler.profile`; with `output_trace_dir` each rank exports `profile_{rank}.json` there."""
+        handler = profile_handler or self._handlers.profile or ProfileKwargs()
+        with handler.build() as profiler:
+            yield profiler
+        if handler.output_trace_dir is not None:
+            Path(handler.output_trace_dir).mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(Path(handler.output_trace_dir) / f"profile_{self.process_index}.json"))
+            self.wait_for_everyone()
+
+
+def _num_steps(steps: int, plugin: GradientAccumulationPlugin | None) -> int:
+    """
+    Raises:
+        ValueError: both are given, or what is left at the end of a loop is to wait for the next one.
+    """
+    if plugin is None:
+        return steps
+    if steps != 1:
+        raise ValueError(
+            "gradient_accumulation_steps and gradient_accumulation_plugin are both given; pass one of them"
+        )
+    if not plugin.sync_with_dataloader:
+        raise ValueError(
+            "sync_with_dataloader=False keeps what is left at the end of a loop for the next one, which has no "
+            "counterpart: a loop's last step takes what is left; leave it out"
+        )
+    return plugin.num_steps or 1

@@ -1,0 +1,159 @@
+"""What Accelerate's arguments are among the native ones, and which of them have no counterpart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from unisono.compat.accelerate.utils.dataclasses import (
+    AutocastKwargs,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    DynamoBackend,
+    FullyShardedDataParallelPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+    TorchDynamoPlugin,
+)
+
+_ENGINES = "DeepSpeed is not joined; leave it out, or shard by fsdp_plugin=FullyShardedDataParallelPlugin()"
+_ONE_AXIS = "there is one axis, data parallel; shard large models by fsdp_plugin=FullyShardedDataParallelPlugin()"
+_INSTEAD = {
+    "deepspeed_plugin": _ENGINES,
+    "deepspeed_plugins": _ENGINES,
+    "megatron_lm_plugin": _ONE_AXIS,
+    "torch_tp_plugin": _ONE_AXIS,
+    "parallelism_config": _ONE_AXIS,
+    "log_with": "log on rank zero (accelerator.is_main_process) by the tracker's own library",
+    "mixed_precision": "choose 'no', 'fp16' or 'bf16'",
+}
+_HOOKS = {
+    DDPCommunicationHookType.NO: None,
+    DDPCommunicationHookType.FP16: "fp16",
+    DDPCommunicationHookType.BF16: "bf16",
+    DDPCommunicationHookType.POWER_SGD: "powersgd",
+}
+
+
+def refuse_arguments(**given: Any) -> None:
+    """
+    Raises:
+        ValueError: one that has no counterpart is not None.
+    """
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name}={value!r:.100} has no counterpart here: {_INSTEAD[name]}")
+
+
+class Handlers:
+    """Those of `kwargs_handlers`, by what they are of.
+
+    Attributes:
+        ddp, scaler, profile, autocast: None where none was given.
+
+    Raises:
+        ValueError: one has no counterpart, or two are of one thing.
+    """
+
+    ddp: DistributedDataParallelKwargs | None = None
+    scaler: GradScalerKwargs | None = None
+    profile: ProfileKwargs | None = None
+    autocast: AutocastKwargs | None = None
+
+    def __init__(self, given: Sequence[Any]) -> None:
+        kinds = {
+            DistributedDataParallelKwargs: "ddp",
+            GradScalerKwargs: "scaler",
+            ProfileKwargs: "profile",
+            AutocastKwargs: "autocast",
+            InitProcessGroupKwargs: "group",
+        }
+        for each in given:
+            name = next((name for kind, name in kinds.items() if isinstance(each, kind)), None)
+            if name is None:
+                raise ValueError(
+                    f"kwargs_handlers has a {type(each).__name__}, which has no counterpart here; leave it out: "
+                    f"{', '.join(kind.__name__ for kind in kinds)} are taken"
+                )
+            if name in vars(self):
+                raise ValueError(f"kwargs_handlers has two {type(each).__name__}; pass one")
+            setattr(self, name, each)
+
+    def ddp_arguments(self) -> dict[str, Any]:
+        """As the native Accelerator takes them."""
+        if self.ddp is None:
+            return {}
+        hook, wrapper = (DDPCommunicationHookType(each) for each in (self.ddp.comm_hook, self.ddp.comm_wrapper))
+        if hook not in _HOOKS or wrapper != DDPCommunicationHookType.NO:
+            raise ValueError(
+                f"comm_hook={hook} with comm_wrapper={wrapper} has no counterpart here; choose comm_hook among "
+                f"{', '.join(map(str, _HOOKS))}, and no wrapper"
+            )
+        return {
+            "find_unused_parameters": self.ddp.find_unused_parameters,
+            "comm_hook": _HOOKS[hook],
+            "comm_options": self.ddp.comm_state_option or None,
+        }
+
+    def scaler_state(self) -> dict[str, Any]:
+        """The state of a scaler that begins so."""
+        handler = self.scaler or GradScalerKwargs()
+        if not handler.enabled:
+            raise ValueError(
+                "GradScalerKwargs(enabled=False) has no counterpart: fp16 needs its loss scaled; take bf16"
+            )
+        return {
+            "scale": handler.init_scale,
+            "growth_factor": handler.growth_factor,
+            "backoff_factor": handler.backoff_factor,
+            "growth_interval": handler.growth_interval,
+            "_growth_tracker": 0,
+        }
+
+
+def compile_arguments(
+    backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None
+) -> bool | Mapping[str, Any]:
+    """As the native Accelerator takes them.
+
+    Raises:
+        ValueError: both are given.
+    """
+    if backend is not None and plugin is not None:
+        raise ValueError("dynamo_backend and dynamo_plugin are both given; pass one of them")
+    asked = plugin or TorchDynamoPlugin(backend=backend or DynamoBackend.NO)
+    name = str(asked.backend).lower()
+    if name == "no" or asked.disable:
+        return False
+    wanted = {
+        "mode": asked.mode,
+        "fullgraph": asked.fullgraph or None,
+        "dynamic": asked.dynamic,
+        "options": asked.options,
+    }
+    return {"backend": name} | {key: value for key, value in wanted.items() if value is not None}
+
+
+def fsdp_arguments(plugin: FullyShardedDataParallelPlugin | None) -> dict[str, Any]:
+    """As the native Accelerator takes them.
+
+    Raises:
+        ValueError: a field that changes numbers, or where parameters lie, has no counterpart.
+    """
+    if plugin is None:
+        return {}
+    asked = {
+        "cpu_offload": bool(getattr(plugin.cpu_offload, "offload_params", plugin.cpu_offload)),
+        "mixed_precision_policy": plugin.mixed_precision_policy is not None,
+        "ignored_modules": plugin.ignored_modules is not None,
+        "param_init_fn": plugin.param_init_fn is not None,
+        "activation_checkpointing": plugin.activation_checkpointing,
+    }
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise ValueError(
+                f"FullyShardedDataParallelPlugin({name}=...) has no counterpart here; leave it out"
+                + {"mixed_precision_policy": ", and pass Accelerator(mixed_precision=)"}.get(name, "")
+            )
+    return {"strategy": "fsdp"}

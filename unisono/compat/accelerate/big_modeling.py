@@ -1,0 +1,60 @@
+"""`accelerate.big_modeling`: models whose parameters have no memory yet."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from unisono.compat.absent import refuse
+
+_WHOLE = "each device holds a whole replica, or its part of one under Accelerator(strategy='fsdp')"
+_INSTEAD = dict.fromkeys(
+    [
+        *("cpu_offload", "cpu_offload_with_hook", "disk_offload", "dispatch_model", "load_checkpoint_and_dispatch"),
+        *("load_checkpoint_in_model", "infer_auto_device_map", "attach_layerwise_casting_hooks"),
+    ],
+    _WHOLE,
+)
+
+
+def __getattr__(name: str) -> NoReturn:
+    refuse(__name__, name, _INSTEAD)
+
+
+def init_empty_weights(include_buffers: bool | None = None) -> object:
+    """A block in which modules are made with parameters on the meta device, with `include_buffers` buffers, too."""
+    return init_on_device(torch.device("meta"), bool(include_buffers))
+
+
+@contextmanager
+def init_on_device(device: torch.device, include_buffers: bool | None = None) -> Iterator[None]:
+    """A block in which this thread makes modules with their parameters on that device."""
+    own = threading.get_ident()
+
+    def move_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or threading.get_ident() != own:
+            return parameter
+        moved = nn.Parameter(parameter.to(device), parameter.requires_grad)
+        moved.__dict__.update(parameter.__dict__)
+        return moved
+
+    def move_buffer(module: nn.Module, name: str, buffer: torch.Tensor | None) -> torch.Tensor | None:
+        return buffer if buffer is None or threading.get_ident() != own else buffer.to(device)
+
+    handles = [register_module_parameter_registration_hook(move_parameter)]
+    if include_buffers:
+        handles.append(register_module_buffer_registration_hook(move_buffer))
+    try:
+        yield
+    finally:
+        for each in handles:
+            each.remove()

@@ -1,0 +1,117 @@
+"""`accelerate.data_loader`: prepared loaders, which are `unisono.DeviceLoader`s."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, NoReturn
+
+import torch
+from torch.utils.data import DataLoader, RandomSampler
+
+from unisono.compat.absent import refuse
+from unisono.compat.accelerate.state import joined_world
+from unisono.compat.accelerate.utils.random import Seed
+from unisono.loaders.device_iterator import DeviceIterator
+from unisono.loaders.parallel_loader import DeviceLoader
+from unisono.world import World
+
+_CUT = "a prepared loader is a unisono.DeviceLoader, which cuts by itself"
+_INSTEAD = dict.fromkeys(["BatchSamplerShard", "IterableDatasetShard", "MpDeviceLoaderWrapper"], _CUT)
+
+DataLoaderShard = DataLoaderDispatcher = DeviceLoader
+
+
+def __getattr__(name: str) -> NoReturn:
+    refuse(__name__, name, _INSTEAD)
+
+
+def prepare_data_loader(
+    dataloader: Any,
+    device: torch.device | None = None,
+    num_processes: int | None = None,
+    process_index: int | None = None,
+    split_batches: bool = False,
+    put_on_device: bool = False,
+    *ignored: Any,
+    data_seed: int | None = None,
+    world: World | None = None,
+    **options: Any,
+) -> DeviceLoader:
+    """This rank's part of the loader, each sample once, in an order that does not depend on the number of ranks.
+
+    Args:
+        device: where the batches go, if `put_on_device`.
+        num_processes, process_index: those of the rank's world; None takes them.
+        split_batches: a batch of the loader is that of all ranks together.
+        data_seed: of the order; None takes that of the loader's generator, else that of `set_seed`.
+        ignored, options: how batches are dealt and moved, which has no effect on what they hold.
+
+    Raises:
+        ValueError: the ranks are not those of the world.
+    """
+    if isinstance(dataloader, DeviceLoader):
+        return dataloader
+    world = world or joined_world()
+    asked = (process_index, num_processes)
+    if asked != (None, None) and asked != (world.rank, world.world_size):
+        raise ValueError(
+            f"process_index={process_index} of num_processes={num_processes} is not this rank, {world.rank} of "
+            f"{world.world_size}; leave both out, or pass already_sharded=True to unisono.DeviceLoader"
+        )
+    if not put_on_device:
+        device = torch.get_default_device()
+    seed = data_seed
+    if seed is None and not _has_generator(dataloader):
+        seed = world.state.part(Seed).value
+    split = "global" if split_batches else "rank"
+    return DeviceLoader(dataloader, device, split=split, seed=seed, world=world)
+
+
+def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """The loader, whose loops begin with the batch after so many."""
+    return Later(dataloader, num_batches)
+
+
+class Later:
+    """A loader whose loops leave the first batches out; otherwise it is what the loader is.
+
+    Args:
+        loader: a prepared one, or another one that can be looped over again.
+        num_batches: are loaded and dropped at the beginning of each loop.
+    """
+
+    def __init__(self, loader: Any, num_batches: int) -> None:
+        self._loader, self._num_batches = loader, num_batches
+
+    def __iter__(self) -> DeviceIterator | Iterator[Any]:
+        batches: DeviceIterator | Iterator[Any] = iter(self._loader)
+        for _ in islice(batches, self._num_batches):
+            pass
+        return batches
+
+    def __len__(self) -> int:
+        return max(len(self._loader) - self._num_batches, 0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+class SeedableRandomSampler(RandomSampler):
+    """torch's RandomSampler: a prepared loader's order is a function of its seed and the epoch anyway.
+
+    Args:
+        data_seed: of its generator, where it has none.
+    """
+
+    def __init__(self, *args: Any, data_seed: int | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if self.generator is None and data_seed is not None:
+            self.generator = torch.Generator().manual_seed(data_seed)
+
+
+def _has_generator(loader: Any) -> bool:
+    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
+    return getattr(sampler, "generator", None) is not None or (
+        isinstance(loader, DataLoader) and loader.generator is not None
+    )

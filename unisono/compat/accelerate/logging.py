@@ -1,0 +1,53 @@
+"""`accelerate.logging`: loggers that write on rank zero, on all ranks, or in their order."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import MutableMapping
+from functools import lru_cache
+from typing import Any
+
+from unisono.compat.accelerate.state import PartialState
+
+
+class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
+    """A logger whose calls take `main_process_only` (True by itself) and `in_order`: the ranks one after the other, so
+    that every rank must call it. Each line begins with the rank."""
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        msg, kwargs = super().process(msg, kwargs)
+        kwargs.setdefault("stacklevel", 2)
+        return f"[RANK {PartialState().process_index}] {msg}", kwargs
+
+    def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
+        state = PartialState()
+        main_process_only, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
+        if not self.isEnabledFor(level):
+            return
+        msg, options = self.process(msg, kwargs)
+        for rank in range(state.num_processes) if in_order else ():
+            if rank == state.process_index:
+                self.logger.log(level, msg, *args, **options)
+            state.wait_for_everyone()
+        if not in_order and (state.is_main_process or not main_process_only):
+            self.logger.log(level, msg, *args, **options)
+
+    @lru_cache(None)  # noqa: B019 - loggers live as long as the process
+    def warning_once(self, *args: Any, **kwargs: Any) -> None:
+        """`warning`, the first time that it is called so."""
+        self.warning(*args, **kwargs)
+
+
+def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
+    """The logger of that name, for several ranks.
+
+    Args:
+        log_level: of it and of the root; None takes ACCELERATE_LOG_LEVEL, or leaves them.
+    """
+    log_level = log_level or os.environ.get("ACCELERATE_LOG_LEVEL")
+    logger = logging.getLogger(name)
+    if log_level is not None:
+        logger.setLevel(log_level.upper())
+        logger.root.setLevel(log_level.upper())
+    return MultiProcessAdapter(logger, {})

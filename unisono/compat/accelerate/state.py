@@ -1,0 +1,230 @@
+"""`accelerate.state`: which rank this is, seen by Accelerate's names.
+
+There it is one object of the process; here each is a view on the caller's world, so that threads of a DataParallel see
+their own. A process that torchrun has started joins its world when it first asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial, wraps
+from typing import Any, ClassVar, ParamSpec, TypeVar
+
+import torch
+
+from unisono.backends import CPU, resolve_device
+from unisono.compat.accelerate.utils.dataclasses import DistributedType
+from unisono.launch.hosts.joining import join_world
+from unisono.parallel.collectives import barrier
+from unisono.parallel.turns import first_alone, split_between
+from unisono.world import World, current_world, solo_world
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_OF_SEVERAL = {"CUDA": DistributedType.MULTI_GPU}
+
+
+def joined_world() -> World:
+    """The caller's world; where a launcher has announced one, this process takes its place in it first."""
+    join_world()
+    return current_world()
+
+
+class PartialState:
+    """The facts of a rank.
+
+    Args:
+        cpu: take the CPU, where there is one rank.
+        options: of the process group, which was made where the ranks were started; they have no effect.
+
+    Attributes:
+        world: what it is a view on.
+        debug: has no effect: ranks are always compared before they send anything.
+    """
+
+    _shared_state: ClassVar[Mapping[str, Any]] = {"initialized": True}
+
+    def __init__(self, cpu: bool = False, *, world: World | None = None, **options: Any) -> None:
+        world = world or joined_world()
+        self.world = solo_world(*resolve_device(CPU)) if cpu and world.world_size == 1 else world
+        self.debug = self.fork_launched = False
+
+    @staticmethod
+    def _reset_state(*_: Any) -> None:
+        """Nothing is kept that could be reset."""
+
+    @property
+    def initialized(self) -> bool:
+        return True
+
+    @property
+    def device(self) -> torch.device:
+        return self.world.device
+
+    @property
+    def default_device(self) -> torch.device:
+        return self.world.device
+
+    @property
+    def backend(self) -> str | None:
+        """The process group's; None where there is one rank."""
+        return self.world.backend.process_group_backend if self.use_distributed else None
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        family = self.world.backend.name.upper()
+        if family in DistributedType.__members__:  # torch_xla's scripts ask for it on one device, too
+            return DistributedType[family]
+        if self.world.world_size == 1:
+            return DistributedType.NO
+        return _OF_SEVERAL.get(family, DistributedType.MULTI_CPU)
+
+    @property
+    def num_processes(self) -> int:
+        return self.world.world_size
+
+    @property
+    def process_index(self) -> int:
+        return self.world.rank
+
+    @property
+    def local_process_index(self) -> int:
+        return self.world.local_rank
+
+    @property
+    def use_distributed(self) -> bool:
+        return self.world.world_size > 1
+
+    @property
+    def is_main_process(self) -> bool:
+        return self.world.rank == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        return self.world.local_rank == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        return self.world.rank == self.world.world_size - 1
+
+    def wait_for_everyone(self) -> None:
+        barrier(self.world)
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """As `unisono.Accelerator.split_between_processes`."""
+        yield split_between(inputs, self.world, apply_padding)
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        return first_alone(self.is_main_process, self.world)
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        return first_alone(self.is_local_main_process, self.world)
+
+    def on_main_process(self, function: Callable[P, T]) -> Callable[P, T | None]:
+        return _where(lambda: self.is_main_process, function)
+
+    def on_local_main_process(self, function: Callable[P, T]) -> Callable[P, T | None]:
+        return _where(lambda: self.is_local_main_process, function)
+
+    def on_last_process(self, function: Callable[P, T]) -> Callable[P, T | None]:
+        return _where(lambda: self.is_last_process, function)
+
+    def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
+        """Decorator: the function runs on that rank, and in a world of one; elsewhere it returns None."""
+        if function is None:
+            return partial(self.on_process, process_index=process_index)
+        return _where(lambda: self.process_index == process_index or not self.use_distributed, function)
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Any:
+        """The same for the rank of that number on each machine."""
+        if function is None:
+            return partial(self.on_local_process, local_process_index=local_process_index)
+        return _where(lambda: self.local_process_index == local_process_index or not self.use_distributed, function)
+
+    def print(self, *values: Any, **options: Any) -> None:
+        if self.is_local_main_process:
+            print(*values, **options)
+
+    def set_device(self) -> None:
+        """The device was bound where the rank was started."""
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        """The world is left where the process ends, by all ranks together."""
+
+    def __repr__(self) -> str:
+        return (
+            f"Distributed environment: {self.distributed_type.value}\nNum processes: {self.num_processes}\nProcess "
+            f"index: {self.process_index}\nLocal process index: {self.local_process_index}\nDevice: {self.device}\n"
+        )
+
+
+class AcceleratorState(PartialState):
+    """The same, with what the rank's last Accelerator was told.
+
+    Attributes:
+        mixed_precision: "no", "fp16" or "bf16".
+        distributed_type: FSDP with an `fsdp_plugin`, among several processes.
+        deepspeed_plugin, fsdp_plugin, parallelism_config: None, but for a `fsdp_plugin` that was given.
+    """
+
+    deepspeed_plugin = parallelism_config = None
+
+    def __init__(
+        self,
+        mixed_precision: str | None = None,
+        cpu: bool = False,
+        *,
+        world: World | None = None,
+        fsdp_plugin: Any = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(cpu, world=world)
+        told = self.world.state.part(_Told)
+        if mixed_precision is not None:
+            told.mixed_precision, told.fsdp_plugin = mixed_precision, fsdp_plugin
+        self._told = told
+
+    @property
+    def mixed_precision(self) -> str:
+        return self._told.mixed_precision
+
+    @property
+    def fsdp_plugin(self) -> Any:
+        return self._told.fsdp_plugin
+
+    @property
+    def is_fsdp2(self) -> bool:
+        return self.distributed_type == DistributedType.FSDP
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        is_sharded = self._told.fsdp_plugin is not None and self.world.takes_engines
+        return DistributedType.FSDP if is_sharded else super().distributed_type
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}\nMixed precision type: {self.mixed_precision}\n"
+
+
+class _Told:
+    """What the rank's last Accelerator was told."""
+
+    def __init__(self) -> None:
+        self.mixed_precision, self.fsdp_plugin = "no", None
+
+
+def is_initialized() -> bool:
+    """Whether it is known which rank this is."""
+    return True
+
+
+def _where(is_meant: Callable[[], bool], function: Callable[P, T]) -> Callable[P, T | None]:
+    @wraps(function)
+    def there(*args: P.args, **kwargs: P.kwargs) -> T | None:
+        return function(*args, **kwargs) if is_meant() else None
+
+    return there

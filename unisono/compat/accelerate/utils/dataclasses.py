@@ -1,0 +1,287 @@
+"""`accelerate.utils.dataclasses`: what an Accelerator is told by, and the names of what it is told.
+
+Fields that have no counterpart are kept where they change speed or memory alone; those that would change numbers are
+refused in words when the Accelerator reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from enum import Enum, EnumMeta
+from typing import Any, NoReturn
+
+import torch
+
+from unisono.compat.absent import refuse
+
+_ENGINES = "DeepSpeed, Megatron-LM, pipelines and tensor parallelism are not joined; unisono.Accelerator has strategy="
+_FP8 = "mixed_precision is 'no', 'fp16' or 'bf16'"
+_INSTEAD = {
+    "DeepSpeedPlugin": _ENGINES,
+    "DeepSpeedSequenceParallelConfig": _ENGINES,
+    "MegatronLMPlugin": _ENGINES,
+    "TorchTensorParallelPlugin": _ENGINES,
+    "TorchTensorParallelConfig": _ENGINES,
+    "TorchContextParallelConfig": _ENGINES,
+    "AORecipeKwargs": _FP8,
+    "TERecipeKwargs": _FP8,
+    "MSAMPRecipeKwargs": _FP8,
+    "FP8RecipeKwargs": _FP8,
+    "BnbQuantizationConfig": "models are trained in the precision that they have; quantise before prepare()",
+    "SageMakerDistributedType": "SageMaker starts torchrun, whose world is joined",
+}
+
+
+def __getattr__(name: str) -> NoReturn:
+    refuse(__name__, name, _INSTEAD)
+
+
+class _Listing(EnumMeta):
+    def __contains__(cls, value: object) -> bool:
+        return any(value in (each, each.value) for each in list(cls))  # type: ignore[attr-defined, var-annotated]
+
+
+class BaseEnum(Enum, metaclass=_Listing):
+    """Prints as its value; `value in Class` takes values."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+    @classmethod
+    def list(cls) -> list[str]:
+        return [str(each) for each in cls]
+
+
+class DistributedType(str, BaseEnum):
+    """How ranks are joined: NO, MULTI_CPU, MULTI_GPU, XLA and FSDP occur; the others are there to be compared with."""
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_MUSA = "MULTI_MUSA"
+    MULTI_XPU = "MULTI_XPU"
+    MULTI_HPU = "MULTI_HPU"
+    MULTI_NEURON = "MULTI_NEURON"
+    DEEPSPEED = "DEEPSPEED"
+    FSDP = "FSDP"
+    XLA = "XLA"
+    MEGATRON_LM = "MEGATRON_LM"
+
+
+class PrecisionType(str, BaseEnum):
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+
+
+class DDPCommunicationHookType(BaseEnum):
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    POWER_SGD = "power_sgd"
+    BATCHED_POWER_SGD = "batched_power_sgd"
+
+
+class RNGType(BaseEnum):
+    """Whose state `synchronize_rng_states` makes that of rank zero."""
+
+    TORCH = "torch"
+    CUDA = "cuda"
+    XLA = "xla"
+    GENERATOR = "generator"
+
+
+class LoggerType(BaseEnum):
+    ALL = "all"
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+    MLFLOW = "mlflow"
+
+
+class DynamoBackend(str, BaseEnum):
+    NO = "NO"
+    EAGER = "EAGER"
+    AOT_EAGER = "AOT_EAGER"
+    INDUCTOR = "INDUCTOR"
+    CUDAGRAPHS = "CUDAGRAPHS"
+
+
+@dataclass
+class KwargsHandler:
+    """Base of what `Accelerator(kwargs_handlers=[...])` takes."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The fields that differ from their defaults."""
+        plain = type(self)().to_dict()
+        return {name: value for name, value in self.to_dict().items() if plain[name] != value}
+
+
+@dataclass
+class AutocastKwargs(KwargsHandler):
+    enabled: bool = True
+    cache_enabled: bool | None = None
+
+
+@dataclass
+class DistributedDataParallelKwargs(KwargsHandler):
+    """Of DistributedDataParallel. `find_unused_parameters` and `comm_hook` have counterparts; the others change speed
+    and memory, and keep torch's defaults."""
+
+    dim: int = 0
+    broadcast_buffers: bool = True
+    bucket_cap_mb: int = 25
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    comm_wrapper: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    comm_state_option: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class GradScalerKwargs(KwargsHandler):
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+
+
+@dataclass
+class InitProcessGroupKwargs(KwargsHandler):
+    """Has no effect: the process group is made where the ranks are started, by `spawn` or `unisono run`."""
+
+    backend: str | None = None
+    init_method: str | None = None
+    timeout: timedelta | None = None
+
+
+@dataclass
+class ProfileKwargs(KwargsHandler):
+    """Of `torch.profiler.profile`.
+
+    Attributes:
+        activities: families of devices, by torch.profiler.ProfilerActivity's names in small letters.
+        schedule_option: the arguments of `torch.profiler.schedule`.
+        output_trace_dir: where each rank exports `profile_{rank}.json`.
+    """
+
+    activities: list[str] | None = None
+    schedule_option: dict[str, int] | None = None
+    on_trace_ready: Callable[..., Any] | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    output_trace_dir: str | None = None
+
+    def build(self) -> torch.profiler.profile:
+        kinds = torch.profiler.ProfilerActivity.__members__
+        return torch.profiler.profile(
+            activities=None if self.activities is None else [kinds[each.upper()] for each in self.activities],
+            schedule=None if self.schedule_option is None else torch.profiler.schedule(**self.schedule_option),
+            on_trace_ready=self.on_trace_ready,
+            record_shapes=self.record_shapes,
+            profile_memory=self.profile_memory,
+            with_stack=self.with_stack,
+            with_flops=self.with_flops,
+            with_modules=self.with_modules,
+        )
+
+
+@dataclass
+class DataLoaderConfiguration:
+    """How DataLoaders are prepared. Whatever is said of the others: batches are moved ahead of the loop, tails are
+    split so that each sample counts once, streams are cut by ranks, and every loader has a `state_dict`.
+
+    Attributes:
+        split_batches: a batch of the DataLoader is that of all ranks together.
+        data_seed: of the order of shuffled DataLoaders; None takes that of `set_seed`.
+    """
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = False
+    data_seed: int | None = None
+    non_blocking: bool = False
+    use_stateful_dataloader: bool = False
+    custom_classes: Any = None
+
+
+@dataclass
+class ProjectConfiguration:
+    """Where a run leaves what it saves."""
+
+    project_dir: str | None = None
+    logging_dir: str | None = None
+    automatic_checkpoint_naming: bool = False
+    total_limit: int | None = None
+    iteration: int = 0
+    save_on_each_node: bool = False
+
+    def __post_init__(self) -> None:
+        self.set_directories(self.project_dir)
+
+    def set_directories(self, project_dir: str | None = None) -> None:
+        self.project_dir = project_dir
+        self.logging_dir = project_dir if self.logging_dir is None else self.logging_dir
+
+
+@dataclass
+class GradientAccumulationPlugin(KwargsHandler):
+    """How many microbatches make a step. `sync_each_batch` would save memory and nothing else: it has no effect."""
+
+    num_steps: int | None = None
+    adjust_scheduler: bool = True
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+
+
+@dataclass
+class TorchDynamoPlugin(KwargsHandler):
+    """The arguments of `torch.compile`."""
+
+    backend: DynamoBackend | str = DynamoBackend.NO
+    mode: str | None = None
+    fullgraph: bool = False
+    dynamic: bool | None = None
+    options: Mapping[str, Any] | None = None
+    disable: bool = False
+    use_regional_compilation: bool = False
+
+
+@dataclass
+class FullyShardedDataParallelPlugin:
+    """Of FSDP: `strategy="fsdp"`, torch's FSDP2. Fields that change speed and memory alone have no effect: which layers are gathered together, what is prefetched, how states are saved."""
+
+    fsdp_version: int = 2
+    sharding_strategy: Any = None
+    reshard_after_forward: Any = None
+    backward_prefetch: Any = None
+    mixed_precision_policy: Any = None
+    auto_wrap_policy: Any = None
+    cpu_offload: Any = False
+    ignored_modules: Iterable[Any] | None = None
+    state_dict_type: Any = None
+    state_dict_config: Any = None
+    optim_state_dict_config: Any = None
+    limit_all_gathers: bool = True
+    use_orig_params: bool | None = None
+    param_init_fn: Callable[..., Any] | None = None
+    sync_module_states: bool | None = None
+    forward_prefetch: bool | None = None
+    activation_checkpointing: bool = False
+    cpu_ram_efficient_loading: bool | None = None
+    transformer_cls_names_to_wrap: list[str] | None = None
+    min_num_params: int | None = None

@@ -1,0 +1,43 @@
+"""`accelerate.utils.imports`: `is_..._available()` for device families and packages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from unisono.compat.accelerate.state import joined_world
+
+_NAMES = {"bnb": "bitsandbytes", "comet_ml": "comet_ml", "peft": "peft", "pynvml": "pynvml"}
+_REFUSED = ("deepspeed", "megatron_lm", "fp8", "msamp", "transformer_engine", "pippy", "sagemaker")
+"""What is not joined is not available, installed or not."""
+
+
+def __getattr__(name: str) -> Callable[..., bool]:
+    found = re.fullmatch(r"is_(\w+)_available", name)
+    if found is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return partial(_is_available, found[1])
+
+
+def is_bf16_available(ignore_tpu: bool = False) -> bool:
+    """Whether mixed_precision="bf16" runs here: on all families."""
+    return True
+
+
+def is_fp16_available() -> bool:
+    """Whether mixed_precision="fp16" runs on this rank's device."""
+    return joined_world().backend.unsupported_reason("fp16") is None
+
+
+def _is_available(name: str, *_: Any, **__: Any) -> bool:
+    if name in _REFUSED:
+        return False
+    family = getattr(torch, name, None) or getattr(torch.backends, name, None)
+    if hasattr(family, "is_available"):
+        return bool(family.is_available())
+    return find_spec(_NAMES.get(name, name)) is not None

@@ -1,0 +1,187 @@
+"""`accelerate.utils.operations`: collectives and maps over nested structures.
+
+A gathered or reduced value has no gradient there, and none is missed until the model trains wrongly. Here it raises
+when a backward pass comes to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
+from typing import Any, NoReturn
+
+import torch
+
+from unisono.compat.absent import refuse
+from unisono.compat.accelerate.state import joined_world
+from unisono.errors import CollectiveMismatchError
+from unisono.parallel import collectives
+from unisono.parallel.nested import gather_nested, pad_nested, reduce_nested
+from unisono.protocols import ReduceOp
+from unisono.tree import batch_size, leaves, take, tensors, tree_map
+from unisono.world import World
+
+DistributedOperationException = CollectiveMismatchError
+
+_INSTEAD = {
+    "GatheredParameters": "it is DeepSpeed's, which is not joined",
+    "copy_tensor_to_devices": "call broadcast(tensor)",
+    "initialize_tensors": "call broadcast_object_list, or unisono.broadcast(tensor)",
+    "get_data_structure": "ranks compare structures by themselves before they send",
+}
+
+
+def __getattr__(name: str) -> NoReturn:
+    refuse(__name__, name, _INSTEAD)
+
+
+def gather(tensor: Any, world: World | None = None) -> Any:
+    """Every rank's tensors along dim 0; in a world of one the tensors themselves.
+
+    A nesting whose tensors require grad is gathered as values: a backward pass that comes to one is an error.
+    """
+    world = world or joined_world()
+    if world.world_size == 1:
+        return tensor
+    return _without_gradient("gather", lambda values: gather_nested(values, 0, world), tensor)
+
+
+def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, world: World | None = None) -> Any:
+    """The reduction over the ranks ("mean", "sum", "max", "min"; "none" takes each rank's own), times `scale`."""
+    world = world or joined_world()
+    op: ReduceOp = reduction  # type: ignore[assignment]  # an unknown one is refused below
+    if reduction == "none" or world.world_size == 1:
+        return tree_map(lambda each: each * scale, tensor)
+    return _without_gradient("reduce", lambda values: reduce_nested(values, op, scale, world), tensor)
+
+
+def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+    """As `unisono.Accelerator.pad_across_processes`."""
+    return pad_nested(tensor, dim, pad_index, pad_first, joined_world())
+
+
+def gather_object(object: Any) -> Any:
+    """The elements of every rank's list, in rank order; in a world of one the object itself."""
+    world = joined_world()
+    return object if world.world_size == 1 else list(chain.from_iterable(collectives.all_gather_object(object, world)))
+
+
+def broadcast(tensor: Any, from_process: int = 0) -> Any:
+    """That rank's tensors: new ones, in the same nesting, of the same shapes on each rank."""
+    world = joined_world()
+    return tree_map(lambda each: collectives.broadcast(each.detach().clone(), from_process, world), tensor)
+
+
+def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+    """Put that rank's objects in the place of the list's, and return the list."""
+    object_list[:] = joined_world().comm.broadcast_object(list(object_list), from_process)
+    return object_list
+
+
+def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None) -> Any:
+    """The structure with its tensors, and all that has `to`, on that device.
+
+    Args:
+        skip_keys: of a mapping: what lies under these stays.
+    """
+    if skip_keys is not None and isinstance(tensor, Mapping):
+        skipped = [skip_keys] if isinstance(skip_keys, str) else list(skip_keys)
+        moved = {key: each if key in skipped else send_to_device(each, device) for key, each in tensor.items()}
+        return type(tensor)(moved) if type(tensor) is not dict else moved  # type: ignore[call-arg]
+    return tree_map(lambda each: each.to(device) if hasattr(each, "to") else each, tensor)
+
+
+def recursively_apply(
+    func: Callable[..., Any],
+    data: Any,
+    *args: Any,
+    test_type: Callable[[Any], bool] = torch.is_tensor,
+    error_on_other_type: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """`func(leaf, *args, **kwargs)` for each leaf that passes the test; the others stay, or are a TypeError."""
+
+    def apply(leaf: Any) -> Any:
+        if test_type(leaf):
+            return func(leaf, *args, **kwargs)
+        if error_on_other_type:
+            raise TypeError(f"{getattr(func, '__name__', func)} takes tensors, and got a {type(leaf).__name__}")
+        return leaf
+
+    return tree_map(apply, data)
+
+
+def concatenate(data: list[Any], dim: int = 0) -> Any:
+    """Structures of one form as one, whose tensors are concatenated."""
+    columns = zip(*(leaves(each) for each in data), strict=True)
+    joined = iter([torch.cat(list(column), dim) for column in columns])
+    return tree_map(lambda _: next(joined), data[0])
+
+
+def find_batch_size(data: Any) -> int | None:
+    """The size of dim 0 of the first tensor in it."""
+    return next((len(each) for each in tensors(data) if each.ndim), None)
+
+
+ignorant_find_batch_size = batch_size
+
+
+def find_device(data: Any) -> torch.device | None:
+    """The device of the first tensor in it."""
+    return next((each.device for each in tensors(data)), None)
+
+
+def slice_tensors(data: Any, tensor_slice: slice, process_index: Any = None, num_processes: Any = None) -> Any:
+    """The structure with these rows of its tensors."""
+    return take(data, *tensor_slice.indices(batch_size(data) or 0)[:2])
+
+
+def listify(data: Any) -> Any:
+    """The structure with lists of numbers in the place of tensors."""
+    return recursively_apply(lambda each: each.tolist(), data)
+
+
+def convert_to_fp32(tensor: Any) -> Any:
+    """The structure with tensors of half precision in full."""
+    halves = (torch.float16, torch.bfloat16)
+    return recursively_apply(torch.Tensor.float, tensor, test_type=lambda each: getattr(each, "dtype", None) in halves)
+
+
+def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with outputs in full precision."""
+    return lambda *args, **kwargs: convert_to_fp32(model_forward(*args, **kwargs))
+
+
+is_torch_tensor = torch.is_tensor
+
+
+def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
+    """The elements in a container of that class."""
+    return type(obj)(*generator) if hasattr(obj, "_fields") else type(obj)(generator)
+
+
+def _without_gradient(name: str, collect: Callable[[Any], Any], values: Any) -> Any:
+    """What is collected of the values, which raises in a backward pass where they require grad."""
+    if not (torch.is_grad_enabled() and any(each.requires_grad for each in tensors(values))):
+        return collect(values)
+    with torch.no_grad():
+        collected = collect(values)
+    anchor = torch.zeros((), requires_grad=True)
+    return tree_map(lambda each: _Cut.apply(anchor, each, name) if each.is_floating_point() else each, collected)
+
+
+class _Cut(torch.autograd.Function):
+    """The value; where its gradient would begin, it is said that there is none. It keeps no graph of the values."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor, name: str) -> torch.Tensor:
+        ctx.name = name
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> NoReturn:
+        raise RuntimeError(
+            f"a backward pass has come to what {ctx.name}() returned, which has no gradient: Accelerate would leave it "
+            "out in silence; call unisono.functional.all_gather or all_reduce for a result with a gradient, or "
+            "detach() it"
+        )

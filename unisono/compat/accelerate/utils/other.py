@@ -1,0 +1,92 @@
+"""`accelerate.utils.other` and `environment`: saving, unwrapping, waiting, variables of the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from unisono.compat.accelerate.state import PartialState
+from unisono.parallel.prepared.model import PreparedModel
+
+
+def wait_for_everyone() -> None:
+    """Return when every rank has called it."""
+    PartialState().wait_for_everyone()
+
+
+def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
+    """`torch.save` on rank zero; on the first rank of each machine with `save_on_each_node`.
+
+    Args:
+        safe_serialization: a mapping of tensors, by safetensors.
+    """
+    state = PartialState()
+    if state.is_main_process or (save_on_each_node and state.is_local_main_process):
+        if safe_serialization:
+            from safetensors.torch import save_file
+
+            save_file({name: each.contiguous() for name, each in obj.items()}, f, metadata={"format": "pt"})
+        else:
+            torch.save(obj, f)
+
+
+def load(f: Any, map_location: Any = None, **options: Any) -> Any:
+    """`torch.load`."""
+    return torch.load(f, map_location=map_location, **options)
+
+
+def extract_model_from_parallel(
+    model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
+) -> nn.Module:
+    """The user's module. The rest has no effect, but `keep_torch_compile=False`, which gives what was compiled."""
+    module = model.module if isinstance(model, PreparedModel) else model
+    plain: nn.Module = module if keep_torch_compile else getattr(module, "_orig_mod", module)
+    return plain
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Whether it is what `torch.compile` returns."""
+    return isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
+
+
+def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:
+    """Put the source's values into the destination, level by level."""
+    for key, value in source.items():
+        if isinstance(value, dict):
+            merge_dicts(value, destination.setdefault(key, {}))
+        else:
+            destination[key] = value
+    return destination
+
+
+@contextmanager
+def patch_environment(**variables: Any) -> Iterator[None]:
+    """Set variables of the environment for the block; names in capitals."""
+    own = {name.upper(): str(value) for name, value in variables.items()}
+    before = {name: os.environ[name] for name in own if name in os.environ}
+    os.environ.update(own)
+    try:
+        yield
+    finally:
+        for name in own:
+            os.environ.pop(name, None)
+        os.environ.update(before)
+
+
+def str_to_bool(value: str) -> int:
+    """1 for y, yes, t, true, on, 1; 0 for their opposites; else a ValueError."""
+    if value.lower() in ("y", "yes", "t", "true", "on", "1"):
+        return 1
+    if value.lower() in ("n", "no", "f", "false", "off", "0"):
+        return 0
+    raise ValueError(f"{value!r} is neither yes nor no; write one of y, yes, t, true, on, 1, n, no, f, false, off, 0")
+
+
+def parse_flag_from_env(key: str, default: bool = False) -> bool:
+    """The variable as a flag."""
+    return bool(str_to_bool(os.environ.get(key, str(default))))
