@@ -110,7 +110,9 @@ class Accelerator(Native):
             self.scaler.load_state_dict(handlers.scaler_state())
         self._moves, self._steps_scheduler, self._handlers = device_placement, step_scheduler_with_optimizer, handlers
         self.dataloader_config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
-        self.project_configuration = project_config or ProjectConfiguration(project_dir and os.fspath(project_dir))
+        self.project_configuration = project_config or ProjectConfiguration(
+            None if project_dir is None else os.fspath(project_dir)
+        )
         self.state = AcceleratorState(precision, world=self.world, fsdp_plugin=fsdp_plugin)
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
@@ -167,7 +169,7 @@ class Accelerator(Native):
         """As the native one. The mean over the step is taken by samples, so the loss is not divided here."""
         super().backward(loss, *args, **kwargs)
 
-    def free_memory(self, *objects: Any) -> list[None]:  # type: ignore[override]
+    def free_memory(self, *objects: Any) -> list[None]:
         """As the native one; and as many Nones as objects, to put in their places."""
         super().free_memory()
         return release_memory(*objects)

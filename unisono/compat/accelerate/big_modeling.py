@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -40,14 +40,14 @@ def init_on_device(device: torch.device, include_buffers: bool | None = None) ->
     """A block in which this thread makes modules with their parameters on that device."""
     own = threading.get_ident()
 
-    def move_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+    def move_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
         if parameter is None or threading.get_ident() != own:
             return parameter
         moved = nn.Parameter(parameter.to(device), parameter.requires_grad)
         moved.__dict__.update(parameter.__dict__)
         return moved
 
-    def move_buffer(module: nn.Module, name: str, buffer: torch.Tensor | None) -> torch.Tensor | None:
+    def move_buffer(module: nn.Module, name: str, buffer: torch.Tensor | None) -> Any:
         return buffer if buffer is None or threading.get_ident() != own else buffer.to(device)
 
     handles = [register_module_parameter_registration_hook(move_parameter)]

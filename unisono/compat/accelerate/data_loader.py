@@ -64,8 +64,7 @@ def prepare_data_loader(
     seed = data_seed
     if seed is None and not _has_generator(dataloader):
         seed = world.state.part(Seed).value
-    split = "global" if split_batches else "rank"
-    return DeviceLoader(dataloader, device, split=split, seed=seed, world=world)
+    return DeviceLoader(dataloader, device, split="global" if split_batches else "rank", seed=seed, world=world)
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:

@@ -214,7 +214,8 @@ class _Told:
     """What the rank's last Accelerator was told."""
 
     def __init__(self) -> None:
-        self.mixed_precision, self.fsdp_plugin = "no", None
+        self.mixed_precision = "no"
+        self.fsdp_plugin: Any = None
 
 
 def is_initialized() -> bool:

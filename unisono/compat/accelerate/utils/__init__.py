@@ -1,4 +1,4 @@
-"""`accelerate.utils`: the names that scripts take from it, and `is_..._available()` for any device family or package."""
+"""`accelerate.utils`: the names that scripts take from it, and `is_..._available()` of device families and packages."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from unisono.compat.accelerate.utils.operations import broadcast_object_list as 
 from unisono.compat.accelerate.utils.operations import concatenate as concatenate
 from unisono.compat.accelerate.utils.operations import convert_outputs_to_fp32 as convert_outputs_to_fp32
 from unisono.compat.accelerate.utils.operations import convert_to_fp32 as convert_to_fp32
+from unisono.compat.accelerate.utils.operations import copy_tensor_to_devices as copy_tensor_to_devices
 from unisono.compat.accelerate.utils.operations import find_batch_size as find_batch_size
 from unisono.compat.accelerate.utils.operations import find_device as find_device
 from unisono.compat.accelerate.utils.operations import gather as gather

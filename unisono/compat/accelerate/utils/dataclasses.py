@@ -40,7 +40,7 @@ def __getattr__(name: str) -> NoReturn:
 
 class _Listing(EnumMeta):
     def __contains__(cls, value: object) -> bool:
-        return any(value in (each, each.value) for each in list(cls))  # type: ignore[attr-defined, var-annotated]
+        return any(value in (each, each.value) for each in list(cls))
 
 
 class BaseEnum(Enum, metaclass=_Listing):
@@ -263,7 +263,8 @@ class TorchDynamoPlugin(KwargsHandler):
 
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """Of FSDP: `strategy="fsdp"`, torch's FSDP2. Fields that change speed and memory alone have no effect: which layers are gathered together, what is prefetched, how states are saved."""
+    """Of FSDP: `strategy="fsdp"`, torch's FSDP2. Fields that change speed and memory alone have no effect:
+    which layers are gathered together, what is prefetched, how states are saved."""
 
     fsdp_version: int = 2
     sharding_strategy: Any = None

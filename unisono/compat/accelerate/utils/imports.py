@@ -38,6 +38,6 @@ def _is_available(name: str, *_: Any, **__: Any) -> bool:
     if name in _REFUSED:
         return False
     family = getattr(torch, name, None) or getattr(torch.backends, name, None)
-    if hasattr(family, "is_available"):
+    if family is not None and hasattr(family, "is_available"):
         return bool(family.is_available())
     return find_spec(_NAMES.get(name, name)) is not None

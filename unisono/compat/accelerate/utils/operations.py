@@ -25,7 +25,6 @@ DistributedOperationException = CollectiveMismatchError
 
 _INSTEAD = {
     "GatheredParameters": "it is DeepSpeed's, which is not joined",
-    "copy_tensor_to_devices": "call broadcast(tensor)",
     "initialize_tensors": "call broadcast_object_list, or unisono.broadcast(tensor)",
     "get_data_structure": "ranks compare structures by themselves before they send",
 }
@@ -70,6 +69,13 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     """That rank's tensors: new ones, in the same nesting, of the same shapes on each rank."""
     world = joined_world()
     return tree_map(lambda each: collectives.broadcast(each.detach().clone(), from_process, world), tensor)
+
+
+def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
+    """Rank zero's tensor, on each rank's device; the others have none."""
+    world = joined_world()
+    value: torch.Tensor = world.comm.broadcast_object(tensor.cpu() if tensor is not None else None)
+    return value.to(world.device)
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:

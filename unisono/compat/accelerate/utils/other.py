@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -28,9 +29,9 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
     state = PartialState()
     if state.is_main_process or (save_on_each_node and state.is_local_main_process):
         if safe_serialization:
-            from safetensors.torch import save_file
-
-            save_file({name: each.contiguous() for name, each in obj.items()}, f, metadata={"format": "pt"})
+            import_module("safetensors.torch").save_file(
+                {name: each.contiguous() for name, each in obj.items()}, f, metadata={"format": "pt"}
+            )
         else:
             torch.save(obj, f)
 
