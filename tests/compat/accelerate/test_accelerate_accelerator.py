@@ -1,0 +1,270 @@
+"""Accelerate's Accelerator over the native one: its arguments, its defaults, what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from modes import PROCESSES_2, SOLO, THREADS_2, Mode, fitting
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from unisono import DeviceLoader
+from unisono.compat.accelerate import Accelerator, DistributedType
+from unisono.compat.accelerate.data_loader import prepare_data_loader
+from unisono.compat.accelerate.local_sgd import LocalSGD
+from unisono.compat.accelerate.state import AcceleratorState
+from unisono.compat.accelerate.utils import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+    TorchDynamoPlugin,
+    set_seed,
+)
+
+ALL = pytest.mark.parametrize("mode", fitting(SOLO, THREADS_2, PROCESSES_2), ids=str)
+SEVERAL = pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str)
+
+
+def rows(count: int) -> TensorDataset:
+    return TensorDataset(torch.arange(float(count)).unsqueeze(1))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda: Accelerator(deepspeed_plugin=object()),
+            "deepspeed_plugin=.* has no counterpart here: DeepSpeed",
+        ),
+        (lambda: Accelerator(megatron_lm_plugin=1), "megatron_lm_plugin=1 has no counterpart here: there is one axis"),
+        (lambda: Accelerator(parallelism_config=1), "parallelism_config=1 has no counterpart here: there is one axis"),
+        (lambda: Accelerator(mixed_precision="fp8"), "mixed_precision='fp8' .*: choose 'no', 'fp16' or 'bf16'"),
+        (lambda: Accelerator(mixed_precision="bf8"), "mixed_precision='bf8' does not exist"),
+        (lambda: Accelerator(kwargs_handlers=[KwargsHandler()]), "a KwargsHandler, which has no counterpart"),
+        (lambda: Accelerator(kwargs_handlers=[ProfileKwargs(), ProfileKwargs()]), "two ProfileKwargs; pass one"),
+        (
+            lambda: Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(2, sync_with_dataloader=False)),
+            "sync_with_dataloader=False .* no counterpart: a loop's last step takes what is left",
+        ),
+        (
+            lambda: Accelerator(
+                gradient_accumulation_steps=2, gradient_accumulation_plugin=GradientAccumulationPlugin(2)
+            ),
+            "both given; pass one",
+        ),
+        (
+            lambda: Accelerator(
+                kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BATCHED_POWER_SGD)]
+            ),
+            "comm_hook=batched_power_sgd .* choose comm_hook among no, fp16, bf16, power_sgd",
+        ),
+        (
+            lambda: Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(cpu_offload=True)),
+            r"\(cpu_offload=...\)",
+        ),
+        (lambda: Accelerator(dynamo_backend="inductor", dynamo_plugin=TorchDynamoPlugin()), "both given; pass one"),
+        (lambda: Accelerator().prepare(nn.Linear(1, 1), device_placement=[False]), "differs from that of the Accel"),
+    ],
+)
+def test_what_has_no_counterpart_is_refused_in_words(make: Callable[[], Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_none_is_no_mixed_precision_unless_the_environment_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Accelerator(mixed_precision=None).mixed_precision == "no"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert Accelerator().mixed_precision == AcceleratorState().mixed_precision == "bf16"
+
+
+def test_handlers_and_plugins_reach_what_they_are_of() -> None:
+    accelerator = Accelerator(
+        mixed_precision="fp16",
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=3),
+        kwargs_handlers=[
+            GradScalerKwargs(init_scale=8.0, growth_interval=5),
+            DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16),
+            InitProcessGroupKwargs(),
+            AutocastKwargs(enabled=False),
+        ],
+        dynamo_backend="NO",
+    )
+    assert accelerator.scaler is not None
+    assert accelerator.scaler.get_scale() == 8
+    assert accelerator.scaler.get_growth_interval() == 5
+    assert accelerator.gradient_accumulation_steps == 3
+    with accelerator.autocast():
+        assert (torch.ones(2, 2, device=accelerator.device) @ torch.ones(2, 2, device=accelerator.device)).dtype == (
+            torch.float32
+        )
+    with accelerator.autocast(AutocastKwargs(cache_enabled=False)):
+        assert torch.is_autocast_enabled(accelerator.device.type)
+        assert not torch.is_autocast_cache_enabled()
+
+
+@ALL
+def test_reduce_is_the_sum_and_gather_takes_what_requires_grad(mode: Mode) -> None:
+    def body() -> tuple[float, list[float]]:
+        accelerator = Accelerator()
+        weight = torch.full((2,), accelerator.process_index + 1.0, requires_grad=True, device=accelerator.device)
+        gathered = accelerator.gather(weight * 2)
+        if mode.ranks == 1:
+            gathered.sum().backward()
+            assert weight.grad is not None
+            assert weight.grad.tolist() == [2, 2], "nothing has crossed ranks"
+        else:
+            with pytest.raises(RuntimeError, match=r"has come to what gather\(\) returned, which has no gradient"):
+                gathered.sum().backward()
+        return accelerator.reduce(torch.ones(())).item(), gathered.tolist()
+
+    assert mode.run(body) == [(mode.ranks, [2.0, 2.0, 4.0, 4.0][: 2 * mode.ranks])] * mode.ranks
+
+
+@ALL
+def test_objects_are_gathered_for_metrics(mode: Mode) -> None:
+    found = mode.run(lambda: Accelerator().gather_for_metrics([f"text {AcceleratorState().process_index}"]))
+    assert found == [[f"text {rank}" for rank in range(mode.ranks)]] * mode.ranks
+
+
+@ALL
+def test_prepare_hands_back_what_it_does_not_know_and_what_it_has_prepared(mode: Mode) -> None:
+    def body() -> None:
+        accelerator = Accelerator(step_scheduler_with_optimizer=False)
+        model, batches = nn.Linear(1, 1), [torch.ones(1)]
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        found = accelerator.prepare("text", model, batches, optimizer, None, scheduler)
+        assert (found[0], found[2], found[4]) == ("text", batches, None)
+        assert found[2] is batches
+        assert found[3] is optimizer
+        assert found[5] is scheduler
+        assert accelerator.prepare(found[1]) is found[1]
+        assert accelerator.unwrap_model(found[1]) is model
+        model, optimizer = accelerator.free_memory(found[1], optimizer)
+        assert (model, optimizer) == (None, None)
+
+    mode.run(body)
+
+
+@ALL
+def test_split_batches_are_those_of_all_ranks(mode: Mode) -> None:
+    def body() -> tuple[list[int], list[int], int]:
+        config = DataLoaderConfiguration(split_batches=True, dispatch_batches=True, use_stateful_dataloader=True)
+        accelerator = Accelerator(dataloader_config=config)
+        loader = accelerator.prepare(DataLoader(rows(10), batch_size=4))
+        assert isinstance(loader, DeviceLoader)
+        gathered = [accelerator.gather_for_metrics(x).flatten().int().tolist() for (x,) in loader]
+        later = accelerator.skip_first_batches(loader, 2)
+        left = [accelerator.gather_for_metrics(x).flatten().int().tolist() for (x,) in later]
+        return [*chain(*gathered)], [*chain(*left)], len(later)
+
+    assert mode.run(body) == [(list(range(10)), [8, 9], 1)] * mode.ranks
+
+
+@SEVERAL
+def test_the_order_follows_set_seed_and_data_seed_on_all_ranks(mode: Mode) -> None:
+    def body() -> list[list[int]]:
+        found = []
+        for seed, data_seed in ((1, None), (1, None), (2, None), (2, 7), (3, 7)):
+            set_seed(seed)
+            accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(data_seed=data_seed))
+            loader = accelerator.prepare(DataLoader(rows(12), batch_size=3, shuffle=True))
+            batches = [accelerator.gather(x) for (x,) in loader]
+            found.append(torch.cat(batches).flatten().int().tolist())
+        return found
+
+    for first, again, other, data, data_again in mode.run(body):
+        assert first == again != other != data == data_again
+        assert sorted(first) == list(range(12))
+
+
+def test_a_loader_is_of_the_worlds_ranks() -> None:
+    with pytest.raises(ValueError, match="process_index=1 of num_processes=2 is not this rank, 0 of 1"):
+        prepare_data_loader(DataLoader(rows(4)), num_processes=2, process_index=1)
+
+
+@pytest.mark.parametrize("mode", [PROCESSES_2], ids=str)
+def test_an_fsdp_plugin_shards(mode: Mode) -> None:
+    def body() -> tuple[Any, ...]:
+        accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
+        model = accelerator.prepare(nn.Linear(2, 2))
+        return accelerator.distributed_type, accelerator.is_fsdp2, len(accelerator.get_state_dict(model))
+
+    assert mode.run(body) == [(DistributedType.FSDP, True, 2), (DistributedType.FSDP, True, 0)]
+
+
+@SEVERAL
+@pytest.mark.parametrize("every", [1, 2])
+def test_local_sgd_averages_what_each_rank_has_made_of_its_own_batches(mode: Mode, every: int) -> None:
+    data = torch.arange(1.0, 17.0).reshape(16, 1) / 8
+
+    def body() -> tuple[list[float], bool]:
+        accelerator = Accelerator(gradient_accumulation_steps=every)
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(TensorDataset(data), 2))
+        with LocalSGD(accelerator, model, local_sgd_steps=2 * every) as local_sgd:
+            for (x,) in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(F.mse_loss(model(x), -x))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                local_sgd.step()
+        return model.weight.flatten().tolist(), local_sgd.enabled
+
+    assert mode.run(body) == [([pytest.approx(local_twin(data, every))], True)] * 2
+
+
+def local_twin(data: torch.Tensor, every: int) -> float:
+    """Two models of plain torch, side by side, whose weights are averaged at every second step."""
+    models = [nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)]
+    for model in models:
+        nn.init.ones_(model.weight)
+    optimizers = [torch.optim.Adam(model.parameters(), lr=0.1) for model in models]
+    parts = [torch.cat([data[start : start + 2] for start in range(2 * rank, 16, 4)]) for rank in range(2)]
+    for step, start in enumerate(range(0, 8, 2 * every), 1):
+        for model, optimizer, part in zip(models, optimizers, parts, strict=True):
+            optimizer.zero_grad()
+            x = part[start : start + 2 * every]
+            F.mse_loss(model(x), -x).backward()
+            optimizer.step()
+        if step % 2 == 0:
+            mean = sum(model.weight.detach() for model in models) / 2
+            for model in models:
+                model.weight.data.copy_(mean)
+    return float(models[0].weight.detach() + models[1].weight.detach()) / 2
+
+
+def test_local_sgd_takes_prepared_models() -> None:
+    with pytest.raises(TypeError, match="a Linear that is not prepared"):
+        LocalSGD(Accelerator(), nn.Linear(1, 1), 2)
+
+
+def test_a_profile_is_exported_by_rank(tmp_path: Path) -> None:
+    accelerator = Accelerator(kwargs_handlers=[ProfileKwargs(output_trace_dir=str(tmp_path / "traces"))])
+    with accelerator.profile() as profiler:
+        torch.ones(3) + 1
+    assert "aten::add" in profiler.key_averages().table()
+    assert (tmp_path / "traces" / "profile_0.json").exists()
+
+
+def test_what_is_saved_is_the_main_processes(tmp_path: Path) -> None:
+    accelerator = Accelerator()
+    model = accelerator.prepare(nn.Linear(2, 1))
+    accelerator.save(accelerator.get_state_dict(model), tmp_path / "model.pt")
+    nn.Linear(2, 1).load_state_dict(torch.load(tmp_path / "model.pt"))
+    accelerator.end_training()

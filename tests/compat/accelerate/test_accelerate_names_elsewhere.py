@@ -1,0 +1,226 @@
+"""What else Accelerate's users import: where it is, and what it means on any ranks."""
+
+from __future__ import annotations
+
+import logging
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from modes import PROCESSES_2, SOLO, THREADS_2, Mode, fitting
+from torch import nn
+
+from unisono.compat.accelerate import (
+    DistributedType,
+    PartialState,
+    debug_launcher,
+    find_executable_batch_size,
+    init_empty_weights,
+    notebook_launcher,
+)
+from unisono.compat.accelerate.logging import get_logger
+from unisono.compat.accelerate.state import AcceleratorState
+from unisono.compat.accelerate.utils import (
+    broadcast,
+    broadcast_object_list,
+    concatenate,
+    copy_tensor_to_devices,
+    find_batch_size,
+    gather_object,
+    is_torch_xla_available,
+    patch_environment,
+    recursively_apply,
+    send_to_device,
+    set_seed,
+    synchronize_rng_states,
+)
+
+ALL = pytest.mark.parametrize("mode", fitting(SOLO, THREADS_2, PROCESSES_2), ids=str)
+SEVERAL = pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str)
+
+IMPORTS = """
+accelerate: Accelerator PartialState DistributedType DataLoaderConfiguration DistributedDataParallelKwargs
+accelerate: GradScalerKwargs InitProcessGroupKwargs ProfileKwargs AutocastKwargs FullyShardedDataParallelPlugin
+accelerate: DDPCommunicationHookType find_executable_batch_size init_empty_weights notebook_launcher debug_launcher
+accelerate: skip_first_batches synchronize_rng_states __version__
+accelerate.accelerator: Accelerator DataLoaderConfiguration GradientAccumulationPlugin
+accelerate.state: PartialState AcceleratorState
+accelerate.data_loader: prepare_data_loader skip_first_batches SeedableRandomSampler DataLoaderDispatcher
+accelerate.local_sgd: LocalSGD
+accelerate.logging: get_logger
+accelerate.big_modeling: init_empty_weights
+accelerate.utils: set_seed tqdm gather gather_object broadcast broadcast_object_list reduce pad_across_processes
+accelerate.utils: ProjectConfiguration LoggerType TorchDynamoPlugin PrecisionType release_memory is_xpu_available
+accelerate.utils: is_bf16_available is_wandb_available is_deepspeed_available extract_model_from_parallel
+accelerate.utils.dataclasses: DistributedType
+accelerate.utils.operations: DistributedOperationException
+accelerate.utils.memory: find_executable_batch_size
+"""
+ABSENT = [
+    ("accelerate", "ParallelismConfig", "there is one axis"),
+    ("accelerate", "prepare_pippy", "pipelines are not joined"),
+    ("accelerate", "DeepSpeedPlugin", "DeepSpeed, Megatron-LM, pipelines"),
+    ("accelerate", "load_checkpoint_and_dispatch", "each device holds a whole replica"),
+    ("accelerate.utils", "MegatronLMPlugin", "DeepSpeed, Megatron-LM, pipelines"),
+    ("accelerate.utils", "AORecipeKwargs", "mixed_precision is"),
+    ("accelerate.tracking", "GeneralTracker", "log on rank zero"),
+    ("accelerate.data_loader", "BatchSamplerShard", "cuts by itself"),
+]
+
+
+@pytest.mark.parametrize("line", IMPORTS.split("\n")[1:-1])
+def test_import_lines_change_by_a_prefix(line: str) -> None:
+    module, names = line.split(": ")
+    for name in names.split():
+        assert getattr(import_module(f"unisono.compat.{module}"), name) is not None
+
+
+@pytest.mark.parametrize(("module", "name", "words"), ABSENT)
+def test_what_is_left_out_says_what_to_do(module: str, name: str, words: str) -> None:
+    with pytest.raises(AttributeError, match=f"left out on purpose: .*{words}"):
+        getattr(import_module(f"unisono.compat.{module}"), name)
+
+
+@pytest.mark.parametrize("module", ["accelerate", "accelerate.utils", "accelerate.utils.operations"])
+def test_an_unknown_name_is_an_attribute_error(module: str) -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'gahter'"):
+        import_module(f"unisono.compat.{module}").gahter  # noqa: B018
+
+
+@ALL
+def test_the_state_is_the_ranks_own(mode: Mode) -> None:
+    def body() -> tuple[Any, ...]:
+        state = PartialState()
+        kind = DistributedType.NO if mode.ranks == 1 else state.distributed_type
+        assert AcceleratorState().distributed_type == state.distributed_type == kind
+        assert state.distributed_type in DistributedType
+        on = [state.on_process(lambda: True, rank)() for rank in range(2)]
+        last = state.on_last_process(lambda: state.process_index)()
+        main = state.on_local_main_process(lambda: state.process_index)()
+        with state.split_between_processes([1, 2, 3], apply_padding=True) as part:
+            return on, last, main, gather_object(part)[:3]
+
+    everything = [1, 2, 3]
+    if mode.ranks == 1:
+        assert mode.run(body) == [([True, True], 0, 0, everything)]
+    else:
+        zero, one = mode.run(body)
+        assert zero == ([True, None], None, 0, everything)
+        assert one == ([None, True], 1, None, everything)
+
+
+@ALL
+def test_values_of_a_rank_reach_the_others(mode: Mode) -> None:
+    def body() -> tuple[Any, ...]:
+        state = PartialState()
+        own, last = state.process_index, state.num_processes - 1
+        objects = broadcast_object_list([own, {"rank": own}], from_process=last)
+        tensors = broadcast({"x": torch.full((2,), float(own), device=state.device)}, from_process=last)
+        copied = copy_tensor_to_devices(torch.ones(1) if own == 0 else None)
+        return objects, tensors["x"].tolist(), copied.tolist()
+
+    last = mode.ranks - 1
+    assert mode.run(body) == [([last, {"rank": last}], [last] * 2, [1.0])] * mode.ranks
+
+
+@SEVERAL
+def test_seeds_are_the_ranks_own_where_asked_for_and_generators_come_together(mode: Mode) -> None:
+    def body() -> tuple[float, float, float, float]:
+        set_seed(5)
+        same = torch.rand(()).item()
+        set_seed(5, device_specific=True)
+        own = torch.rand(()).item()
+        generator = torch.Generator().manual_seed(PartialState().process_index)
+        synchronize_rng_states(["torch", "generator"], generator)
+        return same, own, torch.rand(()).item(), torch.rand((), generator=generator).item()
+
+    (same, own, torchs, generators), other = mode.run(body)
+    assert (same, torchs, generators) == (other[0], other[2], other[3])
+    assert own != other[1]
+
+
+@ALL
+def test_a_logger_writes_on_rank_zero_or_in_order(mode: Mode) -> None:
+    def body() -> list[str]:
+        lines: list[str] = []
+        handler = logging.Handler()
+        own = PartialState().process_index
+        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        name = f"tests.ranks.{own}"
+        logging.getLogger(name).addHandler(handler)
+        logger = get_logger(name)
+        logging.getLogger(name).setLevel("INFO")
+        logger.info("of rank %d", own)
+        logger.info("of all", main_process_only=False)
+        logger.info("one by one", in_order=True)
+        logger.debug("too fine", main_process_only=False)
+        logging.getLogger(name).removeHandler(handler)
+        return lines
+
+    for rank, lines in enumerate(mode.run(body)):
+        own = [f"[RANK {rank}] of all", f"[RANK {rank}] one by one"]
+        assert lines == (["[RANK 0] of rank 0", *own] if rank == 0 else own)
+
+
+def work(factor: int) -> tuple[int, int, str]:
+    state = AcceleratorState()
+    from unisono.compat.accelerate import Accelerator
+
+    return state.process_index * factor, state.num_processes, Accelerator().mixed_precision
+
+
+def test_launchers_call_the_function_on_each_rank() -> None:
+    assert notebook_launcher(work, (3,), num_processes=2, mixed_precision="bf16") == [(0, 2, "bf16"), (3, 2, "bf16")]
+    assert debug_launcher(work, (3,)) == [(0, 2, "no"), (3, 2, "no")]
+
+
+def test_batch_sizes_shrink_as_there() -> None:
+    tried: list[int] = []
+
+    @find_executable_batch_size(starting_batch_size=100)
+    def train(batch_size: int, *, least: int = 60) -> int:
+        tried.append(batch_size)
+        if batch_size > least:
+            raise torch.OutOfMemoryError
+        return batch_size
+
+    assert train() == 57
+    assert tried == [100, 90, 81, 72, 64, 57]
+
+
+def test_empty_weights_have_no_memory() -> None:
+    with init_empty_weights():
+        model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    assert {each.device.type for each in model.parameters()} == {"meta"}
+    assert {each.device.type for each in model.buffers()} == {"cpu"}
+    with init_empty_weights(include_buffers=True):
+        assert nn.BatchNorm1d(2).running_mean.is_meta
+    assert not nn.Linear(1, 1).weight.is_meta
+
+
+def test_structures_are_mapped() -> None:
+    batch = {"x": torch.ones(2, 3), "more": [torch.zeros(2), "text"]}
+    assert find_batch_size(batch) == 2
+    assert concatenate([{"x": torch.ones(1)}, {"x": torch.zeros(2)}])["x"].tolist() == [1, 0, 0]
+    assert send_to_device(batch, "meta", skip_keys="x")["more"][0].is_meta
+    assert not send_to_device(batch, "meta", skip_keys="x")["x"].is_meta
+    assert recursively_apply(lambda each: each + 1, batch)["more"][0].tolist() == [1, 1]
+    with pytest.raises(TypeError, match="takes tensors, and got a str"):
+        recursively_apply(torch.neg, batch, error_on_other_type=True)
+
+
+def test_the_environment_is_patched_for_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    monkeypatch.setenv("OWN_NAME", "before")
+    with patch_environment(own_name=2, other_name="there"):
+        assert (os.environ["OWN_NAME"], os.environ["OTHER_NAME"]) == ("2", "there")
+    assert (os.environ["OWN_NAME"], "OTHER_NAME" in os.environ) == ("before", False)
+
+
+def test_what_is_not_joined_is_not_available() -> None:
+    found = import_module("unisono.compat.accelerate.utils")
+    assert not found.is_deepspeed_available()
+    assert found.is_cuda_available() == torch.cuda.is_available()
+    assert isinstance(is_torch_xla_available(), bool)
