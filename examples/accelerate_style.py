@@ -9,6 +9,7 @@ The batch size is found; what it falls short of is made up for by accumulation, 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,13 +28,13 @@ STEP = 64
 logger = get_logger(__name__)
 
 
-def training_function(args: argparse.Namespace) -> tuple[float, dict[str, torch.Tensor]]:
+def training_function(args: argparse.Namespace) -> tuple[float, Mapping[str, Any]]:
     """Train; the test accuracy of the last epoch, each sample counted once, and the weights."""
     accelerator = Accelerator(cpu=args.cpu, mixed_precision=args.mixed_precision)
     most = STEP // accelerator.num_processes
 
     @find_executable_batch_size(starting_batch_size=most, reduce_batch_size_fn=iter([most // 2, most // 4, 1]).__next__)
-    def train(batch_size: int) -> tuple[float, dict[str, torch.Tensor]]:
+    def train(batch_size: int) -> tuple[float, Mapping[str, Any]]:
         accelerator.free_memory()
         accelerator.gradient_accumulation_steps = most // batch_size
         set_seed(args.seed)
@@ -61,7 +62,7 @@ def training_function(args: argparse.Namespace) -> tuple[float, dict[str, torch.
             logger.debug("trained with batches of %d", batch_size)
         return accuracy, accelerator.get_state_dict(model)
 
-    result: tuple[float, dict[str, torch.Tensor]] = train()
+    result: tuple[float, Mapping[str, Any]] = train()
     accelerator.end_training()
     return result
 

@@ -18,7 +18,7 @@ from unisono import DeviceLoader
 from unisono.compat.accelerate import Accelerator, DistributedType
 from unisono.compat.accelerate.data_loader import prepare_data_loader
 from unisono.compat.accelerate.local_sgd import LocalSGD
-from unisono.compat.accelerate.state import AcceleratorState
+from unisono.compat.accelerate.state import AcceleratorState, GradientState
 from unisono.compat.accelerate.utils import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -249,17 +249,36 @@ def local_twin(data: torch.Tensor, every: int) -> float:
     return float(models[0].weight.detach() + models[1].weight.detach()) / 2
 
 
+def test_the_gradient_state_is_that_of_the_last_accelerator() -> None:
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model, loader = accelerator.prepare(nn.Linear(1, 1), DataLoader(rows(6), batch_size=2))
+    found = []
+    assert not accelerator.gradient_state.in_dataloader
+    for (x,) in loader:
+        accelerator.backward(model(x).sum())
+        state = GradientState()
+        found.append((state.sync_gradients, state.end_of_dataloader, state.in_dataloader, state.num_steps))
+    assert found == [(False, False, True, 2), (True, False, True, 2), (True, True, True, 2)]
+    with pytest.raises(AttributeError, match="active_dataloader is left out on purpose: a loader's own loop"):
+        accelerator.gradient_state.active_dataloader  # noqa: B018
+
+
 def test_local_sgd_takes_prepared_models() -> None:
     with pytest.raises(TypeError, match="a Linear that is not prepared"):
         LocalSGD(Accelerator(), nn.Linear(1, 1), 2)
 
 
-def test_a_profile_is_exported_by_rank(tmp_path: Path) -> None:
-    accelerator = Accelerator(kwargs_handlers=[ProfileKwargs(output_trace_dir=str(tmp_path / "traces"))])
-    with accelerator.profile() as profiler:
-        torch.ones(3) + 1
-    assert "aten::add" in profiler.key_averages().table()
-    assert (tmp_path / "traces" / "profile_0.json").exists()
+@ALL
+def test_a_profile_is_exported_by_process(mode: Mode, tmp_path: Path) -> None:
+    def body() -> bool:
+        accelerator = Accelerator(kwargs_handlers=[ProfileKwargs(output_trace_dir=str(tmp_path / "traces"))])
+        with accelerator.profile() as profiler:
+            torch.ones(3) + 1
+        return "aten::add" in profiler.key_averages().table()
+
+    assert mode.run(body) == [True] * mode.ranks
+    count = 2 if mode.name == "processes" else 1
+    assert sorted(each.name for each in tmp_path.rglob("*.json")) == ["profile_0.json", "profile_1.json"][:count]
 
 
 def test_what_is_saved_is_the_main_processes(tmp_path: Path) -> None:

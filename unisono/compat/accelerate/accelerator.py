@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader
 from unisono.accelerator import Accelerator as Native
 from unisono.compat.accelerate.arguments import Handlers, compile_arguments, fsdp_arguments, refuse_arguments
 from unisono.compat.accelerate.data_loader import prepare_data_loader, skip_first_batches
-from unisono.compat.accelerate.state import AcceleratorState, joined_world
+from unisono.compat.accelerate.profiling import profiled
+from unisono.compat.accelerate.state import AcceleratorState, GradientState, joined_world
 from unisono.compat.accelerate.utils import operations
 from unisono.compat.accelerate.utils.dataclasses import (
     AutocastKwargs,
@@ -53,7 +54,7 @@ class Accelerator(Native):
         step_scheduler_with_optimizer: False leaves schedulers as they are: each of their steps counts.
 
     Attributes:
-        state: of the rank, as `AcceleratorState`.
+        state, gradient_state: of the rank, as `AcceleratorState` and `GradientState`.
         dataloader_config, project_configuration: as they were given.
 
     Raises:
@@ -113,7 +114,8 @@ class Accelerator(Native):
         self.project_configuration = project_config or ProjectConfiguration(
             None if project_dir is None else os.fspath(project_dir)
         )
-        self.state = AcceleratorState(precision, world=self.world, fsdp_plugin=fsdp_plugin)
+        self.state = AcceleratorState(world=self.world, fsdp_plugin=fsdp_plugin, accelerator=self)
+        self.gradient_state = GradientState()
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """As the native one; what is prepared already, and what is no model, optimizer, scheduler or DataLoader, comes
@@ -169,7 +171,7 @@ class Accelerator(Native):
         """As the native one. The mean over the step is taken by samples, so the loss is not divided here."""
         super().backward(loss, *args, **kwargs)
 
-    def free_memory(self, *objects: Any) -> list[None]:
+    def free_memory(self, *objects: Any) -> list[None]:  # type: ignore[override]
         """As the native one; and as many Nones as objects, to put in their places."""
         super().free_memory()
         return release_memory(*objects)
@@ -182,7 +184,7 @@ class Accelerator(Native):
         """As the native one; of tensors that require grad, the values."""
         return operations.gather(tensor, self.world)
 
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:  # type: ignore[override]
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As the native one; of objects, every rank's in one list.
 
         Objects are taken as they are: where a batch has repeated samples, leave them out before
@@ -207,7 +209,7 @@ class Accelerator(Native):
 
     # Where ranks differ.
 
-    def on_main_process(self, function: F) -> F:  # type: ignore[override]
+    def on_main_process(self, function: F) -> F:
         return self.state.on_main_process(function)  # type: ignore[return-value]
 
     def on_local_main_process(self, function: F) -> F:
@@ -312,14 +314,14 @@ class Accelerator(Native):
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[torch.profiler.profile]:
-        """`torch.profiler.profile`; with `output_trace_dir` each rank exports `profile_{rank}.json` there."""
+        """`torch.profiler.profile`; with `output_trace_dir` each rank exports `profile_{rank}.json` there; of threads,
+        which have one profiler, rank zero."""
         handler = profile_handler or self._handlers.profile or ProfileKwargs()
-        with handler.build() as profiler:
+        with profiled(handler, self.world) as profiler:
             yield profiler
-        if handler.output_trace_dir is not None:
+        if handler.output_trace_dir is not None and (self.is_main_process or self.world.is_of_processes):
             Path(handler.output_trace_dir).mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(Path(handler.output_trace_dir) / f"profile_{self.process_index}.json"))
-            self.wait_for_everyone()
 
 
 def _num_steps(steps: int, plugin: GradientAccumulationPlugin | None) -> int:

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
-from typing import Any, ClassVar, ParamSpec, TypeVar
+from typing import Any, ClassVar, NoReturn, ParamSpec, TypeVar
+from weakref import ref
 
 import torch
 
+from unisono.accelerator import Accelerator
 from unisono.backends import CPU, resolve_device
+from unisono.compat.absent import refuse
 from unisono.compat.accelerate.utils.dataclasses import DistributedType
 from unisono.launch.hosts.joining import join_world
 from unisono.parallel.collectives import barrier
@@ -166,6 +169,9 @@ class PartialState:
 class AcceleratorState(PartialState):
     """The same, with what the rank's last Accelerator was told.
 
+    Args:
+        mixed_precision, options: of an Accelerator that is to be made; they have no effect.
+
     Attributes:
         mixed_precision: "no", "fp16" or "bf16".
         distributed_type: FSDP with an `fsdp_plugin`, among several processes.
@@ -176,17 +182,19 @@ class AcceleratorState(PartialState):
 
     def __init__(
         self,
-        mixed_precision: str | None = None,
+        mixed_precision: Any = None,
         cpu: bool = False,
         *,
         world: World | None = None,
         fsdp_plugin: Any = None,
+        accelerator: Accelerator | None = None,
         **options: Any,
     ) -> None:
         super().__init__(cpu, world=world)
         told = self.world.state.part(_Told)
-        if mixed_precision is not None:
-            told.mixed_precision, told.fsdp_plugin = mixed_precision, fsdp_plugin
+        if accelerator is not None:
+            told.mixed_precision, told.fsdp_plugin = accelerator.mixed_precision, fsdp_plugin
+            told.accelerator = ref(accelerator)
         self._told = told
 
     @property
@@ -210,10 +218,64 @@ class AcceleratorState(PartialState):
         return f"{super().__repr__()}\nMixed precision type: {self.mixed_precision}\n"
 
 
+class GradientState:
+    """Where the rank's last Accelerator stands among its microbatches.
+
+    Raises:
+        AttributeError: it is asked for which loader is looped over: its own loops know that.
+    """
+
+    def __init__(self, gradient_accumulation_plugin: Any = None) -> None:
+        self._world = joined_world()
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Nothing is kept that could be reset."""
+
+    @property
+    def initialized(self) -> bool:
+        return True
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether `optimizer.step()` steps on the present microbatch."""
+        made = self._accelerator()
+        return made is None or made.sync_gradients
+
+    @property
+    def num_steps(self) -> int:
+        made = self._accelerator()
+        return 1 if made is None else made.gradient_accumulation_steps
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether a loop over a prepared loader is under way."""
+        return any(each.is_open for each in self._world.state.deliveries.recent())
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the innermost loop has received its last batch. May wait for the loader: all ranks ask, or none."""
+        under_way = [each for each in self._world.state.deliveries.recent() if each.is_open]
+        return not under_way or under_way[0].ends_here()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        refuse(f"{__name__}.GradientState", name, _OF_LOOPS)
+
+    def _accelerator(self) -> Accelerator | None:
+        return self._world.state.part(_Told).accelerator()
+
+
+_OF_LOOPS = dict.fromkeys(
+    ["active_dataloader", "dataloader_references", "remainder"],
+    "a loader's own loop knows: loader.valid_samples, loader.epoch, loader.state_dict()",
+)
+
+
 class _Told:
-    """What the rank's last Accelerator was told."""
+    """What the rank's last Accelerator was told, and that itself."""
 
     def __init__(self) -> None:
+        self.accelerator: Callable[[], Accelerator | None] = lambda: None
         self.mixed_precision = "no"
         self.fsdp_plugin: Any = None
 

@@ -40,7 +40,8 @@ def __getattr__(name: str) -> NoReturn:
 
 class _Listing(EnumMeta):
     def __contains__(cls, value: object) -> bool:
-        return any(value in (each, each.value) for each in list(cls))
+        members: dict[str, Enum] = dict(cls.__members__)
+        return any(value in (each, each.value) for each in members.values())
 
 
 class BaseEnum(Enum, metaclass=_Listing):

@@ -17,7 +17,7 @@ def find_executable_batch_size(
     function: Callable[..., Any] | None = None,
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[], int] | None = None,
-) -> Any:
+) -> Callable[..., Any]:
     """As `unisono.find_executable_batch_size`, on all ranks together.
 
     Args:

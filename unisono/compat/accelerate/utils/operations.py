@@ -14,14 +14,15 @@ import torch
 
 from unisono.compat.absent import refuse
 from unisono.compat.accelerate.state import joined_world
-from unisono.errors import CollectiveMismatchError
+from unisono.errors import UnisonoError
 from unisono.parallel import collectives
 from unisono.parallel.nested import gather_nested, pad_nested, reduce_nested
 from unisono.protocols import ReduceOp
 from unisono.tree import batch_size, leaves, take, tensors, tree_map
 from unisono.world import World
 
-DistributedOperationException = CollectiveMismatchError
+DistributedOperationException = UnisonoError
+"""The rank that sees that two differ has a CollectiveMismatchError, the others a BrokenWorldError: nobody goes on."""
 
 _INSTEAD = {
     "GatheredParameters": "it is DeepSpeed's, which is not joined",
