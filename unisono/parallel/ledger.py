@@ -145,16 +145,11 @@ class Ledger:
     """
 
     def __init__(self, size: int, every: float = 1, is_mean: bool = True) -> None:
+        self.every, self.is_mean = every, is_mean
         self._size, self._next = size, (every, is_mean)
         self.number = self.num_closed = 0
         self._before: Batch | None = None  # the last one of the step before
         self._forget()
-
-    def accumulate(self, every: int) -> None:
-        """Let so many microbatches make a step, from the next one on: a step that has begun ends as it was begun."""
-        self._next = (every, every > 1)
-        if self.is_closed or not self.count:
-            self.every, self.is_mean = self._next
 
     def _forget(self) -> None:
         self.every, self.is_mean = self._next
@@ -164,6 +159,12 @@ class Ledger:
         self._claims: dict[object, Claim] = {}  # by what tells one microbatch from another
         self._unit = self._total = 0.0
         self._units: dict[Loop, float] = {}  # the first total of each loader that has a loss in the step
+
+    def accumulate(self, every: int) -> None:
+        """Let so many microbatches make a step, from the next one on: a step that has begun ends as it was begun."""
+        self._next = (every, every > 1)
+        if self.is_closed or not self.count:
+            self.every, self.is_mean = self._next
 
     def enter(self, claim: Claim, key: object) -> None:
         """A backward pass begins.

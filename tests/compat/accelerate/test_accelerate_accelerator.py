@@ -133,6 +133,19 @@ def test_reduce_is_the_sum_and_gather_takes_what_requires_grad(mode: Mode) -> No
     assert mode.run(body) == [(mode.ranks, [2.0, 2.0, 4.0, 4.0][: 2 * mode.ranks])] * mode.ranks
 
 
+@SEVERAL
+def test_rows_of_a_split_tail_are_gathered_once(mode: Mode) -> None:
+    def body() -> list[int]:
+        accelerator = Accelerator()
+        loader = accelerator.prepare(DataLoader(rows(7), batch_size=2))
+        gathered = [accelerator.gather({"x": x})["x"] for (x,) in loader]
+        with pytest.raises(TypeError, match="gather takes tensors, and got 'text'"):
+            accelerator.gather(["text"])
+        return torch.cat(gathered).flatten().int().tolist()
+
+    assert mode.run(body) == [list(range(7))] * mode.ranks
+
+
 @ALL
 def test_objects_are_gathered_for_metrics(mode: Mode) -> None:
     found = mode.run(lambda: Accelerator().gather_for_metrics([f"text {AcceleratorState().process_index}"]))

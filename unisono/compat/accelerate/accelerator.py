@@ -184,7 +184,9 @@ class Accelerator(Native):
         """As the native one; of tensors that require grad, the values."""
         return operations.gather(tensor, self.world)
 
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+    def gather_for_metrics(  # type: ignore[override]
+        self, input_data: Any, use_gather_object: bool = False
+    ) -> Any:
         """As the native one; of objects, every rank's in one list.
 
         Objects are taken as they are: where a batch has repeated samples, leave them out before
@@ -194,7 +196,7 @@ class Accelerator(Native):
             return [each for part in all_gather_object(list(input_data), self.world) for each in part]
         return super().gather_for_metrics(input_data)
 
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:  # type: ignore[override]
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """As the native one, but the sum where nothing is said."""
         return operations.reduce(tensor, reduction, scale, self.world)
 

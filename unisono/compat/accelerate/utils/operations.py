@@ -38,12 +38,19 @@ def __getattr__(name: str) -> NoReturn:
 def gather(tensor: Any, world: World | None = None) -> Any:
     """Every rank's tensors along dim 0; in a world of one the tensors themselves.
 
+    Ranks may have different numbers of rows, as in the last batch, which is split and not filled up: each comes once.
     A nesting whose tensors require grad is gathered as values: a backward pass that comes to one is an error.
     """
     world = world or joined_world()
     if world.world_size == 1:
         return tensor
-    return _without_gradient("gather", lambda values: gather_nested(values, 0, world), tensor)
+    return _without_gradient("gather", lambda values: _gather_rows(values, world), tensor)
+
+
+def _gather_rows(values: Any, world: World) -> Any:
+    if not all(isinstance(each, torch.Tensor) and each.ndim for each in leaves(values)):
+        return gather_nested(values, 0, world)
+    return tree_map(lambda each: collectives.all_gather_samples(each, len(each), world=world), values)
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, world: World | None = None) -> Any:
