@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -150,6 +151,27 @@ def test_rows_of_a_split_tail_are_gathered_once(mode: Mode) -> None:
 def test_objects_are_gathered_for_metrics(mode: Mode) -> None:
     found = mode.run(lambda: Accelerator().gather_for_metrics([f"text {AcceleratorState().process_index}"]))
     assert found == [[f"text {rank}" for rank in range(mode.ranks)]] * mode.ranks
+
+
+@ALL
+def test_rows_of_no_prepared_batch_are_gathered_as_they_are_and_that_is_said_once(mode: Mode) -> None:
+    def body() -> tuple[list[list[int]], int]:
+        lines: list[str] = []
+        accelerator = Accelerator()
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        own = logging.getLogger("unisono.compat.accelerate.accelerator")
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            own.addHandler(handler)
+        found = [accelerator.gather_for_metrics(torch.full((3,), accelerator.process_index)) for _ in range(2)]
+        own.removeHandler(handler)
+        return [each.tolist() for each in found], len([each for each in lines if "takes all rows" in each])
+
+    gathered = [0, 0, 0, 1, 1, 1][: 3 * mode.ranks]
+    zero, *others = mode.run(body)
+    assert zero == ([gathered] * 2, 1)
+    assert others == [([gathered] * 2, 0)] * (mode.ranks - 1)
 
 
 @ALL

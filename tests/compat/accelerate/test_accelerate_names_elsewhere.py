@@ -132,7 +132,9 @@ def test_seeds_are_the_ranks_own_where_asked_for_and_generators_come_together(mo
         set_seed(5, device_specific=True)
         own = torch.rand(()).item()
         generator = torch.Generator().manual_seed(PartialState().process_index)
-        synchronize_rng_states(["torch", "generator"], generator)
+        synchronize_rng_states(["torch", "generator", PartialState().device.type], generator)
+        with pytest.raises(ValueError, match="trch"):
+            synchronize_rng_states(["trch"])
         return same, own, torch.rand(()).item(), torch.rand((), generator=generator).item()
 
     (same, own, torchs, generators), other = mode.run(body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -35,8 +36,11 @@ from unisono.compat.accelerate.utils.dataclasses import (
 from unisono.compat.accelerate.utils.memory import release_memory
 from unisono.compat.accelerate.utils.other import extract_model_from_parallel, save
 from unisono.parallel.collectives import all_gather_object
+from unisono.parallel.prepared.metrics import NoSuchBatchError
 from unisono.parallel.prepared.model import PreparedModel
 from unisono.tree import leaves
+
+logger = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -109,6 +113,7 @@ class Accelerator(Native):
         )
         if self.scaler is not None and handlers.scaler is not None:
             self.scaler.load_state_dict(handlers.scaler_state())
+        self._has_warned = False
         self._moves, self._steps_scheduler, self._handlers = device_placement, step_scheduler_with_optimizer, handlers
         self.dataloader_config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
         self.project_configuration = project_config or ProjectConfiguration(
@@ -190,11 +195,17 @@ class Accelerator(Native):
         """As the native one; of objects, every rank's in one list.
 
         Objects are taken as they are: where a batch has repeated samples, leave them out before
-        (`loader.valid_samples`).
+        (`loader.valid_samples`). So are rows that are those of no batch of a prepared loader; a warning says so, once.
         """
         if use_gather_object or not all(isinstance(each, torch.Tensor) for each in leaves(input_data)):
             return [each for part in all_gather_object(list(input_data), self.world) for each in part]
-        return super().gather_for_metrics(input_data)
+        try:
+            return super().gather_for_metrics(input_data)
+        except NoSuchBatchError as error:
+            if self.is_main_process and not self._has_warned:
+                logger.warning("gather_for_metrics takes all rows of what it is given: %s", str(error))
+                self._has_warned = True
+            return operations.gather(input_data, self.world)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """As the native one, but the sum where nothing is said."""

@@ -31,6 +31,7 @@ def profiled(handler: ProfileKwargs, world: World) -> Iterator[torch.profiler.pr
             barrier(world)
             yield profiler
             barrier(world)
+        profiler.events()  # made now, and not by the first of several threads that ask
         _shared.clear()
     else:
         barrier(world)

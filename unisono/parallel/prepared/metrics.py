@@ -19,6 +19,10 @@ from unisono.tree import leaves, tree_map
 from unisono.world import World
 
 
+class NoSuchBatchError(ValueError):
+    """Rows that are those of no batch; on all ranks."""
+
+
 def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[Any, int]:
     """The rows that count, and how many they are. A small collective, where nothing tells how many count.
 
@@ -48,12 +52,12 @@ def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[An
     best = _best(fitting, recent[0] if recent else None)
     if not best:
         if not recent:
-            raise ValueError(
+            raise NoSuchBatchError(
                 f"no prepared loader has delivered a batch, so that nothing tells which of {count} samples count; "
                 "prepare(loader), or pass valid_samples"
             )
         rows = recent[0].rows.recent()
-        raise ValueError(
+        raise NoSuchBatchError(
             f"values with {count} samples match no recent batches, which had {rows} samples on this rank, the latest "
             "last (or do not on another rank); gather the outputs of whole batches, or pass valid_samples"
         )

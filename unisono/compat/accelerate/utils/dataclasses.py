@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from unisono.backends import get_backend
 from unisono.compat.absent import refuse
 
 _ENGINES = "DeepSpeed, Megatron-LM, pipelines and tensor parallelism are not joined; unisono.Accelerator has strategy="
@@ -89,12 +90,16 @@ class DDPCommunicationHookType(BaseEnum):
 
 
 class RNGType(BaseEnum):
-    """Whose state `synchronize_rng_states` makes that of rank zero."""
+    """Whose state `synchronize_rng_states` makes that of rank zero; a family of devices, by its name, is DEVICE."""
 
     TORCH = "torch"
-    CUDA = "cuda"
-    XLA = "xla"
     GENERATOR = "generator"
+    DEVICE = "device"
+
+    @classmethod
+    def _missing_(cls, value: object) -> RNGType:
+        get_backend(str(value))  # ValueError, where there is no such family
+        return cls.DEVICE
 
 
 class LoggerType(BaseEnum):
