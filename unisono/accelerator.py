@@ -38,6 +38,7 @@ from unisono.parallel.prepared.choices import (
 from unisono.parallel.prepared.making import Maker
 from unisono.parallel.prepared.metrics import valid_rows
 from unisono.parallel.prepared.model import PreparedModel
+from unisono.parallel.prepared.pace import Unit, check_unit
 from unisono.parallel.prepared.preparing import Prepared
 from unisono.parallel.prepared.scaler import LossScaler
 from unisono.parallel.strategies.choosing import strategy_class, strategy_in
@@ -87,6 +88,9 @@ class Accelerator:
         comm_options: of the hook.
         elementwise_optimizer: for "zero1" and "fsdp" with an optimizer that is none of torch.optim's: it treats each
             element for itself, and looks at no others.
+        schedule_unit: what schedules count: "batch", the batches of the loader as the script wrote it; "step", the
+            optimizer steps of this run; "device_step", those that one device would take. None finds out, and is an
+            error where it matters and cannot be known.
         world: None takes the current one.
 
     Attributes:
@@ -117,10 +121,12 @@ class Accelerator:
         comm_hook: str | None = None,
         comm_options: Mapping[str, Any] | None = None,
         elementwise_optimizer: bool = False,
+        schedule_unit: Unit | None = None,
         world: World | None = None,
     ) -> None:
         check_arguments(mixed_precision, gradient_accumulation_steps, max_grad_norm, nan_guard)
         check_choices(compile, seed, comm_hook)
+        check_unit(schedule_unit)
         kind = strategy_class(strategy)
         options = Options(
             comm_hook, comm_options, find_unused_parameters, elementwise_optimizer, mixed_precision, max_grad_norm
@@ -151,7 +157,7 @@ class Accelerator:
             max_grad_norm=max_grad_norm,
             seed=seed,
         )
-        self._prepared = Prepared(maker, partial(_prepared_loader, self.world, device_placement, seed))
+        self._prepared = Prepared(maker, partial(_prepared_loader, self.world, device_placement, seed), schedule_unit)
 
     def prepare(self, *objects: Any) -> Any:
         """Models, optimizers, loaders, schedulers, lists of them and None, each prepared: in the order in which they

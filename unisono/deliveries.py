@@ -37,17 +37,20 @@ class Batch:
         total: N, of all ranks; None where nobody knows it.
         mark: the same on all ranks where they stand in the same round.
         loop: that has received it.
+        dealt: how many batches of the loader, as the user wrote it, the round has.
         number: in its loop, from 1 on.
         at: in the order of all that happened to this rank.
         is_waiting: for a pass with gradients: none was computed from it.
         is_spent: an optimizer has stepped on it.
     """
 
-    __slots__ = ("at", "is_spent", "is_waiting", "loop", "mark", "number", "rows", "samples", "total")
+    __slots__ = ("at", "dealt", "is_spent", "is_waiting", "loop", "mark", "number", "rows", "samples", "total")
 
-    def __init__(self, loop: Loop, samples: int, total: int | None, mark: int, repeated: int = 0) -> None:
+    def __init__(
+        self, loop: Loop, samples: int, total: int | None, mark: int, repeated: int = 0, dealt: int = 1
+    ) -> None:
         self.loop, self.samples, self.total, self.mark = loop, samples, total, mark
-        self.rows = samples + repeated
+        self.rows, self.dealt = samples + repeated, dealt
         self.number, self.at = loop.num_batches, next(_clock)
         self.is_waiting, self.is_spent = True, False
 
@@ -76,6 +79,8 @@ class Loop:
 
     Args:
         ends_here: whether the batch that was delivered last is the loop's last one.
+        lengths: the numbers of batches of an epoch: of the loader as the user wrote it, and of this rank's. None where
+            the loader has no length.
 
     Attributes:
         rows: those of its batches.
@@ -88,8 +93,12 @@ class Loop:
         kinds: a batch for each that counts differently.
     """
 
-    def __init__(self, ends_here: Callable[[], bool] = lambda: False) -> None:
-        self.ends_here = ends_here
+    def __init__(
+        self,
+        ends_here: Callable[[], bool] = lambda: False,
+        lengths: Callable[[], tuple[int, int] | None] = lambda: None,
+    ) -> None:
+        self.ends_here, self.lengths = ends_here, lengths
         self.rows = LoopRows()
         self.at = 0
         self.is_evaluation = self.is_open = True
@@ -136,9 +145,13 @@ class Deliveries:
         """Whether no loop over a loader has begun."""
         return not self._open and not self._ended
 
-    def begin(self, ends_here: Callable[[], bool] = lambda: False) -> Loop:
-        """A loop begins, inside those that are open; `ends_here` as for `Loop`."""
-        begun = Loop(ends_here)
+    def begin(
+        self,
+        ends_here: Callable[[], bool] = lambda: False,
+        lengths: Callable[[], tuple[int, int] | None] = lambda: None,
+    ) -> Loop:
+        """A loop begins, inside those that are open; the arguments are those of `Loop`."""
+        begun = Loop(ends_here, lengths)
         self._open.append(begun)
         return begun
 
@@ -151,16 +164,25 @@ class Deliveries:
             if not ended.is_trained:
                 self._received = deque((each for each in self._received if each.loop is not ended), maxlen=_KEPT)
 
-    def add(self, loop: Loop, values: Any, samples: int, total: int | None, mark: int = 0, repeated: int = 0) -> Batch:
+    def add(
+        self,
+        loop: Loop,
+        values: Any,
+        samples: int,
+        total: int | None,
+        mark: int = 0,
+        repeated: int = 0,
+        dealt: int = 1,
+    ) -> Batch:
         """A batch of the loop is delivered, just now in the loop's thread.
 
         Args:
             values: the batch itself, tensors in any nesting.
-            samples, total, mark: as for `Batch`.
+            samples, total, mark, dealt: as for `Batch`.
             repeated: rows of the batch that come behind its samples and do not count.
         """
         loop.count(samples, repeated)
-        batch = Batch(loop, samples, total, mark, repeated)
+        batch = Batch(loop, samples, total, mark, repeated, dealt)
         self.know(values, batch)
         loop.kinds.setdefault(batch.counts, batch)
         self._received.append(batch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sized
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from unisono.deliveries import Loop as Received
 from unisono.loaders.channel import EndOfChannel
@@ -14,6 +14,13 @@ from unisono.loaders.stages import Delivery, Lane
 from unisono.outcome import Outcome
 from unisono.timeline import COMPUTE, FETCH, Loop
 from unisono.world import World
+
+
+class Epochs(Sized, Protocol):
+    """A loader: its length is that of an epoch."""
+
+    def lengths(self) -> tuple[int, int] | None:
+        """As `ParallelLoader.lengths`."""
 
 
 class DeviceIterator:
@@ -28,7 +35,7 @@ class DeviceIterator:
 
     def __init__(
         self,
-        parent: Sized,
+        parent: Epochs,
         lane: Lane,
         world: World,
         receive: Callable[[], Delivery],
@@ -57,8 +64,9 @@ class DeviceIterator:
         track = lane.timeline.loop()
         loop, received = self._loop, self._received  # another thread may close this iterator, and end both
         if loop is None or received is None or loop.track is not track:
-            is_last = partial(_is_last, weakref.ref(self))
-            self._loop, self._received = loop, received = Loop(track), self._deliveries.begin(is_last)
+            own = weakref.ref(self)
+            received = self._deliveries.begin(partial(_is_last, own), partial(_lengths, own))
+            self._loop, self._received = loop, received = Loop(track), received
         else:
             track.switch(FETCH)
         began, queued = track.since, lane.sent - lane.received
@@ -137,6 +145,11 @@ class DeviceIterator:
             self._received = None
         if self._loop is not None and self._loop.abandon():
             self._loop = None
+
+
+def _lengths(iterator: weakref.ref[DeviceIterator]) -> tuple[int, int] | None:
+    alive = iterator()
+    return None if alive is None else alive._parent.lengths()
 
 
 def _is_last(iterator: weakref.ref[DeviceIterator]) -> bool:

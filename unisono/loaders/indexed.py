@@ -192,7 +192,7 @@ def _jobs(batches: Batches, rule: Rule, start: int, epoch: int, seed: int, left_
         for place in rule.kept:
             part = dealt.parts[place]
             total = part.total if rule.shards == 1 else None
-            claim = Claim(part.samples, total, mark, part.repeated)
+            claim = Claim(part.samples, total, mark, part.repeated, len(dealt.batches))
             jobs.append(_Job(_request(dealt, part, rule, epoch, seed), claim, position))
         yield jobs
     if batches.left_out:

@@ -138,7 +138,7 @@ class Lockstep:
             own = self._sample_of(self._spare)
         self._advance(offered, sum(sizes))
         batch, repeated = self._padded(own)
-        claim = Claim(own.claim.samples, sum(sizes), mark_of(self._position["offset"]), repeated)
+        claim = Claim(own.claim.samples, sum(sizes), mark_of(self._position["offset"]), repeated, sum(map(bool, sizes)))
         return own._replace(batch=batch, claim=claim, position=self._position, stamps=stamps)
 
     def _meet(self) -> _Met:

@@ -257,6 +257,13 @@ class ParallelLoader:
         """
         return self._source.num_rounds(self._rule)
 
+    def lengths(self) -> tuple[int, int] | None:
+        """The numbers of batches of an epoch: of the given loader, and for each device; None without a length."""
+        try:
+            return self._source.num_rounds(Rule()), len(self)
+        except TypeError:
+            return None
+
     def per_device_samples(self) -> int:
         """The number of batches for each device, by its name in the PyTorch/XLA API; TypeError as for `len`."""
         return len(self)
@@ -326,6 +333,7 @@ class DeviceLoader:
             world=world,
             sources=sources,
         )
+        self.length_was_asked = False
         self._loops = [Progress()]  # the innermost last; not the iterators: their threads end with them
         self._is_spent = False
 
@@ -362,6 +370,7 @@ class DeviceLoader:
 
     def __len__(self) -> int:
         """The number of batches of a whole epoch; TypeError where the loader has no length."""
+        self.length_was_asked = True
         return len(self._never_begun)
 
     def __getattr__(self, name: str) -> Any:

@@ -113,13 +113,15 @@ class Claim(NamedTuple):
     """What a batch counts in its round: `samples` of the `total` of all ranks, None where nobody knows that.
 
     `mark` is the same on all ranks where they stand in the same round, and most probably not where they do not.
-    `repeated` samples of the batch only repeat others, and come behind those that count.
+    `repeated` samples of the batch only repeat others, and come after those that count. `dealt` batches of the given
+    loader make the round.
     """
 
     samples: int
     total: int | None
     mark: int = 0
     repeated: int = 0
+    dealt: int = 1
 
 
 class Piece(NamedTuple):
@@ -269,7 +271,7 @@ def cut(dealt: Round[Any], rank: int, dim: int, mark: int = 0) -> Piece:
         batch = pick(batch, part.order(), dim)
     elif (part.start, part.stop) != (0, dealt.sizes[part.batch].samples):
         batch = take(batch, part.start, part.stop, dim)
-    return Piece(batch, Claim(part.samples, part.total, mark, part.repeated))
+    return Piece(batch, Claim(part.samples, part.total, mark, part.repeated, len(dealt.batches)))
 
 
 def mark_of(*content: Any) -> int:

@@ -242,6 +242,14 @@ class Ledger:
             return f"{step} ({self.count} microbatches of no loader)" if self.count > 1 else step
         return f"{step} ({name_batches(batches, self._before)})"
 
+    def last_batch(self) -> Batch | None:
+        """The batch of the present microbatch."""
+        return next(reversed(self._claims.values())).batch if self._claims else None
+
+    def num_dealt(self) -> int:
+        """Of how many batches of its loader, as the user wrote that, the step is."""
+        return sum(1 if each.batch is None else each.batch.dealt for each in self._claims.values())
+
     @property
     def is_empty(self) -> bool:
         """Whether nothing counts in this step, on any rank: there is no mean to take the gradient of."""
@@ -258,7 +266,7 @@ class Ledger:
         """
         if self.is_closed:
             return True
-        batch = next(reversed(self._claims.values())).batch if self._claims else None
+        batch = self.last_batch()
         is_full = self.count >= self.every or (batch is not None and batch.is_last())
         self.has_ended = is_full and self.is_mean
         return is_full

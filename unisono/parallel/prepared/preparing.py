@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from unisono.parallel.names import remember_names, trained_parameters
 from unisono.parallel.prepared.making import Maker
 from unisono.parallel.prepared.model import PreparedModel
+from unisono.parallel.prepared.pace import Unit
 from unisono.parallel.prepared.repointing import Places
 from unisono.parallel.prepared.scheduler import PreparedScheduler
 from unisono.parallel.prepared.stepping import Stepper, release_engines_of, watch
@@ -30,13 +31,15 @@ class Prepared:
     Args:
         maker: of models and steppers.
         make_loader: prepares what has batches.
+        schedule_unit: what schedules count; None finds out.
     """
 
-    def __init__(self, maker: Maker, make_loader: Callable[[Any], Any]) -> None:
+    def __init__(self, maker: Maker, make_loader: Callable[[Any], Any], schedule_unit: Unit | None = None) -> None:
         self._models: list[ref[PreparedModel]] = []  # in the order in which they came, the same on each rank
         self._steppers: list[ref[Stepper]] = []
         self._maker = maker
-        self._make_loader = make_loader
+        self._make_loader, self._schedule_unit = make_loader, schedule_unit
+        self._loaders: WeakSet[Any] = WeakSet()
 
     def prepare(self, objects: Sequence[Any]) -> list[Any]:
         """Each object prepared, in its place. Where one cannot be, nothing has changed.
@@ -61,6 +64,7 @@ class Prepared:
             elif each is not None and id(each) not in made:
                 made[id(each)] = loader = self._make_loader(each)
                 _all_prepared[each] = _all_prepared[loader] = loader
+                self._loaders.add(loader)
         return [_rebuilt(each, made) for each in objects]
 
     def models(self) -> list[PreparedModel]:
@@ -184,7 +188,8 @@ class Prepared:
             optimizer.step.__func__._wrapped_by_lr_sched = True
         stepper = self._stepper_of(optimizer)
         assert stepper is not None  # `_check` has seen to it
-        prepared = PreparedScheduler(scheduler, stepper)
+        is_later = any(getattr(each, "length_was_asked", False) for each in self._loaders)
+        prepared = PreparedScheduler(scheduler, stepper, self._schedule_unit, is_later)
         _all_prepared[scheduler] = prepared
         return prepared
 

@@ -22,12 +22,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from unisono.comm.fitting import in_our_words
+from unisono.deliveries import Loop
 from unisono.parallel import optimizer as by_hand
 from unisono.parallel.gradients import check_presence
 from unisono.parallel.ledger import Ledger
 from unisono.parallel.names import trained_parameters
 from unisono.parallel.passes import Passes
 from unisono.parallel.prepared.guard import NanGuard
+from unisono.parallel.prepared.pace import Taken
 from unisono.parallel.prepared.scaler import LossScaler
 from unisono.parallel.strategies.engine import Engine
 from unisono.timeline import REDUCE, STEP
@@ -59,7 +61,7 @@ class Stepper:
     Attributes:
         num_asked: how often `step` was called.
         schedulers: that follow it.
-        num_steps: how often it has stepped: not between microbatches, nor after an overflow.
+        taken: the steps that it has taken: not between microbatches, nor after an overflow.
         was_skipped: the last step that was due was left out, after an overflow or because nothing counted in it.
     """
 
@@ -74,11 +76,12 @@ class Stepper:
         guard: NanGuard | None = None,
     ) -> None:
         self.optimizer = optimizer
-        self.num_asked = self.num_steps = 0
+        self.num_asked = 0
+        self.taken = Taken()
         self.was_skipped = False
         self.schedulers: list[Follower] = []
         self._engines: list[Engine] = []  # of the models that have some of the optimizer's parameters
-        self._world = world
+        self.world = self._world = world
         self._passes, self._microbatches = passes, passes.microbatches
         self._clip = clip
         self._max_grad_norm = max_grad_norm
@@ -116,7 +119,7 @@ class Stepper:
     def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
         """`optimizer.step` at the end of an accumulation; else nothing, and None."""
         if self._is_inside:  # the scaler's way to the plain step, which it does not take behind an overflow
-            self.num_steps += 1
+            self._count_step()
             return self._plain_step(**arguments)
         self.num_asked += 1
         self._microbatches.look()
@@ -125,7 +128,7 @@ class Stepper:
         if not is_boundary:
             self._skip()
             return None
-        track, before = self._world.timeline.loop(), self.num_steps
+        track, before = self._world.timeline.loop(), self.taken.steps
         self.was_skipped = False
         try:
             for each in self.schedulers:
@@ -148,7 +151,7 @@ class Stepper:
         for engine in self._engines:
             engine.after_step(self.optimizer)
         track.count("steps")
-        self.was_skipped = self.num_steps == before
+        self.was_skipped = self.taken.steps == before
         return result
 
     def reduce(self) -> None:
@@ -210,6 +213,19 @@ class Stepper:
         return self._is_inside and engine in self._engines
 
     @property
+    def every(self) -> float:
+        """How many microbatches make a step."""
+        return self._ledger.every
+
+    def loop_of_last_step(self) -> Loop | None:
+        """The loop over a loader that the last step was in, if it has not ended."""
+        batch = self._ledger.last_batch()
+        return batch.loop if batch is not None and batch.loop.is_open else None
+
+    def _count_step(self) -> None:
+        self.taken = self.taken.after_step(self._ledger.num_dealt(), int(self._ledger.every))
+
+    @property
     def _ledger(self) -> Ledger:
         return self._microbatches.ledger
 
@@ -250,14 +266,14 @@ class Stepper:
                 self._finish()
             if self._scaler is not None:
                 return self._scaler.step(self.optimizer, **arguments)
-            self.num_steps += 1
+            self._count_step()
             return self._plain_step(**arguments)
         finally:
             self._is_inside = False
 
     def _finish(self) -> None:
         """Between the reduction and the step."""
-        if self.num_steps == 0:
+        if not self.taken.steps:
             by_hand.warn_of_foreign_batches(self._world, "optimizer.step()", "prepare(loader) cuts it")
         parameters = trained_parameters(self.optimizer)
         if self._guard is not None:
