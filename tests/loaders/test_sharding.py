@@ -231,7 +231,7 @@ def test_a_place_out_of_range_is_refused(kept, count):
 
 @pytest.mark.parametrize(("name", "value"), [("split", "devices"), ("tail", "cut"), ("tail", None), ("split", 2)])
 def test_an_unknown_split_or_tail_is_refused_with_the_choices(name, value):
-    choices = {"split": "'device', 'global'", "tail": "'split', 'drop', 'pad', 'error'"}[name]
+    choices = {"split": "'rank', 'global'", "tail": "'split', 'drop', 'pad', 'error'"}[name]
     words = f"{name}={value!r} is unknown; choose one of {choices}"
     with pytest.raises(ValueError, match=re.escape(words)):
         Rule(**{name: value})
