@@ -165,7 +165,8 @@ class Accelerator:
 
         A model moves to the device and gets the parameters of rank zero; it comes back as one that behaves the same.
         An optimizer made before comes back itself, pointing to the moved parameters ("zero1": another in its place).
-        A DataLoader, or any other iterable of batches, becomes a `DeviceLoader`.
+        A DataLoader, or any other iterable of batches, becomes a `DeviceLoader`. A metric of torchmetrics comes back
+        itself, and gathers over the ranks when it computes.
 
         Raises:
             TypeError: an object is none of these; the message names its class and position.

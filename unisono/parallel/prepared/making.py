@@ -17,6 +17,7 @@ from unisono.parallel.batch_norm import synchronize_batch_norm
 from unisono.parallel.compilation import compile_module
 from unisono.parallel.passes import Passes
 from unisono.parallel.prepared.guard import NanGuard
+from unisono.parallel.prepared.metric_sync import synchronize_metric
 from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.scaler import LossScaler
 from unisono.parallel.prepared.stepping import Stepper
@@ -77,6 +78,11 @@ class Maker:
             self._seed_generators(seed_of(self.seed, "rank", self.world.rank))
         self._is_seeded = True
         return made
+
+    def metric(self, metric: nn.Module) -> nn.Module:
+        """The metric itself, on its device, which gathers over the ranks."""
+        synchronize_metric(metric, self.world)
+        return metric.to(self.world.device) if self.moves else metric
 
     def stepper(self, optimizer: Optimizer) -> Stepper:
         """What lets the optimizer step for all ranks."""

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from unisono.parallel.names import remember_names, trained_parameters
 from unisono.parallel.prepared.making import Maker
+from unisono.parallel.prepared.metric_sync import is_metric
 from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.pace import Unit
 from unisono.parallel.prepared.repointing import Places
@@ -49,7 +50,7 @@ class Prepared:
             ValueError: one was prepared before, or an optimizer and the models do not belong together.
         """
         flat = [(where, each) for place, each in enumerate(objects) for where, each in _flat(str(place), each)]
-        modules = [each for _, each in flat if isinstance(each, nn.Module)]
+        modules = [each for _, each in flat if isinstance(each, nn.Module) and not is_metric(each)]
         places = Places([*self.modules(), *modules])
         for place, (where, each) in enumerate(flat):
             self._check(where, each, [other for _, other in flat[:place]], [other for _, other in flat], places)
@@ -59,7 +60,9 @@ class Prepared:
                 places.follow(each, self.modules())
                 made[id(each)] = self._add_optimizer(each)
         for _, each in flat:
-            if isinstance(each, LRScheduler | ReduceLROnPlateau):
+            if is_metric(each):
+                made[id(each)] = self._maker.metric(each)
+            elif isinstance(each, LRScheduler | ReduceLROnPlateau):
                 made[id(each)] = self._add_scheduler(each, made)
             elif each is not None and id(each) not in made:
                 made[id(each)] = loader = self._make_loader(each)
@@ -130,6 +133,8 @@ class Prepared:
                 f"the {name} at position {where} is prepared already; prepare each object once, and go on with what "
                 "prepare() returned"
             )
+        if is_metric(each):
+            return
         if isinstance(each, nn.Module):
             _check_devices(where, each)
             self._maker.strategy.check(each)
