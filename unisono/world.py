@@ -40,12 +40,10 @@ class RankState:
 
     Attributes:
         deliveries: what it has received.
-        num_restarts: how often its loop has begun anew.
     """
 
     def __init__(self) -> None:
         self.deliveries = Deliveries()
-        self.num_restarts = 0
         self._parts: dict[Any, Any] = {}
 
     def part(self, kind: type[T]) -> T:
@@ -57,7 +55,6 @@ class RankState:
 
     def restart(self) -> None:
         """The rank's loop begins anew: whatever an earlier one has left is of no step."""
-        self.num_restarts += 1
         for each in list(self._parts.values()):
             if hasattr(each, "restart"):
                 each.restart()

@@ -45,7 +45,7 @@ class _Pass:
         part: of the microbatch, where the user has told; None where each output knows its own.
         scale: of the microbatch, for what arrives at parameters.
         is_reducing: it ends a step.
-        engines: of the models that it has come to; what was interrupted keeps none.
+        engines: of the models whose gradients it reduces when it ends; what was interrupted keeps none.
     """
 
     def __init__(self, bound: Bound, part: float | None, scale: float, is_reducing: bool) -> None:
@@ -256,9 +256,10 @@ class Passes:
         bound = bound or counted.bound
         part = self.microbatches.part(bound) if counted.part is None else counted.part
         run = self._runs[engine] = _Run(task, counted, part)
-        counted.engines.append(ref(engine))
-        engine.begun = Begun(self._ledger.number, self._ledger.count, self.microbatches.num_asked)
-        engine.begin(counted.is_reducing and bound.syncs)
+        engine.begun = Begun(self._ledger.step, self._ledger.count, self.microbatches.num_asked)
+        if reduces := counted.is_reducing and bound.syncs:
+            counted.engines.append(ref(engine))
+        engine.begin(reduces)
         return run
 
     def _begin(self, task: int, bound: Bound | None) -> _Pass:

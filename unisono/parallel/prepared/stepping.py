@@ -87,12 +87,7 @@ class Stepper:
         self._max_grad_norm = max_grad_norm
         self._scaler = scaler
         self._guard = guard
-        self._seen: dict[Engine, int] = {}  # the generations of the last step
         self._is_unscaled = self._is_inside = False
-        self._skipped_in = (
-            self._closed_in
-        ) = -1  # the last step, by its number, that was asked for too early; that is over
-        self._num_skipped = 0  # in a row
         self._plain_step, self._plain_zero = optimizer.step, optimizer.zero_grad
         self._own = {name: vars(optimizer)[name] for name in ("step", "zero_grad") if name in vars(optimizer)}
         step, zero = _methods(self)
@@ -122,10 +117,7 @@ class Stepper:
             self._count_step()
             return self._plain_step(**arguments)
         self.num_asked += 1
-        self._microbatches.look()
-        is_boundary = self._microbatches.is_boundary(now=True)
-        self._microbatches.try_step()
-        if not is_boundary:
+        if not self._microbatches.ask_step():
             self._skip()
             return None
         track, before = self._world.timeline.loop(), self.taken.steps
@@ -163,7 +155,7 @@ class Stepper:
         for engine in self._engines:
             if engine.is_held:
                 engine.reduce()
-            elif self._is_assigned(engine):
+            elif self._ledger.every == 1 and engine.has_assigned(self.optimizer):
                 self._passes.adopt(engine)
         check_presence(trained_parameters(self.optimizer))
         if self._scaler is not None and not self._is_unscaled:
@@ -178,7 +170,6 @@ class Stepper:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """`optimizer.zero_grad`, but between microbatches of one step."""
-        self._microbatches.look()
         if self._is_inside or self.may_zero():
             self._plain_zero(set_to_none)
             self.forget()
@@ -189,11 +180,11 @@ class Stepper:
         Or it is given up: it has its last microbatch and was not stepped on, or since the last backward pass nobody has
         asked whether to step.
         """
-        now = self._ledger
-        if now.every == 1 or self._closed_in == now.number or now.count == 0:
+        now, step = self._ledger, self._ledger.step
+        if now.every == 1 or self.optimizer in step.stepped:
             return True
-        begun = [engine.begun for engine in self._engines if engine.begun.step == now.number]
-        is_complete = now.has_ended and any(each.microbatch == now.count for each in begun)
+        begun = [engine.begun for engine in self._engines if engine.begun.step is step]
+        is_complete = step.is_full and any(each.microbatch == now.count for each in begun)
         return not begun or is_complete or any(each.num_asked == self._microbatches.num_asked for each in begun)
 
     def forget(self) -> None:
@@ -204,7 +195,7 @@ class Stepper:
             for engine in self._engines:
                 engine.forget()
             if self._ledger.count:  # a part of a step is given up
-                self._num_skipped = 0
+                self._microbatches.skips.pop(self.optimizer, None)
             self._passes.forget()
             self._settle()
 
@@ -219,7 +210,7 @@ class Stepper:
 
     def loop_of_last_step(self) -> Loop | None:
         """The loop over a loader that the last step was in, if it has not ended."""
-        batch = self._ledger.last_batch()
+        batch = self._ledger.step.last
         return batch.loop if batch is not None and batch.loop.is_open else None
 
     def _count_step(self) -> None:
@@ -229,18 +220,12 @@ class Stepper:
     def _ledger(self) -> Ledger:
         return self._microbatches.ledger
 
-    def _is_assigned(self, engine: Engine) -> bool:
-        """Whether the model has gradients that no backward pass has left since the last step."""
-        if self._world.world_size == 1 or self._ledger.every > 1 or engine.generation != self._seen.get(engine, 0):
-            return False
-        return any(each.grad is not None for each in engine.trained())
-
     def _skip(self) -> None:
         now = self._ledger
         self._microbatches.warn_of_unknown_ends()
-        self._num_skipped = self._num_skipped + 1 if self._skipped_in >= self._microbatches.restarted_at else 1
-        self._skipped_in = now.number
-        if self._num_skipped >= now.every:
+        skips = self._microbatches.skips
+        skips[self.optimizer] = count = skips.get(self.optimizer, 0) + 1
+        if count >= now.every:
             if not now.count and any(each.grad is not None for each in trained_parameters(self.optimizer)):
                 raise RuntimeError(
                     f"gradient_accumulation_steps={now.every} counts backward passes, and the gradients that the "
@@ -250,7 +235,7 @@ class Stepper:
                     "batch"
                 )
             raise RuntimeError(
-                f"the {type(self.optimizer).__name__} was asked to step {self._num_skipped} times in a row, and never "
+                f"the {type(self.optimizer).__name__} was asked to step {count} times in a row, and never "
                 f"on the last microbatch of gradient_accumulation_steps={now.every}; call its step() on each one, and "
                 "where several optimizers step on batches of no prepared loader, let each batch's lines run in "
                 "`with accelerator.accumulate():`"
@@ -298,7 +283,7 @@ class Stepper:
             self._finish()
             return self._ledger.part()
 
-        return by_hand.reducing(closure, lambda: None, reduce, self._world)
+        return by_hand.reducing(closure, reduce, self._world)
 
     def _settle(self) -> None:
         """The gradients that are held belong to no further step of this optimizer."""
@@ -307,9 +292,10 @@ class Stepper:
 
     def _close(self) -> None:
         self._settle()
-        self._seen = {engine: engine.generation for engine in self._engines}
-        self._closed_in, self._num_skipped = self._ledger.number, 0
-        self._ledger.close()
+        for engine in self._engines:
+            engine.note_step(self.optimizer)
+        self._microbatches.skips.pop(self.optimizer, None)
+        self._ledger.close(self.optimizer)
 
 
 def watch(engine: Engine, done_in_steps: Sequence[str] = ()) -> None:
@@ -361,8 +347,14 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
                 "with the optimizer that prepare() has returned, or after the backward pass that ends the step "
                 "(accelerator.sync_gradients)"
             )
+        if is_plain and engine.has_assigned(optimizer):
+            raise RuntimeError(
+                f"the {type(optimizer).__name__} steps on gradients of the {engine.name} that no backward pass has "
+                "left since its last step: they were assigned, and are this rank's alone; prepare(optimizer), which "
+                "reduces them"
+            )
         if is_plain:
-            engine.step_plainly(optimizer)
+            engine.note_step(optimizer)
 
 
 def _is_stepping(engine: Engine) -> bool:

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from unisono.parallel.agreement import check_agreement
 from unisono.parallel.gradients import reduce_gradients, scale_gradients
-from unisono.parallel.ledger import Ledger
+from unisono.parallel.ledger import Ledger, Step
 from unisono.world import World
 
 
 class Begun(NamedTuple):
     """Where a rank stands: in which step, on which of its microbatches, and how often it has asked whether to step."""
 
-    step: int = 0
+    step: Step | None = None
     microbatch: int = 0
     num_asked: int = 0
 
@@ -37,8 +38,7 @@ class Engine:
         name: of the module's class.
         is_held: a backward pass has left gradients that are this rank's alone.
         is_reduced: those that are there are of all ranks.
-        generation: how many backward passes have come to the model.
-        begun: where the rank stood when the last one came.
+        begun: where the rank stood when the last backward pass came to the model.
         hooks: on the leaves, for their gradients.
         is_released: its model is prepared no more.
     """
@@ -46,13 +46,12 @@ class Engine:
     def __init__(self, module: nn.Module, world: World, ledger: Ledger) -> None:
         self.module, self.name = module, type(module).__name__
         self.is_held = self.is_reduced = False
-        self.generation = 0
         self.begun = Begun()
-        self._stepped: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()  # in which generation
         self.is_released = False
         self.hooks: dict[torch.Tensor, RemovableHandle] = {}
         self._world, self._ledger = world, ledger
-        self._reduces = False  # the backward pass that runs
+        self._has_begun = False  # a backward pass has come
+        self._stepped: WeakSet[Optimizer] = WeakSet()  # since the last one
         self._tree: list[nn.Module] = []  # all parts of the module
         self._children = [-1]  # their children, by identity
         self._is_agreed = False  # the ranks have compared their models
@@ -80,8 +79,7 @@ class Engine:
         if self.is_reduced and self._ledger.held_factor() not in (0, 1):
             scale_gradients(self.trained(), 1 / self._ledger.held_factor())  # the further reduction undoes it
         self.is_held, self.is_reduced = self._world.comm.size > 1 or self._ledger.every > 1, False
-        self.generation += 1
-        self._reduces = reduces
+        self._note_pass()
         self.prepare(reduces)
 
     def pass_by(self) -> None:
@@ -91,10 +89,9 @@ class Engine:
         """Before the first gradient of a backward pass arrives."""
 
     def finish(self) -> None:
-        """The backward pass has ended. A collective, where it ends a step."""
-        if self._reduces:
-            self.complete()
-            self.is_held, self.is_reduced = False, True
+        """The backward pass that reduces has ended. A collective."""
+        self.complete()
+        self.is_held, self.is_reduced = False, True
 
     def complete(self) -> None:
         """Reduce what a backward pass has not reduced on its way.
@@ -117,7 +114,7 @@ class Engine:
         """
         self._world.comm.announce(f"gradients that were assigned, or stepped on before, of {self._ledger.place()}")
         scale_gradients(self.trained(), part)
-        self.generation += 1
+        self._note_pass()
         self.reduce()
 
     def reduce_late(self, parameters: Sequence[torch.Tensor] | None = None) -> None:
@@ -139,22 +136,22 @@ class Engine:
         """The gradients are zero."""
         self.is_held = self.is_reduced = False
 
-    def step_plainly(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer that nobody has prepared steps on gradients that are reduced.
+    def has_assigned(self, optimizer: Optimizer) -> bool:
+        """Whether there are gradients that no backward pass has left since that optimizer's last step."""
+        if self._world.comm.size == 1 or (self._has_begun and optimizer not in self._stepped):
+            return False
+        return any(each.grad is not None for each in self.trained())
 
-        Raises:
-            RuntimeError: no backward pass has left them since its last step.
-        """
-        if self._stepped.get(optimizer) == self.generation and self._world.comm.size > 1:
-            raise RuntimeError(
-                f"the {type(optimizer).__name__} steps on gradients of the {self.name} that no backward pass has left "
-                "since its last step: they were assigned, and are this rank's alone; prepare(optimizer), which reduces "
-                "them"
-            )
-        self._stepped[optimizer] = self.generation
-        self._ledger.close()
+    def note_step(self, optimizer: Optimizer) -> None:
+        """That optimizer steps on the gradients that are there."""
+        self._stepped.add(optimizer)
+        self._ledger.close(optimizer)
 
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _note_pass(self) -> None:
+        self._has_begun = True
+        self._stepped.clear()
+
+    def after_step(self, optimizer: Optimizer) -> None:
         """That optimizer has stepped."""
 
     def trained(self) -> list[torch.Tensor]:
