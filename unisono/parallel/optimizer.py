@@ -97,21 +97,21 @@ def backward(
     world = world or current_world()
     hand = world.state.part(ByHand)
     trainers = list(hand.trainers)
-    if trainers and (leaves := set(_leaves(loss))):
-        for each in trainers:
-            if each.has(leaves):
-                each.backward(loss, weight, batch)
-                return
+    trained = set(_leaves(loss)) if trainers else set()
+    for each in trainers:
+        if each.has(trained):
+            each.backward(loss, weight, batch)
+            return
     ledger = hand.ledger_of(world)
     found = _batch_of(batch, weight is not None, world)
     claim = claim_of(found, weight, world)
     ledger.enter(claim, found or object())
     part, crossings = claim.part(world.comm.size), world.state.part(Crossings)
     factor, before = part * ledger.scale(claim), crossings.number
-    leaves = _leaves(loss) if factor != 1 or world.comm.size > 1 else []
+    left_at = _leaves(loss) if factor != 1 or world.comm.size > 1 else []
     if world.comm.size > 1:
-        unreduced.update((each, True) for each in leaves)
-    hooks = [each.register_hook(partial(scaled, factor)) for each in leaves if factor != 1]
+        unreduced.update((each, True) for each in left_at)
+    hooks = [each.register_hook(partial(scaled, factor)) for each in left_at if factor != 1]
     try:
         loss.backward()
     finally:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from unisono.parallel.strategies.hooks import attach_hook
-from unisono.parallel.strategies.sharded import shard
+from unisono.parallel.strategies.sharded import is_sharded, shard
 from unisono.parallel.strategies.states import load_model_state, load_optimizer_state, model_state, optimizer_state
 from unisono.parallel.strategies.zero1 import shard_optimizer
 from unisono.world import current_world
@@ -87,7 +87,7 @@ class Run:
         world = current_world()
         self.model: nn.Module = network(seed)
         if strategy == "fsdp":
-            shard(self.model, world, self._share, (nn.Sequential,))
+            shard(self.model, world, (nn.Sequential,))
         self.optimizer = make_optimizer(groups_of(self.model))
         if strategy == "zero1":
             self.optimizer = shard_optimizer(self.optimizer, world)
@@ -108,7 +108,8 @@ class Run:
             tokens, targets = torch.randint(7, (2, SAMPLES), generator=numbers)[:, self._part()]
             outputs = self.model(tokens)
             self.optimizer.zero_grad()
-            (F.cross_entropy(outputs, targets) if len(tokens) else outputs.sum()).backward()
+            loss = F.cross_entropy(outputs, targets) if len(tokens) else outputs.sum()
+            (loss * self._share() if is_sharded(self.model) else loss).backward()
             self.optimizer.step()
         return self
 

@@ -228,7 +228,7 @@ def test_what_cannot_be_divided_is_told():
         world, model = current_world(), network()
         divided = shard_optimizer(torch.optim.SGD(model.parameters()), world)
         assert is_divided(divided)
-        in_parts: Any = shard(network(), world, own_share, ())
+        in_parts: Any = shard(network(), world, ())
         assert all(isinstance(parameter, DTensor) for parameter in in_parts.parameters())
         two_types = [*nn.Linear(2, 2).parameters(), *network().parameters()]
         wrong = [

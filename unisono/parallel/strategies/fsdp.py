@@ -16,7 +16,7 @@ from unisono.parallel.strategies.ddp import failed_before
 from unisono.parallel.strategies.elementwise import check_elementwise
 from unisono.parallel.strategies.engine import Engine, is_left_at, is_taken_from
 from unisono.parallel.strategies.rebinding import Rebinding
-from unisono.parallel.strategies.sharded import check_shardable, shard, units_in, whole_parameters
+from unisono.parallel.strategies.sharded import check_shardable, scale_sums, shard, units_in, whole_parameters
 from unisono.parallel.strategies.strategy import Options, Strategy
 from unisono.parallel.weakly import weakly
 from unisono.tree import tensors
@@ -63,9 +63,10 @@ class ShardedEngine(Engine):
 
     def __init__(self, module: nn.Module, world: World, ledger: Ledger, finds_unused: bool) -> None:
         name = type(module).__name__  # torch gives it another one
-        sharded: Any = shard(module, world, weakly(ledger.factor), find_unused_parameters=finds_unused)
+        sharded: Any = shard(module, world, find_unused_parameters=finds_unused)
         super().__init__(sharded, world, ledger)
         self._sharded, self.name = sharded, name
+        self._units = units_in(sharded)
         self._whole = whole_parameters(sharded)
         self._parts = list(sharded.parameters())
         self._entries = WeakTensorKeyDictionary()  # inputs that have told of their gradients before
@@ -128,7 +129,7 @@ class ShardedEngine(Engine):
 
     def _gather(self, _: torch.Tensor) -> None:
         self._announce()
-        for unit in units_in(self.module):
+        for unit in self._units:
             unit.unshard()
 
     def _arrive_at_part(self, _: torch.Tensor) -> None:
@@ -164,6 +165,8 @@ class ShardedEngine(Engine):
         self._is_reducing = reduces
         self._world.comm.announce(f"the backward pass of {self._ledger.place()}")
         self._sharded.set_requires_gradient_sync(reduces)
+        if reduces:
+            scale_sums(self._units, self._ledger.factor())
 
     def complete(self) -> None:
         """The backward pass has reduced, or torch's last callback, which may be still to come, will do so."""
