@@ -84,10 +84,8 @@ class Loop:
 
     Attributes:
         rows: those of its batches.
-        at: when the last one was.
         is_evaluation: all of them were delivered with gradients off.
         is_open: it has not ended.
-        is_trained: a batch came with gradients on, or a pass with gradients was computed from one.
         is_listed: all batches were drawn before one was used.
         cycle: the numbers of those that were used, since one was used again.
         kinds: a batch for each that counts differently.
@@ -100,9 +98,8 @@ class Loop:
     ) -> None:
         self.ends_here, self.lengths = ends_here, lengths
         self.rows = LoopRows()
-        self.at = 0
         self.is_evaluation = self.is_open = True
-        self.is_trained = self.is_listed = False
+        self.is_listed = False
         self.cycle: set[int] = set()
         self.kinds: dict[tuple[int, int | None], Batch] = {}
         self._last_used = 0
@@ -114,27 +111,24 @@ class Loop:
         if number in self.cycle and number != self._last_used:
             self.cycle.clear()
         self.cycle.add(number)
-        self._last_used, self.is_trained = number, True
+        self._last_used = number
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether a batch came with gradients on, or a pass with gradients was computed from one."""
+        return not self.is_evaluation or self._last_used > 0
 
     @property
     def num_batches(self) -> int:
         """How many it has delivered."""
         return self.rows.num_batches
 
-    def count(self, samples: int, repeated: int) -> None:
-        """A batch was delivered, with so many samples, and rows after them that do not count."""
-        self.rows.count(samples, repeated)
-        self.at = next(_clock)
-        self.is_evaluation = self.is_evaluation and not torch.is_grad_enabled()
-        self.is_trained = self.is_trained or torch.is_grad_enabled()
-
 
 class Deliveries:
     """The loops of one rank."""
 
     def __init__(self) -> None:
-        self._open: list[Loop] = []
-        self._ended: list[Loop] = []  # the last ones
+        self._loops: list[Loop] = []  # that are open, and the last ones that have ended; by their latest batches
         self._by_memory: StorageMap[list[Batch]] = StorageMap(_are_waiting)  # the latest last
         self._received: deque[Batch] = deque(maxlen=_KEPT)  # from the oldest that waits for a pass
         self._used: Batch | None = None  # by the last pass
@@ -143,7 +137,7 @@ class Deliveries:
     @property
     def is_unused(self) -> bool:
         """Whether no loop over a loader has begun."""
-        return not self._open and not self._ended
+        return not self._loops
 
     def begin(
         self,
@@ -151,16 +145,15 @@ class Deliveries:
         lengths: Callable[[], tuple[int, int] | None] = lambda: None,
     ) -> Loop:
         """A loop begins, inside those that are open; the arguments are those of `Loop`."""
-        begun = Loop(ends_here, lengths)
-        self._open.append(begun)
-        return begun
+        self._loops.insert(0, Loop(ends_here, lengths))
+        return self._loops[0]
 
     def end(self, ended: Loop) -> None:
         """That loop has ended, or was left. Idempotent."""
-        if ended in self._open:
-            self._open.remove(ended)
+        if ended.is_open:
             ended.is_open = False
-            self._ended = [*self._ended[1 - REMEMBERED :], ended]
+            old = [each for each in self._loops if not each.is_open][:-REMEMBERED]
+            self._loops = [each for each in self._loops if each not in old]
             if not ended.is_trained:
                 self._received = deque((each for each in self._received if each.loop is not ended), maxlen=_KEPT)
 
@@ -181,7 +174,10 @@ class Deliveries:
             samples, total, mark, dealt: as for `Batch`.
             repeated: rows of the batch that come behind its samples and do not count.
         """
-        loop.count(samples, repeated)
+        loop.rows.count(samples, repeated)
+        loop.is_evaluation = loop.is_evaluation and not torch.is_grad_enabled()
+        if self._loops[-1:] != [loop]:
+            self._loops = [*(each for each in self._loops if each is not loop), loop]
         batch = Batch(loop, samples, total, mark, repeated, dealt)
         self.know(values, batch)
         loop.kinds.setdefault(batch.counts, batch)
@@ -290,7 +286,7 @@ class Deliveries:
 
     def recent(self) -> list[Loop]:
         """The last few loops, open and ended, the one that received a batch last first."""
-        return sorted([*self._open, *self._ended], key=lambda each: -each.at)[:REMEMBERED]
+        return self._loops[: -REMEMBERED - 1 : -1]
 
 
 def name_batches(batches: Sequence[Batch], before: Batch | None = None) -> str:
