@@ -308,7 +308,9 @@ class ReducesTwice(Engine):
 
 class ReducesEachMicrobatch(Engine):
     def begin(self, reduces: bool) -> None:
-        super().begin(True)
+        super().begin(reduces)
+        if not reduces:
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
 
 
 def with_engine(kind: type[Engine], broadcasts: bool = True) -> type[flat.Flat]:

@@ -141,6 +141,7 @@ class Step:
         claims: by what tells one microbatch from another.
         units: the first total of each loader that has a loss in it.
         stepped: the optimizers that have stepped on it. Others, on the same microbatches, belong to it.
+        is_closed: one of them has.
         is_full: it has its last microbatch, as far as was asked.
     """
 
@@ -149,12 +150,13 @@ class Step:
     claims: dict[object, Claim] = field(default_factory=dict)
     units: dict[Loop, float] = field(default_factory=dict)
     stepped: WeakSet[Optimizer] = field(default_factory=WeakSet)
+    is_closed: bool = False
     is_full: bool = False
 
     @property
     def is_open(self) -> bool:
         """Whether it has microbatches, and no optimizer has stepped on them."""
-        return bool(self.claims) and not self.stepped
+        return bool(self.claims) and not self.is_closed
 
     @property
     def unit(self) -> float:
@@ -168,7 +170,7 @@ class Step:
 
     def following(self) -> Step:
         """The step after this one; in its place, where no optimizer has stepped."""
-        return Step(self.number + bool(self.claims and self.stepped), self.last)
+        return Step(self.number + bool(self.claims and self.is_closed), self.last)
 
 
 class Ledger:
@@ -292,6 +294,7 @@ class Ledger:
     def close(self, optimizer: Optimizer) -> None:
         """That optimizer has stepped."""
         self.step.stepped.add(optimizer)
+        self.step.is_closed = True
         for claim in self.step.claims.values():
             if claim.batch is not None:
                 claim.batch.is_spent = True
