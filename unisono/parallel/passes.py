@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 
@@ -84,8 +84,7 @@ class Passes:
         self._is_called = False  # `backward`, and it runs
         self._begun: _Pass | None = None  # by `backward`, with what the user has told
         self._running: dict[int, _Pass] = {}  # by autograd's number
-        self._runs: WeakKeyDictionary[Engine, _Run] = WeakKeyDictionary()  # the last ones
-        self._engines: WeakSet[Engine] = WeakSet()
+        self._engines: WeakKeyDictionary[Engine, None] = WeakKeyDictionary()  # in the order of their first passes
 
     def bind(self, values: Any, syncs: bool = True) -> Bound:
         """Find the batch that the inputs of a forward pass come from; its outputs are to carry it."""
@@ -115,7 +114,7 @@ class Passes:
 
     def watch_parameters(self, engine: Engine) -> None:
         """Let the model's parameters tell when gradients arrive, and scale them there. Again, as others are trained."""
-        self._engines.add(engine)
+        self._engines[engine] = None
         trained = engine.leaves()
         if len(trained) != len(engine.hooks) or any(each not in engine.hooks for each in trained):
             arrive = partial(weakly(self._arrive_at_leaf), ref(engine))
@@ -175,9 +174,11 @@ class Passes:
     def weight(self) -> float:
         """What gradients of the present batch weigh on this rank against those on others: while a backward pass runs,
         as far as it is known."""
-        run = max(self._runs.values(), key=lambda run: run.task, default=None)
-        if run is not None and run.task == torch._C._current_graph_task_id():
-            return run.part
+        task = torch._C._current_graph_task_id()
+        for engine in self._engines if task >= 0 else ():
+            if engine.passing is not None and engine.passing.task == task:
+                part: float = engine.passing.part
+                return part
         return self.microbatches.part(self.microbatches.bound)
 
     def _begin_told(self, weight: float | torch.Tensor | None, batch: Any) -> _Pass:
@@ -240,14 +241,14 @@ class Passes:
             bound: what an output says; None where the pass has come past the outputs.
         """
         task = torch._C._current_graph_task_id()
-        run = self._runs.get(engine)
+        run: _Run | None = engine.passing
         if run is not None and run.task == task:
             return run
         outer = run if run is not None and run.task in self._running else None  # this one runs inside of it
         if not any(is_left_at(each) for each in engine.hooks if each.requires_grad):
             run = _Run(task, None)
             if outer is None:
-                self._runs[engine] = run
+                engine.passing = run
             engine.pass_by()
             return run
         if outer is not None:
@@ -255,7 +256,7 @@ class Passes:
         counted = self._running.get(task) or self._begin(task, bound)
         bound = bound or counted.bound
         part = self.microbatches.part(bound) if counted.part is None else counted.part
-        run = self._runs[engine] = _Run(task, counted, part)
+        run = engine.passing = _Run(task, counted, part)
         engine.begun = Begun(self._ledger.step, self._ledger.count, self.microbatches.num_asked)
         if reduces := counted.is_reducing and bound.syncs:
             counted.engines.append(ref(engine))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from modes import PROCESSES_2, THREADS_2, Mode
+from modes import PROCESSES_2, Mode
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from unisono.parallel.strategies.sharded import (
     SMALLEST_UNIT,
+    check_shardable,
     clip_grad_norm,
     is_sharded,
     scale_sums,
@@ -24,7 +25,7 @@ from unisono.parallel.strategies.sharded import (
     units_in,
     units_of,
 )
-from unisono.world import World, current_world
+from unisono.world import current_world
 
 PROCESSES_4 = Mode("processes", 4)
 SAMPLES = 11
@@ -295,19 +296,17 @@ def test_units_are_the_large_elements_of_lists_that_share_nothing_with_the_rest(
 
 
 def test_what_cannot_be_sharded_is_told():
-    def told(model: nn.Module, world: World) -> str:
+    def told(model: nn.Module) -> str:
         with pytest.raises(ValueError) as error:
-            shard(model, world)
+            check_shardable(model)
         return str(error.value)
 
-    def mixed() -> list[str]:
+    def body() -> str:
         model: Any = sharded()
         assert is_sharded(nn.Sequential(model))
-        two_types = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
-        assert not is_sharded(two_types)
-        return [told(model, current_world()), told(two_types, current_world())]
+        return told(model)
 
-    for already, types in PROCESSES_2.run(mixed):
-        assert "sharded already" in already
-        assert "'0.weight' is torch.float32 and '1.weight' is torch.float64" in types
-    assert all("2 rank(s) are none" in each for each in THREADS_2.run(lambda: told(Tied(), current_world())))
+    two_types = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+    assert not is_sharded(two_types)
+    assert "'0.weight' is torch.float32 and '1.weight' is torch.float64" in told(two_types)
+    assert all("sharded already" in each for each in PROCESSES_2.run(body))

@@ -90,7 +90,7 @@ class Run:
             shard(self.model, world, (nn.Sequential,))
         self.optimizer = make_optimizer(groups_of(self.model))
         if strategy == "zero1":
-            self.optimizer = shard_optimizer(self.optimizer, world)
+            self.optimizer = shard_optimizer(self.optimizer)
         if strategy in ("ddp", "zero1"):
             self.model = DistributedDataParallel(self.model)
             attach_hook(self.model, None, self._share)

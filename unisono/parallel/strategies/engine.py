@@ -40,6 +40,7 @@ class Engine:
         is_reduced: those that are there are of all ranks.
         begun: where the rank stood when the last backward pass came to the model.
         hooks: on the leaves, for their gradients.
+        passing: the last backward pass through it, of `passes.py`.
         is_released: its model is prepared no more.
     """
 
@@ -49,6 +50,7 @@ class Engine:
         self.begun = Begun()
         self.is_released = False
         self.hooks: dict[torch.Tensor, RemovableHandle] = {}
+        self.passing: Any = None
         self._world, self._ledger = world, ledger
         self._has_begun = False  # a backward pass has come
         self._stepped: WeakSet[Optimizer] = WeakSet()  # since the last one

@@ -43,7 +43,7 @@ def shard(
     units: _Classes | None = None,
     find_unused_parameters: bool = False,
 ) -> FSDPModule:
-    """Shard the model over the ranks, in place: its parameters become DTensors, under the names that they had.
+    """Shard a model that has passed `check_shardable`, in place: its parameters become DTensors, by their old names.
 
     All ranks must hold the same parameters before. Optimizers made before point to what is no longer trained.
 
@@ -57,15 +57,8 @@ def shard(
             used get gradients of zero, and not None.
 
     Raises:
-        ValueError: the ranks are no processes, the model is sharded already, parameters of one unit that are trained
-            differ in type, or torch is too old to find unused parameters.
+        ValueError: torch is too old to find unused parameters.
     """
-    if not world.is_of_processes:
-        raise ValueError(
-            f"strategy='fsdp' shards a model over processes, and this world's {world.world_size} rank(s) are none; "
-            "start processes (unisono.spawn, or a launcher), or take another strategy"
-        )
-    check_shardable(model, units)
     if find_unused_parameters:
         _check_finding()
     chosen = [*units_of(model, units), model]
@@ -76,7 +69,7 @@ def shard(
     for unit in chosen:
         sharded = fully_shard(unit, mesh=mesh)
         sharded.set_force_sum_reduction_for_comms(True)
-    scale_sums(units_in(sharded), 1.0)
+    scale_sums(units_in(model), 1.0)
     if find_unused_parameters:
         sharded.set_reduce_scatter_unused_params(True)
     return sharded  # the last one: the model itself

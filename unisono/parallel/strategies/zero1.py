@@ -16,7 +16,7 @@ from weakref import ref
 
 import torch
 from torch import nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from unisono.parallel.strategies.ddp import Replicated, own_steps_contradict
 from unisono.parallel.strategies.elementwise import check_elementwise
@@ -24,7 +24,6 @@ from unisono.parallel.strategies.hooks import POST_LOCAL_SGD
 from unisono.parallel.strategies.rebinding import Rebinding
 from unisono.parallel.strategies.sharded import is_distributed, loaded_class
 from unisono.parallel.strategies.strategy import Options
-from unisono.world import World
 
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -50,7 +49,7 @@ class Divided(Replicated):
             check_divisible(each)
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        sharded = shard_optimizer(optimizer, self.world)
+        sharded = shard_optimizer(optimizer)
         sharded.register_step_pre_hook(partial(self._announce, ref(sharded)))
         return sharded
 
@@ -59,25 +58,17 @@ class Divided(Replicated):
             self.world.comm.announce(f"the end of {self.ledger.place()}")  # the ranks send out what they have stepped
 
 
-def shard_optimizer(optimizer: Optimizer, world: World) -> ZeroRedundancyOptimizer:
+def shard_optimizer(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
     """An optimizer of the same class, groups and state over the same parameters, whose state is divided by ranks.
 
     It takes the other one's place, and its steps the other one's hooks; schedulers must be given this one.
 
     Args:
-        optimizer: any that treats each parameter for itself; the same on each rank. Its state is moved, and gone here.
-        world: of processes.
+        optimizer: that has passed `check_divisible`; the same on each rank. Its state is moved, and gone here.
 
     Raises:
-        TypeError: it treats all parameters as one, is sharded already, or its class cannot be made from its groups.
-        ValueError: the ranks are no processes, or parameters differ in type, or one is sharded or sparse.
+        TypeError: its class cannot be made from its groups.
     """
-    if not world.is_of_processes:
-        raise ValueError(
-            f"strategy='zero1' divides the optimizer's state by processes, and this world's {world.world_size} rank(s) "
-            "are none; start processes (unisono.spawn, or a launcher), or take another strategy"
-        )
-    check_divisible(optimizer)
     parameters = parameters_of(optimizer)
     # Where they may lie end to end, each rank's are sent in one piece; other memory formats would not survive it.
     shares_memory = all(parameter.is_contiguous() for parameter in parameters)
@@ -145,16 +136,12 @@ def check_divisible(optimizer: Optimizer) -> None:
     """Whether `shard_optimizer` can take it; nothing is changed.
 
     Raises:
-        TypeError, ValueError: as `shard_optimizer`.
+        TypeError: it is divided already, or its class cannot be made from its groups.
+        ValueError: parameters differ in type, or one is sharded or sparse.
     """
     name = type(optimizer).__name__
     if is_divided(optimizer):
         raise TypeError("the optimizer is a ZeroRedundancyOptimizer already; pass the plain one, such as AdamW")
-    if isinstance(optimizer, LBFGS):
-        raise TypeError(
-            f"strategy='zero1' divides the parameters by ranks, and {name} takes them all as one vector; take "
-            "strategy='ddp', or an optimizer that treats each parameter for itself"
-        )
     parameters = parameters_of(optimizer)
     for place, parameter in enumerate(parameters):
         if parameter.dtype != parameters[0].dtype:
