@@ -97,13 +97,9 @@ class Microbatches:
         self._counted_at = self.num_asked
         self.ledger.enter(claim, self._key(bound))
 
-    def claim(self, bound: Bound) -> Claim:
-        """What a backward pass claims for which nobody gives a weight."""
-        return claim_of(bound.batch, None, self.world)
-
     def part(self, bound: Bound) -> float:
         """Of the batch, as `Claim.part`."""
-        return self.claim(bound).part(self.world.comm.size)
+        return claim_of(bound.batch, None, self.world).part(self.world.comm.size)
 
     def is_counted(self, bound: Bound) -> bool:
         """Whether the batch has a backward pass in the present step."""

@@ -29,7 +29,7 @@ import torch
 from unisono.comm.fitting import in_our_words
 from unisono.deliveries import check_counts
 from unisono.parallel.gradients import scaled
-from unisono.parallel.ledger import Claim, Crossings, claim_of, refuse_crossed
+from unisono.parallel.ledger import Crossings, claim_of, refuse_crossed
 from unisono.parallel.microbatches import Bound, Microbatches
 from unisono.parallel.strategies.engine import Begun, Engine, is_left_at
 from unisono.parallel.strategies.sharded import is_distributed
@@ -145,7 +145,8 @@ class Passes:
         self._is_called = True
         try:
             if weight is not None or batch is not None:
-                self._begun = self._begin_told(weight, batch)
+                named = None if batch is None else Bound(tuple(self._world.state.deliveries.named(batch)))
+                self._begun = self._count(named or self.microbatches.bound, weight, is_told=True)
                 loss = loss if self._begun.scale == 1 else loss * self._begun.scale
                 self._begun.scale = 1.0
             with in_our_words(self._world.comm):
@@ -161,8 +162,7 @@ class Passes:
         """
         bound = self.microbatches.bound
         self.microbatches.check_alike()
-        self._check(bound)
-        self.microbatches.enter(self.microbatches.claim(bound), bound)
+        self._count(bound)
         engine.adopt(self.microbatches.part(bound))
 
     def forget(self) -> None:
@@ -181,20 +181,21 @@ class Passes:
                 return part
         return self.microbatches.part(self.microbatches.bound)
 
-    def _begin_told(self, weight: float | torch.Tensor | None, batch: Any) -> _Pass:
-        named = None if batch is None else Bound(tuple(self._world.state.deliveries.named(batch)))
-        bound = named or self.microbatches.bound
+    def _count(self, bound: Bound, weight: float | torch.Tensor | None = None, is_told: bool = False) -> _Pass:
+        """Count a backward pass.
+
+        Args:
+            is_told: the user has said what the loss is the mean over.
+
+        Raises:
+            ValueError: it is not known which batch it is of, and this matters.
+        """
         self.microbatches.check_told(bound)
         if weight is None:
-            self._check(bound)
+            check_counts(bound.candidates, by_part=not self._ledger.is_mean)
         claim = claim_of(bound.batch, weight, self._world)
-        return self._count(claim, bound, claim.part(self._world.comm.size))
-
-    def _check(self, bound: Bound) -> None:
-        check_counts(bound.candidates, by_part=not self._ledger.is_mean)
-
-    def _count(self, claim: Claim, bound: Bound, part: float | None = None) -> _Pass:
         self.microbatches.enter(claim, bound)
+        part = claim.part(self._world.comm.size) if is_told else None
         return _Pass(bound, part, self._ledger.scale(claim), self._ledger.is_full())
 
     # In a backward pass.
@@ -266,13 +267,7 @@ class Passes:
     def _begin(self, task: int, bound: Bound | None) -> _Pass:
         """Count the backward pass that runs, where `backward` has not."""
         self.went_past = self.went_past or not self._is_called
-        counted = self._begun
-        if counted is None:
-            bound = bound or self.microbatches.find(())
-            self.microbatches.check_told(bound)
-            self._check(bound)
-            counted = self._count(self.microbatches.claim(bound), bound)
-        self._running[task] = counted
+        counted = self._running[task] = self._begun or self._count(bound or self.microbatches.find(()))
         torch.autograd.Variable._execution_engine.queue_callback(partial(weakly(self._end), task))
         return counted
 

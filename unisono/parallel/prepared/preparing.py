@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from unisono.parallel.names import remember_names, trained_parameters
+from unisono.parallel.names import parameters_of, remember_names, trained_parameters
 from unisono.parallel.prepared.making import Maker
 from unisono.parallel.prepared.metric_sync import is_metric
 from unisono.parallel.prepared.model import PreparedModel
@@ -178,7 +178,7 @@ class Prepared:
 
     def _join(self, model: PreparedModel, stepper: Stepper) -> None:
         """Make a model and the optimizer of some of its parameters known to one another."""
-        own = {id(parameter) for group in stepper.optimizer.param_groups for parameter in group["params"]}
+        own = {id(each) for each in parameters_of(stepper.optimizer)}
         if any(id(each) in own for each in model.parameters()):
             model.train_by(stepper)
             stepper.train(model.engine)

@@ -38,7 +38,7 @@ class PreparedScheduler:
         self._taken = stepper.taken
         self._asked = stepper.num_asked
         self._epoch = self._last_epoch()
-        stepper.schedulers.append(self)
+        stepper.checks.append(self.check_hand)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """`scheduler.step`.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -26,7 +26,7 @@ from unisono.deliveries import Loop
 from unisono.parallel import optimizer as by_hand
 from unisono.parallel.gradients import check_presence
 from unisono.parallel.ledger import Ledger
-from unisono.parallel.names import trained_parameters
+from unisono.parallel.names import parameters_of, trained_parameters
 from unisono.parallel.passes import Passes
 from unisono.parallel.prepared.guard import NanGuard
 from unisono.parallel.prepared.pace import Taken
@@ -37,13 +37,6 @@ from unisono.world import World
 
 _engines: WeakKeyDictionary[Engine, tuple[str, ...]] = WeakKeyDictionary()  # of all prepared models of this process
 _steppers: WeakSet[Stepper] = WeakSet()
-
-
-class Follower(Protocol):
-    """A prepared scheduler."""
-
-    def check_hand(self) -> None:
-        """Raise where it was stepped by hand."""
 
 
 class Stepper:
@@ -60,7 +53,7 @@ class Stepper:
 
     Attributes:
         num_asked: how often `step` was called.
-        schedulers: that follow it.
+        checks: what is called before each step, by the schedulers that follow it.
         taken: the steps that it has taken: not between microbatches, nor after an overflow.
         was_skipped: the last step that was due was left out, after an overflow or because nothing counted in it.
     """
@@ -79,7 +72,7 @@ class Stepper:
         self.num_asked = 0
         self.taken = Taken()
         self.was_skipped = False
-        self.schedulers: list[Follower] = []
+        self.checks: list[Callable[[], None]] = []
         self._engines: list[Engine] = []  # of the models that have some of the optimizer's parameters
         self.world = self._world = world
         self._passes, self._microbatches = passes, passes.microbatches
@@ -123,8 +116,8 @@ class Stepper:
         track, before = self._world.timeline.loop(), self.taken.steps
         self.was_skipped = False
         try:
-            for each in self.schedulers:
-                each.check_hand()
+            for check in self.checks:
+                check()
             if closure is not None:
                 self._check_closure()
                 closure = self._reducing(closure)
@@ -320,7 +313,7 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
     Raises:
         RuntimeError: the optimizer's gradients are not reduced, or not what steps were to make of them.
     """
-    own = [each for group in optimizer.param_groups for each in group["params"]]
+    own = parameters_of(optimizer)
     if by_hand.unreduced and any(each.grad is not None and each in by_hand.unreduced for each in own):
         raise RuntimeError(
             f"the {type(optimizer).__name__} steps on gradients that unisono.backward() has left and that are this "

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unisono.parallel.ledger import Ledger
+from unisono.parallel.names import parameters_of
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.flat import Flat
 from unisono.parallel.strategies.hooks import POST_LOCAL_SGD, attach_hook
@@ -103,9 +104,7 @@ class ReplicatedEngine(Engine):
             self.reduce_late(later)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._averager is not None and any(
-            each in self._names for group in optimizer.param_groups for each in group["params"]
-        ):
+        if self._averager is not None and any(each in self._names for each in parameters_of(optimizer)):
             self._world.comm.announce(f"the end of {self._ledger.place()}")
             self._averager.average_parameters(optimizer.param_groups)
 

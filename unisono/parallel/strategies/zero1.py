@@ -9,8 +9,9 @@ groups and its state, and the way of a plain state into the part of it that a ra
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 from weakref import ref
 
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from unisono.parallel.names import parameters_of
 from unisono.parallel.strategies.ddp import Replicated, own_steps_contradict
 from unisono.parallel.strategies.elementwise import check_elementwise
 from unisono.parallel.strategies.hooks import POST_LOCAL_SGD
@@ -109,11 +111,6 @@ def is_divided(optimizer: Optimizer) -> TypeGuard[ZeroRedundancyOptimizer]:
     return isinstance(optimizer, loaded_class("torch.distributed.optim", "ZeroRedundancyOptimizer"))
 
 
-def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """All parameters, in the order by which a state numbers them."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def load_local(optimizer: ZeroRedundancyOptimizer, state: Mapping[str, Any]) -> None:
     """Load what concerns this rank of a whole state in torch's plain form; that of other parameters may be missing.
 
@@ -121,15 +118,18 @@ def load_local(optimizer: ZeroRedundancyOptimizer, state: Mapping[str, Any]) -> 
     """
     numbers = {parameter: number for number, parameter in enumerate(parameters_of(optimizer))}
     local = [numbers[parameter] for parameter in parameters_of(optimizer.optim)]
-    groups, start = [], 0
-    for group, own in zip(state["param_groups"], optimizer.optim.param_groups, strict=True):
-        stop = start + len(own["params"])
-        groups.append({**group, "params": list(range(start, stop))})
-        start = stop
+    pairs = zip(state["param_groups"], optimizer.optim.param_groups, strict=True)
+    groups = numbered([{**group, "params": own["params"]} for group, own in pairs])
     states = {place: state["state"][number] for place, number in enumerate(local) if number in state["state"]}
     optimizer.optim.load_state_dict({"state": states, "param_groups": groups})
     for group, whole in zip(state["param_groups"], optimizer.param_groups, strict=True):
         whole.update({name: value for name, value in group.items() if name != "params"})
+
+
+def numbered(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The groups as a plain state has them: numbers in the place of parameters."""
+    numbers = count()
+    return [{**group, "params": [next(numbers) for _ in group["params"]]} for group in groups]
 
 
 def check_divisible(optimizer: Optimizer) -> None:
