@@ -143,10 +143,7 @@ class Microbatches:
         self._counted_at = None
 
     def check_told(self, bound: Bound) -> None:
-        """
-        Raises:
-            ValueError: it is not known which microbatch this is, and steps depend on it.
-        """
+        """Refuse what may be one microbatch or another, where steps depend on it. ValueError."""
         if self.ledger.every > 1 and self._block is None and len(bound.candidates) > 1:
             raise ValueError(
                 "the model's inputs were computed from a batch, and several were drawn that it may be: which "
@@ -154,10 +151,7 @@ class Microbatches:
             )
 
     def check_alike(self) -> None:
-        """
-        Raises:
-            ValueError: gradients that no backward pass has left may come from batches that count differently.
-        """
+        """Refuse gradients, left by no backward pass, of batches that may count differently. ValueError."""
         if len(self._parts) > 1:
             raise ValueError(
                 "the gradients were assigned by hand, and may come from several batches, of which this rank had "

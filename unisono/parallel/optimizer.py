@@ -102,8 +102,13 @@ def backward(
         if each.has(trained):
             each.backward(loss, weight, batch)
             return
-    ledger = hand.ledger_of(world)
-    found = _batch_of(batch, weight is not None, world)
+    deliveries, ledger = world.state.deliveries, hand.ledger_of(world)
+    candidates = deliveries.candidates() if batch is None else deliveries.named(batch)
+    if batch is None and weight is None:
+        check_counts(candidates)
+    found = candidates[0] if candidates else None
+    if found is not None:
+        deliveries.use(found)
     claim = claim_of(found, weight, world)
     ledger.enter(claim, found or object())
     part, crossings = claim.part(world.comm.size), world.state.part(Crossings)
@@ -163,11 +168,27 @@ def optimizer_step(
         if weight is not None:
             raise ValueError("a prepared optimizer's gradients have their weights; pass backward(loss, weight=...)")
         return optimizer.step(**arguments)
-    hand = world.state.part(ByHand)
+    hand, track = world.state.part(ByHand), world.timeline.loop()
+    ledger = hand.ledger_of(world)
     try:
-        return _step(optimizer, barrier, arguments, weight, hand, world)
+        with track.span(REDUCE):
+            check_once(optimizer, trained_parameters(optimizer), world)
+            if arguments.get("closure") is not None:
+                arguments["closure"] = _reducing(optimizer, arguments["closure"], weight, world)
+            else:
+                reduce_held(optimizer, world, weight)
+                if _is_counted(optimizer, hand) and ledger.is_empty:
+                    track.count("skipped steps")
+                    return None
+        with track.span(STEP):
+            result = optimizer.step(**arguments)
+            world.backend.mark_step(world.device)
+            if barrier:
+                world.backend.synchronize(world.device)
+        track.count("steps")
+        return result
     finally:  # a step that has failed is over, too
-        hand.ledger_of(world).close(optimizer)
+        ledger.close(optimizer)
         world.state.part(Crossings).is_held = False
 
 
@@ -204,33 +225,6 @@ def reduce_held(
     for each in parameters:
         unreduced.pop(each, None)
     return part
-
-
-def _step(
-    optimizer: Optimizer,
-    barrier: bool,
-    arguments: dict[str, Any],
-    weight: float | torch.Tensor | None,
-    hand: ByHand,
-    world: World,
-) -> Any:
-    track = world.timeline.loop()
-    with track.span(REDUCE):
-        check_once(optimizer, trained_parameters(optimizer), world)
-        if arguments.get("closure") is not None:
-            arguments["closure"] = _reducing(optimizer, arguments["closure"], weight, world)
-        else:
-            reduce_held(optimizer, world, weight)
-            if _is_counted(optimizer, hand) and hand.ledger_of(world).is_empty:
-                track.count("skipped steps")
-                return None
-    with track.span(STEP):
-        result = optimizer.step(**arguments)
-        world.backend.mark_step(world.device)
-        if barrier:
-            world.backend.synchronize(world.device)
-    track.count("steps")
-    return result
 
 
 def _is_counted(optimizer: Optimizer, hand: ByHand) -> bool:
@@ -271,22 +265,6 @@ def _claim_of_all(batches: Sequence[Batch], world: World) -> Claim:
                 "torch.autograd.grad, which weighs each, or train with an Accelerator"
             )
     return claim_of(batches[-1] if batches else None, None, world)
-
-
-def _batch_of(given: Any, is_weighed: bool, world: World) -> Batch | None:
-    """The batch that a loss is of.
-
-    Args:
-        given: by the user.
-        is_weighed: it counts what the user says.
-    """
-    deliveries = world.state.deliveries
-    found = deliveries.candidates() if given is None else deliveries.named(given)
-    if given is None and not is_weighed:
-        check_counts(found)
-    if found:
-        deliveries.use(found[0])
-    return found[0] if found else None
 
 
 def check_once(optimizer: Optimizer, parameters: Sequence[torch.Tensor], world: World) -> None:

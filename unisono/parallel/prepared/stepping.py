@@ -16,7 +16,6 @@ from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -32,6 +31,7 @@ from unisono.parallel.prepared.guard import NanGuard
 from unisono.parallel.prepared.pace import Taken
 from unisono.parallel.prepared.scaler import LossScaler
 from unisono.parallel.strategies.engine import Engine
+from unisono.parallel.strategies.sharded import clip_grad_norm
 from unisono.timeline import REDUCE, STEP
 from unisono.world import World
 
@@ -46,7 +46,6 @@ class Stepper:
         optimizer: whose `step` and `zero_grad` become this object's.
         world: the rank's.
         passes: through the models.
-        clip: clips the gradients of these parameters to a norm over all ranks.
         max_grad_norm: to which each step clips; None for no clipping.
         scaler: of the loss; None for none.
         guard: None for none.
@@ -63,7 +62,6 @@ class Stepper:
         optimizer: Optimizer,
         world: World,
         passes: Passes,
-        clip: Callable[[Sequence[torch.Tensor], float], torch.Tensor],
         max_grad_norm: float | None = None,
         scaler: LossScaler | None = None,
         guard: NanGuard | None = None,
@@ -76,7 +74,6 @@ class Stepper:
         self._engines: list[Engine] = []  # of the models that have some of the optimizer's parameters
         self.world = self._world = world
         self._passes, self._microbatches = passes, passes.microbatches
-        self._clip = clip
         self._max_grad_norm = max_grad_norm
         self._scaler = scaler
         self._guard = guard
@@ -257,7 +254,7 @@ class Stepper:
         if self._guard is not None:
             self._guard.check(parameters)
         if self._max_grad_norm is not None:
-            self._clip(parameters, self._max_grad_norm)
+            clip_grad_norm(parameters, self._max_grad_norm, world=self._world)
 
     def _check_closure(self) -> None:
         if self._scaler is not None:
@@ -309,10 +306,7 @@ def release_engines_of(module: nn.Module) -> None:
 
 
 def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
-    """
-    Raises:
-        RuntimeError: the optimizer's gradients are not reduced, or not what steps were to make of them.
-    """
+    """Refuse to step on gradients that are not reduced, or not what steps were to make of them."""
     own = parameters_of(optimizer)
     if by_hand.unreduced and any(each.grad is not None and each in by_hand.unreduced for each in own):
         raise RuntimeError(

@@ -99,10 +99,7 @@ class ShardedEngine(Engine):
         return result
 
     def pass_by(self) -> None:
-        """
-        Raises:
-            RuntimeError: it is to give the gradients of parameters.
-        """
+        """Refuse one that is to give the gradients of parameters."""
         if any(is_taken_from(each) or is_left_at(each) for each in [*self._whole, *self._parts] if each.requires_grad):
             raise RuntimeError(
                 f"gradients of the {self.name} were asked for by torch.autograd.grad(loss, parameters), or "
@@ -111,10 +108,7 @@ class ShardedEngine(Engine):
             )
 
     def _refuse_graph(self, _: object) -> None:
-        """
-        Raises:
-            RuntimeError: gradients get a graph, and nobody will see when a backward pass comes to it.
-        """
+        """Refuse gradients that get a graph: nobody will see when a backward pass comes to it."""
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"torch.autograd.grad(..., create_graph=True) through the {self.name}, none of whose inputs requires "
@@ -133,10 +127,7 @@ class ShardedEngine(Engine):
             unit.unshard()
 
     def _arrive_at_part(self, _: torch.Tensor) -> None:
-        """
-        Raises:
-            RuntimeError: a penalty on the parameters, which is whole on all ranks, would count once a microbatch.
-        """
+        """Refuse a penalty on the parameters, which is whole on all ranks, and would count once a microbatch."""
         if self._ledger.every > 1:
             raise RuntimeError(
                 f"a penalty on the parameters of the {self.name} has a backward pass of its own, and under "
@@ -173,10 +164,7 @@ class ShardedEngine(Engine):
         torch.autograd.Variable._execution_engine.queue_callback(weakly(self._check_reduced))
 
     def _check_reduced(self) -> None:
-        """
-        Raises:
-            RuntimeError: the backward pass has not come to an output, with which torch's reduction begins.
-        """
+        """Refuse a backward pass that has not come to an output, with which torch's reduction begins."""
         self._is_reducing = False
         if any(each.grad is not None for each in self._whole):
             for each in self._whole:

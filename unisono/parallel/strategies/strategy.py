@@ -96,10 +96,7 @@ class Strategy(ABC):
 
 
 def _check_plain(model: nn.Module) -> None:
-    """
-    Raises:
-        ValueError: something else reduces the model's gradients, or has cut its parameters.
-    """
+    """Refuse a model whose gradients something else reduces, or whose parameters it has cut. ValueError."""
     sharded_before = loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")
     for name, part in model.named_modules():
         where = f"its part {name!r}" if name else "it"
