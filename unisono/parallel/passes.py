@@ -20,6 +20,7 @@ leaves nothing that another one would take for its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Set
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -37,6 +38,7 @@ from unisono.parallel.weakly import weakly
 from unisono.tree import tensors
 
 
+@dataclass(eq=False)
 class _Pass:
     """A backward pass, which was counted.
 
@@ -48,11 +50,14 @@ class _Pass:
         engines: of the models whose gradients it reduces when it ends; what was interrupted keeps none.
     """
 
-    def __init__(self, bound: Bound, part: float | None, scale: float, is_reducing: bool) -> None:
-        self.bound, self.part, self.scale, self.is_reducing = bound, part, scale, is_reducing
-        self.engines: list[ref[Engine]] = []
+    bound: Bound
+    part: float | None
+    scale: float
+    is_reducing: bool
+    engines: list[ref[Engine]] = field(default_factory=list)
 
 
+@dataclass(eq=False)
 class _Run:
     """A backward pass through one model.
 
@@ -62,8 +67,9 @@ class _Run:
         part: of the batch that came first.
     """
 
-    def __init__(self, task: int, counted: _Pass | None, part: float = 1.0) -> None:
-        self.task, self.counted, self.part = task, counted, part
+    task: int
+    counted: _Pass | None
+    part: float = 1.0
 
 
 class Passes:
@@ -115,12 +121,9 @@ class Passes:
     def watch_parameters(self, engine: Engine) -> None:
         """Let the model's parameters tell when gradients arrive, and scale them there. Again, as others are trained."""
         self._engines[engine] = None
-        trained = engine.leaves()
-        if len(trained) != len(engine.hooks) or any(each not in engine.hooks for each in trained):
-            arrive = partial(weakly(self._arrive_at_leaf), ref(engine))
-            for each in trained:
-                if each not in engine.hooks:
-                    engine.hooks[each] = each.register_hook(arrive)
+        for each in engine.leaves():
+            if each not in engine.hooks:
+                engine.hooks[each] = each.register_hook(partial(weakly(self._arrive_at_leaf), ref(engine)))
 
     def has(self, parameters: Set[torch.Tensor]) -> bool:
         """Whether some of these are parameters of the models."""

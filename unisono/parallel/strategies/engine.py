@@ -52,8 +52,7 @@ class Engine:
         self.hooks: dict[torch.Tensor, RemovableHandle] = {}
         self.passing: Any = None
         self._world, self._ledger = world, ledger
-        self._has_begun = False  # a backward pass has come
-        self._stepped: WeakSet[Optimizer] = WeakSet()  # since the last one
+        self._stepped: WeakSet[Optimizer] = WeakSet()  # since the last backward pass
         self._tree: list[nn.Module] = []  # all parts of the module
         self._children = [-1]  # their children, by identity
         self._is_agreed = False  # the ranks have compared their models
@@ -81,7 +80,7 @@ class Engine:
         if self.is_reduced and self._ledger.held_factor() not in (0, 1):
             scale_gradients(self.trained(), 1 / self._ledger.held_factor())  # the further reduction undoes it
         self.is_held, self.is_reduced = self._world.comm.size > 1 or self._ledger.every > 1, False
-        self._note_pass()
+        self._stepped.clear()
         self.prepare(reduces)
 
     def pass_by(self) -> None:
@@ -116,7 +115,8 @@ class Engine:
         """
         self._world.comm.announce(f"gradients that were assigned, or stepped on before, of {self._ledger.place()}")
         scale_gradients(self.trained(), part)
-        self._note_pass()
+        self.begun = Begun(self._ledger.step)
+        self._stepped.clear()
         self.reduce()
 
     def reduce_late(self, parameters: Sequence[torch.Tensor] | None = None) -> None:
@@ -140,18 +140,13 @@ class Engine:
 
     def has_assigned(self, optimizer: Optimizer) -> bool:
         """Whether there are gradients that no backward pass has left since that optimizer's last step."""
-        if self._world.comm.size == 1 or (self._has_begun and optimizer not in self._stepped):
-            return False
-        return any(each.grad is not None for each in self.trained())
+        is_left = self.begun.step is not None and optimizer not in self._stepped
+        return self._world.comm.size > 1 and not is_left and any(each.grad is not None for each in self.trained())
 
     def note_step(self, optimizer: Optimizer) -> None:
         """That optimizer steps on the gradients that are there."""
         self._stepped.add(optimizer)
         self._ledger.close(optimizer)
-
-    def _note_pass(self) -> None:
-        self._has_begun = True
-        self._stepped.clear()
 
     def after_step(self, optimizer: Optimizer) -> None:
         """That optimizer has stepped."""
