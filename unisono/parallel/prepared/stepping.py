@@ -72,7 +72,7 @@ class Stepper:
         self.was_skipped = False
         self.checks: list[Callable[[], None]] = []
         self._engines: list[Engine] = []  # of the models that have some of the optimizer's parameters
-        self.world = self._world = world
+        self.world = world
         self._passes, self._microbatches = passes, passes.microbatches
         self._max_grad_norm = max_grad_norm
         self._scaler = scaler
@@ -110,7 +110,7 @@ class Stepper:
         if not self._microbatches.ask_step():
             self._skip()
             return None
-        track, before = self._world.timeline.loop(), self.taken.steps
+        track, before = self.world.timeline.loop(), self.taken.steps
         self.was_skipped = False
         try:
             for check in self.checks:
@@ -125,9 +125,9 @@ class Stepper:
             else:
                 with track.span(REDUCE):
                     self.reduce()
-            with track.span(STEP), in_our_words(self._world.comm):
+            with track.span(STEP), in_our_words(self.world.comm):
                 result = self._step(closure, arguments)
-                self._world.backend.mark_step(self._world.device)
+                self.world.backend.mark_step(self.world.device)
         finally:  # whether it was taken or has failed, zero_grad() is next
             self._close()
         for engine in self._engines:
@@ -249,12 +249,12 @@ class Stepper:
     def _finish(self) -> None:
         """Between the reduction and the step."""
         if not self.taken.steps:
-            by_hand.warn_of_foreign_batches(self._world, "optimizer.step()", "prepare(loader) cuts it")
+            by_hand.warn_of_foreign_batches(self.world, "optimizer.step()", "prepare(loader) cuts it")
         parameters = trained_parameters(self.optimizer)
         if self._guard is not None:
             self._guard.check(parameters)
         if self._max_grad_norm is not None:
-            clip_grad_norm(parameters, self._max_grad_norm, world=self._world)
+            clip_grad_norm(parameters, self._max_grad_norm, world=self.world)
 
     def _check_closure(self) -> None:
         if self._scaler is not None:
@@ -273,7 +273,7 @@ class Stepper:
             self._finish()
             return self._ledger.part()
 
-        return by_hand.reducing(closure, reduce, self._world)
+        return by_hand.reducing(closure, reduce, self.world)
 
     def _settle(self) -> None:
         """The gradients that are held belong to no further step of this optimizer."""
