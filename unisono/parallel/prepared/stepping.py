@@ -285,7 +285,6 @@ class Stepper:
         for engine in self._engines:
             engine.note_step(self.optimizer)
         self._microbatches.skips.pop(self.optimizer, None)
-        self._ledger.close(self.optimizer)
 
 
 def watch(engine: Engine, done_in_steps: Sequence[str] = ()) -> None:
