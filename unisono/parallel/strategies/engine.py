@@ -160,7 +160,9 @@ class Engine:
             self._tree = list(self.module.modules())
             self._children = [id(child) for each in self._tree for child in each._modules.values()]
         found = [each for part in self._tree for each in part._parameters.values()]
-        return list(dict.fromkeys(each for each in found if isinstance(each, nn.Parameter) and each.requires_grad))
+        # By identity: a tensor's hash takes a call of Python.
+        once = {id(each): each for each in found if isinstance(each, nn.Parameter) and each.requires_grad}
+        return list(once.values())
 
     def leaves(self) -> list[torch.Tensor]:
         """Where gradients arrive in a backward pass, and hooks see them."""
