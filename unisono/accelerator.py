@@ -33,6 +33,7 @@ from unisono.parallel.prepared.choices import (
     check_arguments,
     check_choices,
     check_features,
+    check_reduction,
     world_on,
 )
 from unisono.parallel.prepared.making import Maker
@@ -88,6 +89,8 @@ class Accelerator:
         comm_options: of the hook.
         elementwise_optimizer: for "zero1" and "fsdp" with an optimizer that is none of torch.optim's: it treats each
             element for itself, and looks at no others.
+        loss_reduction: what losses are over the samples of a batch: "mean", and the gradient is that of the mean over
+            the step; or "sum", and it is that of the sum.
         schedule_unit: what schedules count: "batch", the batches of the loader as the script wrote it; "step", the
             optimizer steps of this run; "device_step", those that one device would take. None finds out, and is an
             error where it matters and cannot be known.
@@ -121,12 +124,14 @@ class Accelerator:
         comm_hook: str | None = None,
         comm_options: Mapping[str, Any] | None = None,
         elementwise_optimizer: bool = False,
+        loss_reduction: Literal["mean", "sum"] = "mean",
         schedule_unit: Unit | None = None,
         world: World | None = None,
     ) -> None:
         check_arguments(mixed_precision, gradient_accumulation_steps, max_grad_norm, nan_guard)
         check_choices(compile, seed, comm_hook)
         check_unit(schedule_unit)
+        check_reduction(loss_reduction)
         kind = strategy_class(strategy)
         options = Options(
             comm_hook, comm_options, find_unused_parameters, elementwise_optimizer, mixed_precision, max_grad_norm
@@ -136,7 +141,8 @@ class Accelerator:
         check_features(self.world, kind, options, compile)
         self.device = self.world.device
         self.scaler = LossScaler(self.device.type, self.world.rank == 0) if mixed_precision == "fp16" else None
-        ledger = Ledger(self.world.comm.size, gradient_accumulation_steps, is_mean=gradient_accumulation_steps > 1)
+        every = gradient_accumulation_steps
+        ledger = Ledger(self.world.comm.size, every, is_mean=every > 1, is_sum=loss_reduction == "sum")
         self.mixed_precision, self.gradient_accumulation_steps = mixed_precision, gradient_accumulation_steps
         self._trigger = Trigger(self.world)
         self._microbatches = Microbatches(self.world, ledger)

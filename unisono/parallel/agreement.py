@@ -99,6 +99,19 @@ def broadcast_parameters(module: nn.Module, root: int = 0, world: World | None =
             world.comm.broadcast(tensor, root)
 
 
+@torch.no_grad()
+def broadcast_together(tensors: Sequence[torch.Tensor], world: World, root: int = 0) -> None:
+    """Give every rank the root's tensors, in place: those of one type and device in one collective."""
+    alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for each in tensors:
+        alike.setdefault((each.dtype, each.device), []).append(each)
+    for group in alike.values():
+        flat = torch.cat([each.reshape(-1) for each in group])
+        world.comm.broadcast(flat, root)
+        for each, part in zip(group, flat.split([each.numel() for each in group]), strict=True):
+            each.copy_(part.view_as(each))
+
+
 def first_difference(models: Sequence[nn.Module]) -> str | None:
     """The name of the first parameter in which the models of one process, its replicas, differ; None where none does.
 

@@ -283,7 +283,7 @@ def _gradients_with_a_graph(
         )
     with torch.enable_grad():
         x, wide = input.view_as(input), _wide(input.dtype)
-        trained = weight if weight is None or weight.requires_grad else weight.detach()
+        trained = None if weight is None else weight.view_as(weight)  # no leaf: its gradient is asked for in here
         bias = None if weight is None else torch.zeros_like(weight).requires_grad_(ctx.needs_input_grad[2])
         over = _all_but_channels(x)
         mean = _Summed.apply(x.to(wide).sum(over), comm) / number

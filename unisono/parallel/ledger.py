@@ -15,6 +15,8 @@ same with N(m) in the place of U and of W: a scale of 1, a factor of 1 / R.
 A penalty on the parameters, which every rank adds to every loss, counts once, as on one device: the sum over r and m of
 part * scale * factor is 1.
 
+A loss that is a sum over samples has a part, a scale and a factor of 1.
+
 n and N come with the batch, from the loader; or from the user, who counts tokens, and then N is summed over the ranks.
 
 *Threads:* a rank's ledger belongs to the thread of its loop.
@@ -180,13 +182,14 @@ class Ledger:
         size: of the world.
         every: how many microbatches make a step; math.inf where the user tells by stepping.
         is_mean: whether the step is the mean over its microbatches' samples, or the sum of their means.
+        is_sum: losses are sums over samples, and nothing is weighed.
 
     Attributes:
         step: the present one.
     """
 
-    def __init__(self, size: int, every: float = 1, is_mean: bool = True) -> None:
-        self.every, self.is_mean = every, is_mean
+    def __init__(self, size: int, every: float = 1, is_mean: bool = True, is_sum: bool = False) -> None:
+        self.every, self.is_mean, self.is_sum = every, is_mean, is_sum
         self.step = Step()
         self._size = size
 
@@ -194,6 +197,18 @@ class Ledger:
     def count(self) -> int:
         """The step's microbatches so far."""
         return len(self.step.claims)
+
+    def claim(self, batch: Batch | None, weight: float | torch.Tensor | None, world: World) -> Claim:
+        """As `claim_of`; of a sum, each rank's counts whole, and that of a batch that only repeats others not at all.
+
+        Raises:
+            ValueError: a weight is given for a sum.
+        """
+        if not self.is_sum:
+            return claim_of(batch, weight, world)
+        if weight is not None:
+            raise ValueError("loss_reduction='sum' adds losses up as they are; leave out weight=, or take 'mean'")
+        return Claim(0 if batch is not None and not batch.samples else 1, self._size, batch)
 
     def enter(self, claim: Claim, key: object) -> None:
         """A backward pass begins.
@@ -228,7 +243,7 @@ class Ledger:
     def scale(self, claim: Claim) -> float:
         """The factor for all that the backward pass of that microbatch computes."""
         unit = self.step.unit
-        return claim.total / unit if self.is_mean and unit else 1.0
+        return claim.total / unit if self.is_mean and unit and not self.is_sum else 1.0
 
     def join(self, batch: Batch) -> None:
         """A batch of another loader has a loss in the backward pass that was entered last.
@@ -248,6 +263,8 @@ class Ledger:
 
     def factor(self) -> float:
         """The factor for all gradients that are held, in the reduction that makes them those of the step."""
+        if self.is_sum:
+            return 1.0
         if not self.is_mean:
             return 1 / self._size
         total = sum(each.total for each in self.step.claims.values())
@@ -260,6 +277,8 @@ class Ledger:
     def part(self) -> float:
         """This rank's part of the samples of the step: what its loss weighs in the sum over the ranks."""
         claims = list(self.step.claims.values())
+        if self.is_sum:
+            return float(claims[-1].samples) if claims else 1.0
         counted = claims if self.is_mean else claims[-1:]
         total = sum(each.total for each in counted)
         return sum(each.samples for each in counted) / total if total else 1 / self._size

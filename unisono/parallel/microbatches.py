@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 from torch.optim import Optimizer
 
 from unisono.deliveries import Batch
-from unisono.parallel.ledger import Claim, Ledger, claim_of
+from unisono.parallel.ledger import Claim, Ledger
 from unisono.world import World
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class Microbatches:
 
     def part(self, bound: Bound) -> float:
         """Of the batch, as `Claim.part`."""
-        return claim_of(bound.batch, None, self.world).part(self.world.comm.size)
+        return self.ledger.claim(bound.batch, None, self.world).part(self.world.comm.size)
 
     def is_counted(self, bound: Bound) -> bool:
         """Whether the batch has a backward pass in the present step."""

@@ -30,7 +30,7 @@ import torch
 from unisono.comm.fitting import in_our_words
 from unisono.deliveries import check_counts
 from unisono.parallel.gradients import scaled
-from unisono.parallel.ledger import Crossings, claim_of, refuse_crossed
+from unisono.parallel.ledger import Crossings, refuse_crossed
 from unisono.parallel.microbatches import Bound, Microbatches
 from unisono.parallel.strategies.engine import Begun, Engine, is_left_at
 from unisono.parallel.strategies.sharded import is_distributed
@@ -194,9 +194,9 @@ class Passes:
             ValueError: it is not known which batch it is of, and this matters.
         """
         self.microbatches.check_told(bound)
-        if weight is None:
+        if weight is None and not self._ledger.is_sum:
             check_counts(bound.candidates, by_part=not self._ledger.is_mean)
-        claim = claim_of(bound.batch, weight, self._world)
+        claim = self._ledger.claim(bound.batch, weight, self._world)
         self.microbatches.enter(claim, bound)
         part = claim.part(self._world.comm.size) if is_told else None
         return _Pass(bound, part, self._ledger.scale(claim), self._ledger.is_full())
@@ -216,7 +216,7 @@ class Passes:
         part = run.part
         if run.counted.part is None:
             part = self.microbatches.part(bound)
-            if bound.batch is not None and not self.microbatches.is_counted(bound):
+            if bound.batch is not None and not self._ledger.is_sum and not self.microbatches.is_counted(bound):
                 self._ledger.join(bound.batch)
         if part == 0:
             return torch.zeros_like(gradient)

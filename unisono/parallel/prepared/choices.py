@@ -91,3 +91,8 @@ def check_arguments(precision: Any, steps: Any, max_grad_norm: Any, nan_guard: b
             "overflow; "
             "take bf16, or leave the guard out"
         )
+
+
+def check_reduction(loss_reduction: Any) -> None:
+    if loss_reduction not in ("mean", "sum"):
+        raise ValueError(f"loss_reduction={loss_reduction!r} does not exist; choose one of mean, sum")

@@ -52,7 +52,10 @@ class PreparedModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         inputs = (*args, kwargs) if kwargs else args
-        bound = self._passes.bind(inputs, self._syncs) if torch.is_grad_enabled() else None
+        bound = None
+        if torch.is_grad_enabled():
+            self.engine.refresh()
+            bound = self._passes.bind(inputs, self._syncs)
         with nullcontext() if self._autocast is None else self._autocast():
             result = self.engine.run(args, kwargs)
         if self._autocast is not None:

@@ -62,22 +62,41 @@ class ReplicatedEngine(Engine):
 
     def __init__(self, module: nn.Module, world: World, ledger: Ledger, options: Options) -> None:
         super().__init__(module, world, ledger)
-        self._names = {each: name for name, each in module.named_parameters() if each.requires_grad}
+        self._options = options
         self._finds_unused = options.finds_unused
         self._outputs: list[list[torch.Tensor]] = []  # of the forward passes since the last backward pass
         self._is_finished = True
-        self._replicated = DistributedDataParallel(module, find_unused_parameters=options.finds_unused)
+        self._will_rebuild = False  # buckets, in the next forward pass: after the first reduction
+        self._wrap()
+
+    def _wrap(self) -> None:
+        """Give the parameters that are trained now to a reducer. A collective; all ranks get rank zero's values."""
+        options = self._options
+        self._names = {each: name for name, each in self.module.named_parameters() if each.requires_grad}
+        self._has_reduced = False
+        self._replicated = DistributedDataParallel(self.module, find_unused_parameters=options.finds_unused)
         self._averager = attach_hook(
             self._replicated,
             options.comm_hook,
-            weakly(ledger.factor),
+            weakly(self._ledger.factor),
             options.comm_options,
             finish=weakly(self._note_finish),
         )
 
+    def adapt(self, new: Sequence[torch.Tensor]) -> None:
+        if any(each.requires_grad for each in self.module.parameters()):
+            self._wrap()
+
+    def share_buffers(self) -> None:
+        """DDP does so, at the beginning of the next forward pass."""
+
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._is_finished and torch._C._current_graph_task_id() < 0:  # in no backward pass
             raise RuntimeError(failed_before(self.name))
+        rebuilds = self._will_rebuild and torch.is_grad_enabled()
+        if rebuilds or self._replicated.will_sync_module_buffers():
+            self._world.comm.announce(f"a forward pass of the {self.name}")
+            self._will_rebuild = self._will_rebuild and not rebuilds
         with self._replicated.no_sync():
             result = self._replicated(*args, **kwargs)
         if self._finds_unused and torch.is_grad_enabled():
@@ -91,6 +110,7 @@ class ReplicatedEngine(Engine):
             ddp = self._replicated
             ddp.require_forward_param_sync = True  # the next forward pass begins with rank zero's buffers
             ddp.reducer._rebuild_buckets()
+            self._will_rebuild, self._has_reduced = not self._has_reduced, True
             ddp.reducer.prepare_for_backward([each for found in self._outputs for each in found])
             self._is_finished = False
         self._outputs = []
@@ -99,9 +119,6 @@ class ReplicatedEngine(Engine):
         if not self._is_finished:
             lacking = [name for each, name in self._names.items() if each.grad is None or not each.requires_grad]
             raise RuntimeError(unused(type(self.module).__name__, lacking))
-        later = [each for each in self.hooks if each not in self._names and each.requires_grad]  # frozen at first
-        if later:
-            self.reduce_late(later)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._averager is not None and any(each in self._names for each in parameters_of(optimizer)):

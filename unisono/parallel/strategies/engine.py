@@ -11,8 +11,9 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from unisono.parallel.agreement import check_agreement
+from unisono.parallel.agreement import broadcast_together, check_agreement
 from unisono.parallel.gradients import reduce_gradients, scale_gradients
 from unisono.parallel.ledger import Ledger, Step
 from unisono.world import World
@@ -56,10 +57,33 @@ class Engine:
         self._tree: list[nn.Module] = []  # all parts of the module
         self._children = [-1]  # their children, by identity
         self._is_agreed = False  # the ranks have compared their models
+        self._known = WeakTensorKeyDictionary(dict.fromkeys(module.parameters()))
+        self._trained = self.trained()  # in the last forward pass
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward pass."""
         return self.module(*args, **kwargs)
+
+    def refresh(self) -> None:
+        """Before a forward pass with gradients: notice that parameters were frozen or unfrozen, or put in since; these
+        get rank zero's values. A collective then."""
+        trained = self.trained()
+        if list(map(id, trained)) != list(map(id, self._trained)):
+            self._trained = trained
+            if self._world.comm.size > 1:
+                self._world.comm.announce(f"new buckets for {len(trained)} trained parameters of the {self.name}")
+                self._world.comm.barrier()  # where one rank alone does so, it is named here
+                self.adapt([each for each in trained if each not in self._known])
+            self._known.update(dict.fromkeys(trained))
+
+    def adapt(self, new: Sequence[torch.Tensor]) -> None:
+        """Other parameters are trained from now on.
+
+        Args:
+            new: those that were not there when the model was prepared.
+        """
+        for each in new:
+            self._world.comm.broadcast(each.detach(), 0)
 
     def begin(self, reduces: bool) -> None:
         """A backward pass has come to the model.
@@ -93,6 +117,13 @@ class Engine:
         """The backward pass that reduces has ended. A collective."""
         self.complete()
         self.is_held, self.is_reduced = False, True
+        self.share_buffers()
+
+    def share_buffers(self) -> None:
+        """Give all ranks the buffers of rank zero, which batch statistics have moved apart. A collective."""
+        if self._world.comm.size > 1 and not self._world.backend.is_lazy:
+            buffers = [each for part in self._tree for each in part._buffers.values() if each is not None]
+            broadcast_together(buffers, self._world)
 
     def complete(self) -> None:
         """Reduce what a backward pass has not reduced on its way.
@@ -166,7 +197,7 @@ class Engine:
 
     def leaves(self) -> list[torch.Tensor]:
         """Where gradients arrive in a backward pass, and hooks see them."""
-        return self.trained()
+        return self._trained
 
 
 def is_left_at(leaf: torch.Tensor) -> bool:

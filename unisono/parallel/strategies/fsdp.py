@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -134,6 +135,18 @@ class ShardedEngine(Engine):
                 f"strategy='fsdp' it would count in each of the gradient_accumulation_steps={self._ledger.every} "
                 "microbatches of a "
                 "step; let the optimizer add it (weight_decay=), or take strategy='ddp'"
+            )
+
+    def adapt(self, new: Sequence[torch.Tensor]) -> None:
+        """
+        Raises:
+            RuntimeError: parameters were put in, which are not sharded.
+        """
+        if new:
+            shapes = ", ".join(str(list(each.shape)) for each in new)
+            raise RuntimeError(
+                f"parameters of shapes {shapes} were put into the {self.name} after prepare(), and strategy='fsdp' has "
+                "sharded the others; put them in before, or take strategy='ddp'"
             )
 
     def leaves(self) -> list[torch.Tensor]:
