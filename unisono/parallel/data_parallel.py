@@ -231,12 +231,16 @@ class DataParallel:
         if isinstance(loader, list | tuple) and not loader:
             return [each.again([world]) for each, world in zip(self._nothing, worlds, strict=True)]
         if not isinstance(loader, ParallelLoader):
-            loader = ParallelLoader(loader, self.devices, batchdim, fixed_batch_size, sources=self._sources)
+            loader = self._deal(loader, fixed_batch_size, batchdim)
         elif loader.devices != self.devices:
             raise ValueError(f"the ParallelLoader is over {loader.devices}, this DataParallel over {self.devices}")
         elif fixed_batch_size or batchdim:
             raise ValueError("fixed_batch_size and batchdim are arguments of the ParallelLoader that was given")
         return [loader.again(worlds)] * len(self.devices)
+
+    def _deal(self, loader: Iterable[Any], fixed_batch_size: bool, batchdim: int) -> ParallelLoader:
+        """What is made of a plain loader; the mirror of PyTorch/XLA has another way."""
+        return ParallelLoader(loader, self.devices, batchdim, fixed_batch_size, sources=self._sources)
 
     @cached_property
     def _nothing(self) -> list[ParallelLoader]:
