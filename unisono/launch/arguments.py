@@ -12,6 +12,7 @@ from typing import Any
 
 from unisono.backends.cores import disjoint_cores, fair_num_threads
 from unisono.errors import UnisonoError, UnpicklableError
+from unisono.launch.obstacles import describe_obstacle, is_picklable
 from unisono.pickling import dumps_call
 from unisono.protocols import Backend
 
@@ -153,16 +154,8 @@ def pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         return dumps_call(fn, args)
     except Exception as error:
         named = [("fn", fn), *((f"args[{place}]", arg) for place, arg in enumerate(args))]
-        name, part = next((each for each in named if not _is_picklable(each[1])), named[0])
+        name, part = next((each for each in named if not is_picklable(each[1])), named[0])
         raise UnpicklableError(
-            f"{name}, a {type(part).__name__}, cannot be sent to the workers ({type(error).__name__}: {error}); "
-            "make it inside fn, or pass what it is made from"
+            f"{name}, a {type(part).__name__}, cannot be sent to the workers ({type(error).__name__}: {error})"
+            f"{describe_obstacle(part)}; make it inside fn, or pass what it is made from"
         ) from error
-
-
-def _is_picklable(part: Any) -> bool:
-    try:
-        dumps_call(type, (part,))
-    except Exception:
-        return False
-    return True

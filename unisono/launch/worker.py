@@ -44,7 +44,7 @@ from unisono.launch.reports import Kind, Reporter
 from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.launch.starting.reaping import name_process
 from unisono.launch.watching.monitor import SAMPLES_PATH
-from unisono.outcome import Outcome, chain_of, this_process
+from unisono.outcome import Outcome, add_note_once, chain_of, this_process
 from unisono.pickling import loads_call
 from unisono.world import World, set_process_world
 
@@ -181,7 +181,7 @@ def _call(call: bytes, rank: int) -> Any:
     global _is_loading
     _is_loading = True
     try:
-        fn, args = loads_call(call)
+        loaded = loads_call(call)
     except Exception as error:
         raise UnpicklableError(
             f"fn or its arguments cannot be rebuilt in the worker ({type(error).__name__}: {error}); "
@@ -189,10 +189,29 @@ def _call(call: bytes, rank: int) -> Any:
         ) from error
     finally:
         _is_loading = False
-    return fn(rank, *args)
+    with _explaining_missing(loaded.left_out):
+        return loaded.fn(rank, *loaded.args)
+
+
+@contextlib.contextmanager
+def _explaining_missing(left_out: dict[str, str]) -> Iterator[None]:
+    """Say of a global that was looked up at run time why the worker does not have it."""
+    try:
+        yield
+    except (KeyError, NameError, AttributeError) as error:
+        name = error.args[0] if isinstance(error, KeyError) and error.args else getattr(error, "name", None)
+        if isinstance(name, str) and name in left_out:
+            add_note_once(
+                error,
+                f"{name!r} is a global of the caller's __main__ that cannot be sent to workers ({left_out[name]}); "
+                "make it inside fn, or pass what it is made from",
+            )
+        raise
 
 
 def _adopt_caller(job: Job, rank: int) -> None:
+    for name in ("sys", "main"):  # of the line that has started the zygote
+        sys.modules["__main__"].__dict__.pop(name, None)
     os.environ.clear()
     os.environ.update(job.environ)
     os.environ.update(
