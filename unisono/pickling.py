@@ -54,18 +54,25 @@ def dumps(value: Any) -> bytes:
         return file.getvalue()
 
 
-def dumps_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Pickle a call for a process that knows nothing of our `__main__`."""
+def dumps_call(fn: Callable[..., Any], args: tuple[Any, ...], first: Any = None) -> bytes:
+    """Pickle a call for a process that knows nothing of our `__main__`; `first` is there before the call is rebuilt."""
     with io.BytesIO() as file:
         pickler = _ByValue(file)
+        pickler.dump(first)
         # What is found on the way comes last, when all of it is found.
         pickler.dump((fn, args, pickler.looked_up, pickler.names, pickler.left_out, pickler.lines))
         return file.getvalue()
 
 
-def loads_call(data: bytes) -> Call:
-    """The call that `dumps_call` was given; this process's `__main__` gets the names that came along."""
-    fn, args, looked_up, names, left_out, lines = pickle.loads(data)
+def loads_call(data: bytes, take_first: Callable[[Any], object] = lambda first: None) -> Call:
+    """The call that `dumps_call` was given; this process's `__main__` gets the names that came along.
+
+    Args:
+        take_first: called with `first`, before the modules are imported that the call needs.
+    """
+    unpickler = pickle.Unpickler(io.BytesIO(data))
+    take_first(unpickler.load())
+    fn, args, looked_up, names, left_out, lines = unpickler.load()
     main = sys.modules["__main__"].__dict__
     main.update(looked_up)
     for name, each in names.items():

@@ -27,6 +27,7 @@ import psutil
 
 from unisono.errors import UnisonoError, WorkerHungError, describe_exit
 from unisono.launch.hang import HangWatch, hung_error
+from unisono.launch.notes import say_once
 from unisono.launch.policy import Policy
 from unisono.launch.rendezvous import Rendezvous
 from unisono.launch.reports import Kind, Pulse
@@ -196,6 +197,8 @@ class Group:
             worker.heeds_stop = True
             if self._is_stop_wanted:
                 self._signal(signal.SIGTERM, [worker], to_sessions=False)
+        elif kind is Kind.NOTE:
+            say_once(message.decode())
         elif kind is Kind.STOPPED:
             worker.has_agreed_to_stop = True
         else:

@@ -30,7 +30,9 @@ from unisono.launch.arguments import (
 from unisono.launch.context import ProcessContext
 from unisono.launch.hosts.environment import announced_place
 from unisono.launch.hosts.joining import run_announced
+from unisono.launch.notes import say_once
 from unisono.launch.policy import Policy
+from unisono.launch.settings import Settings
 from unisono.launch.supervisor import Supervisor
 from unisono.launch.watching.output import OutputOptions
 from unisono.launch.worker import Job, exit_error, refuse_while_loading
@@ -169,8 +171,11 @@ def spawn(
     if count == 1 and join and not needs_process:
         return [_run_inline(fn, args, family)]
     check_platform()
+    settings = Settings.read()
+    for each in settings.loggers.left_out:
+        say_once(f"workers log without {each}, which writes to what only the calling process has; add one in fn")
     job = Job(
-        call=pickle_call(fn, tuple(args)),
+        call=pickle_call(fn, tuple(args), settings),
         nprocs=count,
         backend=family.name,
         timeout=timeout,

@@ -35,12 +35,15 @@ import torch.utils.data  # here, so that every fork has it
 
 from unisono import preemption
 from unisono.backends import get_backend
+from unisono.backends.switches import SWITCHES
 from unisono.comm.fitting import explained, process_communicator
 from unisono.comm.processes import is_of_transport
 from unisono.errors import StoppedError, UnisonoError, UnpicklableError, WorkerDiedError
 from unisono.launch.greetings import without_greetings
+from unisono.launch.loggers import adopt_loggers
 from unisono.launch.pulse import beating
 from unisono.launch.reports import Kind, Reporter
+from unisono.launch.settings import INTERPRETER, PROCESS, Settings, adopt_settings, read_settings
 from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.launch.starting.reaping import name_process
 from unisono.launch.watching.monitor import SAMPLES_PATH
@@ -60,7 +63,7 @@ class Job:
     """What all workers of a group are told, the same for each.
 
     Attributes:
-        call: `(fn, args)`, pickled by value where that is needed.
+        call: `Settings`, then `(fn, args)`, pickled by value where that is needed.
         nprocs: the size of the world.
         backend: the device family's name.
         timeout: of the process group, a last resort.
@@ -70,8 +73,7 @@ class Job:
         restart_count: how often the group has been restarted.
         store: the path of the rendezvous file, known once there is a rendezvous.
         samples: the path of the monitor's samples.
-        rng_state: of the caller's torch generator, which each worker begins with, as an inline call does; bytes, since
-            a tensor would take ten milliseconds to be unpickled.
+        process: how the caller's process is set (`settings.PROCESS`); the other settings come with the call.
         environ, directory, path, argv: the caller's.
     """
 
@@ -85,7 +87,7 @@ class Job:
     restart_count: int = 0
     store: str = ""
     samples: str = ""
-    rng_state: bytes = field(default_factory=lambda: torch.get_rng_state().numpy().tobytes())
+    process: dict[str, Any] = field(default_factory=lambda: read_settings(PROCESS))
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     directory: str = field(default_factory=os.getcwd)
     path: list[str] = field(default_factory=lambda: list(sys.path))
@@ -113,6 +115,7 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
     name_process(f"unisono-rank-{rank}")
     try:
         job: Job = pickle.loads(Path(job_file).read_bytes())
+        _report_refused(adopt_settings(job.process, PROCESS), reporter)
         _adopt_caller(job, rank)
         world = _join_world(job, rank)
         set_process_world(world)
@@ -121,7 +124,7 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
         preemption.shield_loader_workers()  # none outlives this process, however it ends
         preemption.on_heed(lambda: reporter.send(Kind.HEEDS_STOP))
         with beating(world, reporter, job.pulse_s):
-            outcome = Outcome.capture(_call, job.call, rank)
+            outcome = Outcome.capture(_call, job.call, world, reporter)
             if outcome.error is None:
                 threading._shutdown()  # type: ignore[attr-defined] # joins threads that are no daemons, as any end does
     except BaseException as error:
@@ -177,11 +180,11 @@ def refuse_while_loading() -> None:
         )
 
 
-def _call(call: bytes, rank: int) -> Any:
+def _call(call: bytes, world: World, reporter: Reporter) -> Any:
     global _is_loading
     _is_loading = True
     try:
-        loaded = loads_call(call)
+        loaded = loads_call(call, lambda settings: _adopt_settings(settings, world, reporter))
     except Exception as error:
         raise UnpicklableError(
             f"fn or its arguments cannot be rebuilt in the worker ({type(error).__name__}: {error}); "
@@ -190,7 +193,20 @@ def _call(call: bytes, rank: int) -> Any:
     finally:
         _is_loading = False
     with _explaining_missing(loaded.left_out):
-        return loaded.fn(rank, *loaded.args)
+        return loaded.fn(world.rank, *loaded.args)
+
+
+def _adopt_settings(settings: Settings, world: World, reporter: Reporter) -> None:
+    if world.backend.moves_in_background:  # its own generator, of which the caller's may not even exist
+        torch.manual_seed(settings.seed)
+    _report_refused(adopt_settings(settings.values, {**INTERPRETER, **SWITCHES}), reporter)
+    adopt_loggers(settings.loggers)
+
+
+def _report_refused(refused: dict[str, str], reporter: Reporter) -> None:
+    for name, reason in refused.items():
+        text = f"workers do not have what {name} has set in the calling process ({reason})"
+        reporter.send(Kind.NOTE, text.encode())
 
 
 @contextlib.contextmanager
@@ -228,8 +244,6 @@ def _adopt_caller(job: Job, rank: int) -> None:
     encoding, errors = sys.stdout.encoding, sys.stdout.errors
     sys.stdout = open(1, "w", 1, encoding, errors, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", 1, encoding, "backslashreplace", closefd=False)  # noqa: SIM115
-    if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed()  # as `random` does in a fork: no two workers draw the same numbers
     faulthandler.enable(2)
     faulthandler.register(signal.SIGUSR1, 2, all_threads=True)
     # For the supervisor, which wants them whole and apart. The descriptor stays open as long as the process lives.
@@ -260,7 +274,6 @@ def _join_world(job: Job, rank: int) -> World:
         os.sched_setaffinity(0, job.cores[rank])  # before there are threads, which inherit it
     backend = get_backend(job.backend)
     torch.set_num_threads(job.num_threads)
-    torch.set_rng_state(torch.frombuffer(bytearray(job.rng_state), dtype=torch.uint8))
     device = backend.enter_worker(rank, job.nprocs)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # for what the worker starts; this process has read them
         os.environ.setdefault(name, str(job.num_threads))

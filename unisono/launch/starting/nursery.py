@@ -18,6 +18,7 @@ from subprocess import DEVNULL, Popen, TimeoutExpired
 
 from unisono.errors import UnisonoError
 from unisono.launch.starting import wire
+from unisono.launch.starting.interpreter import interpreter_command
 
 _lock = threading.Lock()
 _nurseries: dict[str, Nursery] = {}  # by start method
@@ -44,7 +45,7 @@ class Nursery:
             environ["OPENBLAS_NUM_THREADS"] = "1"
         with theirs:
             self._process = Popen(
-                [sys.executable, "-c", start],
+                [*interpreter_command(), "-c", start],
                 pass_fds=[theirs.fileno()],
                 env=environ,
                 stdin=DEVNULL,

@@ -47,6 +47,7 @@ from typing import NoReturn
 import psutil
 
 from unisono.launch.starting import wire
+from unisono.launch.starting.interpreter import interpreter_command
 from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.launch.starting.reaping import (
     become_reaper,
@@ -205,7 +206,8 @@ class Zygote:
                     f"import sys; sys.path[:] = {sys.path!r}; "
                     f"from unisono.launch.worker import run_worker; run_worker({rank}, {job!r}, {reports})"
                 )
-                os.execv(sys.executable, [sys.executable, "-c", start])
+                command = [*interpreter_command(), "-c", start]
+                os.execv(command[0], command)
             from unisono.launch.worker import run_worker
 
             run_worker(rank, job, reports)
