@@ -39,11 +39,13 @@ class Call:
 
     Attributes:
         fn, args: what to call, and with what.
+        carried: what came along.
         left_out: names of the caller's `__main__` that `fn` might look up and that could not be pickled, and why.
     """
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
+    carried: Any
     left_out: dict[str, str]
 
 
@@ -54,13 +56,18 @@ def dumps(value: Any) -> bytes:
         return file.getvalue()
 
 
-def dumps_call(fn: Callable[..., Any], args: tuple[Any, ...], first: Any = None) -> bytes:
-    """Pickle a call for a process that knows nothing of our `__main__`; `first` is there before the call is rebuilt."""
+def dumps_call(fn: Callable[..., Any], args: tuple[Any, ...], first: Any = None, carried: Any = None) -> bytes:
+    """Pickle a call for a process that knows nothing of our `__main__`.
+
+    Args:
+        first: is there before the call is rebuilt.
+        carried: what else is to arrive, sharing objects with it.
+    """
     with io.BytesIO() as file:
         pickler = _ByValue(file)
         pickler.dump(first)
         # What is found on the way comes last, when all of it is found.
-        pickler.dump((fn, args, pickler.looked_up, pickler.names, pickler.left_out, pickler.lines))
+        pickler.dump((fn, args, carried, pickler.looked_up, pickler.names, pickler.left_out, pickler.lines))
         return file.getvalue()
 
 
@@ -72,7 +79,7 @@ def loads_call(data: bytes, take_first: Callable[[Any], object] = lambda first: 
     """
     unpickler = pickle.Unpickler(io.BytesIO(data))
     take_first(unpickler.load())
-    fn, args, looked_up, names, left_out, lines = unpickler.load()
+    fn, args, carried, looked_up, names, left_out, lines = unpickler.load()
     main = sys.modules["__main__"].__dict__
     main.update(looked_up)
     for name, each in names.items():
@@ -82,7 +89,7 @@ def loads_call(data: bytes, take_first: Callable[[Any], object] = lambda first: 
             main[name] = each
     for file, text in lines.items():
         linecache.cache[file] = (sum(map(len, text)), None, text, file)  # None: not to be looked for on the disk
-    return Call(fn, args, left_out)
+    return Call(fn, args, carried, left_out)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # it has no annotations

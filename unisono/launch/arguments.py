@@ -144,14 +144,16 @@ def pick_cores(pin_cores: bool, count: int) -> list[set[int]] | None:
     return cores
 
 
-def pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], first: Any = None) -> bytes:
-    """The call as bytes, and what a worker needs before it.
+def pickle_call(
+    fn: Callable[..., Any], args: tuple[Any, ...], first: Any = None, carried: dict[str, dict[str, Any]] | None = None
+) -> bytes:
+    """The call as bytes, what a worker needs before it, and the globals of modules.
 
     Raises:
         UnpicklableError: names what cannot be sent.
     """
     try:
-        return dumps_call(fn, args, first)
+        return dumps_call(fn, args, first, carried or {})
     except Exception as error:
         named = [("fn", fn), *((f"args[{place}]", arg) for place, arg in enumerate(args))]
         name, part = next((each for each in named if not is_picklable(each[1])), named[0])

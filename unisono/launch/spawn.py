@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from types import ModuleType
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 from unisono import preemption
@@ -30,6 +31,7 @@ from unisono.launch.arguments import (
 from unisono.launch.context import ProcessContext
 from unisono.launch.hosts.environment import announced_place
 from unisono.launch.hosts.joining import run_announced
+from unisono.launch.imported_modules import check_carried, globals_of
 from unisono.launch.notes import say_once
 from unisono.launch.policy import Policy
 from unisono.launch.settings import Settings
@@ -58,6 +60,7 @@ class SpawnOptions(TypedDict, total=False):
     log_dir: str | os.PathLike[str] | None
     log_ranks: Collection[int] | None
     prefix: bool | None
+    carry: Collection[ModuleType]
 
 
 @overload
@@ -98,10 +101,12 @@ def spawn(
     log_dir: str | os.PathLike[str] | None = None,
     log_ranks: Collection[int] | None = None,
     prefix: bool | None = None,
+    carry: Collection[ModuleType] = (),
 ) -> list[Any] | ProcessContext:
     """Call `fn(index, *args)` in one worker process per device.
 
-    `fn` travels by value, so closures, lambdas and functions of a notebook work, and no main guard is needed.
+    `fn` travels by value, so closures, lambdas and functions of a notebook work, and no main guard is needed. Modules
+    travel by name: workers import them themselves.
     Each worker has its world (`rank()`, `all_reduce`, ...) ready when `fn` begins. One failing worker stops the group.
 
     In a process that a launcher has started (torchrun, `unisono run`, SLURM, Kubernetes) nothing is started: `fn` is
@@ -129,6 +134,7 @@ def spawn(
         log_dir: where a directory of this run is made: each rank's stdout and stderr, events, the monitor's samples.
         log_ranks: show the output of these ranks only; the files have all.
         prefix: begin each line with "[rank 1] "; None does so on stderr and leaves stdout as it is.
+        carry: imported modules whose globals have been changed, and are to be in the workers as they are here.
 
     Returns:
         The values that `fn` returned, by rank.
@@ -163,6 +169,7 @@ def spawn(
         output=OutputOptions(prefix, check_log_ranks(log_ranks, count)),
     )
     cores = pick_cores(pin_cores, count)
+    carried = check_carried(carry)
     needs_process = (
         max_restarts
         or pin_cores
@@ -175,7 +182,7 @@ def spawn(
     for each in settings.loggers.left_out:
         say_once(f"workers log without {each}, which writes to what only the calling process has; add one in fn")
     job = Job(
-        call=pickle_call(fn, tuple(args), settings),
+        call=pickle_call(fn, tuple(args), settings, {each.__name__: globals_of(each) for each in carried}),
         nprocs=count,
         backend=family.name,
         timeout=timeout,

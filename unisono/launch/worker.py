@@ -40,6 +40,7 @@ from unisono.comm.fitting import explained, process_communicator
 from unisono.comm.processes import is_of_transport
 from unisono.errors import StoppedError, UnisonoError, UnpicklableError, WorkerDiedError
 from unisono.launch.greetings import without_greetings
+from unisono.launch.imported_modules import adopt_globals, compare_modules, describe_modules
 from unisono.launch.loggers import adopt_loggers
 from unisono.launch.pulse import beating
 from unisono.launch.reports import Kind, Reporter
@@ -73,6 +74,7 @@ class Job:
         restart_count: how often the group has been restarted.
         store: the path of the rendezvous file, known once there is a rendezvous.
         samples: the path of the monitor's samples.
+        modules: the caller's, pickled, as `describe_modules` gives them.
         process: how the caller's process is set (`settings.PROCESS`); the other settings come with the call.
         environ, directory, path, argv: the caller's.
     """
@@ -87,6 +89,7 @@ class Job:
     restart_count: int = 0
     store: str = ""
     samples: str = ""
+    modules: bytes = field(default_factory=lambda: pickle.dumps(describe_modules()))
     process: dict[str, Any] = field(default_factory=lambda: read_settings(PROCESS))
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     directory: str = field(default_factory=os.getcwd)
@@ -124,7 +127,7 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
         preemption.shield_loader_workers()  # none outlives this process, however it ends
         preemption.on_heed(lambda: reporter.send(Kind.HEEDS_STOP))
         with beating(world, reporter, job.pulse_s):
-            outcome = Outcome.capture(_call, job.call, world, reporter)
+            outcome = Outcome.capture(_call, job, world, reporter)
             if outcome.error is None:
                 threading._shutdown()  # type: ignore[attr-defined] # joins threads that are no daemons, as any end does
     except BaseException as error:
@@ -180,11 +183,12 @@ def refuse_while_loading() -> None:
         )
 
 
-def _call(call: bytes, world: World, reporter: Reporter) -> Any:
+def _call(job: Job, world: World, reporter: Reporter) -> Any:
     global _is_loading
     _is_loading = True
     try:
-        loaded = loads_call(call, lambda settings: _adopt_settings(settings, world, reporter))
+        loaded = loads_call(job.call, lambda settings: _adopt_settings(settings, world, reporter))
+        adopt_globals(loaded.carried)
     except Exception as error:
         raise UnpicklableError(
             f"fn or its arguments cannot be rebuilt in the worker ({type(error).__name__}: {error}); "
@@ -192,6 +196,8 @@ def _call(call: bytes, world: World, reporter: Reporter) -> Any:
         ) from error
     finally:
         _is_loading = False
+    if world.rank == 0:
+        compare_modules(pickle.loads(job.modules), lambda text: reporter.send(Kind.NOTE, text.encode()))
     with _explaining_missing(loaded.left_out):
         return loaded.fn(world.rank, *loaded.args)
 
