@@ -17,7 +17,6 @@ import logging
 import multiprocessing
 import os
 import random
-import resource
 import socket
 import sys
 import tempfile
@@ -34,7 +33,12 @@ import torch
 from unisono.backends.switches import SWITCHES, Switch
 from unisono.launch.loggers import Logging, read_loggers
 
-_LIMITS = {name: getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
+try:
+    import resource
+except ImportError:  # not on Windows, where there are no workers
+    _LIMITS: dict[str, int] = {}
+else:
+    _LIMITS = {name: getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
 
 
 class _Unset:

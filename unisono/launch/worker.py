@@ -17,6 +17,7 @@ import atexit
 import contextlib
 import faulthandler
 import logging
+import multiprocessing
 import os
 import pickle
 import platform
@@ -54,6 +55,7 @@ from unisono.world import World, set_process_world
 
 TELL_STACKS = getattr(signal, "SIGRTMIN", 28) + 7  # asks a worker for its stacks, also inside C++; USR2 is the user's
 
+_MAX_SOCKET_PATH = 104  # bytes: the least that a Unix has
 _LEAVE_S = 5  # how long a worker that has told its outcome may take to leave the world
 
 _is_loading = False  # while the call is rebuilt, which imports modules
@@ -241,6 +243,7 @@ def _adopt_caller(job: Job, rank: int) -> None:
     )
     directory = os.environ[OUTER_DIRECTORY] = os.path.dirname(job.store)
     os.environ[SAMPLES_PATH] = job.samples
+    _keep_sockets_in(directory)
     # Peers are on this machine: the loopback needs no name service, and no address of another network is offered.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     os.chdir(job.directory)
@@ -256,6 +259,15 @@ def _adopt_caller(job: Job, rank: int) -> None:
     stacks = os.open(stacks_path(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     faulthandler.register(TELL_STACKS, stacks, all_threads=True)
     mark_records(rank)
+
+
+def _keep_sockets_in(directory: str) -> None:
+    """Let multiprocessing put what its loader workers need there, where it goes with the group, and not into TMPDIR."""
+    place = os.path.join(directory, "multiprocessing")
+    if len(place) + len("/listener-12345678") < _MAX_SOCKET_PATH:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(place, 0o700)
+        multiprocessing.current_process()._config["tempdir"] = place  # type: ignore[attr-defined] # no public way
 
 
 def stacks_path(directory: str | Path, rank: int) -> Path:
