@@ -11,25 +11,30 @@ Code that looks its globals up at run time (`globals()`, `eval`, `import __main_
 
 What has no name in `__main__`, a lambda or a class made in a function, always goes by value; a module always by name.
 
+The contents of tensors and arrays need not be copied into the pickle: `dumps_apart` gives them apart, to be written as
+they lie in memory, and `loads_apart` takes them from where they were read into.
+
 Tensors of devices that only this process has, XLA's, arrive in main memory: their like may not exist over there, and to
 ask for it would start a runtime.
 """
 
 from __future__ import annotations
 
+import ctypes
 import io
 import linecache
 import os
 import pickle
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
 
+_LARGE = 1 << 16  # bytes: what is smaller is copied sooner than sent apart
 _LOOKING_UP = {"globals", "eval", "exec", "__main__"}  # in code: what finds a global that the code does not name
 
 
@@ -54,6 +59,34 @@ def dumps(value: Any) -> bytes:
     with io.BytesIO() as file:
         _ByName(file).dump(value)
         return file.getvalue()
+
+
+def dumps_apart(value: Any) -> tuple[bytes, list[memoryview]]:
+    """As `dumps`, with what is large in it apart: the memory itself, not to be changed until it is sent."""
+    buffers: list[memoryview] = []
+
+    def keep(buffer: pickle.PickleBuffer) -> bool:
+        """Whether it goes into the pickle."""
+        raw = buffer.raw()
+        if raw.nbytes >= _LARGE:
+            buffers.append(raw)
+        return raw.nbytes < _LARGE
+
+    with io.BytesIO() as file:
+        _ByName(file, buffer_callback=keep).dump(value)
+        return file.getvalue(), buffers
+
+
+def loads_apart(data: bytes, buffers: Sequence[Any] = ()) -> Any:
+    """What `dumps_apart` was given; its tensors and arrays lie in the buffers."""
+    return pickle.loads(data, buffers=buffers)
+
+
+def block_of(storage: Any) -> Any:
+    """The memory of a storage (`torch.UntypedStorage`, in main memory), as a buffer that keeps it alive."""
+    block = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    block.storage = storage
+    return block
 
 
 def dumps_call(fn: Callable[..., Any], args: tuple[Any, ...], first: Any = None, carried: Any = None) -> bytes:
@@ -99,6 +132,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # it has no annotatio
         _refuse_file(obj)
         if _is_tensor(obj):
             return _reduced(obj)
+        if _is_storage_in_main_memory(obj):
+            return _reduced_storage(obj)
         if path := _importable_path(obj):
             return pkgutil.resolve_name, (path,)
         return super().reducer_override(obj)
@@ -210,6 +245,38 @@ def _is_tensor(obj: Any) -> bool:
     """Without importing torch, which takes seconds and may not be needed: whoever has a tensor has imported it."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(obj, getattr(torch, "Tensor", ()))
+
+
+def _is_storage_in_main_memory(obj: Any) -> bool:
+    torch = sys.modules.get("torch")
+    if torch is None or type(obj) not in (torch.storage.TypedStorage, torch.storage.UntypedStorage):
+        return False
+    return bool(torch.device("cpu") == getattr(obj, "_untyped_storage", obj).device)
+
+
+def _reduced_storage(storage: Any) -> Any:
+    """How a storage is pickled: as the buffer that it is. Tensors that share one still do, over there."""
+    if hasattr(storage, "_untyped_storage"):
+        return _typed, (storage._untyped_storage, storage.dtype)
+    return _untyped, (pickle.PickleBuffer(block_of(storage) if storage.nbytes() else bytearray()),)
+
+
+def _typed(untyped: Any, dtype: Any) -> Any:
+    import torch
+
+    return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
+
+
+def _untyped(buffer: Any) -> Any:
+    """The storage that the buffer is the memory of, else one with a copy."""
+    import torch
+
+    if hasattr(buffer, "storage"):
+        return buffer.storage
+    storage = torch.UntypedStorage(len(buffer))
+    if len(buffer):
+        storage.copy_(torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage())
+    return storage
 
 
 def _reduced(tensor: Any) -> Any:

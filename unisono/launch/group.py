@@ -30,7 +30,7 @@ from unisono.launch.hang import HangWatch, hung_error
 from unisono.launch.notes import say_once
 from unisono.launch.policy import Policy
 from unisono.launch.rendezvous import Rendezvous
-from unisono.launch.reports import Kind, Pulse
+from unisono.launch.reports import Kind, Message, Pulse
 from unisono.launch.starting import wire
 from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.launch.starting.nursery import open_group
@@ -181,15 +181,16 @@ class Group:
     def _read(self, worker: Worker) -> None:
         with contextlib.suppress(BlockingIOError):
             while worker.pipe >= 0:
-                data = os.read(worker.pipe, 1 << 20)
-                for kind, message in worker.inbox.add(data):
-                    self._take(worker, kind, message)
-                if not data or worker.outcome is not None:
+                is_open = worker.inbox.read(worker.pipe)
+                for message in worker.inbox.take():
+                    self._take(worker, message)
+                if not is_open or worker.outcome is not None:
                     self._close_pipe(worker)
 
-    def _take(self, worker: Worker, kind: Kind, message: bytes) -> None:
+    def _take(self, worker: Worker, message: Message) -> None:
+        kind = message.kind
         if kind is Kind.PULSE:
-            pulse: Pulse = pickle.loads(message)
+            pulse: Pulse = pickle.loads(message.data)
             self._hang_watch.hear(worker.rank, pulse, time.monotonic())
             if pulse.device_bytes is not None:
                 self._monitor.tell_device_memory(worker.rank, pulse.device_bytes)
@@ -198,11 +199,11 @@ class Group:
             if self._is_stop_wanted:
                 self._signal(signal.SIGTERM, [worker], to_sessions=False)
         elif kind is Kind.NOTE:
-            say_once(message.decode())
+            say_once(message.data.decode())
         elif kind is Kind.STOPPED:
             worker.has_agreed_to_stop = True
         else:
-            worker.outcome = Outcome.from_bytes(message)
+            worker.outcome = Outcome.from_bytes(message.data, message.buffers)
             is_failure = worker.outcome.error is not None
             self._hang_watch.forget(worker.rank, time.monotonic(), has_returned=not is_failure)
             worker.was_stopped = is_failure and worker.outcome.at > self._stopped_at

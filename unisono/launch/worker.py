@@ -147,7 +147,7 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
             stream.flush()
     if preemption.is_agreed():
         reporter.send(Kind.STOPPED)
-    reporter.send(Kind.OUTCOME, replace(outcome, where=where, is_secondary=is_secondary).to_bytes())
+    reporter.send(Kind.OUTCOME, *replace(outcome, where=where, is_secondary=is_secondary).to_buffers())
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(_LEAVE_S)  # kills, so that a transport which waits for a peer keeps neither this process nor the peer
     with contextlib.suppress(Exception):
