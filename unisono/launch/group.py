@@ -26,6 +26,7 @@ from typing import Any
 import psutil
 
 from unisono.errors import UnisonoError, WorkerHungError, describe_exit
+from unisono.launch.exhaustion import describe_mapped_memory
 from unisono.launch.hang import HangWatch, hung_error
 from unisono.launch.notes import say_once
 from unisono.launch.policy import Policy
@@ -253,6 +254,7 @@ class Group:
             worker.was_stopped = bool(self._sent) and not is_foreign
             is_killed = status == -signal.SIGKILL and not worker.was_stopped
             memory = self._oom_watch.verdict(self._monitor.curve(worker.rank)) if is_killed else ""
+            memory = describe_mapped_memory() if status == -signal.SIGBUS else memory
             worker.outcome = Outcome.failure(death(worker, status, how, memory), self._where(worker))
             if not worker.was_stopped:
                 self._note_failure(is_secondary=False)

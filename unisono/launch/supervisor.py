@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import StoppedError, UnpicklableError
+from unisono.launch.exhaustion import note_exhaustion
 from unisono.launch.group import Group
 from unisono.launch.hang import HangWatch
 from unisono.launch.policy import Policy
@@ -61,7 +62,11 @@ class Supervisor:
     def start(self) -> None:
         """Start the group, unless it has been started, or asked to stop before."""
         if self._thread.ident is None:
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError as error:
+                note_exhaustion(error)
+                raise
 
     def pids(self) -> list[int | None]:
         """The workers' process ids by rank, once all are started; None for one that could not be."""
@@ -139,6 +144,8 @@ class Supervisor:
             for restart_count in range(self._policy.max_restarts + 1):
                 attempted = Outcome.capture(self._attempt, restart_count)
                 verdict = attempted.value or Outcome(error=attempted.error)
+                if attempted.error is not None:  # of ours: a worker has looked at its own
+                    note_exhaustion(attempted.error)
                 self._record_failures(verdict)
                 if restart_count == self._policy.max_restarts or not self._may_restart(verdict.error):
                     break

@@ -40,6 +40,7 @@ from unisono.backends.switches import SWITCHES
 from unisono.comm.fitting import explained, process_communicator
 from unisono.comm.processes import is_of_transport
 from unisono.errors import StoppedError, UnisonoError, UnpicklableError, WorkerDiedError
+from unisono.launch.exhaustion import note_exhaustion
 from unisono.launch.greetings import without_greetings
 from unisono.launch.imported_modules import adopt_globals, compare_modules, describe_modules
 from unisono.launch.loggers import adopt_loggers
@@ -141,6 +142,8 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
     if world is not None and outcome.error is not None:
         outcome = replace(outcome, error=explained(outcome.error, world.comm))
     is_failure = outcome.error is not None
+    if outcome.error is not None:
+        note_exhaustion(outcome.error)
     where = str(world) if world is not None else f"rank {rank}, {this_process()}, before it joined the world"
     for stream in (sys.stdout, sys.stderr):  # first: a failure that the caller knows of may be answered by a signal
         with contextlib.suppress(Exception):

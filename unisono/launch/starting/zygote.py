@@ -159,7 +159,7 @@ class Zygote:
             group.ranks[pid] = rank
             _tell(group, {"op": "forked", "rank": rank, "pid": pid})
         except OSError as error:
-            _tell(group, {"op": "error", "rank": rank, "text": str(error)})
+            _tell(group, {"op": "error", "rank": rank, "text": f"{error}; {_limit_met(error)}".rstrip("; ")})
         finally:
             for fd in fds:
                 os.close(fd)
@@ -265,6 +265,14 @@ class Zygote:
         for group in self.groups.values():
             shutil.rmtree(group.directory, ignore_errors=True)
         os._exit(0)
+
+
+def _limit_met(error: OSError) -> str:
+    from unisono.launch.exhaustion import describe_exhaustion  # for nothing, in most lives of a zygote
+
+    with contextlib.suppress(Exception):
+        return describe_exhaustion(error)
+    return ""
 
 
 def _tell(group: _Group, message: dict[str, object]) -> None:
