@@ -8,6 +8,7 @@ import socket
 import stat
 from pathlib import Path
 
+import torch
 from faults import Script
 
 from unisono.launch import rendezvous as rendezvous_module
@@ -104,14 +105,15 @@ def test_only_what_is_known_to_be_deserted_is_removed(tmp_path, monkeypatch):
 
 def test_torchs_sharing_process_is_left_alone_while_it_listens(tmp_path, monkeypatch):
     monkeypatch.setattr(rendezvous_module, "_OLD_S", 0.0)
-    (old := tmp_path / "torch-shm-dir-old").mkdir()
-    (living := tmp_path / "torch-shm-dir-living").mkdir()
+    monkeypatch.chdir(tmp_path)  # the path of a socket is short
+    (old := Path("torch-shm-dir-old")).mkdir()
+    (living := Path("torch-shm-dir-living")).mkdir()
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(old / "manager.sock"))
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(living / "manager.sock"))
         listening.listen()
-        sweep(tmp_path)
+        sweep(Path())
     assert (old.exists(), living.exists()) == (False, True)
 
 
@@ -119,13 +121,14 @@ def test_a_directory_that_cannot_be_searched_stops_nobody(tmp_path):
     sweep(tmp_path / "nowhere")
 
 
-def test_a_path_too_long_for_sockets_is_not_used(tmp_path, monkeypatch):
-    (long := tmp_path / ("long" * 20)).mkdir()
+def test_loader_workers_run_however_long_the_path_of_the_temporary_directory_is(tmp_path, monkeypatch):
+    (long := tmp_path / ("long" * 30)).mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(long))
 
-    def look(index):
-        import multiprocessing
+    def load(index):
+        batches = list(torch.utils.data.DataLoader([torch.ones(100)] * 4, num_workers=1))
+        return len(batches), os.listdir(long)
 
-        return multiprocessing.current_process()._config.get("tempdir")
-
-    assert spawn(look, nprocs=2) == [None, None]
+    found = spawn(load, nprocs=2)
+    assert [(count, len(names)) for count, names in found] == [(4, 1)] * 2
+    assert os.listdir(long) == []

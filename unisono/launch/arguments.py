@@ -108,6 +108,12 @@ def check_log_dir(log_dir: str | os.PathLike[str] | None) -> Path | None:
     return Path(log_dir)
 
 
+def check_log_format(log_format: str) -> str:
+    if log_format not in ("text", "json"):
+        raise ValueError(f"log_format={log_format!r} does not exist; choose 'text' or 'json'")
+    return log_format
+
+
 def check_log_ranks(log_ranks: Collection[int] | None, count: int) -> tuple[int, ...] | None:
     if log_ranks is None:
         return None

@@ -193,8 +193,7 @@ class Group:
         if kind is Kind.PULSE:
             pulse: Pulse = pickle.loads(message.data)
             self._hang_watch.hear(worker.rank, pulse, time.monotonic())
-            if pulse.device_bytes is not None:
-                self._monitor.tell_device_memory(worker.rank, pulse.device_bytes)
+            self._monitor.tell_pulse(worker.rank, pulse)
         elif kind is Kind.HEEDS_STOP:
             worker.heeds_stop = True
             if self._is_stop_wanted:

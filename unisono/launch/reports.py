@@ -44,11 +44,17 @@ class Pulse:
         progress: grows with every collective, batch and step.
         doing: the collective that the rank is in, in words; empty outside one.
         device_bytes: memory in use on the rank's device, where that is not main memory.
+        step: how many steps its optimizers have taken.
+        samples_per_s: that its loops have taken since the pulse before.
+        loss: of the latest `backward(loss)`.
     """
 
     progress: int
     doing: str = ""
     device_bytes: int | None = None
+    step: int = 0
+    samples_per_s: float = 0.0
+    loss: float | None = None
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from unisono.launch.arguments import (
     check_count,
     check_duration,
     check_log_dir,
+    check_log_format,
     check_log_ranks,
     check_nprocs,
     check_platform,
@@ -61,6 +62,7 @@ class SpawnOptions(TypedDict, total=False):
     log_ranks: Collection[int] | None
     prefix: bool | None
     carry: Collection[ModuleType]
+    log_format: Literal["text", "json"]
 
 
 @overload
@@ -102,6 +104,7 @@ def spawn(
     log_ranks: Collection[int] | None = None,
     prefix: bool | None = None,
     carry: Collection[ModuleType] = (),
+    log_format: Literal["text", "json"] = "text",
 ) -> list[Any] | ProcessContext:
     """Call `fn(index, *args)` in one worker process per device.
 
@@ -135,6 +138,7 @@ def spawn(
         log_ranks: show the output of these ranks only; the files have all.
         prefix: begin each line with "[rank 1] "; None does so on stderr and leaves stdout as it is.
         carry: imported modules whose globals have been changed, and are to be in the workers as they are here.
+        log_format: "json" shows each line that a worker writes as an object with time, rank, stream and text.
 
     Returns:
         The values that `fn` returned, by rank.
@@ -166,13 +170,14 @@ def spawn(
         max_restarts=check_count(max_restarts, "max_restarts", 0, "pass how often the group may be started anew"),
         hang_timeout_s=None if hang_timeout_s is None else check_duration(hang_timeout_s, "hang_timeout_s", False),
         log_dir=check_log_dir(log_dir),
-        output=OutputOptions(prefix, check_log_ranks(log_ranks, count)),
+        output=OutputOptions(prefix, check_log_ranks(log_ranks, count), check_log_format(log_format) == "json"),
     )
     cores = pick_cores(pin_cores, count)
     carried = check_carried(carry)
     needs_process = (
         max_restarts
         or pin_cores
+        or log_format != "text"
         or any(each is not None for each in (start_method, num_threads, hang_timeout_s, log_dir, log_ranks, prefix))
     )
     if count == 1 and join and not needs_process:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import importlib.metadata
 import logging
 import multiprocessing
 import os
@@ -109,9 +110,18 @@ class Job:
             "num_threads": self.num_threads,
             "host": platform.node(),
             "pid": os.getpid(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
+            "platform": platform.platform(),
+            "versions": versions(),
         }
+
+
+def versions() -> dict[str, str]:
+    """Of what a run depends on, by name."""
+    found = {"python": platform.python_version()}
+    for name in ("unisono", "torch", "numpy"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
@@ -267,10 +277,11 @@ def _adopt_caller(job: Job, rank: int) -> None:
 def _keep_sockets_in(directory: str) -> None:
     """Let multiprocessing put what its loader workers need there, where it goes with the group, and not into TMPDIR."""
     place = os.path.join(directory, "multiprocessing")
-    if len(place) + len("/listener-12345678") < _MAX_SOCKET_PATH:
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(place, 0o700)
-        multiprocessing.current_process()._config["tempdir"] = place  # type: ignore[attr-defined] # no public way
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(place, 0o700)
+    if len(place) + len("/listener-12345678") >= _MAX_SOCKET_PATH and sys.platform == "linux":
+        place = f"/proc/{os.getpid()}/fd/{os.open(place, os.O_RDONLY | os.O_DIRECTORY)}"  # the same, and short
+    multiprocessing.current_process()._config["tempdir"] = place  # type: ignore[attr-defined] # no public way
 
 
 def stacks_path(directory: str | Path, rank: int) -> Path:

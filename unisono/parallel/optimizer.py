@@ -101,6 +101,7 @@ def backward(
             if each.has(leaves):
                 each.backward(loss, weight, batch)
                 return
+    world.timeline.loop().loss = loss.detach()
     ledger = hand.ledger_of(world)
     found = _batch_of(batch, weight is not None, world)
     claim = claim_of(found, weight, world)
