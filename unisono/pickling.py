@@ -251,7 +251,7 @@ def _is_storage_in_main_memory(obj: Any) -> bool:
     torch = sys.modules.get("torch")
     if torch is None or type(obj) not in (torch.storage.TypedStorage, torch.storage.UntypedStorage):
         return False
-    return bool(torch.device("cpu") == getattr(obj, "_untyped_storage", obj).device)
+    return bool(torch.UntypedStorage(0).device == getattr(obj, "_untyped_storage", obj).device)
 
 
 def _reduced_storage(storage: Any) -> Any:

@@ -33,6 +33,7 @@ class Kind(IntEnum):
     HEEDS_STOP = 2  # SIGTERM is a request to this worker, which it answers at its next step: see `should_stop`
     STOPPED = 3  # all ranks have agreed to stop; the outcome is that of an early end
     OUTCOME = 4  # an `Outcome` as bytes
+    BEGUN = 6  # fn is called now
     NOTE = 5  # text for the user, the same from each rank, to be shown once
 
 

@@ -213,6 +213,7 @@ def _call(job: Job, world: World, reporter: Reporter) -> Any:
         _is_loading = False
     if world.rank == 0:
         compare_modules(pickle.loads(job.modules), lambda text: reporter.send(Kind.NOTE, text.encode()))
+    reporter.send(Kind.BEGUN)
     with _explaining_missing(loaded.left_out):
         return loaded.fn(world.rank, *loaded.args)
 
