@@ -25,6 +25,7 @@ from unisono.errors import (
     RemoteTraceback,
     UnisonoError,
 )
+from unisono.launch.starting.early import warm_early
 
 if TYPE_CHECKING:
     from unisono.launch.hosts.elastic import ElasticOptions
@@ -119,6 +120,8 @@ def _add_machines(group: Any) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Do what the arguments say; the exit code."""
+    if parsed.nnodes in (None, (1, 1)) and parsed.rdzv_endpoint is None and parsed.start_method in (None, "zygote"):
+        warm_early()  # it imports torch while this process does, and has time for nothing where an agent is to be run
     from unisono.launch.hosts.environment import announced_agent
     from unisono.launch.hosts.target import check_target
 
