@@ -104,3 +104,12 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_MODULES})
+
+
+def _warm_where_that_is_asked_for() -> None:
+    from unisono.launch.starting.early import warm_at_import
+
+    warm_at_import()
+
+
+_warm_where_that_is_asked_for()

@@ -198,6 +198,7 @@ class Accelerator:
         Raises:
             ValueError: as for `unisono.backward`.
         """
+        self.world.timeline.loop().loss = loss.detach()
         if self.scaler is not None:
             if self._microbatches.begins_step():
                 self.scaler.settle()

@@ -102,6 +102,7 @@ def backward(
         if each.has(trained):
             each.backward(loss, weight, batch)
             return
+    world.timeline.loop().loss = loss.detach()
     deliveries, ledger = world.state.deliveries, hand.ledger_of(world)
     candidates = deliveries.candidates() if batch is None else deliveries.named(batch)
     if batch is None and weight is None:
