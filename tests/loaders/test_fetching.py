@@ -363,8 +363,9 @@ def test_the_pool_keeps_the_options_of_the_users_loader():
         persistent_workers=True,
     )
     pool = WorkerPool(loader, RemoteFetcher(fetching.Fetcher(loader)), WorkerStart(loader.dataset, None), True)
-    for name in ("num_workers", "timeout", "prefetch_factor", "persistent_workers", "multiprocessing_context"):
+    for name in ("num_workers", "timeout", "prefetch_factor", "persistent_workers"):
         assert getattr(pool._loader, name) == getattr(loader, name), name
+    assert pool._loader.multiprocessing_context.get_start_method() == "fork"
 
 
 class Epochal(Numbers):

@@ -26,6 +26,7 @@ except ImportError:  # Windows, which has no such limits
 
 from unisono.errors import BusyError, describe_exit
 from unisono.loaders.fetching import Fetcher, Request, few
+from unisono.loaders.forking import context_of, one_at_a_time
 from unisono.loaders.sending import Packed, can_surely_be_sent
 from unisono.loaders.shm import Room, explain, share, why_full
 from unisono.outcome import Outcome, chain_of
@@ -117,7 +118,7 @@ class WorkerPool:
             collate_fn=_as_it_is,
             timeout=loader.timeout,
             worker_init_fn=start,
-            multiprocessing_context=loader.multiprocessing_context,
+            multiprocessing_context=context_of(loader.multiprocessing_context),
             generator=self._generator,
             prefetch_factor=loader.prefetch_factor,
             persistent_workers=loader.persistent_workers,
@@ -145,7 +146,8 @@ class WorkerPool:
             self._generator.manual_seed(seed)
             self._requests.requests = requests or iter(())
             self._room.look()
-            values = iter(self._loader)
+            with one_at_a_time():
+                values = iter(self._loader)
             _look_often(values)
             self._requests.requests = iter(())  # in a pass that is left early they would hold the dataset
         except BaseException:

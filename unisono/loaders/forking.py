@@ -1,0 +1,136 @@
+"""Forking loader workers from a process of many threads, so that none of them waits for ever for a lock.
+
+A forked process has one thread, but all locks as they were: one that another thread held stays locked in it for good.
+Loader workers begin with seeding torch's and numpy's generators, whose locks are held by whoever draws; a training loop
+on another thread does so all the time. So loader workers are forked by one thread at a time, when nobody is known to
+draw, and each one takes the locks that it is about to need, and then reports to its parent. One that does not report
+is killed, and forked again.
+
+*Threads:* any; one at a time is in `one_at_a_time`. `Worker.run` is in the forked process.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import select
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import context
+from typing import Any
+
+import torch
+import torch.utils.data.graph_settings
+
+from unisono.errors import BusyError
+
+_PATIENCE_S = (1.0, 2.0, 4.0, 8.0, 15.0)  # a slow machine may exceed the first ones, at no harm
+_DRAW_S = 1.0
+
+_Process: Any = getattr(context, "ForkProcess", object)  # Windows has none
+_Context: Any = getattr(context, "ForkContext", object)
+
+_lock = threading.Lock()
+_forking: int | None = None  # the thread that is about to fork a loader worker
+
+
+class Worker(_Process):
+    """A forked process that is started when it has taken the locks that it needs."""
+
+    _report: int = -1  # the end of a pipe, in which it writes
+
+    @staticmethod
+    def _Popen(process: Any) -> Any:  # noqa: N802 - multiprocessing's name
+        for patience_s in _PATIENCE_S:
+            popen = _forked(process, patience_s)
+            if popen is not None:
+                return popen
+        raise RuntimeError(
+            f"a loader worker was forked {len(_PATIENCE_S)} times and did not begin: each time another thread of this "
+            "process held a lock that it needs (of torch's or numpy's generators, of stdout or stderr); let no thread "
+            "draw or print all the time beside the loop, or pass multiprocessing_context='forkserver', or num_workers=0"
+        )
+
+    def run(self) -> None:
+        """Take each lock once that is needed before the user's code runs, report, and begin."""
+        torch.default_generator.manual_seed(0)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed(0)
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None and not stream.closed:
+                stream.flush()
+        os.write(self._report, b".")
+        os.close(self._report)
+        super().run()
+
+
+class Context(_Context):
+    """As multiprocessing's "fork", with workers that have reported."""
+
+    Process = Worker
+
+
+def context_of(given: Any) -> Any:
+    """The multiprocessing context for a DataLoader whose own is `given`: None, a name, or a context."""
+    method = given if isinstance(given, str) else (given or multiprocessing).get_start_method()
+    return Context() if method == "fork" else given
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """For the block, no other thread starts loader workers: they would inherit each other's pipes half made.
+
+    Raises:
+        BusyError: another thread has been starting its own for minutes.
+    """
+    if not _lock.acquire(timeout=2 * sum(_PATIENCE_S)):
+        raise BusyError("another thread of this process has been starting loader workers for a minute")
+    try:
+        yield
+    finally:
+        _lock.release()
+
+
+def _forked(process: Any, patience_s: float) -> Any:
+    """The process's Popen, when the process has reported or died; None, and it is gone, where it is stuck."""
+    global _forking
+    from multiprocessing.popen_fork import Popen  # here: Windows has none
+
+    reading, writing = os.pipe()
+    process._report = writing
+    popen: Any = None
+    try:
+        _forking = threading.get_ident()
+        popen = Popen(process)
+        _forking = None
+        os.close(writing)
+        writing = -1
+        if select.select([reading], [], [], patience_s)[0]:
+            popen, begun = None, popen
+            return begun
+        return None
+    finally:
+        _forking = None
+        os.close(reading)
+        if writing >= 0:
+            os.close(writing)
+        if popen is not None:
+            popen.kill()
+            popen.wait()
+
+
+def _wait_for_draws() -> None:
+    """Before such a fork: let the threads that draw come to an end of it, and keep the interpreter until the fork."""
+    if _forking != threading.get_ident():
+        return
+    if (numpy := sys.modules.get("numpy")) is not None:
+        lock = numpy.random.get_bit_generator().lock
+        if lock.acquire(timeout=_DRAW_S):
+            lock.release()
+    torch.default_generator.get_state()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_wait_for_draws)
