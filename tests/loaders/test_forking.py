@@ -17,7 +17,7 @@ import torch
 from modes import THREADS_2
 from torch.utils.data import DataLoader, IterableDataset
 
-from unisono import DeviceLoader
+from unisono import DeviceLoader, rank
 from unisono.loaders import forking
 
 COUNT = 23
@@ -87,6 +87,19 @@ def test_a_thread_that_draws_from_numpys_generator_does_not_stop_the_workers():
             assert sorted(one_pass()) == list(range(COUNT))
 
 
+def test_a_thread_that_seeds_does_not_stop_the_workers():
+    with beside(lambda: (torch.manual_seed(1), threading.Event().wait(0.001))):
+        for _ in range(3):
+            assert sorted(one_pass()) == list(range(COUNT))
+
+
+def test_a_lock_of_torchs_that_is_always_held_is_told_of(monkeypatch):
+    monkeypatch.setattr(forking, "_PATIENCE_S", (0.1, 0.1))
+    with torch.cuda._initialization_lock, pytest.raises(RuntimeError, match="did not begin"):
+        one_pass()
+    assert sorted(one_pass()) == list(range(COUNT))
+
+
 def test_a_worker_that_is_stuck_is_forked_again(monkeypatch):
     stdout = Sticky(times=2)
     monkeypatch.setattr(sys, "stdout", stdout)
@@ -111,9 +124,15 @@ def test_other_start_methods_and_contexts_are_left_as_they_are():
         assert isinstance(forking.context_of(given), forking.Context)
 
 
+def seeded_pass() -> list[int]:
+    """As scripts do: each replica seeds, and begins its loop."""
+    torch.manual_seed(rank())
+    return one_pass()
+
+
 def passes_of_two_replicas(times: int) -> None:
     for _ in range(times):
-        found = THREADS_2.run(one_pass)
+        found = THREADS_2.run(seeded_pass)
         assert sorted(sample for each in found for sample in each) == list(range(COUNT))
 
 

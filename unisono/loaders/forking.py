@@ -1,10 +1,12 @@
 """Forking loader workers from a process of many threads, so that none of them waits for ever for a lock.
 
 A forked process has one thread, but all locks as they were: one that another thread held stays locked in it for good.
-Loader workers begin with seeding torch's and numpy's generators, whose locks are held by whoever draws; a training loop
-on another thread does so all the time. So loader workers are forked by one thread at a time, when nobody is known to
-draw, and each one takes the locks that it is about to need, and then reports to its parent. One that does not report
-is killed, and forked again.
+torch's loader workers begin with `torch.manual_seed` and numpy's. The locks that these need are held by whoever draws,
+and by whoever seeds: two replicas that seed and begin a loop at once were enough for a worker that waited for ever.
+
+So loader workers are forked by one thread at a time. It holds those locks that python can hold during the fork, and
+waits for who draws from torch's generator, whose lock it cannot hold. Then each worker takes all of them once, and
+reports to its parent. One that does not report is killed, and forked again.
 
 *Threads:* any; one at a time is in `one_at_a_time`. `Worker.run` is in the forked process.
 """
@@ -27,13 +29,14 @@ import torch.utils.data.graph_settings
 from unisono.errors import BusyError
 
 _PATIENCE_S = (1.0, 2.0, 4.0, 8.0, 15.0)  # a slow machine may exceed the first ones, at no harm
-_DRAW_S = 1.0
+_LOCK_S = 1.0
 
 _Process: Any = getattr(context, "ForkProcess", object)  # Windows has none
 _Context: Any = getattr(context, "ForkContext", object)
 
 _lock = threading.Lock()
-_forking: int | None = None  # the thread that is about to fork a loader worker
+_forking: int | None = None  # the thread that forks a loader worker
+_held: list[Any] = []  # the locks that it holds meanwhile
 
 
 class Worker(_Process):
@@ -55,7 +58,7 @@ class Worker(_Process):
 
     def run(self) -> None:
         """Take each lock once that is needed before the user's code runs, report, and begin."""
-        torch.default_generator.manual_seed(0)
+        torch.manual_seed(0)
         if (numpy := sys.modules.get("numpy")) is not None:
             numpy.random.seed(0)
         for stream in (sys.stdout, sys.stderr):
@@ -121,16 +124,31 @@ def _forked(process: Any, patience_s: float) -> Any:
             popen.wait()
 
 
-def _wait_for_draws() -> None:
-    """Before such a fork: let the threads that draw come to an end of it, and keep the interpreter until the fork."""
+def _locks() -> Iterator[Any]:
+    """The locks of python's that a loader worker needs before its first line."""
+    if (numpy := sys.modules.get("numpy")) is not None:
+        yield numpy.random.get_bit_generator().lock
+    for family in ("cuda", "xpu"):  # torch.manual_seed seeds them too, or leaves word that they are to be seeded
+        lock = getattr(getattr(torch, family, None), "_initialization_lock", None)
+        if lock is not None:
+            yield lock
+
+
+def _hold_locks() -> None:
+    """Before such a fork. Behind the last line, no other thread runs python before it."""
     if _forking != threading.get_ident():
         return
-    if (numpy := sys.modules.get("numpy")) is not None:
-        lock = numpy.random.get_bit_generator().lock
-        if lock.acquire(timeout=_DRAW_S):
-            lock.release()
+    for lock in _locks():
+        if lock.acquire(timeout=_LOCK_S):
+            _held.append(lock)
     torch.default_generator.get_state()
 
 
+def _release_locks() -> None:
+    """After it, in both processes."""
+    while _forking == threading.get_ident() and _held:
+        _held.pop().release()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_wait_for_draws)
+    os.register_at_fork(before=_hold_locks, after_in_parent=_release_locks, after_in_child=_release_locks)
