@@ -416,6 +416,42 @@ class OfItsRank(Stream):
         yield from range(rank(), self.count, current_world().world_size)
 
 
+class Fractions(Stream):
+    """Shuffles with torch's global generator, and gives nothing by which samples can be told apart for certain."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for number in torch.randperm(self.count):
+            yield number.float()
+
+
+class BytesOfFiles(Fractions):
+    def __iter__(self) -> Iterator[Any]:
+        for number in super().__iter__():
+            yield torch.full((2, 5, 5), int(number), dtype=torch.uint8)
+
+
+class DiffersLater(Stream):
+    """Begins alike everywhere, as a buffer that is not shuffled before it is full."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = rank()
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(8)
+        yield from random.Random(self.place).sample(range(8, self.count), self.count - 8)
+
+
+class OfItsRankAndWorker(Stream):
+    """Cuts itself as scripts for torchrun do."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        place, places = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        yield from range(place * workers + worker, self.count, places * workers)
+
+
 def test_asking_for_the_workers_too_late_is_an_error():
     with pytest.raises(RuntimeError, match=r"the AsksTooLate asks get_worker_info\(\) .* only after it has given"):
         passes(SOLO, AsksTooLate, None, workers=2)
@@ -430,6 +466,33 @@ def test_streams_that_differ_are_refused(mode, workers, readers):
     for error in errors:
         assert type(error) is RuntimeError
         assert re.match(f"the {readers} read different streams.*pass sharded=True", str(error))
+
+
+@pytest.mark.parametrize("dataset", [Fractions, BytesOfFiles, DiffersLater, OfItsRank])
+def test_streams_that_differ_only_in_what_is_looked_at_last_are_refused_too(dataset):
+    for error in (errors := refused(THREADS_2, dataset, None)):
+        assert type(error) is RuntimeError
+        assert re.match(r"the ranks read different streams.*\(num_workers=1\), which are seeded alike", str(error))
+    assert len(errors) == 2
+
+
+@stand_ins()
+def test_what_is_refused_in_the_loops_process_is_shuffled_alike_in_loader_workers():
+    for workers in (1, 2):
+        assert all_of(passes(THREADS_2, Fractions, None, workers=workers)) == list(range(COUNT))
+
+
+def test_who_cuts_itself_by_rank_and_worker_is_cut_once():
+    def body() -> tuple[Any, ...]:
+        found = passes(SOLO, OfItsRankAndWorker, None, workers=2)[0][0].counted
+        (error,) = refused(SOLO, OfItsRankAndWorker, None)
+        return found, str(error), torch.distributed.get_world_size()
+
+    by_rank = PROCESSES_2.run(body)
+    assert sorted(sample for found, _, _ in by_rank for sample in found) == list(range(COUNT))
+    for _, error, ranks in by_rank:
+        assert "pass sharded=True" in error
+        assert ranks == 2
 
 
 def test_a_shard_that_is_none_is_no_shard(caplog):
