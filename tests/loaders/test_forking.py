@@ -109,11 +109,12 @@ def test_a_worker_that_is_stuck_is_forked_again(monkeypatch):
 
 
 def test_workers_that_are_always_stuck_are_an_error_and_gone(monkeypatch):
+    before = set(psutil.Process().children())
     monkeypatch.setattr(sys, "stdout", Sticky(times=1000))
     monkeypatch.setattr(forking, "_PATIENCE_S", (0.05, 0.05))
     with pytest.raises(RuntimeError, match="forked 2 times and did not begin.*num_workers=0"):
         one_pass()
-    assert not psutil.Process().children()
+    assert set(psutil.Process().children()) <= before
 
 
 def test_other_start_methods_and_contexts_are_left_as_they_are():

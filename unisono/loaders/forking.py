@@ -13,23 +13,35 @@ reports to its parent. One that does not report is killed, and forked again.
 
 from __future__ import annotations
 
+import faulthandler
+import itertools
+import mmap
 import multiprocessing
 import os
 import select
+import signal
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import context
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.utils.data.graph_settings
 
 from unisono.errors import BusyError
+from unisono.loaders import fetching
 
 _PATIENCE_S = (1.0, 2.0, 4.0, 8.0, 15.0)  # a slow machine may exceed the first ones, at no harm
 _LOCK_S = 1.0
+_STACK_S = 2.0
+_SIGNAL = getattr(signal, "SIGRTMIN", 34) + 9  # nobody's
+_LAST = "_worker_loop"
+_OURS = f"{Path(__file__).parent}/"
 
 _Process: Any = getattr(context, "ForkProcess", object)  # Windows has none
 _Context: Any = getattr(context, "ForkContext", object)
@@ -43,6 +55,16 @@ class Worker(_Process):
     """A forked process that is started when it has taken the locks that it needs."""
 
     _report: int = -1  # the end of a pipe, in which it writes
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._cell = mmap.mmap(-1, 8)  # both processes see it
+        self.stacks = tempfile.TemporaryFile()  # noqa: SIM115 - it is closed with this
+
+    @property
+    def place(self) -> int:
+        """Which sample of its batch, or of its stream, the process is at."""
+        return int.from_bytes(self._cell[:8], sys.byteorder)
 
     @staticmethod
     def _Popen(process: Any) -> Any:  # noqa: N802 - multiprocessing's name
@@ -64,6 +86,8 @@ class Worker(_Process):
         for stream in (sys.stdout, sys.stderr):
             if stream is not None and not stream.closed:
                 stream.flush()
+        fetching.at = memoryview(self._cell).cast("q")
+        faulthandler.register(_SIGNAL, self.stacks, all_threads=False)
         os.write(self._report, b".")
         os.close(self._report)
         super().run()
@@ -79,6 +103,29 @@ def context_of(given: Any) -> Any:
     """The multiprocessing context for a DataLoader whose own is `given`: None, a name, or a context."""
     method = given if isinstance(given, str) else (given or multiprocessing).get_start_method()
     return Context() if method == "fork" else given
+
+
+def stack_of(worker: Any) -> str:
+    """Where a loader worker is now, as lines to follow a message; nothing where it cannot tell."""
+    if not isinstance(worker, Worker) or not worker.is_alive():
+        return ""
+    worker.stacks.seek(0)
+    worker.stacks.truncate()
+    os.kill(worker.pid, _SIGNAL)
+    deadline = time.monotonic() + _STACK_S
+    while time.monotonic() < deadline:
+        time.sleep(0.01)
+        worker.stacks.seek(0)
+        text = worker.stacks.read().decode(errors="replace")
+        if _LAST in text:  # the loop that every loader worker is in
+            lines = text[: text.index(_LAST)].splitlines()[1:-1]
+            return ", in (most recent call first):\n" + "\n".join(_without_ours(lines))
+    return ""
+
+
+def _without_ours(lines: list[str]) -> list[str]:
+    """The lines of a stack up to the first of this package's."""
+    return list(itertools.takewhile(lambda line: _OURS not in line, lines)) or lines
 
 
 @contextmanager

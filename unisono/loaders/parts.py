@@ -22,6 +22,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from unisono.errors import StateError
+from unisono.loaders import fetching
 from unisono.loaders.resume import is_stateful
 from unisono.loaders.sending import Packed
 from unisono.loaders.sharding import fingerprint, glimpse, mark_of
@@ -260,6 +261,7 @@ class _Part:
         while True:
             number = self.index
             self._seed_for(number)
+            fetching.at[0] = number
             try:
                 sample = next(self._source)
             except StopIteration:
