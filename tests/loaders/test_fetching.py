@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import random
+import re
 import resource
 import signal
 import threading
@@ -364,8 +365,10 @@ def test_the_pool_keeps_the_options_of_the_users_loader():
         persistent_workers=True,
     )
     pool = WorkerPool(loader, RemoteFetcher(fetching.Fetcher(loader)), WorkerStart(loader.dataset, None), True)
-    for name in ("num_workers", "timeout", "prefetch_factor", "persistent_workers", "multiprocessing_context"):
+    for name in ("num_workers", "prefetch_factor", "persistent_workers"):
         assert getattr(pool._loader, name) == getattr(loader, name), name
+    assert pool._timeout_s == 77
+    assert pool._loader.multiprocessing_context.get_start_method() == "fork"
 
 
 class Epochal(Numbers):
@@ -430,14 +433,74 @@ def test_an_early_end_leaves_nothing_in_persistent_workers():
     assert [leave_early() for _ in range(6)][-1] <= before + 4
 
 
-def test_persistent_workers_that_serve_another_pass_are_busy(monkeypatch):
-    monkeypatch.setattr("unisono.loaders.workers._BUSY_S", 0.01)
-    source = IndexedSource(DataLoader(Numbers(4), num_workers=1, persistent_workers=True), None)
-    running = source.begin(Rule(), lambda samples: None)
-    with pytest.raises(BusyError, match="persistent workers serve another loop"):
-        source.begin(Rule(), lambda samples: None)
-    assert source.epoch == 1
-    assert len(list(running.pieces)) == 4
+def test_persistent_workers_serve_the_pass_that_was_begun_last():
+    source = IndexedSource(DataLoader(Numbers(9), num_workers=1, persistent_workers=True), None)
+    first = source.begin(Rule(), lambda samples: None)
+    next(first.pieces)
+    second = source.begin(Rule(), lambda samples: None)
+    assert [piece.batch.tolist() for (piece,) in second.pieces] == [[number] for number in range(9)]
+    with pytest.raises(BusyError, match="workers have begun another loop over the same loader"):
+        list(first.pieces)
+
+
+class FailsOnce(Numbers):
+    """Its sample 5 fails in the first pass."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.passes = torch.zeros(1, dtype=torch.int64).share_memory_()
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 5 and not self.passes:
+            raise LookupError("five")
+        return super().__getitem__(index)
+
+
+def test_an_error_that_is_kept_leaves_persistent_workers_free():
+    dataset = FailsOnce(12)
+    loader = DeviceLoader(DataLoader(dataset, num_workers=2, persistent_workers=True))
+    kept = []
+    gc.disable()
+    try:
+        try:
+            list(loader)
+        except LookupError as error:
+            kept.append(error)  # as a notebook does
+        dataset.passes += 1
+        assert [batch.tolist() for batch in loader] == [[number] for number in range(12)]
+        assert len(kept) == 1
+    finally:
+        kept.clear()
+        del loader
+        gc.enable()
+        gc.collect()
+
+
+class Blocks(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        if index == 3:
+            threading.Event().wait()  # for ever
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_the_users_time_out_names_the_worker_the_sample_and_the_line(persistent):
+    data = DataLoader(Blocks(6), batch_size=2, num_workers=2, timeout=1, persistent_workers=persistent)
+    loader, found = iter(DeviceLoader(data)), []
+    with pytest.raises(RuntimeError) as told:
+        found += [batch.tolist() for batch in loader]
+    words = r"timed out after 1 seconds: loader worker 1 \(pid \d+\) is at the sample with index 3, in \(most recent .*"
+    assert re.search(words + r"test_fetching.py\", line \d+ in __getitem__$", str(told.value), re.DOTALL)
+
+
+def test_a_dataset_that_blocks_is_warned_of(monkeypatch, caplog):
+    monkeypatch.setattr("unisono.loaders.workers._LONG_S", 0.3)
+    with pytest.raises(RuntimeError, match="timed out"):
+        list(DeviceLoader(DataLoader(Blocks(6), num_workers=1, timeout=1)))
+    (warning,) = [each.getMessage() for each in caplog.records if "no batch has come" in each.message]
+    assert "loader worker 0" in warning
+    assert "the sample with index 3" in warning
+    assert "in __getitem__" in warning
 
 
 def test_a_pass_that_cannot_begin_does_not_keep_the_workers():

@@ -74,7 +74,9 @@ class IndexedSource:
     def __init__(self, loader: DataLoader[Any], seed: int | None) -> None:
         self._batch_sampler: Any = loader.batch_sampler
         self._sampler: Any = getattr(self._batch_sampler, "sampler", loader.sampler)
-        generator = getattr(self._sampler, "generator", None) or loader.generator
+        generator = loader.generator
+        if not type(self._sampler).__module__.startswith("torchdata."):  # theirs make one, seeded by each rank's torch
+            generator = getattr(self._sampler, "generator", None) or generator
         has_seed = isinstance(generator, torch.Generator)
         self.seed = seed if seed is not None else generator.initial_seed() if has_seed else 0
         follows = self._batch_sampler if type(self._batch_sampler) not in (BatchSampler, NoneType) else self._sampler
@@ -234,7 +236,11 @@ def _served(pool: WorkerPool, rounds_of_jobs: Iterator[list[_Job]], width: int, 
         if failed:
             raise failed.pop()
 
-    return pieces(pool.serve(seed, requests()))
+    def describe(place: int) -> str:
+        indices = asked[0].request.indices
+        return f"the sample with index {indices[min(place, len(indices) - 1)]!r}"
+
+    return pieces(pool.serve(seed, requests(), describe=describe))
 
 
 def _num_indices(indices: list[Any], _: bool) -> Size:

@@ -37,11 +37,12 @@ logger = logging.getLogger(__name__)
 
 
 class _Ready(NamedTuple):
-    """A batch that a rank has: its samples, and behind it what its parts have given, and which of them the last."""
+    """A batch that a rank has: its samples, and behind it what its parts have given, which the last, and the trail."""
 
     samples: int
     taken: list[int]
     last: int
+    trail: Any
 
 
 class _Offer(NamedTuple):
@@ -94,7 +95,7 @@ class Lockstep:
         self._rule = rule
         self._dim = dim
         self._ahead = ahead
-        self._position = begun.position
+        self._position = {name: value for name, value in begun.position.items() if name != "trail"}
         self._own: deque[Delivery] = deque()
         self._rounds: deque[list[_Ready | None]] = deque()
         self._spare: Delivery | None = None  # a sample to be repeated: a copy, since the loop may write to its batches
@@ -183,7 +184,7 @@ class Lockstep:
         for each in self._own:
             _, workers, taken = each.position["layers"][-1]
             own = taken[rank * workers : (rank + 1) * workers]
-            batches.append(_Ready(each.claim.samples, own, each.position["last"][rank]))
+            batches.append(_Ready(each.claim.samples, own, each.position["last"][rank], each.position.get("trail")))
         failure = f"{type(error).__name__}: {error}" if error is not None else None
         known = self._own[0].position if self._own else self._position
         start, workers = self._position["offset"], self._position["layers"][-1][1]
@@ -286,4 +287,8 @@ def _check(offers: list[_Offer]) -> list[_Offer]:
         )
     if going and going[0].by == "stride" and len({offer.mark for offer in going if offer.mark}) > 1:
         raise RuntimeError(other_stream("ranks"))
+    for batches in zip(*(offer.batches for offer in going), strict=False):  # what all are going to take
+        trails = {batch.trail for batch in batches if batch.trail is not None}
+        if len(trails) > len(dict(trails)):  # two marks behind the same row
+            raise RuntimeError(other_stream("ranks"))
     return going

@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -21,14 +22,18 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from unisono.errors import StateError
+from unisono.loaders import fetching
 from unisono.loaders.resume import is_stateful
 from unisono.loaders.sending import Packed
-from unisono.loaders.sharding import glimpse, mark_of
+from unisono.loaders.sharding import fingerprint, glimpse, mark_of
 from unisono.loaders.workers import use_worker_info
 from unisono.randomness import mixed, seed_all, seed_of
 
 Cutter = Literal["caller", "dataset", "worker", "stride"]
 """Who cuts a stream into parts; `streams.py` tells who does when."""
+
+
+Trail = tuple[int, int]
 
 
 class Layer(NamedTuple):
@@ -91,6 +96,8 @@ class Made(NamedTuple):
         part, by: which part, and who has cut it.
         state: the dataset's own behind it.
         mark: of the first sample of the stream; 0 where that was not read.
+        trail: behind how many rows of the stream, a row being one sample for each part, and a mark of what began them:
+            the same for all who read the same stream. None where not all of it was read.
     """
 
     batch: Any
@@ -99,6 +106,7 @@ class Made(NamedTuple):
     by: Cutter
     state: Any = None
     mark: int = 0
+    trail: Trail | None = None
     is_left_out: bool = False
 
 
@@ -136,7 +144,7 @@ class PartReader(IterableDataset[Packed]):
         part = cut.part(worker)
         samples = _Part(self.dataset, cut, part, asked)
         while chunk := list(islice(samples, self.size or 1)):
-            made = Made(None, len(chunk), part, samples.by, samples.state(), samples.mark)
+            made = Made(None, len(chunk), part, samples.by, samples.state(), samples.mark, samples.trail)
             if self.size is None:
                 yield made._replace(batch=self._collated(chunk[0], samples), samples=None)
             elif self._drop_last and len(chunk) < self.size:
@@ -189,9 +197,30 @@ class StreamStart:
         part = cut.part(worker)
         number, row = (part, cut.ranks * cut.workers) if cut.by == "stride" else (part % cut.workers, cut.workers)
         use_worker_info(AskedInfo(worker, number, row, info.seed, self._reader.dataset))
+        if cut.by == "stride":
+            answer_as_one_rank()
         seed_all(mixed(seed_of(cut.seed, "workers"), part))
         if self._init is not None:
             self._init(number)
+
+
+def answer_as_one_rank() -> None:
+    """In this loader worker, let who asks for its rank hear that it is the only one.
+
+    The workers of all ranks are told as one row already: a dataset that cut itself by both would be cut twice.
+    """
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    for module in (torch.distributed, getattr(torch.distributed, "distributed_c10d", None)):
+        if hasattr(module, "get_rank"):
+            module.get_rank, module.get_world_size = _zero, _one  # type: ignore[union-attr, assignment]
+
+
+def _zero(group: Any = None) -> int:
+    return 0
+
+
+def _one(group: Any = None) -> int:
+    return 1
 
 
 class _Part:
@@ -200,6 +229,7 @@ class _Part:
     Attributes:
         by: who cuts the stream; known when it has given its first sample.
         mark: of that sample; 0 where it is not the first of the stream.
+        trail: as in `Made`.
         index: the number of samples that the stream has given.
     """
 
@@ -216,6 +246,7 @@ class _Part:
         self._seed = seed_of(cut.seed, cut.epoch)
         self._own_seed = seed_of(cut.seed, cut.epoch, part)
         self._is_restored = part in cut.states
+        self.trail: Trail | None = (0, 0) if cut.by == "stride" and not self._is_restored else None
         self._is_buffered = has_shuffle_buffer(getattr(dataset, "_ex_iterable", None))
         if asked is not None:
             seed_all(self._seed)
@@ -230,6 +261,7 @@ class _Part:
         while True:
             number = self.index
             self._seed_for(number)
+            fetching.at[0] = number
             try:
                 sample = next(self._source)
             except StopIteration:
@@ -240,6 +272,9 @@ class _Part:
                 raise
             self.index += 1
             self._see_who_cuts(sample)
+            if self.trail is not None and number % (self._cut.ranks * self._cut.workers) == 0:
+                rows, mark = self.trail
+                self.trail = rows + 1, mark_of(mark, fingerprint(sample))
             if self._is_own(number):
                 return sample
 
@@ -280,6 +315,7 @@ class _Part:
         if not self._has_begun:
             self._has_begun = True
             self.by, self.mark = by, 0 if self._is_restored else mark_of(glimpse(sample)) or 1
+            self.trail = self.trail if by == "stride" else None
             check_layers(self._cut, by)
         elif by != self.by:
             raise RuntimeError(

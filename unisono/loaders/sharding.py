@@ -38,6 +38,8 @@ B = TypeVar("B")
 Split = Literal["rank", "global"]
 Tail = Literal["split", "drop", "pad", "error"]
 
+_SEEN = 64  # values of an array
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -286,6 +288,23 @@ def glimpse(batch: Any) -> list[Any]:
     """
     seen = (_corner(leaf) if is_array(leaf) else leaf for leaf in leaves(batch))
     return list(islice((each for each in seen if isinstance(each, str | int | list)), 4))
+
+
+def fingerprint(sample: Any) -> list[Any]:
+    """As `glimpse`; of a sample that has neither whole numbers nor texts, some of the fractions and bytes it has."""
+    return glimpse(sample) or [_spread_over(leaf) if is_array(leaf) else leaf for leaf in islice(leaves(sample), 4)]
+
+
+def _spread_over(array: Any) -> Any:
+    """Some of a plain tensor's or array's values, from all over it."""
+    if isinstance(array, torch.Tensor):
+        if array.layout is not torch.strided or array.is_nested or array.is_meta or array.is_quantized:
+            return None
+        array = array.detach()
+    elif array.dtype.kind not in "biufc":
+        return None
+    flat = array.reshape(-1)
+    return flat[:: max(len(flat) // _SEEN, 1)].tolist()
 
 
 def _corner(array: Any) -> Any:

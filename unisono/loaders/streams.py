@@ -30,7 +30,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from unisono.errors import StateError
-from unisono.loaders.parts import Cut, Cutter, Layer, Made, PartReader, StreamStart, check_layers, untouched
+from unisono.loaders.parts import Cut, Cutter, Layer, Made, PartReader, StreamStart, Trail, check_layers, untouched
 from unisono.loaders.resume import State
 from unisono.loaders.sharding import Rule
 from unisono.loaders.sources import Begun, LeftOut, Loaded, rounds_of_loaded
@@ -130,6 +130,8 @@ class StreamSource:
         if hasattr(dataset, "_distributed") and type(dataset).__module__.startswith("datasets."):
             by_node: Any = import_module("datasets.distributed")  # `shard` gives a rank none of too few files
             return by_node.split_dataset_by_node(dataset, self._rank, self._ranks), "dataset"
+        if cuts_by_node(dataset, self._rank, self._ranks):
+            return dataset, "dataset"
         for name in ("shard", "split"):
             method = getattr(dataset, name, None)
             if callable(method):
@@ -201,6 +203,8 @@ class _Taken:
         self._states = dict(cut.states)
         self._mark: int | None = start.get("mark") if cut.is_resumed else None
         self._is_saved = self._mark is not None
+        self._trail: Trail | None = None  # behind the last batch
+        self._trails: dict[int, int] = {}  # the last ones, of any part
 
     def __iter__(self) -> _Taken:
         return self
@@ -210,6 +214,7 @@ class _Taken:
             made = next(self._made)
             if made.by == "stride" and made.mark:
                 self._compare(made.mark)
+            self._compare_trail(made.trail)
             if made.is_left_out:
                 self._leave_out(made.samples or 0)
                 continue
@@ -236,6 +241,7 @@ class _Taken:
             "layers": [[layer.ranks, layer.workers, list(layer.taken)] for layer in layers],
             "last": last,
             "mark": self._mark,
+            **({"trail": self._trail} if self._ranks > 1 else {}),
             **({"states": dict(self._states)} if self._states else {}),
         }
 
@@ -249,6 +255,17 @@ class _Taken:
             )
         elif mark != self._mark:
             raise RuntimeError(other_stream("loader workers"))
+
+
+    def _compare_trail(self, trail: Trail | None) -> None:
+        self._trail = trail
+        if trail is None:
+            return
+        rows, mark = trail
+        if self._trails.setdefault(rows, mark) != mark:
+            raise RuntimeError(other_stream("loader workers"))
+        if len(self._trails) > 2 * self._workers:
+            del self._trails[next(iter(self._trails))]
 
 
 def check_stream(position: State) -> None:
@@ -274,6 +291,16 @@ def is_stream(loader: Any) -> TypeGuard[DataLoader[Any]]:
         and type(loader).__iter__ is DataLoader.__iter__
         and isinstance(loader.dataset, IterableDataset)
     )
+
+
+def cuts_by_node(dataset: Any, rank: int, ranks: int) -> bool:
+    """Whether it is one of webdataset's that splits its shards by rank, and takes this process for that rank."""
+    stages = getattr(dataset, "pipeline", ())
+    if not type(dataset).__module__.startswith("webdataset.") or not isinstance(stages, list | tuple):
+        return False
+    webdataset: Any = import_module("webdataset")
+    splits = any(stage is webdataset.split_by_node for stage in stages)
+    return splits and webdataset.utils.pytorch_worker_info()[:2] == (rank, ranks)
 
 
 def _own_part(method: Callable[..., Any], ranks: int, rank: int) -> Any:
@@ -315,8 +342,8 @@ def _spread(samples: int, places: int) -> list[int]:
 def other_stream(readers: str) -> str:
     """What is wrong where a stream that is cut by stride is not the same for all who read it."""
     return (
-        f"the {readers} read different streams (their first samples differ), so cutting them by stride would lose some "
-        "samples and repeat others; shuffle by the epoch (set_epoch), or with the global generators in loader workers, "
-        "which are seeded alike; or let the dataset cut itself, by get_worker_info() or by shard(num_shards, index); "
-        "where each has its own part already, pass already_sharded=True"
+        f"the {readers} read different streams (their samples differ), so cutting them by stride would lose some "
+        "samples and repeat others; shuffle by the epoch (set_epoch), or with the global generators in loader workers "
+        "(num_workers=1), which are seeded alike; or let the dataset cut itself, by get_worker_info() or by "
+        "shard(num_shards, index); where each has its own part already, pass already_sharded=True"
     )
