@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.data  # here, so that every fork has it
 
-from unisono import preemption
+from unisono import preemption, terminal
 from unisono.backends import get_backend
 from unisono.comm.fitting import explained, process_communicator
 from unisono.comm.processes import is_of_transport
@@ -70,6 +70,7 @@ class Job:
         restart_count: how often the group has been restarted.
         store: the path of the rendezvous file, known once there is a rendezvous.
         samples: the path of the monitor's samples.
+        columns: the width of the terminal that the workers' stderr comes out on; 0 where there is none.
         rng_state: of the caller's torch generator, which each worker begins with, as an inline call does; bytes, since
             a tensor would take ten milliseconds to be unpickled.
         environ, directory, path, argv: the caller's.
@@ -85,6 +86,7 @@ class Job:
     restart_count: int = 0
     store: str = ""
     samples: str = ""
+    columns: int = field(default_factory=lambda: terminal.columns_of(2))
     rng_state: bytes = field(default_factory=lambda: torch.get_rng_state().numpy().tobytes())
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     directory: str = field(default_factory=os.getcwd)
@@ -209,6 +211,7 @@ def _adopt_caller(job: Job, rank: int) -> None:
     encoding, errors = sys.stdout.encoding, sys.stdout.errors
     sys.stdout = open(1, "w", 1, encoding, errors, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", 1, encoding, "backslashreplace", closefd=False)  # noqa: SIM115
+    terminal.set_columns(job.columns)
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()  # as `random` does in a fork: no two workers draw the same numbers
     faulthandler.enable(2)
