@@ -42,10 +42,12 @@ if TYPE_CHECKING:
     from unisono.parallel.optimizer import backward as backward
     from unisono.parallel.optimizer import optimizer_step as optimizer_step
     from unisono.parallel.stopping import should_stop as should_stop
+    from unisono.progress import tqdm as tqdm
     from unisono.report.picture import save_picture as save_picture
     from unisono.report.summary import Report as Report
     from unisono.report.summary import gather_report as gather_report
     from unisono.report.text import print_report as print_report
+    from unisono.tracking.tracker import Tracker as Tracker
     from unisono.world import World as World
     from unisono.world import current_world as current_world
     from unisono.world import use_world as use_world
@@ -79,9 +81,11 @@ _HOMES = {
     "unisono.parallel.data_parallel": ["DataParallel"],
     "unisono.parallel.optimizer": ["backward", "optimizer_step"],
     "unisono.parallel.stopping": ["should_stop"],
+    "unisono.progress": ["tqdm"],
     "unisono.report.picture": ["save_picture"],
     "unisono.report.summary": ["Report", "gather_report"],
     "unisono.report.text": ["print_report"],
+    "unisono.tracking.tracker": ["Tracker"],
     "unisono.world": ["World", "current_world", "use_world"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

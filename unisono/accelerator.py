@@ -10,6 +10,7 @@ microbatches); these live as long as it does.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
@@ -47,6 +48,8 @@ from unisono.parallel.strategies.states import load_model_state, load_optimizer_
 from unisono.parallel.strategies.strategy import Options
 from unisono.parallel.turns import Trigger, first_alone, split_between
 from unisono.protocols import ReduceOp
+from unisono.tracking.tracker import Tracker
+from unisono.tracking.trackers import LogWith, Trackers
 from unisono.world import World, current_world
 
 P = ParamSpec("P")
@@ -94,16 +97,20 @@ class Accelerator:
         schedule_unit: what schedules count: "batch", the batches of the loader as the script wrote it; "step", the
             optimizer steps of this run; "device_step", those that one device would take. None finds out, and is an
             error where it matters and cannot be known.
+        log_with: where `log` writes, beside a file of JSON lines: "tensorboard", "wandb", "mlflow", "all" (those that
+            are installed), objects with the methods of `unisono.Tracker`, or a list of these.
+        project_dir: the directory of what trackers write; None takes "runs" in the working directory.
         world: None takes the current one.
 
     Attributes:
         world: the rank's.
         device: where batches and models go.
-        mixed_precision, gradient_accumulation_steps: as they were given.
+        mixed_precision, gradient_accumulation_steps, project_dir: as they were given.
         scaler: of the loss, for "fp16": torch's GradScaler, whose `state_dict()` belongs into a checkpoint; else None.
 
     Raises:
         TypeError, ValueError: an argument is out of its range, or does not fit another one.
+        ImportError: the library of a tracker is not installed.
     """
 
     def __init__(
@@ -126,6 +133,8 @@ class Accelerator:
         elementwise_optimizer: bool = False,
         loss_reduction: Literal["mean", "sum"] = "mean",
         schedule_unit: Unit | None = None,
+        log_with: LogWith = None,
+        project_dir: str | os.PathLike[str] | None = None,
         world: World | None = None,
     ) -> None:
         check_arguments(mixed_precision, gradient_accumulation_steps, max_grad_norm, nan_guard)
@@ -144,6 +153,8 @@ class Accelerator:
         every = gradient_accumulation_steps
         ledger = Ledger(self.world.comm.size, every, is_mean=every > 1, is_sum=loss_reduction == "sum")
         self.mixed_precision, self.gradient_accumulation_steps = mixed_precision, gradient_accumulation_steps
+        self.project_dir = project_dir
+        self._trackers = Trackers(log_with, project_dir, self.world.rank == 0)
         self._trigger = Trigger(self.world)
         self._microbatches = Microbatches(self.world, ledger)
         self._passes = Passes(self._microbatches)
@@ -382,6 +393,64 @@ class Accelerator:
         """`print` on rank zero."""
         if self.world.rank == 0:
             print(*values, **options)
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: Mapping[str, Any] | None = None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Begin a run of all trackers, which write to `project_dir / project_name`; on other ranks than zero, nothing.
+
+        Args:
+            config: what the run was made with, in the first line of its file, and where a library shows it.
+            init_kwargs: what a library takes beside, by its name: `{"wandb": {"tags": ["baseline"]}}` goes to
+                `wandb.init`, "tensorboard" to torch's `SummaryWriter`, "mlflow" to `mlflow.start_run`.
+
+        Raises:
+            UnisonoError: a run has begun, and `end_training` has not ended it.
+            OSError: a file cannot be made; and what a library raises.
+        """
+        self._trackers.open(project_name, config, init_kwargs)
+
+    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
+        """Give values to all trackers. Rank zero's count; the others' are not looked at.
+
+        Args:
+            values: numbers, tensors of one element, and texts, by name.
+            step: of the training; None leaves it to the tracker.
+
+        Raises:
+            UnisonoError: `init_trackers` was not called; ClosedError: `end_training` was.
+            TypeError, ValueError: a value is something else; the message names its key.
+        """
+        self._trackers.log(values, step)
+
+    @property
+    def trackers(self) -> list[Tracker]:
+        """The trackers of the run, a file of JSON lines first; none before and after it, and on other ranks."""
+        return list(self._trackers.opened)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """The tracker of that name; on other ranks than zero, one that does nothing.
+
+        Args:
+            name: "jsonl", "tensorboard", "wandb", "mlflow", or the `name` or class of an object.
+            unwrap: give the library's own object, its `tracker`: a SummaryWriter, a Run, an ActiveRun.
+
+        Raises:
+            ValueError: there is none of that name.
+            UnisonoError: as for `log`.
+        """
+        return self._trackers.get(name, unwrap)
+
+    def end_training(self) -> None:
+        """End the run: close all trackers. Call it when all is logged; once more, it does nothing.
+
+        Raises:
+            Exception: what a tracker has raised, behind the end of all others; of several, an ExceptionGroup.
+        """
+        self._trackers.close()
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """The module that was prepared."""

@@ -33,7 +33,8 @@ class Batch:
 
     Attributes:
         samples: n, this rank's part of the round.
-        rows: how many there are; those behind the samples do not count.
+        rows: how many there are; those behind the samples do not count. None where that cannot be told: it counts as
+            one sample then.
         total: N, of all ranks; None where nobody knows it.
         mark: the same on all ranks where they stand in the same round.
         loop: that has received it.
@@ -47,10 +48,17 @@ class Batch:
     __slots__ = ("at", "dealt", "is_spent", "is_waiting", "loop", "mark", "number", "rows", "samples", "total")
 
     def __init__(
-        self, loop: Loop, samples: int, total: int | None, mark: int, repeated: int = 0, dealt: int = 1
+        self,
+        loop: Loop,
+        samples: int,
+        total: int | None,
+        mark: int,
+        repeated: int = 0,
+        dealt: int = 1,
+        is_told: bool = True,
     ) -> None:
         self.loop, self.samples, self.total, self.mark = loop, samples, total, mark
-        self.rows, self.dealt = samples + repeated, dealt
+        self.rows, self.dealt = samples + repeated if is_told else None, dealt
         self.number, self.at = loop.num_batches, next(_clock)
         self.is_waiting, self.is_spent = True, False
 
@@ -60,7 +68,7 @@ class Batch:
         return self.samples, self.total
 
     @property
-    def counted(self) -> tuple[int, int]:
+    def counted(self) -> tuple[int, int | None]:
         """How many of its rows count, of how many."""
         return self.samples, self.rows
 
@@ -166,6 +174,7 @@ class Deliveries:
         mark: int = 0,
         repeated: int = 0,
         dealt: int = 1,
+        is_told: bool = True,
     ) -> Batch:
         """A batch of the loop is delivered, just now in the loop's thread.
 
@@ -173,12 +182,13 @@ class Deliveries:
             values: the batch itself, tensors in any nesting.
             samples, total, mark, dealt: as for `Batch`.
             repeated: rows of the batch that come behind its samples and do not count.
+            is_told: whether it is known how many rows it has.
         """
-        loop.rows.count(samples, repeated)
+        loop.rows.count(samples, repeated, is_told)
         loop.is_evaluation = loop.is_evaluation and not torch.is_grad_enabled()
         if self._loops[-1:] != [loop]:
             self._loops = [*(each for each in self._loops if each is not loop), loop]
-        batch = Batch(loop, samples, total, mark, repeated, dealt)
+        batch = Batch(loop, samples, total, mark, repeated, dealt, is_told)
         self.know(values, batch)
         loop.kinds.setdefault(batch.counts, batch)
         self._received.append(batch)

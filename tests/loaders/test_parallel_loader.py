@@ -156,8 +156,8 @@ def test_a_batch_keeps_its_containers(name):
 @pytest.mark.parametrize("batch", [None, 0, "", [], (), {}, False, "text", 3.5, b"bytes"], ids=repr)
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_batch_may_be_anything(batch, count):
-    assert rounds_of([batch] * 4, count) == [[(batch, 1)] * (4 // count)] * count
-    assert rounds_of([batch] * 3, 2) == [[(batch, 1)] * 2, [(batch, 1), (batch, 0)]]
+    assert rounds_of([batch] * 4, count) == [[(batch, None)] * (4 // count)] * count
+    assert rounds_of([batch] * 3, 2) == [[(batch, None)] * 2, [(batch, None), (batch, 0)]]
 
 
 def test_what_holds_no_tensor_passes_through_untouched():

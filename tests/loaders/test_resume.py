@@ -594,7 +594,7 @@ def test_a_loader_without_batches_goes_on(count):
 
 def take_items(loader: DeviceLoader, most: int | None = None) -> list[int]:
     iterator = iter(loader)
-    return [item for item in itertools.islice(iterator, most) if iterator.valid_samples]
+    return [item for item in itertools.islice(iterator, most) if iterator.valid_samples != 0]
 
 
 def interleave(each_ranks: list[list[int]]) -> Iterator[int]:

@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.data  # here, so that every fork has it
 
-from unisono import preemption
+from unisono import preemption, terminal
 from unisono.backends import get_backend
 from unisono.backends.switches import SWITCHES
 from unisono.comm.fitting import explained, process_communicator
@@ -80,6 +80,7 @@ class Job:
         samples: the path of the monitor's samples.
         modules: the caller's, pickled, as `describe_modules` gives them.
         process: how the caller's process is set (`settings.PROCESS`); the other settings come with the call.
+        columns: the width of the terminal that the workers' stderr comes out on; 0 where there is none.
         environ, directory, path, argv: the caller's.
     """
 
@@ -95,6 +96,7 @@ class Job:
     samples: str = ""
     modules: bytes = field(default_factory=lambda: pickle.dumps(describe_modules()))
     process: dict[str, Any] = field(default_factory=lambda: read_settings(PROCESS))
+    columns: int = field(default_factory=lambda: terminal.columns_of(2))
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     directory: str = field(default_factory=os.getcwd)
     path: list[str] = field(default_factory=lambda: list(sys.path))
@@ -267,6 +269,7 @@ def _adopt_caller(job: Job, rank: int) -> None:
     encoding, errors = sys.stdout.encoding, sys.stdout.errors
     sys.stdout = open(1, "w", 1, encoding, errors, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", 1, encoding, "backslashreplace", closefd=False)  # noqa: SIM115
+    terminal.set_columns(job.columns)
     faulthandler.enable(2)
     faulthandler.register(signal.SIGUSR1, 2, all_threads=True)
     # For the supervisor, which wants them whole and apart. The descriptor stays open as long as the process lives.

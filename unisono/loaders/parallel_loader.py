@@ -55,6 +55,7 @@ class ParallelLoader:
         devices: the devices of this process, as strings, indices or `torch.device`s, without repetition.
         batchdim: the dimension along which the samples of a batch lie, where loaded batches are cut.
         fixed_batch_size: deliver batches of the first one's size only, and end before the first round that has others.
+            A batch that does not tell its size is a ValueError.
         loader_prefetch_size: loaded batches that may wait, per device. 0, for one device: nothing is read ahead, and no
             thread is started; the loop reads for itself, as from a bare DataLoader.
         device_prefetch_size: moved batches that may wait, per device.
@@ -338,12 +339,12 @@ class DeviceLoader:
         self._is_spent = False
 
     @property
-    def valid_samples(self) -> int:
-        return self._loop.samples
+    def valid_samples(self) -> int | Any:  # as there
+        return self._loop.claim.valid_samples
 
     @property
     def weight(self) -> float | None:
-        return self._loop.weight
+        return self._loop.claim.weight
 
     @property
     def _loop(self) -> Progress:

@@ -14,7 +14,8 @@ alone, so the global batches do not depend on who loads them. Two ranks, ten sam
 The tail is the last round where it is incomplete: short of batches, or of samples in its last batch. It is split so
 that every rank makes the same number of steps and every sample is delivered exactly once. A rank for which no sample is
 left gets a repeated one that counts as 0 samples. So does one that would get a part of a batch that cannot be cut with
-certainty: its neighbour takes it whole. Other policies: "drop" leaves the tail out, so that all batches have one size;
+certainty: its neighbour takes it whole. Where some batch of a round does not tell its size, each of them counts as one,
+and nobody knows which of its rows count. Other policies: "drop" leaves the tail out, so that all batches have one size;
 "pad" fills each rank's batch up with repeated samples; "error" refuses. Each gives the same on any rank.
 """
 
@@ -29,7 +30,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 
-from unisono.tree import batch_size, can_cut, is_array, leaves, pick, take
+from unisono.tree import batch_size, can_cut, is_array, leaves, may_list_samples, pick, take
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,8 @@ class Part(NamedTuple):
     """What one rank takes of a round: samples `start` to `stop` of the round's batch number `batch`.
 
     `samples` of the round's `total` samples are this rank's; 0 when the part only repeats a sample to keep step. Behind
-    them come `padding` samples more, which repeat the part from its start.
+    them come `padding` samples more, which repeat the part from its start. Where some batch of the round does not tell
+    its size (`is_told` is False), these are batches, each of which is taken whole and counts as one.
     """
 
     batch: int
@@ -99,11 +101,13 @@ class Part(NamedTuple):
     samples: int
     total: int
     padding: int = 0
+    is_told: bool = True
 
     @property
     def repeated(self) -> int:
         """How many of the delivered samples only repeat others."""
-        return self.stop - self.start + self.padding - self.samples
+        own = self.samples if self.is_told else (self.stop - self.start) * self.samples
+        return self.stop - self.start + self.padding - own
 
     def order(self) -> list[int]:
         """The samples of the batch that make up the part, its padding included."""
@@ -116,7 +120,8 @@ class Claim(NamedTuple):
 
     `mark` is the same on all ranks where they stand in the same round, and most probably not where they do not.
     `repeated` samples of the batch only repeat others, and come after those that count. `dealt` batches of the given
-    loader make the round.
+    loader make the round. Where `is_told` is False, samples are batches, each of which counts as one: some batch of the
+    round does not tell how many samples it holds.
     """
 
     samples: int
@@ -124,6 +129,17 @@ class Claim(NamedTuple):
     mark: int = 0
     repeated: int = 0
     dealt: int = 1
+    is_told: bool = True
+
+    @property
+    def valid_samples(self) -> int | None:
+        """How many samples of the batch count, from the front; None where that cannot be told."""
+        return self.samples if self.is_told or not self.samples else None
+
+    @property
+    def weight(self) -> float | None:
+        """The part of the round that they are; None where that is unknown."""
+        return self.samples / self.total if self.total else None
 
 
 class Piece(NamedTuple):
@@ -135,10 +151,15 @@ class Piece(NamedTuple):
 
 
 class Size(NamedTuple):
-    """How many samples a batch holds, and whether it can be cut into them."""
+    """How many samples a batch holds, and whether it can be cut into them.
+
+    Attributes:
+        untold: the class of a batch that does not tell; it is taken for one sample.
+    """
 
     samples: int
     can_be_cut: bool = True
+    untold: str = ""
 
 
 def deal(sizes: Sequence[Size], count: int, fill_to: int = 0) -> list[Part]:
@@ -146,8 +167,10 @@ def deal(sizes: Sequence[Size], count: int, fill_to: int = 0) -> list[Part]:
 
     A full round gives each rank one batch whole. In a short one, neighbouring ranks share a batch as evenly as it
     goes, the earlier ones taking the larger parts; no part is larger than its batch. Parts of batches that can be cut
-    are padded to `fill_to` samples.
+    are padded to `fill_to` samples. Where one does not tell its size, all are taken whole, and count as one each.
     """
+    if any(size.untold for size in sizes):
+        return [_uncounted(sizes, rank, count) for rank in range(count)]
     total = sum(size.samples for size in sizes)
     if len(sizes) == count:
         whole = enumerate(sizes)
@@ -165,9 +188,7 @@ def deal(sizes: Sequence[Size], count: int, fill_to: int = 0) -> list[Part]:
 
 
 def _shared(sizes: Sequence[Size], rank: int, count: int, total: int) -> Part:
-    batch = rank * len(sizes) // count
-    first = -(-batch * count // len(sizes))  # the first rank that shares this batch, and the one after the last
-    after = -(-(batch + 1) * count // len(sizes))
+    batch, first, after = _sharing(len(sizes), rank, count)
     place, samples = rank - first, sizes[batch].samples
     if not sizes[batch].can_be_cut:
         return Part(batch, 0, samples, 0 if place else samples, total)
@@ -175,6 +196,17 @@ def _shared(sizes: Sequence[Size], rank: int, count: int, total: int) -> Part:
     start = place * share + min(place, more)
     stop = start + share + (place < more)
     return Part(batch, start, stop, stop - start, total) if start < stop else Part(batch, 0, 1, 0, total)
+
+
+def _uncounted(sizes: Sequence[Size], rank: int, count: int) -> Part:
+    batch, first, _ = _sharing(len(sizes), rank, count)
+    return Part(batch, 0, sizes[batch].samples, int(rank == first), len(sizes), is_told=False)
+
+
+def _sharing(batches: int, rank: int, count: int) -> tuple[int, int, int]:
+    """The batch that a rank shares, the first rank that does, and the one after the last."""
+    batch = rank * batches // count
+    return batch, -(-batch * count // batches), -(-(batch + 1) * count // batches)
 
 
 class Round(NamedTuple, Generic[B]):
@@ -210,7 +242,8 @@ def rounds(
         first: the size of the epoch's first batch, where that came before.
 
     Raises:
-        ValueError: there is a tail, and the rule is "error".
+        ValueError: there is a tail, and the rule is "error"; or batches are to have one size, and one does not tell
+            its.
     """
     source = iter(batches)
     reference = first or (nominal if start else None)
@@ -222,6 +255,8 @@ def rounds(
         is_tail = len(group) < rule.batches or (nominal is not None and sizes[-1].samples < nominal)
         if reference is None:
             reference = sizes[0].samples
+        if rule.fixed_batch_size:
+            check_told(sizes)
         has_other = len(group) < rule.batches or any(size.samples != reference for size in sizes)
         if rule.fixed_batch_size and has_other:
             logger.warning(
@@ -243,6 +278,20 @@ def rounds(
         start = dealt.stop
 
 
+def check_told(sizes: Sequence[Size]) -> None:
+    """For batches that are to be of one size.
+
+    Raises:
+        ValueError: one does not tell its size.
+    """
+    if untold := next((size.untold for size in sizes if size.untold), None):
+        raise ValueError(
+            f"fixed_batch_size=True compares the sizes of batches, and one of class {untold} does not tell how many "
+            "samples it holds; let the loader give tensors with the samples along batchdim, in dicts, lists or tuples, "
+            "or leave fixed_batch_size out"
+        )
+
+
 def tail_message(length: int, tail: int, rule: Rule, batch: int | None) -> str:
     """What is wrong with a tail of `tail` samples where none is wanted."""
     each = "batches" if batch is None else f"batches of {batch}"
@@ -254,13 +303,12 @@ def tail_message(length: int, tail: int, rule: Rule, batch: int | None) -> str:
 
 
 def measure(batch: Any, dim: int, known: int | None = None, is_cut: bool = True) -> Size:
-    """The size of a loaded batch, `known` where it is; one that does not tell counts as one sample.
-
-    Whether it can be cut is looked at only if it is to be.
-    """
+    """The size of a loaded batch, `known` where it is. Whether it can be cut is looked at only if it is to be."""
     size = batch_size(batch, dim) if known is None or is_cut else known
+    if known is None and (size is None or (may_list_samples(batch) and len(batch) != size)):
+        return Size(1, False, type(batch).__name__)
     if size is None:
-        return Size(1 if known is None else known, can_be_cut=False)
+        return Size(known or 0, can_be_cut=False)
     samples = size if known is None else known
     return Size(samples, can_be_cut=not is_cut or (samples == size and can_cut(batch, dim)))
 
@@ -273,7 +321,7 @@ def cut(dealt: Round[Any], rank: int, dim: int, mark: int = 0) -> Piece:
         batch = pick(batch, part.order(), dim)
     elif (part.start, part.stop) != (0, dealt.sizes[part.batch].samples):
         batch = take(batch, part.start, part.stop, dim)
-    return Piece(batch, Claim(part.samples, part.total, mark, part.repeated, len(dealt.batches)))
+    return Piece(batch, Claim(part.samples, part.total, mark, part.repeated, len(dealt.batches), part.is_told))
 
 
 def mark_of(*content: Any) -> int:
