@@ -256,7 +256,6 @@ class _Taken:
         elif mark != self._mark:
             raise RuntimeError(other_stream("loader workers"))
 
-
     def _compare_trail(self, trail: Trail | None) -> None:
         self._trail = trail
         if trail is None:
