@@ -37,6 +37,7 @@ FLOOR = {
             "storages",
             "rows",
             "foreign_names",
+            "strategies",
             "terminal",
         ],
         0,

@@ -1,8 +1,9 @@
 """Unisono: multi-device data-parallel training for PyTorch. One script, any number of devices, the same result.
 
 The names below are the public ones. Each is imported from its module when it is first used, so that `import unisono`
-costs nothing. Four modules have public names of their own: `unisono.errors`, `unisono.functional` (collectives with
-gradients), `unisono.placement` (explicit moves between devices) and `unisono.precision`.
+costs nothing. Five modules have public names of their own: `unisono.errors`, `unisono.functional` (collectives with
+gradients), `unisono.placement` (explicit moves between devices) , `unisono.precision` and
+`unisono.strategies` (options of the Accelerator's).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from unisono import functional as functional
     from unisono import placement as placement
     from unisono import precision as precision
+    from unisono import strategies as strategies
     from unisono.accelerator import Accelerator as Accelerator
     from unisono.backends import available_devices as available_devices
     from unisono.launch.context import ProcessContext as ProcessContext
@@ -90,7 +92,7 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-_MODULES = ["errors", "functional", "placement", "precision"]
+_MODULES = ["errors", "functional", "placement", "precision", "strategies"]
 """Those whose names are public under the module's."""
 
 __all__ = sorted(_HOME_OF)

@@ -35,6 +35,7 @@ from unisono.parallel.prepared.choices import (
     check_choices,
     check_features,
     check_reduction,
+    check_scaler,
     world_on,
 )
 from unisono.parallel.prepared.making import Maker
@@ -43,11 +44,11 @@ from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.pace import Unit, check_unit
 from unisono.parallel.prepared.preparing import Prepared
 from unisono.parallel.prepared.scaler import LossScaler
-from unisono.parallel.strategies.choosing import strategy_class, strategy_in
+from unisono.parallel.strategies.choosing import options_of, strategy_class, strategy_in
 from unisono.parallel.strategies.states import load_model_state, load_optimizer_state, model_state, optimizer_state
-from unisono.parallel.strategies.strategy import Options
 from unisono.parallel.turns import Trigger, first_alone, split_between
 from unisono.protocols import ReduceOp
+from unisono.strategies import Choice
 from unisono.tracking.tracker import Tracker
 from unisono.tracking.trackers import LogWith, Trackers
 from unisono.world import World, current_world
@@ -78,7 +79,7 @@ class Accelerator:
         max_grad_norm: clips the gradients, over all parameters of an optimizer and all ranks, before each step.
         strategy: of processes: "ddp", "zero1" (each rank keeps a part of the optimizer's state) or "fsdp" (and of the
             parameters and gradients). "spmd", for XLA in a plain script: one program, whose batches lie over all
-            devices of the process; BatchNorm sees the global batch.
+            devices of the process; BatchNorm sees the global batch. `unisono.strategies` has each with its options.
         compile: compile the models; a mapping has the arguments of `torch.compile`.
         seed: of python's, numpy's and torch's generators, the same on each rank, and of the loaders' orders. Behind
             the first `prepare` with a model, each rank's generators go on from a seed of its own.
@@ -87,13 +88,9 @@ class Accelerator:
         sync_batchnorm: BatchNorm sees the global batch.
         nan_guard: a gradient that is NaN or infinite is an error that names parameter and rank. Costs a pass over each
             gradient.
-        find_unused_parameters: for "ddp", where some parameters take no part in some forward passes.
-        comm_hook: how "ddp" sends gradients: "fp16", "bf16", "powersgd", "post_local_sgd"; None as they are.
-        comm_options: of the hook.
-        elementwise_optimizer: for "zero1" and "fsdp" with an optimizer that is none of torch.optim's: it treats each
-            element for itself, and looks at no others.
         loss_reduction: what losses are over the samples of a batch: "mean", and the gradient is that of the mean over
             the step; or "sum", and it is that of the sum.
+        scaler_options: for "fp16", the arguments of torch's GradScaler: `init_scale`, `growth_interval`, ...
         schedule_unit: what schedules count: "batch", the batches of the loader as the script wrote it; "step", the
             optimizer steps of this run; "device_step", those that one device would take. None finds out, and is an
             error where it matters and cannot be known.
@@ -119,7 +116,7 @@ class Accelerator:
         mixed_precision: Literal["no", "bf16", "fp16"] = "no",
         gradient_accumulation_steps: int = 1,
         max_grad_norm: float | None = None,
-        strategy: Literal["ddp", "zero1", "fsdp", "spmd"] = "ddp",
+        strategy: Literal["ddp", "zero1", "fsdp", "spmd"] | Choice = "ddp",
         compile: bool | Mapping[str, Any] = False,
         seed: int | None = None,
         *,
@@ -127,29 +124,27 @@ class Accelerator:
         device_placement: bool = True,
         sync_batchnorm: bool = False,
         nan_guard: bool = False,
-        find_unused_parameters: bool = False,
-        comm_hook: str | None = None,
-        comm_options: Mapping[str, Any] | None = None,
-        elementwise_optimizer: bool = False,
         loss_reduction: Literal["mean", "sum"] = "mean",
+        scaler_options: Mapping[str, Any] | None = None,
         schedule_unit: Unit | None = None,
         log_with: LogWith = None,
         project_dir: str | os.PathLike[str] | None = None,
         world: World | None = None,
     ) -> None:
         check_arguments(mixed_precision, gradient_accumulation_steps, max_grad_norm, nan_guard)
-        check_choices(compile, seed, comm_hook)
+        check_choices(compile, seed)
+        check_scaler(scaler_options, mixed_precision)
         check_unit(schedule_unit)
         check_reduction(loss_reduction)
-        kind = strategy_class(strategy)
-        options = Options(
-            comm_hook, comm_options, find_unused_parameters, elementwise_optimizer, mixed_precision, max_grad_norm
-        )
-        kind.check_options(options)
+        options = options_of(strategy)
+        kind = strategy_class(options)
+        kind.check_options(options, mixed_precision, max_grad_norm)
         self.world = world_on(world or current_world(), device, cpu, kind)
-        check_features(self.world, kind, options, compile)
+        check_features(self.world, kind, options, mixed_precision, compile)
         self.device = self.world.device
-        self.scaler = LossScaler(self.device.type, self.world.rank == 0) if mixed_precision == "fp16" else None
+        self.scaler = None
+        if mixed_precision == "fp16":
+            self.scaler = LossScaler(self.device.type, self.world.rank == 0, **(scaler_options or {}))
         every = gradient_accumulation_steps
         ledger = Ledger(self.world.comm.size, every, is_mean=every > 1, is_sum=loss_reduction == "sum")
         self.mixed_precision, self.gradient_accumulation_steps = mixed_precision, gradient_accumulation_steps

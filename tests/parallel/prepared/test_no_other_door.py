@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from twin import Case, State, assert_all_are, compare, data, loader_of, mean_loss, model, plain_run, sgd
 
 from unisono import Accelerator, DeviceLoader, backward, optimizer_step
+from unisono.strategies import ZeRO1
 
 SEVERAL = pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
 
@@ -170,7 +171,7 @@ def test_under_zero1_the_same_optimizer_is_prepared_again_and_layers_are_unfroze
             optimizer.zero_grad()
         return {name: each.clone() for name, each in network.state_dict().items()}
 
-    compare(PROCESSES_2, {"lines": lines}, strategy="zero1", find_unused_parameters=True)
+    compare(PROCESSES_2, {"lines": lines}, strategy=ZeRO1(find_unused_parameters=True))
 
 
 @pytest.mark.parametrize("mode", [SOLO], ids=str)

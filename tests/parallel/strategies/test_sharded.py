@@ -25,6 +25,7 @@ from unisono.parallel.strategies.sharded import (
     units_in,
     units_of,
 )
+from unisono.strategies import FSDP
 from unisono.world import current_world
 
 PROCESSES_4 = Mode("processes", 4)
@@ -100,7 +101,7 @@ def loss_of(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> to
 
 
 def sharded(units: Sequence[type[nn.Module]] | None = (Block,)) -> Any:
-    return shard(seeded(Tied().double()), current_world(), units)
+    return shard(seeded(Tied().double()), current_world(), FSDP(units))
 
 
 def whole(tensors: Named) -> Named:
@@ -228,7 +229,7 @@ def test_other_types_are_sharded_too(dtype):
         return network(inputs[start:stop]).abs().square().mean()
 
     def body() -> Named:
-        network: Any = shard(model(), current_world(), (nn.Linear,))
+        network: Any = shard(model(), current_world(), FSDP((nn.Linear,)))
         start, stop, share = [(0, 2, 0.25), (2, 8, 0.75)][current_world().rank]
         (loss(network, start, stop) * share).backward()
         return gradients_of(network)
@@ -258,7 +259,7 @@ class Fork(nn.Module):
 def test_ranks_that_use_different_parameters_meet_where_it_was_asked_for():
     def body() -> Named:
         world = current_world()
-        model: Any = shard(seeded(Fork().double()), world, (), find_unused_parameters=True)
+        model: Any = shard(seeded(Fork().double()), world, FSDP((), find_unused_parameters=True))
         scale_sums(units_in(model), 0.5)
         model(torch.ones(1, 4, dtype=torch.float64), world.rank).sum().backward()
         return gradients_of(model)

@@ -19,6 +19,7 @@ from unisono.parallel.strategies.hooks import attach_hook
 from unisono.parallel.strategies.sharded import is_sharded, shard
 from unisono.parallel.strategies.states import load_model_state, load_optimizer_state, model_state, optimizer_state
 from unisono.parallel.strategies.zero1 import shard_optimizer
+from unisono.strategies import FSDP
 from unisono.world import current_world
 
 PROCESSES_4 = Mode("processes", 4)
@@ -87,7 +88,7 @@ class Run:
         world = current_world()
         self.model: nn.Module = network(seed)
         if strategy == "fsdp":
-            shard(self.model, world, (nn.Sequential,))
+            shard(self.model, world, FSDP((nn.Sequential,)))
         self.optimizer = make_optimizer(groups_of(self.model))
         if strategy == "zero1":
             self.optimizer = shard_optimizer(self.optimizer)

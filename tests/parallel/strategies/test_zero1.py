@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from unisono.parallel.strategies.hooks import attach_hook
 from unisono.parallel.strategies.sharded import shard
 from unisono.parallel.strategies.zero1 import check_divisible, is_divided, shard_optimizer
+from unisono.strategies import FSDP
 from unisono.world import current_world
 
 PROCESSES_4 = Mode("processes", 4)
@@ -228,7 +229,7 @@ def test_what_cannot_be_divided_is_told():
         model = network()
         divided = shard_optimizer(torch.optim.SGD(model.parameters()))
         assert is_divided(divided)
-        in_parts: Any = shard(network(), current_world(), ())
+        in_parts: Any = shard(network(), current_world(), FSDP(()))
         assert all(isinstance(parameter, DTensor) for parameter in in_parts.parameters())
         two_types = [*nn.Linear(2, 2).parameters(), *network().parameters()]
         wrong = [divided, torch.optim.SGD(in_parts.parameters()), torch.optim.SGD(two_types), Jointly(model)]

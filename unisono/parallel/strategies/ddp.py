@@ -17,9 +17,9 @@ from unisono.parallel.ledger import Ledger
 from unisono.parallel.names import parameters_of
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.flat import Flat
-from unisono.parallel.strategies.hooks import POST_LOCAL_SGD, attach_hook
-from unisono.parallel.strategies.strategy import Options
+from unisono.parallel.strategies.hooks import POST_LOCAL_SGD, attach_hook, hook_names
 from unisono.parallel.weakly import weakly
+from unisono.strategies import DDP
 from unisono.tree import tensors
 from unisono.world import World
 
@@ -33,10 +33,13 @@ class Replicated(Flat):
     is_of_torch = True
 
     @classmethod
-    def check_options(cls, options: Options) -> None:
-        if options.comm_hook == POST_LOCAL_SGD:
-            needs = {"mixed_precision='fp16'": options.precision == "fp16"}
-            needs[f"max_grad_norm={options.max_grad_norm}"] = options.max_grad_norm is not None
+    def check_options(cls, options: DDP, precision: str, max_grad_norm: float | None) -> None:
+        hook = options.comm_hook
+        if hook not in hook_names():
+            raise ValueError(f"comm_hook={hook!r} does not exist; choose one of {', '.join(map(repr, hook_names()))}")
+        if hook == POST_LOCAL_SGD:
+            needs = {"mixed_precision='fp16'": precision == "fp16"}
+            needs[f"max_grad_norm={max_grad_norm}"] = max_grad_norm is not None
             for what in (each for each, is_asked in needs.items() if is_asked):
                 raise ValueError(own_steps_contradict(what))
 
@@ -60,10 +63,10 @@ class ReplicatedEngine(Engine):
         options: of the strategy.
     """
 
-    def __init__(self, module: nn.Module, world: World, ledger: Ledger, options: Options) -> None:
+    def __init__(self, module: nn.Module, world: World, ledger: Ledger, options: DDP) -> None:
         super().__init__(module, world, ledger)
         self._options = options
-        self._finds_unused = options.finds_unused
+        self._finds_unused = options.find_unused_parameters
         self._outputs: list[list[torch.Tensor]] = []  # of the forward passes since the last backward pass
         self._is_finished = True
         self._will_rebuild = False  # buckets, in the next forward pass: after the first reduction
@@ -74,7 +77,12 @@ class ReplicatedEngine(Engine):
         options = self._options
         self._names = {each: name for name, each in self.module.named_parameters() if each.requires_grad}
         self._has_reduced = False
-        self._replicated = DistributedDataParallel(self.module, find_unused_parameters=options.finds_unused)
+        self._replicated = DistributedDataParallel(
+            self.module,
+            find_unused_parameters=options.find_unused_parameters,
+            bucket_cap_mb=options.bucket_cap_mb,  # a fraction will do
+            broadcast_buffers=options.broadcast_buffers,
+        )
         self._averager = attach_hook(
             self._replicated,
             options.comm_hook,
@@ -152,7 +160,8 @@ def unused(model: str, names: Sequence[str]) -> str:
     return (
         f"the backward pass gave no gradient to {shown or 'some parameters'} of the {model} on this rank, and the "
         "strategy waits for all that were trained when it was prepared; where parameters are unused or frozen, or the "
-        "loss leaves an output out, pass Accelerator(find_unused_parameters=True), and all outputs to the loss"
+        "loss leaves an output out, pass all outputs to the loss, and Accelerator(strategy=unisono.strategies.DDP("
+        "find_unused_parameters=True))"
     )
 
 

@@ -34,6 +34,7 @@ class Engine:
         module: the user's, on the world's device.
         world: the rank's.
         ledger: says what the rank's gradients weigh.
+        shares_buffers: all ranks have rank zero's buffers after a step.
 
     Attributes:
         name: of the module's class.
@@ -45,14 +46,14 @@ class Engine:
         is_released: its model is prepared no more.
     """
 
-    def __init__(self, module: nn.Module, world: World, ledger: Ledger) -> None:
+    def __init__(self, module: nn.Module, world: World, ledger: Ledger, shares_buffers: bool = True) -> None:
         self.module, self.name = module, type(module).__name__
         self.is_held = self.is_reduced = False
         self.begun = Begun()
         self.is_released = False
         self.hooks: dict[torch.Tensor, RemovableHandle] = {}
         self.passing: Any = None
-        self._world, self._ledger = world, ledger
+        self._world, self._ledger, self._shares_buffers = world, ledger, shares_buffers
         self._stepped: WeakSet[Optimizer] = WeakSet()  # since the last backward pass
         self._tree: list[nn.Module] = []  # all parts of the module
         self._children = [-1]  # their children, by identity
@@ -121,7 +122,7 @@ class Engine:
 
     def share_buffers(self) -> None:
         """Give all ranks the buffers of rank zero, which batch statistics have moved apart. A collective."""
-        if self._world.comm.size > 1 and not self._world.backend.is_lazy:
+        if self._shares_buffers and self._world.comm.size > 1 and not self._world.backend.is_lazy:
             buffers = [each for part in self._tree for each in part._buffers.values() if each is not None]
             broadcast_together(buffers, self._world)
 

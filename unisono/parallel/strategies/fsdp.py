@@ -18,8 +18,9 @@ from unisono.parallel.strategies.elementwise import check_elementwise
 from unisono.parallel.strategies.engine import Engine, is_left_at, is_taken_from
 from unisono.parallel.strategies.rebinding import Rebinding
 from unisono.parallel.strategies.sharded import check_shardable, scale_sums, shard, units_in, whole_parameters
-from unisono.parallel.strategies.strategy import Options, Strategy
+from unisono.parallel.strategies.strategy import Strategy
 from unisono.parallel.weakly import weakly
+from unisono.strategies import FSDP
 from unisono.tree import tensors
 from unisono.world import World
 
@@ -30,24 +31,16 @@ class Sharded(Strategy):
     name = "fsdp"
     is_of_torch = is_needed = True
 
-    @classmethod
-    def check_options(cls, options: Options) -> None:
-        if options.comm_hook is not None:
-            raise ValueError(
-                f"comm_hook={options.comm_hook!r} is for strategy='ddp' or 'zero1'; strategy='fsdp' sends gradients "
-                "as they are"
-            )
-
     def check(self, each: nn.Module | Optimizer) -> None:
         super().check(each)
         if isinstance(each, Optimizer):
-            check_elementwise(each, "fsdp", self.options.is_elementwise, takes_whole=False)
+            check_elementwise(each, "fsdp", self.options.elementwise_optimizer, takes_whole=False)
         else:
-            check_shardable(each)
+            check_shardable(each, self.options.units)
 
     def wrap_model(self, module: nn.Module) -> Engine:
         broadcast_parameters(module, world=self.world)
-        return ShardedEngine(module, self.world, self.ledger, self.options.finds_unused)
+        return ShardedEngine(module, self.world, self.ledger, self.options)
 
 
 class ShardedEngine(Engine):
@@ -59,12 +52,12 @@ class ShardedEngine(Engine):
 
     Args:
         module, world, ledger: as for `Engine`; a world of processes.
-        finds_unused: as for `shard`.
+        options: of the strategy.
     """
 
-    def __init__(self, module: nn.Module, world: World, ledger: Ledger, finds_unused: bool) -> None:
+    def __init__(self, module: nn.Module, world: World, ledger: Ledger, options: FSDP) -> None:
         name = type(module).__name__  # torch gives it another one
-        sharded: Any = shard(module, world, find_unused_parameters=finds_unused)
+        sharded: Any = shard(module, world, options)
         super().__init__(sharded, world, ledger)
         self._sharded, self.name = sharded, name
         self._units = units_in(sharded)

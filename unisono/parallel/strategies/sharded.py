@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from unisono.parallel.sparse import is_sparse, sparse_layers, values_of
+from unisono.strategies import FSDP
 from unisono.world import World, current_world
 
 if TYPE_CHECKING:
@@ -37,40 +38,35 @@ SMALLEST_UNIT = 2**20
 _Classes = Sequence[type[nn.Module]]
 
 
-def shard(
-    model: nn.Module,
-    world: World,
-    units: _Classes | None = None,
-    find_unused_parameters: bool = False,
-) -> FSDPModule:
+def shard(model: nn.Module, world: World, options: FSDP) -> FSDPModule:
     """Shard a model that has passed `check_shardable`, in place: its parameters become DTensors, by their old names.
 
-    All ranks must hold the same parameters before. Optimizers made before point to what is no longer trained.
+    All ranks must hold the same parameters before. Optimizers made before point to what is no longer trained. A unit
+    must run on all ranks or on none: where they take different ways, units are the classes around the fork.
 
     Args:
         model: on the world's device.
         world: of processes.
-        units: the classes of the modules that are gathered one by one; () gathers the model in one piece. None takes
-            the elements of Sequential and ModuleList that hold many parameters (`SMALLEST_UNIT`). A unit must run on
-            all ranks or on none: where they take different ways through the model, pass classes around the fork.
-        find_unused_parameters: for models that use different parameters on different ranks; those that no rank has
-            used get gradients of zero, and not None.
+        options: `unisono.strategies.FSDP`.
 
     Raises:
         ValueError: torch is too old to find unused parameters.
     """
-    if find_unused_parameters:
+    if options.find_unused_parameters:
         _check_finding()
-    chosen = [*units_of(model, units), model]
+    chosen = [*units_of(model, options.units), model]
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     mesh = init_device_mesh(world.device.type, (world.world_size,))
+    precision = MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype)
+    is_moved = options.offload and world.device != torch.default_generator.device  # else it is there already
+    offload = CPUOffloadPolicy() if is_moved else OffloadPolicy()
     for unit in chosen:
-        sharded = fully_shard(unit, mesh=mesh)
+        sharded = fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=offload)
         sharded.set_force_sum_reduction_for_comms(True)
     scale_sums(units_in(model), 1.0)
-    if find_unused_parameters:
+    if options.find_unused_parameters:
         sharded.set_reduce_scatter_unused_params(True)
     return sharded  # the last one: the model itself
 

@@ -25,7 +25,7 @@ from unisono.parallel.strategies.elementwise import check_elementwise
 from unisono.parallel.strategies.hooks import POST_LOCAL_SGD
 from unisono.parallel.strategies.rebinding import Rebinding
 from unisono.parallel.strategies.sharded import is_distributed, loaded_class
-from unisono.parallel.strategies.strategy import Options
+from unisono.strategies import DDP
 
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -40,14 +40,15 @@ class Divided(Replicated):
     is_needed = True
 
     @classmethod
-    def check_options(cls, options: Options) -> None:
+    def check_options(cls, options: DDP, precision: str, max_grad_norm: float | None) -> None:
+        super().check_options(options, precision, max_grad_norm)
         if options.comm_hook == POST_LOCAL_SGD:
             raise ValueError(own_steps_contradict("strategy='zero1'"))
 
     def check(self, each: nn.Module | Optimizer) -> None:
         super().check(each)
         if isinstance(each, Optimizer):
-            check_elementwise(each, "zero1", self.options.is_elementwise, takes_whole=True)
+            check_elementwise(each, "zero1", self.options.elementwise_optimizer, takes_whole=True)
             check_divisible(each)
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
