@@ -113,9 +113,7 @@ def __dir__() -> list[str]:
 
 
 def _warm_where_that_is_asked_for() -> None:
-    from unisono.launch.starting.early import warm_at_import
-
-    warm_at_import()
+    import_module("unisono.launch.starting.early").warm_at_import()
 
 
 _warm_where_that_is_asked_for()

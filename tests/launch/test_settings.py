@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import logging.handlers
+import pickle
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +16,7 @@ from faults import Script
 
 import unisono
 from unisono.launch.loggers import read_loggers
-from unisono.launch.settings import PROCESS, SETTINGS, adopt_settings, read_settings
+from unisono.launch.settings import PROCESS, SETTINGS, Value, adopt_settings, read_settings
 from unisono.launch.spawn import spawn
 
 # By the name of a setting: a line that sets it, and an expression that shows it.
@@ -189,11 +191,52 @@ def test_a_setting_that_cannot_be_had_is_reported_once(monkeypatch, caplog):
 
 
 def test_a_limit_that_cannot_be_set_is_named():
-    limits = read_settings(["resource.setrlimit"])["resource.setrlimit"]
-    soft, hard = limits["RLIMIT_NOFILE"]
-    refused = adopt_settings({"resource.setrlimit": {**limits, "RLIMIT_NOFILE": (10, 5)}}, PROCESS)
+    limits = pickle.loads(read_settings(["resource.setrlimit"])["resource.setrlimit"].data)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    impossible = Value(pickle.dumps({**limits, "RLIMIT_NOFILE": (10, 5)}))
+    refused = adopt_settings({"resource.setrlimit": impossible}, PROCESS)
     assert re.match(r"OSError: RLIMIT_NOFILE=\(10, 5\): ", refused["resource.setrlimit"])
-    assert read_settings(["resource.setrlimit"])["resource.setrlimit"]["RLIMIT_NOFILE"] == (soft, hard)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
+
+
+OWN_WARNING = """
+import warnings
+from unisono.launch.spawn import spawn
+
+class OwnWarning(UserWarning):
+    pass
+
+warnings.filterwarnings("error", category=OwnWarning)
+
+def warn(index):
+    try:
+        warnings.warn("a warning", OwnWarning)
+    except OwnWarning:
+        return True
+
+print(spawn(warn, nprocs=2))
+"""
+
+
+def test_a_filter_for_a_warning_of_the_scripts_own_holds(tmp_path):
+    with Script(OWN_WARNING, tmp_path) as running:
+        assert running.end() == (0, "[True, True]\n", "")
+
+
+def test_workers_draw_numbers_of_numpy_of_their_own_where_the_caller_has_drawn_none(tmp_path):
+    source = """
+import sys
+from unisono.launch.spawn import spawn
+
+def draw(index):
+    import numpy
+    return numpy.random.rand()
+
+assert "numpy.random" not in sys.modules
+print(len({*spawn(draw, nprocs=2), *spawn(draw, nprocs=2)}))
+"""
+    with Script(source, tmp_path, "file") as running:
+        assert running.end() == (0, "4\n", "")
 
 
 LOGGING = """
@@ -238,14 +281,14 @@ def test_workers_log_as_the_caller_does(tmp_path):
 
 
 def test_a_handler_that_stays_with_the_caller_is_named():
-    logger = logging.getLogger("unisono.test.named")
+    logger = logging.getLogger("own_logger.named")
     kept, left = logging.StreamHandler(), logging.handlers.MemoryHandler(3)
     logger.addHandler(kept)
     logger.addHandler(left)
     try:
         found = read_loggers()
-        assert [each for each in found.left_out if "unisono.test.named" in each] == [
-            "the handler <MemoryHandler (NOTSET)> of logger 'unisono.test.named'"
+        assert [each for each in found.left_out if "own_logger.named" in each] == [
+            "the handler <MemoryHandler (NOTSET)> of logger 'own_logger.named'"
         ]
     finally:
         logger.handlers.clear()

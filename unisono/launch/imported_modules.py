@@ -171,11 +171,11 @@ def _is_users(name: str, module: object) -> bool:
     file = getattr(module, "__file__", None)
     if not isinstance(module, ModuleType) or not isinstance(file, str) or name in ("__main__", "__mp_main__"):
         return False
-    return _is_users_file(file) and name.partition(".")[0] != _OURS and module.__name__ == name
+    return is_users_file(file) and name.partition(".")[0] != _OURS and module.__name__ == name
 
 
 @cache
-def _is_users_file(file: str) -> bool:
+def is_users_file(file: str) -> bool:
     """Whether it is part of the program, and not of what is installed."""
     return os.path.isabs(file) and not file.startswith(_INSTALLED) and not any(each in file for each in _PACKAGES)
 

@@ -14,10 +14,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from unisono.launch.imported_modules import is_users_file
 from unisono.launch.obstacles import is_picklable
 
 _STREAMS = ("stdout", "stderr")
 _FILES = (logging.FileHandler, logging.handlers.WatchedFileHandler)
+_KNOWN = (logging.StreamHandler, logging.NullHandler, *_FILES)
 
 
 @dataclass(frozen=True)
@@ -98,13 +100,16 @@ def adopt_loggers(facts: Logging) -> None:
     for level, name in facts.level_names.items():
         if logging.getLevelName(level) != name:
             logging.addLevelName(level, name)
-    logging.disable(facts.disabled)
+    if logging.root.manager.disable != facts.disabled:  # whoever sets a level goes through all loggers
+        logging.disable(facts.disabled)
     for each in facts.loggers:
         logger = logging.getLogger(each.name or None)
-        logger.setLevel(each.level)
+        if logger.level != each.level:
+            logger.setLevel(each.level)
         logger.propagate, logger.disabled, logger.filters[:] = each.propagate, each.disabled, each.filters
         if each.handlers is not None:
-            logger.handlers[:] = [handler.make() for handler in each.handlers]
+            kept = [own for own in logger.handlers if type(own) not in _KNOWN]  # of a library that is imported here too
+            logger.handlers[:] = [*(handler.make() for handler in each.handlers), *kept]
 
 
 def _changed_loggers() -> Iterator[logging.Logger]:
@@ -123,9 +128,16 @@ def _describe(logger: logging.Logger, left_out: list[str]) -> LoggerFacts:
         described = [(each, _describe_handler(each)) for each in logger.handlers]
         handlers = [facts for _, facts in described if facts is not None]
         owner = f"logger {name!r}" if name else "the root logger"
-        left_out += [f"the handler {each!r} of {owner}" for each, facts in described if facts is None]
+        if not _is_of_library(name):
+            left_out += [f"the handler {each!r} of {owner}" for each, facts in described if facts is None]
     filters = [each for each in logger.filters if is_picklable(each)]
     return LoggerFacts(name, logger.level, logger.propagate, logger.disabled, filters, handlers)
+
+
+def _is_of_library(name: str) -> bool:
+    """Whether a logger is that of an installed package, which gives it handlers wherever it is imported."""
+    file = getattr(sys.modules.get(name.partition(".")[0]), "__file__", None)
+    return isinstance(file, str) and not is_users_file(file)
 
 
 def _describe_handler(handler: logging.Handler) -> HandlerFacts | None:

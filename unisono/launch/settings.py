@@ -10,12 +10,14 @@ are set in the one that runs `fn`.
 
 from __future__ import annotations
 
+import contextlib
 import decimal
 import gc
 import locale
 import logging
 import multiprocessing
 import os
+import pickle
 import random
 import socket
 import sys
@@ -26,7 +28,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,10 +41,6 @@ except ImportError:  # not on Windows, where there are no workers
     _LIMITS: dict[str, int] = {}
 else:
     _LIMITS = {name: getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
-
-
-class _Unset:
-    """Equal to no value of a setting: it is set whatever it is."""
 
 
 def _umask() -> int | None:
@@ -141,6 +139,24 @@ def _set_start_method(method: str | None) -> None:
     multiprocessing.set_start_method(method, force=True)
 
 
+def _numpy_generator() -> tuple[Any, ...] | None:
+    """None where nobody has drawn or seeded: the module is imported when it is first used."""
+    if "numpy.random" not in sys.modules:
+        return None
+    kind, words, *rest = sys.modules["numpy.random"].get_state()
+    return kind, words.tobytes(), *rest
+
+
+def _set_numpy_generator(state: tuple[Any, ...] | None) -> None:
+    import numpy
+
+    if state is None:  # the zygote may have imported it, and no two workers are to draw its numbers
+        numpy.random.seed()
+    else:
+        kind, words, *rest = state
+        numpy.random.set_state((kind, numpy.frombuffer(words, dtype="uint32"), *rest))
+
+
 def _of_numpy(read: Callable[[Any], Any], write: Callable[[Any, Any], object]) -> Switch:
     """A setting of numpy; a caller that has not imported it has set nothing."""
 
@@ -156,16 +172,6 @@ def _of_numpy(read: Callable[[Any], Any], write: Callable[[Any, Any], object]) -
     return get, set_
 
 
-def _numpy_generator(numpy: Any) -> tuple[Any, ...]:
-    kind, words, *rest = numpy.random.get_state()
-    return kind, words.tobytes(), *rest
-
-
-def _set_numpy_generator(numpy: Any, state: tuple[Any, ...]) -> None:
-    kind, words, *rest = state
-    numpy.random.set_state((kind, numpy.frombuffer(words, dtype="uint32"), *rest))
-
-
 PROCESS: dict[str, Switch] = {
     "os.umask": (_umask, _set_umask),
     "os.nice": (_nice, _set_nice),
@@ -176,7 +182,7 @@ PROCESS: dict[str, Switch] = {
 
 INTERPRETER: dict[str, Switch] = {
     "random.seed": (random.getstate, random.setstate),
-    "numpy.random.seed": _of_numpy(_numpy_generator, _set_numpy_generator),
+    "numpy.random.seed": (_numpy_generator, _set_numpy_generator),
     "numpy.seterr": _of_numpy(lambda numpy: numpy.geterr(), lambda numpy, value: numpy.seterr(**value)),
     "numpy.set_printoptions": _of_numpy(
         lambda numpy: numpy.get_printoptions(), lambda numpy, value: numpy.set_printoptions(**value)
@@ -196,8 +202,22 @@ INTERPRETER: dict[str, Switch] = {
     "multiprocessing.set_start_method": (_start_method, _set_start_method),
 }
 
+_GENERATORS = ("random.seed", "numpy.random.seed", "torch.manual_seed")
+
 SETTINGS: dict[str, Switch] = {**PROCESS, **INTERPRETER, **SWITCHES}
 """By the name under which a program sets it: how it is read, and how it is set."""
+
+
+class Value(NamedTuple):
+    """A setting on its way.
+
+    Attributes:
+        data: pickled; the same bytes are the same value.
+        own: in its place, what has classes of `__main__` in it, which travel with the call.
+    """
+
+    data: bytes
+    own: Any = None
 
 
 @dataclass(frozen=True)
@@ -210,7 +230,7 @@ class Settings:
         seed: that torch's generators were seeded with; those of the devices are in no other process.
     """
 
-    values: dict[str, Any]
+    values: dict[str, Value]
     loggers: Logging
     seed: int
 
@@ -220,35 +240,40 @@ class Settings:
         return cls(read_settings({**INTERPRETER, **SWITCHES}), read_loggers(), torch.initial_seed())
 
 
-def read_settings(names: Iterable[str]) -> dict[str, Any]:
+_inherited: dict[str, Value] = {}  # in a worker: how the zygote was set when it was forked
+
+
+def remember_settings() -> None:
+    """In the zygote: its workers need not read what they have inherited, for milliseconds each."""
+    _inherited.update(read_settings(SETTINGS))
+    for name in _GENERATORS:
+        _inherited.pop(name, None)  # Python's is another one after a fork
+
+
+def read_settings(names: Iterable[str]) -> dict[str, Value]:
     """How this process, and the calling thread, are set; without what cannot be read."""
-    return {name: value for name in names if (value := _read(name)) is not _Unset}
+    found = {}
+    for name in names:
+        with contextlib.suppress(Exception):  # torch refuses to tell what was set in two ways
+            value = SETTINGS[name][0]()
+            data = pickle.dumps(value)
+            found[name] = Value(b"", value) if b"__main__" in data else Value(data)
+    return found
 
 
-def adopt_settings(settings: dict[str, Any], names: dict[str, Switch]) -> dict[str, str]:
+def adopt_settings(settings: dict[str, Value], names: Iterable[str]) -> dict[str, str]:
     """Set what differs, of those names.
 
     Returns:
         By name, why a setting could not be had.
     """
+    chosen = {name: settings[name] for name in names if name in settings}
+    ours = _inherited or read_settings(chosen)
     refused = {}
-    for name, value in settings.items():
-        if name in names and not _is_equal(_read(name), value):
+    for name, value in chosen.items():
+        if not value.data or ours.get(name) != value:
             try:
-                SETTINGS[name][1](value)
+                SETTINGS[name][1](pickle.loads(value.data) if value.data else value.own)
             except Exception as error:
                 refused[name] = f"{type(error).__name__}: {error}"
     return refused
-
-
-def _read(name: str) -> Any:
-    try:
-        return SETTINGS[name][0]()
-    except Exception:  # torch refuses to tell what was set in two ways
-        return _Unset
-
-
-def _is_equal(ours: Any, theirs: Any) -> bool:
-    if isinstance(ours, decimal.Context) and isinstance(theirs, decimal.Context):
-        return repr(ours) == repr(theirs)
-    return bool(ours == theirs)

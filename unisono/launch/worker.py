@@ -47,7 +47,7 @@ from unisono.launch.imported_modules import adopt_globals, compare_modules, desc
 from unisono.launch.loggers import adopt_loggers
 from unisono.launch.pulse import beating
 from unisono.launch.reports import Kind, Reporter
-from unisono.launch.settings import INTERPRETER, PROCESS, Settings, adopt_settings, read_settings
+from unisono.launch.settings import INTERPRETER, PROCESS, Settings, Value, adopt_settings, read_settings
 from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.launch.starting.reaping import name_process
 from unisono.launch.watching.monitor import SAMPLES_PATH
@@ -95,7 +95,7 @@ class Job:
     store: str = ""
     samples: str = ""
     modules: bytes = field(default_factory=lambda: pickle.dumps(describe_modules()))
-    process: dict[str, Any] = field(default_factory=lambda: read_settings(PROCESS))
+    process: dict[str, Value] = field(default_factory=lambda: read_settings(PROCESS))
     columns: int = field(default_factory=lambda: terminal.columns_of(2))
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     directory: str = field(default_factory=os.getcwd)

@@ -172,10 +172,17 @@ class Zygote:
             self.is_frozen = False
         if not self.is_frozen:
             self.is_frozen = True
+            self._remember()
             for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
                 finalizer.atexit = False  # or each worker would undo at its end what is imported here, for milliseconds
             gc.freeze()  # what exists now is never written by a collection, so its pages stay shared
             gc.enable()
+
+    def _remember(self) -> None:
+        if self.start_method == "zygote":
+            from unisono.launch.settings import remember_settings
+
+            remember_settings()
 
     def _become_worker(self, rank: int, job: str, fds: list[int]) -> NoReturn:
         """In the child: cut every tie to the zygote but the parent-death signal, then be the worker."""
