@@ -24,7 +24,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from unisono.errors import StateError
 from unisono.loaders import fetching
 from unisono.loaders.resume import is_stateful
-from unisono.loaders.sending import Packed
+from unisono.loaders.sending import Merged, Packed, can_surely_be_sent, has_many
 from unisono.loaders.sharding import fingerprint, glimpse, mark_of
 from unisono.loaders.workers import use_worker_info
 from unisono.randomness import mixed, seed_all, seed_of
@@ -135,6 +135,8 @@ class PartReader(IterableDataset[Packed]):
         info: Any = get_worker_info()
         try:
             for made in self.made(replace(self.cut, epoch=int(self.cell)), info.worker, info):
+                if can_surely_be_sent(made.batch) and has_many(made.batch):
+                    made = made._replace(batch=Merged(made.batch))
                 yield Packed(made, f"samples of a stream, read for part {made.part},")
         except Exception as error:
             yield Packed(error=error)

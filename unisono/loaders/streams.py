@@ -285,12 +285,13 @@ def check_stream(position: State) -> None:
 
 
 def is_stream(loader: Any) -> TypeGuard[DataLoader[Any]]:
-    """Whether the loader is a DataLoader over an iterable dataset, and torch's own iterator reads it."""
-    return (
-        isinstance(loader, DataLoader)
-        and type(loader).__iter__ is DataLoader.__iter__
-        and isinstance(loader.dataset, IterableDataset)
-    )
+    """Whether the loader is a DataLoader over an iterable dataset, read by torch's own iterator or by torchdata's.
+
+    The state of torchdata's loader itself would not outlive another number of ranks or loader workers.
+    """
+    if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset):
+        return False
+    return type(loader).__iter__ is DataLoader.__iter__ or type(loader).__module__.startswith("torchdata.")
 
 
 def cuts_by_node(dataset: Any, rank: int, ranks: int) -> bool:
