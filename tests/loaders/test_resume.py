@@ -690,5 +690,7 @@ def test_a_loader_that_asserts_over_its_state_is_refused_in_our_words():
     loader = DeviceLoader(Asserts(torch.arange(6).split(2)))
     next(iter(loader))
     loader.load_state_dict(loader.state_dict())
-    with pytest.raises(StateError, match=r"the Asserts does not take its state.*an assertion of its load_state_dict fails.*num_workers"):
+    with pytest.raises(
+        StateError, match=r"the Asserts does not take its state.*an assertion of its load_state_dict fails.*num_workers"
+    ):
         next(iter(loader))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,7 +42,7 @@ def test_ranks_with_other_seeds_have_each_sample_once(mode, dataset, shuffle):
         return [samples_of(iter(loader)) for _ in range(2)]
 
     for epoch in zip(*mode.run(body), strict=True):
-        assert sorted(sum(epoch, [])) == list(range(COUNT))
+        assert sorted(itertools.chain(*epoch)) == list(range(COUNT))
 
 
 @pytest.mark.parametrize("dataset", [range(COUNT), Stream()])

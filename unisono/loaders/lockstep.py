@@ -208,7 +208,7 @@ class Lockstep:
         """The batch, padded where that is the rule, and how many of its samples are only repeated."""
         batch, samples = own.batch, own.claim.samples
         size = batch_size(batch, self._dim) or 1
-        if self._rule.tail != "pad" or size >= self._full or not can_cut(batch, self._dim):
+        if not self._rule.policy.fills or size >= self._full or not can_cut(batch, self._dim):
             return batch, 0 if samples else size
         self._lane.backend.wait_ready(own.token)
         return pick(batch, [place % size for place in range(self._full)], self._dim), self._full - samples
@@ -237,14 +237,14 @@ class Lockstep:
 
     def _end_uneven(self, offers: list[_Offer]) -> None:
         """Some ranks have no more: end here, where that is the rule."""
-        if self._rule.tail == "error":
+        if self._rule.policy.refuses:
             ended = ", ".join(str(rank) for rank, offer in enumerate(offers) if not offer.batches)
             self._lane.cancel()
             raise ValueError(
                 f"tail='error': the parts of rank(s) {ended} have ended, others have batches; pass tail='split' (the "
                 "default), which repeats a sample there that does not count, or 'drop'"
             )
-        if self._rule.tail == "drop":
+        if self._rule.policy.leaves_out:
             self._leave_rest()
 
     def _leave_rest(self) -> NoReturn:

@@ -12,7 +12,6 @@ Invariants:
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -28,6 +27,7 @@ from unisono.loaders.sending import Merged, Packed, can_surely_be_sent, has_many
 from unisono.loaders.sharding import fingerprint, glimpse, mark_of
 from unisono.loaders.workers import use_worker_info
 from unisono.randomness import mixed, seed_all, seed_of
+from unisono.world import answer_as_one_rank
 
 Cutter = Literal["caller", "dataset", "worker", "stride"]
 """Who cuts a stream into parts; `streams.py` tells who does when."""
@@ -204,25 +204,6 @@ class StreamStart:
         seed_all(mixed(seed_of(cut.seed, "workers"), part))
         if self._init is not None:
             self._init(number)
-
-
-def answer_as_one_rank() -> None:
-    """In this loader worker, let who asks for its rank hear that it is the only one.
-
-    The workers of all ranks are told as one row already: a dataset that cut itself by both would be cut twice.
-    """
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    for module in (torch.distributed, getattr(torch.distributed, "distributed_c10d", None)):
-        if hasattr(module, "get_rank"):
-            module.get_rank, module.get_world_size = _zero, _one  # type: ignore[union-attr, assignment]
-
-
-def _zero(group: Any = None) -> int:
-    return 0
-
-
-def _one(group: Any = None) -> int:
-    return 1
 
 
 class _Part:

@@ -39,14 +39,14 @@ def can_surely_be_sent(value: Any) -> bool:
 class Merged:
     """A batch of many tensors on its way: they lie in one, which takes one descriptor. It arrives as the batch.
 
-    At the limit of descriptors (`ulimit -n`), torch drops a batch in a thread of its own, and who awaits it waits for ever.
+    At the limit of descriptors (`ulimit -n`) torch drops a batch, in a thread of its own, and its receiver waits on.
     """
 
     def __init__(self, batch: Any) -> None:
         found: list[tuple[_Slot, torch.Tensor]] = []
         self._batch = _slots_of(batch, found)
         size = found[-1][0].end if found else 0
-        self._whole = torch.empty(size, dtype=torch.uint8, device=torch.device("cpu")).share_memory_()
+        self._whole = torch.empty(size, dtype=torch.uint8, device=torch.default_generator.device).share_memory_()
         for slot, tensor in found:
             slot.of(self._whole).copy_(tensor)
 

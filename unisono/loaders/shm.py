@@ -103,8 +103,8 @@ def explain(error: BaseException) -> None:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         add_note_once(
             error,
-            f"this process may have {limit} files open (ulimit -n), and each tensor that loader workers send takes some; "
-            "raise that limit, or send fewer and larger tensors, or pass fewer num_workers or a smaller prefetch_factor",
+            f"this process may have {limit} files open (ulimit -n), and each tensor from a loader worker takes some; "
+            "raise that limit, send fewer and larger tensors, or pass fewer num_workers or a smaller prefetch_factor",
         )
 
 

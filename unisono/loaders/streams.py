@@ -83,16 +83,16 @@ class StreamSource:
             dataset, by = self._cut_by_rank(loader.dataset, rule, position.get("by"))
             cut = self._cut(by, epoch, position)
             size = loader.batch_size
-            if size is not None and rule.split == "global" and self.is_uneven and not rule.is_cut:
+            if size is not None and rule.shares_batches and self.is_uneven and not rule.is_cut:
                 size = _own_size(size, self._rank, self._ranks)
-            drop_last = loader.drop_last or rule.tail == "drop"
+            drop_last = loader.drop_last or rule.policy.leaves_out
             made = self._made(loader, PartReader(dataset, loader.collate_fn, size, drop_last, cut))
             self.epoch, self._position = epoch + 1, {"offset": 0}
         places = len(rule.kept)
-        whole = size if rule.tail == "error" and not loader.drop_last else None
+        whole = size if rule.policy.refuses and not loader.drop_last else None
         taken = _Taken(made, cut, position, lambda samples: left_out(_spread(samples, places)), whole)
         own = Rule() if self.is_uneven else rule  # the ranks' rounds are made in lockstep
-        full = size if rule.tail == "pad" else None
+        full = size if rule.policy.fills else None
         pieces = rounds_of_loaded(taken, own, self._dim, left_out, position["offset"], taken.position, full)
         return Begun(epoch, taken.position(position["offset"]), pieces, full)
 
@@ -256,7 +256,6 @@ class _Taken:
         elif mark != self._mark:
             raise RuntimeError(other_stream("loader workers"))
 
-
     def _compare_trail(self, trail: Trail | None) -> None:
         self._trail = trail
         if trail is None:
@@ -345,6 +344,6 @@ def other_stream(readers: str) -> str:
     return (
         f"the {readers} read different streams (their samples differ), so cutting them by stride would lose some "
         "samples and repeat others; shuffle by the epoch (set_epoch), or with the global generators in loader workers "
-        "(num_workers=1), which are seeded alike; or let the dataset cut itself, by get_worker_info() or by shard(num_shards, index); "
-        "where each has its own part already, pass sharded=True"
+        "(num_workers=1), which are seeded alike; or let the dataset cut itself, by get_worker_info() or by "
+        "shard(num_shards, index); where each has its own part already, pass sharded=True"
     )
