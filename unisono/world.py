@@ -255,7 +255,7 @@ def answer_as_one_rank() -> None:
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     for module in (torch.distributed, getattr(torch.distributed, "distributed_c10d", None)):
         if hasattr(module, "get_rank"):
-            module.get_rank, module.get_world_size = _zero, _one  # type: ignore[union-attr, assignment]
+            module.get_rank, module.get_world_size = _zero, _one  # type: ignore[union-attr]
 
 
 def _zero(group: Any = None) -> int:

@@ -336,7 +336,9 @@ def check_layers(cut: Cut, by: Cutter) -> None:
     raise StateError(
         f"the state was saved by {before.ranks} rank(s) with {before.workers} loader worker(s) each over a stream that "
         f"was cut by the {cut.layers_by}; here are {cut.ranks} with {cut.workers}, and it is cut by the {by}: only "
-        "what is cut by stride goes on with other numbers; resume with the same ones"
+        "what is cut by stride goes on with other numbers. Who cuts is decided when a pass begins: the dataset's shard "
+        "or split (split_dataset_by_node for HuggingFace's), then its __iter__, if it asks get_worker_info() for "
+        "num_workers, else the stride. Resume with the same numbers, or begin the epoch again with set_epoch"
     )
 
 
