@@ -242,3 +242,22 @@ def _adopted_world() -> World:
         node_rank=int(os.environ.get("GROUP_RANK", 0)),
         restart_count=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
     )
+
+
+def answer_as_one_rank() -> None:
+    """Let who asks for its rank in this process, a loader worker, hear from now on that it is the only one.
+
+    The loader workers of all ranks are told as one row: a dataset that cut itself by both would be cut twice.
+    """
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    for module in (torch.distributed, getattr(torch.distributed, "distributed_c10d", None)):
+        if hasattr(module, "get_rank"):
+            module.get_rank, module.get_world_size = _zero, _one  # type: ignore[union-attr]
+
+
+def _zero(group: Any = None) -> int:
+    return 0
+
+
+def _one(group: Any = None) -> int:
+    return 1

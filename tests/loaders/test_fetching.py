@@ -25,6 +25,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
+    IterableDataset,
     Sampler,
     StackDataset,
     Subset,
@@ -37,6 +38,7 @@ from unisono.errors import BusyError, UnpicklableError
 from unisono.loaders import fetching
 from unisono.loaders.indexed import IndexedSource
 from unisono.loaders.sharding import Rule
+from unisono.loaders.shm import explain
 from unisono.loaders.workers import RemoteFetcher, WorkerPool, WorkerStart
 
 PATIENCE_S = 20.0
@@ -783,3 +785,51 @@ def test_a_loader_that_collates_by_its_own_method_is_garbage_when_it_is_dropped(
     join_own_threads()
     gc.collect()
     assert gone() is None
+
+
+def sparse_of(samples: list[int]) -> torch.Tensor:
+    return torch.sparse_coo_tensor([samples], torch.ones(len(samples)), (12,))
+
+
+def nested_of(samples: list[int]) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.full((sample + 1,), float(sample)) for sample in samples])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_sparse_and_nested_tensors_arrive(num_workers):
+    sparse = list(DeviceLoader(DataLoader(range(12), 4, num_workers=num_workers, collate_fn=sparse_of)))
+    assert sum(batch.to_dense() for batch in sparse).tolist() == [1.0] * 12
+    nested = list(DeviceLoader(DataLoader(range(12), 4, num_workers=num_workers, collate_fn=nested_of)))
+    assert [part.tolist() for batch in nested for part in batch.unbind()] == [[float(n)] * (n + 1) for n in range(12)]
+
+
+def many_of(samples: list[int]) -> dict[str, Any]:
+    kinds = (torch.float64, torch.bool, torch.complex64, torch.int16)
+    tensors = [torch.tensor([[sample, place % 2]]).to(kinds[place % 4]) for sample in samples for place in range(80)]
+    return {"first": tensors[:100], "rest": (tensors[100:], torch.empty(0, 3), torch.tensor(samples[0]), "word", None)}
+
+
+class Numbered(IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(12)
+
+
+@pytest.mark.parametrize("dataset", [range(12), Numbered()])
+def test_many_tensors_take_few_descriptors(dataset):
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (psutil.Process().num_fds() + 100, before[1]))
+    try:
+        found = list(DeviceLoader(DataLoader(dataset, 4, num_workers=1, collate_fn=many_of)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    wanted = [many_of(list(range(start, start + 4))) for start in range(0, 12, 4)]
+    assert repr(found) == repr(wanted)
+    found[0]["first"][0].fill_(7)
+    assert repr(found[0]["first"][1:]) == repr(wanted[0]["first"][1:]), "they overlap"
+
+
+def test_too_many_open_files_name_the_limit():
+    error = RuntimeError("unable to open shared memory object </torch_1> in read-write mode: Too many open files (24)")
+    explain(error)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert f"{limit} files open (ulimit -n)" in error.__notes__[0]

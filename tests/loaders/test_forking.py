@@ -112,7 +112,7 @@ def test_workers_that_are_always_stuck_are_an_error_and_gone(monkeypatch):
     before = set(psutil.Process().children())
     monkeypatch.setattr(sys, "stdout", Sticky(times=1000))
     monkeypatch.setattr(forking, "_PATIENCE_S", (0.05, 0.05))
-    with pytest.raises(RuntimeError, match="forked 2 times and did not begin.*num_workers=0"):
+    with pytest.raises(RuntimeError, match=r"forked 2 times and did not begin.*num_workers=0"):
         one_pass()
     assert set(psutil.Process().children()) <= before
 

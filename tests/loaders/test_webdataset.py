@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,13 @@ SHARDS = 6
 
 
 @pytest.fixture(scope="module")
-def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def urls(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder: Path = tmp_path_factory.mktemp("shards")
     for shard in range(SHARDS):
         with webdataset.TarWriter(str(folder / f"{shard}.tar")) as tar:
             for number in range(shard, COUNT, SHARDS):
                 tar.write({"__key__": f"{number:04}", "cls": str(number)})
-    yield f"{folder}/{{0..{SHARDS - 1}}}.tar"
+    return f"{folder}/{{0..{SHARDS - 1}}}.tar"
 
 
 def label(sample: dict[str, Any]) -> float:

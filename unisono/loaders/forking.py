@@ -33,6 +33,7 @@ from typing import Any
 import torch
 import torch.utils.data.graph_settings
 
+from unisono.backends.seeding import seeding_locks
 from unisono.errors import BusyError
 from unisono.loaders import fetching
 
@@ -51,7 +52,7 @@ _forking: int | None = None  # the thread that forks a loader worker
 _held: list[Any] = []  # the locks that it holds meanwhile
 
 
-class Worker(_Process):
+class Worker(_Process):  # type: ignore[misc]
     """A forked process that is started when it has taken the locks that it needs."""
 
     _report: int = -1  # the end of a pipe, in which it writes
@@ -93,7 +94,7 @@ class Worker(_Process):
         super().run()
 
 
-class Context(_Context):
+class Context(_Context):  # type: ignore[misc]
     """As multiprocessing's "fork", with workers that have reported."""
 
     Process = Worker
@@ -175,19 +176,14 @@ def _locks() -> Iterator[Any]:
     """The locks of python's that a loader worker needs before its first line."""
     if (numpy := sys.modules.get("numpy")) is not None:
         yield numpy.random.get_bit_generator().lock
-    for family in ("cuda", "xpu"):  # torch.manual_seed seeds them too, or leaves word that they are to be seeded
-        lock = getattr(getattr(torch, family, None), "_initialization_lock", None)
-        if lock is not None:
-            yield lock
+    yield from seeding_locks()
 
 
 def _hold_locks() -> None:
     """Before such a fork. Behind the last line, no other thread runs python before it."""
     if _forking != threading.get_ident():
         return
-    for lock in _locks():
-        if lock.acquire(timeout=_LOCK_S):
-            _held.append(lock)
+    _held.extend(lock for lock in _locks() if lock.acquire(timeout=_LOCK_S))
     torch.default_generator.get_state()
 
 

@@ -218,7 +218,7 @@ class Lockstep:
         """The batch, padded where that is the rule, and how many of its samples are only repeated."""
         batch, samples = own.batch, own.claim.samples
         size = (batch_size(batch, self._dim) or 1) if own.claim.is_told else 1
-        is_short = self._rule.tail == "pad" and size < self._full
+        is_short = self._rule.policy.fills and size < self._full
         if not is_short or not own.claim.is_told or not can_cut(batch, self._dim):
             return batch, 0 if samples else size
         self._lane.backend.wait_ready(own.token)
@@ -248,14 +248,14 @@ class Lockstep:
 
     def _end_uneven(self, offers: list[_Offer]) -> None:
         """Some ranks have no more: end here, where that is the rule."""
-        if self._rule.tail == "error":
+        if self._rule.policy.refuses:
             ended = ", ".join(str(rank) for rank, offer in enumerate(offers) if not offer.batches)
             self._lane.cancel()
             raise ValueError(
                 f"tail='error': the parts of rank(s) {ended} have ended, others have batches; pass tail='split' (the "
                 "default), which repeats a sample there that does not count, or 'drop'"
             )
-        if self._rule.tail == "drop":
+        if self._rule.policy.leaves_out:
             self._leave_rest()
 
     def _leave_rest(self) -> NoReturn:

@@ -12,7 +12,6 @@ Invariants:
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -24,10 +23,11 @@ from torch.utils.data import IterableDataset, get_worker_info
 from unisono.errors import StateError
 from unisono.loaders import fetching
 from unisono.loaders.resume import is_stateful
-from unisono.loaders.sending import Packed
+from unisono.loaders.sending import Merged, Packed, can_surely_be_sent, has_many
 from unisono.loaders.sharding import fingerprint, glimpse, mark_of
 from unisono.loaders.workers import use_worker_info
 from unisono.randomness import mixed, seed_all, seed_of
+from unisono.world import answer_as_one_rank
 
 Cutter = Literal["caller", "dataset", "worker", "stride"]
 """Who cuts a stream into parts; `streams.py` tells who does when."""
@@ -135,6 +135,8 @@ class PartReader(IterableDataset[Packed]):
         info: Any = get_worker_info()
         try:
             for made in self.made(replace(self.cut, epoch=int(self.cell)), info.worker, info):
+                if can_surely_be_sent(made.batch) and has_many(made.batch):
+                    made = made._replace(batch=Merged(made.batch))
                 yield Packed(made, f"samples of a stream, read for part {made.part},")
         except Exception as error:
             yield Packed(error=error)
@@ -202,25 +204,6 @@ class StreamStart:
         seed_all(mixed(seed_of(cut.seed, "workers"), part))
         if self._init is not None:
             self._init(number)
-
-
-def answer_as_one_rank() -> None:
-    """In this loader worker, let who asks for its rank hear that it is the only one.
-
-    The workers of all ranks are told as one row already: a dataset that cut itself by both would be cut twice.
-    """
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    for module in (torch.distributed, getattr(torch.distributed, "distributed_c10d", None)):
-        if hasattr(module, "get_rank"):
-            module.get_rank, module.get_world_size = _zero, _one  # type: ignore[union-attr, assignment]
-
-
-def _zero(group: Any = None) -> int:
-    return 0
-
-
-def _one(group: Any = None) -> int:
-    return 1
 
 
 class _Part:
@@ -354,7 +337,9 @@ def check_layers(cut: Cut, by: Cutter) -> None:
     raise StateError(
         f"the state was saved by {before.ranks} rank(s) with {before.workers} loader worker(s) each over a stream that "
         f"was cut by the {cut.layers_by}; here are {cut.ranks} with {cut.workers}, and it is cut by the {by}: only "
-        "what is cut by stride goes on with other numbers; resume with the same ones"
+        "what is cut by stride goes on with other numbers. Who cuts is decided when a pass begins: the dataset's shard "
+        "or split (split_dataset_by_node for HuggingFace's), then its __iter__, if it asks get_worker_info() for "
+        "num_workers, else the stride. Resume with the same numbers, or begin the epoch again with set_epoch"
     )
 
 

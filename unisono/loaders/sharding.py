@@ -26,7 +26,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, assert_never, get_args
 
 import torch
 
@@ -40,6 +40,29 @@ Split = Literal["rank", "global"]
 Tail = Literal["split", "drop", "pad", "error"]
 
 _SEEN = 64  # values of an array
+
+
+class Policy(NamedTuple):
+    """What becomes of an incomplete round: one of these, or it is split."""
+
+    leaves_out: bool = False
+    fills: bool = False
+    refuses: bool = False
+
+
+def policy_of(tail: Tail) -> Policy:
+    """What that policy does, for all who ask."""
+    match tail:
+        case "split":
+            return Policy()
+        case "drop":
+            return Policy(leaves_out=True)
+        case "pad":
+            return Policy(fills=True)
+        case "error":
+            return Policy(refuses=True)
+        case _:
+            assert_never(tail)
 
 
 @dataclass(frozen=True)
@@ -79,12 +102,28 @@ class Rule:
     @property
     def batches(self) -> int:
         """The number of batches in a complete round."""
-        return 1 if self.split == "global" else self.count
+        return 1 if self.shares_batches else self.count
+
+    @property
+    def shares_batches(self) -> bool:
+        """Whether each batch is one of all ranks, of which each takes a part."""
+        match self.split:
+            case "device":
+                return False
+            case "global":
+                return True
+            case _:
+                assert_never(self.split)
+
+    @property
+    def policy(self) -> Policy:
+        """What becomes of the incomplete last round."""
+        return policy_of(self.tail)
 
     def rounds_of(self, batches: int) -> int:
         """The number of rounds that so many batches make."""
         full, more = divmod(batches, self.batches)
-        return full + (more > 0 and self.tail != "drop" and not self.fixed_batch_size)
+        return full + (more > 0 and not self.policy.leaves_out and not self.fixed_batch_size)
 
 
 class Part(NamedTuple):
@@ -249,7 +288,7 @@ def rounds(
     reference = first or (nominal if start else None)
     largest = nominal or first or 0
     while group := list(islice(source, rule.batches)):
-        is_whole = len(group) == rule.count and rule.tail != "pad"
+        is_whole = len(group) == rule.count and not rule.policy.fills
         sizes = [size_of(batch, not is_whole) for batch in group]
         largest = largest if nominal else max(largest, *(size.samples for size in sizes))
         is_tail = len(group) < rule.batches or (nominal is not None and sizes[-1].samples < nominal)
@@ -266,14 +305,14 @@ def rounds(
             )  # fmt: skip
             left_out([part.samples for part in deal(sizes, rule.count)])
             return
-        if is_tail and rule.tail == "error":
+        if is_tail and rule.policy.refuses:
             total = sum(size.samples for size in sizes)
             raise ValueError(tail_message(start + total, total, rule, nominal))
-        if is_tail and rule.tail == "drop":
+        if is_tail and rule.policy.leaves_out:
             left_out([part.samples for part in deal(sizes, rule.count)])
             return
-        full = -(-largest // rule.count) if rule.split == "global" else largest
-        dealt = Round(group, sizes, deal(sizes, rule.count, full if rule.tail == "pad" else 0), start)
+        full = -(-largest // rule.count) if rule.shares_batches else largest
+        dealt = Round(group, sizes, deal(sizes, rule.count, full if rule.policy.fills else 0), start)
         yield dealt
         start = dealt.stop
 
@@ -295,7 +334,7 @@ def check_told(sizes: Sequence[Size]) -> None:
 def tail_message(length: int, tail: int, rule: Rule, batch: int | None) -> str:
     """What is wrong with a tail of `tail` samples where none is wanted."""
     each = "batches" if batch is None else f"batches of {batch}"
-    whole = f"{rule.batches} {each}" + (f", one for each of {rule.count} ranks" if rule.split == "rank" else "")
+    whole = f"{rule.batches} {each}" + (f", one for each of {rule.count} ranks" if not rule.shares_batches else "")
     return (
         f"tail='error': {length} samples do not divide into rounds of {whole}: {tail} samples are left in the last; "
         "pass a batch size that divides, or tail='split' (the default), 'drop' or 'pad'"

@@ -83,16 +83,16 @@ class StreamSource:
             dataset, by = self._cut_by_rank(loader.dataset, rule, position.get("by"))
             cut = self._cut(by, epoch, position)
             size = loader.batch_size
-            if size is not None and rule.split == "global" and self.is_uneven and not rule.is_cut:
+            if size is not None and rule.shares_batches and self.is_uneven and not rule.is_cut:
                 size = _own_size(size, self._rank, self._ranks)
-            drop_last = loader.drop_last or rule.tail == "drop"
+            drop_last = loader.drop_last or rule.policy.leaves_out
             made = self._made(loader, PartReader(dataset, loader.collate_fn, size, drop_last, cut))
             self.epoch, self._position = epoch + 1, {"offset": 0}
         places = len(rule.kept)
-        whole = size if rule.tail == "error" and not loader.drop_last else None
+        whole = size if rule.policy.refuses and not loader.drop_last else None
         taken = _Taken(made, cut, position, lambda samples: left_out(_spread(samples, places)), whole)
         own = Rule() if self.is_uneven else rule  # the ranks' rounds are made in lockstep
-        full = size if rule.tail == "pad" else None
+        full = size if rule.policy.fills else None
         pieces = rounds_of_loaded(taken, own, self._dim, left_out, position["offset"], taken.position, full)
         return Begun(epoch, taken.position(position["offset"]), pieces, full)
 
@@ -284,12 +284,13 @@ def check_stream(position: State) -> None:
 
 
 def is_stream(loader: Any) -> TypeGuard[DataLoader[Any]]:
-    """Whether the loader is a DataLoader over an iterable dataset, and torch's own iterator reads it."""
-    return (
-        isinstance(loader, DataLoader)
-        and type(loader).__iter__ is DataLoader.__iter__
-        and isinstance(loader.dataset, IterableDataset)
-    )
+    """Whether the loader is a DataLoader over an iterable dataset, read by torch's own iterator or by torchdata's.
+
+    The state of torchdata's loader itself would not outlive another number of ranks or loader workers.
+    """
+    if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset):
+        return False
+    return type(loader).__iter__ is DataLoader.__iter__ or type(loader).__module__.startswith("torchdata.")
 
 
 def cuts_by_node(dataset: Any, rank: int, ranks: int) -> bool:

@@ -30,7 +30,7 @@ except ImportError:  # Windows, which has no such limits
 from unisono.errors import BusyError, describe_exit
 from unisono.loaders.fetching import Fetcher, Request, few
 from unisono.loaders.forking import context_of, one_at_a_time, stack_of
-from unisono.loaders.sending import Packed, can_surely_be_sent
+from unisono.loaders.sending import Merged, Packed, can_surely_be_sent, has_many
 from unisono.loaders.shm import Room, explain, share, why_full
 from unisono.outcome import Outcome, chain_of
 from unisono.randomness import notice_who_asks
@@ -55,6 +55,8 @@ class RemoteFetcher:
         try:
             batch = self._fetcher.batch(request, is_seeded=True)
             if can_surely_be_sent(batch):
+                if has_many(batch):
+                    return Merged(batch)
                 share(batch)
                 return batch
         except Exception as error:
