@@ -114,7 +114,7 @@ def test_numbers_texts_and_tensors_of_one_element_are_logged_as_plain_values(tmp
         ({3: 1.0}, TypeError, "the key 3, a int"),
         ([("loss", 1.0)], TypeError, "a mapping from names to values, and got a list"),
     ],
-    ids=repr,
+    ids=["many", "none", "None", "dict", "complex", "complex tensor", "key", "no mapping"],
 )
 def test_what_cannot_be_logged_is_refused_by_its_key_and_nothing_is_written(
     values: Any, error: type[Exception], words: str, tmp_path: Path
@@ -244,7 +244,7 @@ class Half:
         (Noting("jsonl"), ValueError, "two trackers called 'jsonl'"),
         (3, TypeError, "holds a int"),
     ],
-    ids=repr,
+    ids=["unknown", "half of one", "a class", "two of a name", "a taken name", "a number"],
 )
 def test_what_is_no_tracker_is_refused_when_the_accelerator_is_made(
     log_with: Any, error: type[Exception], words: str

@@ -48,7 +48,7 @@ class LineMixer:
         """The bytes to write for a piece of a line: itself, behind what must stand before it."""
         is_own = source == self._source
         if piece.endswith(b"\r") and piece.isspace() and (self._end or not is_own):
-            return self._erase(prefix, piece) if is_own else b""
+            return self._erase(prefix, piece) if is_own and len(piece) > 1 else b""
         is_bar_on_bar = self._end == b"\r" and piece.endswith(b"\r")  # they share a line, as they would on a terminal
         newline = b"" if is_own or self._end == b"\n" or is_bar_on_bar else b"\n"
         prefix = b"" if is_own and not self._end else prefix
