@@ -94,7 +94,7 @@ def test_bad_options_are_refused() -> None:
         DDP(bucket_cap_mb=0)
     with pytest.raises(dataclasses.FrozenInstanceError):
         DDP().bucket_cap_mb = 3  # type: ignore[misc]
-    with pytest.raises(ValueError, match="scaler_options=.*are for mixed_precision='fp16', and it is 'no'"):
+    with pytest.raises(ValueError, match=r"scaler_options=.*are for mixed_precision='fp16', and it is 'no'"):
         Accelerator(scaler_options={"init_scale": 2.0})
     with pytest.raises(ValueError, match="scaler_options have no 'scale'; torch's GradScaler takes init_scale"):
         Accelerator(mixed_precision="fp16", scaler_options={"scale": 2.0})

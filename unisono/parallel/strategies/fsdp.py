@@ -63,6 +63,7 @@ class ShardedEngine(Engine):
         self._units = units_in(sharded)
         self._whole = whole_parameters(sharded)
         self._parts = list(sharded.parameters())
+        self._known.update(dict.fromkeys(self._whole))  # these stand in the module while it runs
         self._entries = WeakTensorKeyDictionary()  # inputs that have told of their gradients before
         self._memory, self._gradients = Rebinding(self._parts), Rebinding(())
         for each in self._parts:
@@ -130,11 +131,12 @@ class ShardedEngine(Engine):
                 "step; let the optimizer add it (weight_decay=), or take strategy='ddp'"
             )
 
-    def adapt(self, new: Sequence[torch.Tensor]) -> None:
+    def refresh(self) -> None:
         """
         Raises:
             RuntimeError: parameters were put in, which are not sharded.
         """
+        new = [each for each in self.trained() if each not in self._known]
         if new:
             shapes = ", ".join(str(list(each.shape)) for each in new)
             raise RuntimeError(
