@@ -108,7 +108,7 @@ class Rule:
     def shares_batches(self) -> bool:
         """Whether each batch is one of all ranks, of which each takes a part."""
         match self.split:
-            case "device":
+            case "rank":
                 return False
             case "global":
                 return True
