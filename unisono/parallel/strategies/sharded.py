@@ -60,8 +60,7 @@ def shard(model: nn.Module, world: World, options: FSDP) -> FSDPModule:
 
     mesh = init_device_mesh(world.device.type, (world.world_size,))
     precision = MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype)
-    is_moved = options.offload and world.device != torch.default_generator.device  # else it is there already
-    is_moved = options.offload and world.device != torch.default_generator.device  # else it is there already
+    is_moved = options.offload and world.device.type != torch.default_generator.device.type  # else it is there
     offload = CPUOffloadPolicy() if is_moved else OffloadPolicy()
     for unit in chosen:
         sharded = fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=offload)
