@@ -48,7 +48,9 @@ def build() -> tuple[Any, ...]:
 
 def train_by_accelerator(epochs: int) -> Result:
     """The plain loop, on prepared objects."""
-    accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=2, max_grad_norm=1.0)
+    accelerator = Accelerator(
+        mixed_precision="bf16", gradient_accumulation_steps=2, max_grad_norm=1.0, schedule_unit="step"
+    )
     model, optimizer, scheduler, loader, test_loader = accelerator.prepare(*build())
     for _ in range(epochs):
         for images, labels in loader:

@@ -12,6 +12,7 @@ from twin import CLOSE, Case, assert_all_are, data, loader_of, model, plain_run,
 
 from unisono import Accelerator, DeviceLoader, backward, current_world, optimizer_step
 from unisono.errors import CollectiveMismatchError
+from unisono.strategies import DDP
 
 HOOKS_TAKE_COMPLEX = pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
@@ -39,7 +40,8 @@ BOTH = pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str)
         ({"max_grad_norm": "1"}, TypeError, "max_grad_norm='1' is a str"),
         ({"max_grad_norm": float("nan")}, ValueError, "max_grad_norm=nan"),
         ({"strategy": "dp"}, ValueError, "strategy='dp' does not exist; choose one of ddp, fsdp, spmd, zero1"),
-        ({"strategy": "fsdp", "comm_hook": "fp16"}, ValueError, "comm_hook='fp16' is for strategy='ddp' or 'zero1'"),
+        ({"strategy": 3}, TypeError, "strategy=3 is a int; pass a name, or one of DDP, FSDP, SPMD, ZeRO1"),
+        ({"strategy": DDP(comm_hook="fp4")}, ValueError, "comm_hook='fp4' does not exist; choose one of None, 'fp16'"),
         (
             {"nan_guard": True, "mixed_precision": "fp16"},
             ValueError,
@@ -355,7 +357,7 @@ def test_a_gradient_that_some_ranks_lack_counts_as_zero_there(mode):
             return self.both + self.odd if takes_odd else self.both * 1.0
 
     def body():
-        accelerator, network = Accelerator(find_unused_parameters=True), Switch()
+        accelerator, network = Accelerator(strategy=DDP(find_unused_parameters=True)), Switch()
         network, optimizer = accelerator.prepare(network, sgd(network.parameters()))
         accelerator.backward(network(accelerator.world.rank == 1).sum())
         optimizer.step()

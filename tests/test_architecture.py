@@ -37,14 +37,16 @@ FLOOR = {
             "storages",
             "rows",
             "foreign_names",
+            "strategies",
+            "terminal",
         ],
         0,
     ),
     **dict.fromkeys(["deliveries"], 1),
     **dict.fromkeys(["backends", "comm"], 1),
     **dict.fromkeys(["world"], 2),
-    **dict.fromkeys(["loaders", "parallel", "launch", "checkpoint", "precision", "placement"], 3),
-    **dict.fromkeys(["accelerator", "functional", "report"], 4),
+    **dict.fromkeys(["loaders", "parallel", "launch", "checkpoint", "precision", "placement", "tracking"], 3),
+    **dict.fromkeys(["accelerator", "functional", "report", "progress", "progress_bars"], 4),
     **dict.fromkeys(["cli", "compat"], 5),
     **dict.fromkeys(["", "__main__"], 6),  # the package's own names
 }

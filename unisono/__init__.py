@@ -1,8 +1,9 @@
 """Unisono: multi-device data-parallel training for PyTorch. One script, any number of devices, the same result.
 
 The names below are the public ones. Each is imported from its module when it is first used, so that `import unisono`
-costs nothing. Four modules have public names of their own: `unisono.errors`, `unisono.functional` (collectives with
-gradients), `unisono.placement` (explicit moves between devices) and `unisono.precision`.
+costs nothing. Five modules have public names of their own: `unisono.errors`, `unisono.functional` (collectives with
+gradients), `unisono.placement` (explicit moves between devices) , `unisono.precision` and
+`unisono.strategies` (options of the Accelerator's).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from unisono import functional as functional
     from unisono import placement as placement
     from unisono import precision as precision
+    from unisono import strategies as strategies
     from unisono.accelerator import Accelerator as Accelerator
     from unisono.backends import available_devices as available_devices
     from unisono.launch.context import ProcessContext as ProcessContext
@@ -43,10 +45,12 @@ if TYPE_CHECKING:
     from unisono.parallel.optimizer import optimizer_step as optimizer_step
     from unisono.parallel.out_of_memory import find_executable_batch_size as find_executable_batch_size
     from unisono.parallel.stopping import should_stop as should_stop
+    from unisono.progress import tqdm as tqdm
     from unisono.report.picture import save_picture as save_picture
     from unisono.report.summary import Report as Report
     from unisono.report.summary import gather_report as gather_report
     from unisono.report.text import print_report as print_report
+    from unisono.tracking.tracker import Tracker as Tracker
     from unisono.world import World as World
     from unisono.world import current_world as current_world
     from unisono.world import use_world as use_world
@@ -81,14 +85,16 @@ _HOMES = {
     "unisono.parallel.optimizer": ["backward", "optimizer_step"],
     "unisono.parallel.out_of_memory": ["find_executable_batch_size"],
     "unisono.parallel.stopping": ["should_stop"],
+    "unisono.progress": ["tqdm"],
     "unisono.report.picture": ["save_picture"],
     "unisono.report.summary": ["Report", "gather_report"],
     "unisono.report.text": ["print_report"],
+    "unisono.tracking.tracker": ["Tracker"],
     "unisono.world": ["World", "current_world", "use_world"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-_MODULES = ["errors", "functional", "placement", "precision"]
+_MODULES = ["errors", "functional", "placement", "precision", "strategies"]
 """Those whose names are public under the module's."""
 
 __all__ = sorted(_HOME_OF)
@@ -106,3 +112,10 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_MODULES})
+
+
+def _warm_where_that_is_asked_for() -> None:
+    import_module("unisono.launch.starting.early").warm_at_import()
+
+
+_warm_where_that_is_asked_for()

@@ -10,6 +10,7 @@ microbatches); these live as long as it does.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
@@ -34,18 +35,23 @@ from unisono.parallel.prepared.choices import (
     check_arguments,
     check_choices,
     check_features,
+    check_reduction,
+    check_scaler,
     world_on,
 )
 from unisono.parallel.prepared.making import Maker
 from unisono.parallel.prepared.metrics import valid_rows
 from unisono.parallel.prepared.model import PreparedModel
+from unisono.parallel.prepared.pace import Unit, check_unit
 from unisono.parallel.prepared.preparing import Prepared
 from unisono.parallel.prepared.scaler import LossScaler
-from unisono.parallel.strategies.choosing import strategy_class, strategy_in
+from unisono.parallel.strategies.choosing import options_of, strategy_class, strategy_in
 from unisono.parallel.strategies.states import load_model_state, load_optimizer_state, model_state, optimizer_state
-from unisono.parallel.strategies.strategy import Options
 from unisono.parallel.turns import Trigger, first_alone, split_between
 from unisono.protocols import ReduceOp
+from unisono.strategies import Choice
+from unisono.tracking.tracker import Tracker
+from unisono.tracking.trackers import LogWith, Trackers
 from unisono.world import World, current_world
 
 P = ParamSpec("P")
@@ -74,7 +80,7 @@ class Accelerator:
         max_grad_norm: clips the gradients, over all parameters of an optimizer and all ranks, before each step.
         strategy: of processes: "ddp", "zero1" (each rank keeps a part of the optimizer's state) or "fsdp" (and of the
             parameters and gradients). "spmd", for XLA in a plain script: one program, whose batches lie over all
-            devices of the process; BatchNorm sees the global batch.
+            devices of the process; BatchNorm sees the global batch. `unisono.strategies` has each with its options.
         compile: compile the models; a mapping has the arguments of `torch.compile`.
         seed: of python's, numpy's and torch's generators, the same on each rank, and of the loaders' orders. Behind
             the first `prepare` with a model, each rank's generators go on from a seed of its own.
@@ -83,21 +89,26 @@ class Accelerator:
         sync_batchnorm: BatchNorm sees the global batch.
         nan_guard: a gradient that is NaN or infinite is an error that names parameter and rank. Costs a pass over each
             gradient.
-        find_unused_parameters: for "ddp", where some parameters take no part in some forward passes.
-        comm_hook: how "ddp" sends gradients: "fp16", "bf16", "powersgd", "post_local_sgd"; None as they are.
-        comm_options: of the hook.
-        elementwise_optimizer: for "zero1" and "fsdp" with an optimizer that is none of torch.optim's: it treats each
-            element for itself, and looks at no others.
+        loss_reduction: what losses are over the samples of a batch: "mean", and the gradient is that of the mean over
+            the step; or "sum", and it is that of the sum.
+        scaler_options: for "fp16", the arguments of torch's GradScaler: `init_scale`, `growth_interval`, ...
+        schedule_unit: what schedules count: "batch", the batches of the loader as the script wrote it; "step", the
+            optimizer steps of this run; "device_step", those that one device would take. None finds out, and is an
+            error where it matters and cannot be known.
+        log_with: where `log` writes, beside a file of JSON lines: "tensorboard", "wandb", "mlflow", "all" (those that
+            are installed), objects with the methods of `unisono.Tracker`, or a list of these.
+        project_dir: the directory of what trackers write; None takes "runs" in the working directory.
         world: None takes the current one.
 
     Attributes:
         world: the rank's.
         device: where batches and models go.
-        mixed_precision: as it was given.
+        mixed_precision, project_dir: as they were given.
         scaler: of the loss, for "fp16": torch's GradScaler, whose `state_dict()` belongs into a checkpoint; else None.
 
     Raises:
         TypeError, ValueError: an argument is out of its range, or does not fit another one.
+        ImportError: the library of a tracker is not installed.
     """
 
     def __init__(
@@ -106,7 +117,7 @@ class Accelerator:
         mixed_precision: Literal["no", "bf16", "fp16"] = "no",
         gradient_accumulation_steps: int = 1,
         max_grad_norm: float | None = None,
-        strategy: Literal["ddp", "zero1", "fsdp", "spmd"] = "ddp",
+        strategy: Literal["ddp", "zero1", "fsdp", "spmd"] | Choice = "ddp",
         compile: bool | Mapping[str, Any] = False,
         seed: int | None = None,
         *,
@@ -114,27 +125,33 @@ class Accelerator:
         device_placement: bool = True,
         sync_batchnorm: bool = False,
         nan_guard: bool = False,
-        find_unused_parameters: bool = False,
-        comm_hook: str | None = None,
-        comm_options: Mapping[str, Any] | None = None,
-        elementwise_optimizer: bool = False,
+        loss_reduction: Literal["mean", "sum"] = "mean",
+        scaler_options: Mapping[str, Any] | None = None,
+        schedule_unit: Unit | None = None,
+        log_with: LogWith = None,
+        project_dir: str | os.PathLike[str] | None = None,
         world: World | None = None,
     ) -> None:
         check_arguments(mixed_precision, max_grad_norm, nan_guard)
         check_accumulation(gradient_accumulation_steps)
-        check_choices(compile, seed, comm_hook)
-        kind = strategy_class(strategy)
-        options = Options(
-            comm_hook, comm_options, find_unused_parameters, elementwise_optimizer, mixed_precision, max_grad_norm
-        )
-        kind.check_options(options)
+        check_choices(compile, seed)
+        check_scaler(scaler_options, mixed_precision)
+        check_unit(schedule_unit)
+        check_reduction(loss_reduction)
+        options = options_of(strategy)
+        kind = strategy_class(options)
+        kind.check_options(options, mixed_precision, max_grad_norm)
         self.world = world_on(world or current_world(), device, cpu, kind)
-        check_features(self.world, kind, options, compile)
+        check_features(self.world, kind, options, mixed_precision, compile)
         self.device = self.world.device
-        self.scaler = LossScaler(self.device.type, self.world.rank == 0) if mixed_precision == "fp16" else None
-        ledger = Ledger(self.world.comm.size, gradient_accumulation_steps, is_mean=gradient_accumulation_steps > 1)
-        self.mixed_precision = mixed_precision
-        self._accumulated = gradient_accumulation_steps
+        self.scaler = None
+        if mixed_precision == "fp16":
+            self.scaler = LossScaler(self.device.type, self.world.rank == 0, **(scaler_options or {}))
+        every = gradient_accumulation_steps
+        ledger = Ledger(self.world.comm.size, every, is_mean=every > 1, is_sum=loss_reduction == "sum")
+        self.mixed_precision, self.project_dir = mixed_precision, project_dir
+        self._accumulated = every
+        self._trackers = Trackers(log_with, project_dir, self.world.rank == 0)
         self._trigger = Trigger(self.world)
         self._microbatches = Microbatches(self.world, ledger)
         self._passes = Passes(self._microbatches)
@@ -154,7 +171,7 @@ class Accelerator:
             max_grad_norm=max_grad_norm,
             seed=seed,
         )
-        self._prepared = Prepared(maker, partial(_prepared_loader, self.world, device_placement, seed))
+        self._prepared = Prepared(maker, partial(_prepared_loader, self.world, device_placement, seed), schedule_unit)
 
     def prepare(self, *objects: Any) -> Any:
         """Models, optimizers, loaders, schedulers, lists of them and None, each prepared: in the order in which they
@@ -162,7 +179,8 @@ class Accelerator:
 
         A model moves to the device and gets the parameters of rank zero; it comes back as one that behaves the same.
         An optimizer made before comes back itself, pointing to the moved parameters ("zero1": another in its place).
-        A DataLoader, or any other iterable of batches, becomes a `DeviceLoader`.
+        A DataLoader, or any other iterable of batches, becomes a `DeviceLoader`. A metric of torchmetrics comes back
+        itself, and gathers over the ranks when it computes.
 
         Raises:
             TypeError: an object is none of these; the message names its class and position.
@@ -211,6 +229,7 @@ class Accelerator:
         Raises:
             ValueError: as for `unisono.backward`.
         """
+        self.world.timeline.loop().loss = loss.detach()
         if self.scaler is not None:
             if self._microbatches.begins_step():
                 self.scaler.settle()
@@ -394,6 +413,64 @@ class Accelerator:
         """`print` on rank zero."""
         if self.world.rank == 0:
             print(*values, **options)
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: Mapping[str, Any] | None = None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Begin a run of all trackers, which write to `project_dir / project_name`; on other ranks than zero, nothing.
+
+        Args:
+            config: what the run was made with, in the first line of its file, and where a library shows it.
+            init_kwargs: what a library takes beside, by its name: `{"wandb": {"tags": ["baseline"]}}` goes to
+                `wandb.init`, "tensorboard" to torch's `SummaryWriter`, "mlflow" to `mlflow.start_run`.
+
+        Raises:
+            UnisonoError: a run has begun, and `end_training` has not ended it.
+            OSError: a file cannot be made; and what a library raises.
+        """
+        self._trackers.open(project_name, config, init_kwargs)
+
+    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
+        """Give values to all trackers. Rank zero's count; the others' are not looked at.
+
+        Args:
+            values: numbers, tensors of one element, and texts, by name.
+            step: of the training; None leaves it to the tracker.
+
+        Raises:
+            UnisonoError: `init_trackers` was not called; ClosedError: `end_training` was.
+            TypeError, ValueError: a value is something else; the message names its key.
+        """
+        self._trackers.log(values, step)
+
+    @property
+    def trackers(self) -> list[Tracker]:
+        """The trackers of the run, a file of JSON lines first; none before and after it, and on other ranks."""
+        return list(self._trackers.opened)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """The tracker of that name; on other ranks than zero, one that does nothing.
+
+        Args:
+            name: "jsonl", "tensorboard", "wandb", "mlflow", or the `name` or class of an object.
+            unwrap: give the library's own object, its `tracker`: a SummaryWriter, a Run, an ActiveRun.
+
+        Raises:
+            ValueError: there is none of that name.
+            UnisonoError: as for `log`.
+        """
+        return self._trackers.get(name, unwrap)
+
+    def end_training(self) -> None:
+        """End the run: close all trackers. Call it when all is logged; once more, it does nothing.
+
+        Raises:
+            Exception: what a tracker has raised, behind the end of all others; of several, an ExceptionGroup.
+        """
+        self._trackers.close()
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """The module that was prepared."""

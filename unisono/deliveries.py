@@ -33,21 +33,32 @@ class Batch:
 
     Attributes:
         samples: n, this rank's part of the round.
-        rows: how many there are; those behind the samples do not count.
+        rows: how many there are; those behind the samples do not count. None where that cannot be told: it counts as
+            one sample then.
         total: N, of all ranks; None where nobody knows it.
         mark: the same on all ranks where they stand in the same round.
         loop: that has received it.
+        dealt: how many batches of the loader, as the user wrote it, the round has.
         number: in its loop, from 1 on.
         at: in the order of all that happened to this rank.
         is_waiting: for a pass with gradients: none was computed from it.
         is_spent: an optimizer has stepped on it.
     """
 
-    __slots__ = ("at", "is_spent", "is_waiting", "loop", "mark", "number", "rows", "samples", "total")
+    __slots__ = ("at", "dealt", "is_spent", "is_waiting", "loop", "mark", "number", "rows", "samples", "total")
 
-    def __init__(self, loop: Loop, samples: int, total: int | None, mark: int, repeated: int = 0) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        samples: int,
+        total: int | None,
+        mark: int,
+        repeated: int = 0,
+        dealt: int = 1,
+        is_told: bool = True,
+    ) -> None:
         self.loop, self.samples, self.total, self.mark = loop, samples, total, mark
-        self.rows = samples + repeated
+        self.rows, self.dealt = samples + repeated if is_told else None, dealt
         self.number, self.at = loop.num_batches, next(_clock)
         self.is_waiting, self.is_spent = True, False
 
@@ -57,7 +68,7 @@ class Batch:
         return self.samples, self.total
 
     @property
-    def counted(self) -> tuple[int, int]:
+    def counted(self) -> tuple[int, int | None]:
         """How many of its rows count, of how many."""
         return self.samples, self.rows
 
@@ -76,24 +87,27 @@ class Loop:
 
     Args:
         ends_here: whether the batch that was delivered last is the loop's last one.
+        lengths: the numbers of batches of an epoch: of the loader as the user wrote it, and of this rank's. None where
+            the loader has no length.
 
     Attributes:
         rows: those of its batches.
-        at: when the last one was.
         is_evaluation: all of them were delivered with gradients off.
         is_open: it has not ended.
-        is_trained: a batch came with gradients on, or a pass with gradients was computed from one.
         is_listed: all batches were drawn before one was used.
         cycle: the numbers of those that were used, since one was used again.
         kinds: a batch for each that counts differently.
     """
 
-    def __init__(self, ends_here: Callable[[], bool] = lambda: False) -> None:
-        self.ends_here = ends_here
+    def __init__(
+        self,
+        ends_here: Callable[[], bool] = lambda: False,
+        lengths: Callable[[], tuple[int, int] | None] = lambda: None,
+    ) -> None:
+        self.ends_here, self.lengths = ends_here, lengths
         self.rows = LoopRows()
-        self.at = 0
         self.is_evaluation = self.is_open = True
-        self.is_trained = self.is_listed = False
+        self.is_listed = False
         self.cycle: set[int] = set()
         self.kinds: dict[tuple[int, int | None], Batch] = {}
         self._last_used = 0
@@ -105,27 +119,24 @@ class Loop:
         if number in self.cycle and number != self._last_used:
             self.cycle.clear()
         self.cycle.add(number)
-        self._last_used, self.is_trained = number, True
+        self._last_used = number
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether a batch came with gradients on, or a pass with gradients was computed from one."""
+        return not self.is_evaluation or self._last_used > 0
 
     @property
     def num_batches(self) -> int:
         """How many it has delivered."""
         return self.rows.num_batches
 
-    def count(self, samples: int, repeated: int) -> None:
-        """A batch was delivered, with so many samples, and rows after them that do not count."""
-        self.rows.count(samples, repeated)
-        self.at = next(_clock)
-        self.is_evaluation = self.is_evaluation and not torch.is_grad_enabled()
-        self.is_trained = self.is_trained or torch.is_grad_enabled()
-
 
 class Deliveries:
     """The loops of one rank."""
 
     def __init__(self) -> None:
-        self._open: list[Loop] = []
-        self._ended: list[Loop] = []  # the last ones
+        self._loops: list[Loop] = []  # that are open, and the last ones that have ended; by their latest batches
         self._by_memory: StorageMap[list[Batch]] = StorageMap(_are_waiting)  # the latest last
         self._received: deque[Batch] = deque(maxlen=_KEPT)  # from the oldest that waits for a pass
         self._used: Batch | None = None  # by the last pass
@@ -134,33 +145,50 @@ class Deliveries:
     @property
     def is_unused(self) -> bool:
         """Whether no loop over a loader has begun."""
-        return not self._open and not self._ended
+        return not self._loops
 
-    def begin(self, ends_here: Callable[[], bool] = lambda: False) -> Loop:
-        """A loop begins, inside those that are open; `ends_here` as for `Loop`."""
-        begun = Loop(ends_here)
-        self._open.append(begun)
-        return begun
+    def begin(
+        self,
+        ends_here: Callable[[], bool] = lambda: False,
+        lengths: Callable[[], tuple[int, int] | None] = lambda: None,
+    ) -> Loop:
+        """A loop begins, inside those that are open; the arguments are those of `Loop`."""
+        self._loops.insert(0, Loop(ends_here, lengths))
+        return self._loops[0]
 
     def end(self, ended: Loop) -> None:
         """That loop has ended, or was left. Idempotent."""
-        if ended in self._open:
-            self._open.remove(ended)
+        if ended.is_open:
             ended.is_open = False
-            self._ended = [*self._ended[1 - REMEMBERED :], ended]
+            old = [each for each in self._loops if not each.is_open][:-REMEMBERED]
+            self._loops = [each for each in self._loops if each not in old]
             if not ended.is_trained:
                 self._received = deque((each for each in self._received if each.loop is not ended), maxlen=_KEPT)
 
-    def add(self, loop: Loop, values: Any, samples: int, total: int | None, mark: int = 0, repeated: int = 0) -> Batch:
+    def add(
+        self,
+        loop: Loop,
+        values: Any,
+        samples: int,
+        total: int | None,
+        mark: int = 0,
+        repeated: int = 0,
+        dealt: int = 1,
+        is_told: bool = True,
+    ) -> Batch:
         """A batch of the loop is delivered, just now in the loop's thread.
 
         Args:
             values: the batch itself, tensors in any nesting.
-            samples, total, mark: as for `Batch`.
+            samples, total, mark, dealt: as for `Batch`.
             repeated: rows of the batch that come behind its samples and do not count.
+            is_told: whether it is known how many rows it has.
         """
-        loop.count(samples, repeated)
-        batch = Batch(loop, samples, total, mark, repeated)
+        loop.rows.count(samples, repeated, is_told)
+        loop.is_evaluation = loop.is_evaluation and not torch.is_grad_enabled()
+        if self._loops[-1:] != [loop]:
+            self._loops = [*(each for each in self._loops if each is not loop), loop]
+        batch = Batch(loop, samples, total, mark, repeated, dealt, is_told)
         self.know(values, batch)
         loop.kinds.setdefault(batch.counts, batch)
         self._received.append(batch)
@@ -268,7 +296,7 @@ class Deliveries:
 
     def recent(self) -> list[Loop]:
         """The last few loops, open and ended, the one that received a batch last first."""
-        return sorted([*self._open, *self._ended], key=lambda each: -each.at)[:REMEMBERED]
+        return self._loops[: -REMEMBERED - 1 : -1]
 
 
 def name_batches(batches: Sequence[Batch], before: Batch | None = None) -> str:

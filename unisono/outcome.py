@@ -18,12 +18,12 @@ import pickle
 import platform
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 from unisono.errors import BrokenWorldError, RemoteError, RemoteTraceback, UnpicklableError
-from unisono.pickling import dumps
+from unisono.pickling import dumps, dumps_apart, loads_apart
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -70,21 +70,32 @@ class Outcome(Generic[T]):
 
     def to_bytes(self) -> bytes:
         """Serialise for another process; the traceback travels as text."""
+        return self._serialize(lambda value: (dumps(value), []))[0]
+
+    def to_buffers(self) -> tuple[bytes, list[memoryview]]:
+        """As `to_bytes`, with the memory of large tensors apart, as it is: not to be changed until it is sent."""
+        return self._serialize(dumps_apart)
+
+    def _serialize(self, dump: Callable[[Any], tuple[bytes, list[memoryview]]]) -> tuple[bytes, list[memoryview]]:
         if self.error is not None:
-            return self._pack(self.error)
+            return self._pack(self.error), []
         try:
-            payload = dumps(self.value)
+            payload, buffers = dump(self.value)
         except Exception as reason:
             refusal = UnpicklableError(
                 f"the result, a {type(self.value).__name__}, cannot be sent to the calling process "
                 f"({type(reason).__name__}: {_text_of(reason)}); return tensors, numbers or other picklable data"
             )
-            return self._pack(refusal)
-        return pickle.dumps({"payload": payload, "where": self.where, "at": self.at})
+            return self._pack(refusal), []
+        return pickle.dumps({"payload": payload, "where": self.where, "at": self.at}), buffers
 
     @staticmethod
-    def from_bytes(data: bytes) -> Outcome[Any]:
-        """Rebuild an outcome; an error's `__cause__` is a `RemoteTraceback` with the text of the other process."""
+    def from_bytes(data: bytes, buffers: Sequence[Any] = ()) -> Outcome[Any]:
+        """Rebuild an outcome; an error's `__cause__` is a `RemoteTraceback` with the text of the other process.
+
+        Args:
+            buffers: those of `to_buffers`, where that has made it; the value's tensors then lie in them.
+        """
         fields = pickle.loads(data)
         where, at = fields["where"], fields["at"]
         if "traceback" in fields:
@@ -94,7 +105,7 @@ class Outcome(Generic[T]):
             error.__cause__ = RemoteTraceback(fields["traceback"])
             return Outcome(error=error, where=where, at=at, is_secondary=fields["is_secondary"])
         try:
-            return Outcome(value=pickle.loads(fields["payload"]), where=where, at=at)
+            return Outcome(value=loads_apart(fields["payload"], buffers), where=where, at=at)
         except Exception as reason:
             refusal = UnpicklableError(
                 f"the result cannot be rebuilt in the calling process ({type(reason).__name__}: {_text_of(reason)}); "

@@ -43,6 +43,7 @@ class LoopRows:
     Attributes:
         num_batches: how many there were.
         is_gathered: a metric was gathered of some.
+        is_told: it is known how many rows each of them has; else no number of rows tells which they are.
     """
 
     def __init__(self) -> None:
@@ -50,9 +51,11 @@ class LoopRows:
         self._ungathered: deque[_Run] = deque()  # those of which no metric was gathered, as far as is known
         self.num_batches = 0
         self.is_gathered = False
+        self.is_told = True
 
-    def count(self, samples: int, repeated: int) -> None:
+    def count(self, samples: int, repeated: int, is_told: bool = True) -> None:
         """A batch was delivered, with so many samples, and rows after them that do not count."""
+        self.is_told = self.is_told and is_told
         for runs in (self._runs, self._ungathered):
             is_more = bool(runs) and runs[-1][:2] == (samples, samples + repeated)
             runs.append(_Run(samples, samples + repeated, 1 + (runs.pop().times if is_more else 0)))
@@ -65,6 +68,8 @@ class LoopRows:
 
         They are batches of which no metric was gathered; where none of these fit, the last ones.
         """
+        if not self.is_told:
+            return []
         found: dict[tuple[tuple[int, int], ...], int] = {}
         end, behind = self.num_batches, 0
         for place, run in reversed(list(enumerate(self._ungathered))):

@@ -24,7 +24,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 MAX_SPANS = 16384
 
@@ -63,6 +63,7 @@ class Track:
         self.spans: deque[Span] = deque(maxlen=MAX_SPANS)
         self.totals: defaultdict[str, int] = defaultdict(int)
         self.counts: defaultdict[str, int] = defaultdict(int)
+        self.loss: Any = None  # of the latest backward pass: a tensor, which whoever reads it must wait for
         self.innermost: Loop | None = None
         self._phase: str | None = None
         self.since = 0  # when the present phase began

@@ -65,6 +65,17 @@ def batch_size(tree: Any, dim: int = 0) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
+def may_list_samples(tree: Any) -> bool:
+    """Whether a batch is a list of mappings with the same keys, or of objects of one dataclass.
+
+    Each may be a sample, as where nothing collates them, or a part of all samples (two views of them). Their tensors
+    tell the number of samples in the second case only.
+    """
+    if type(tree) is not list or not tree or not all(map(_is_record, tree)):
+        return False
+    return len({frozenset(each) if isinstance(each, Mapping) else type(each) for each in tree}) == 1
+
+
 def can_cut(tree: Any, dim: int = 0) -> bool:
     """Whether it is certain how a batch falls apart into samples.
 
@@ -179,9 +190,11 @@ def _is_inner(node: Any) -> bool:
 def _is_container(node: Any) -> bool:
     if isinstance(node, PackedSequence):
         return False
-    return isinstance(node, Mapping | list | tuple | set | frozenset) or (
-        dataclasses.is_dataclass(node) and not isinstance(node, type)
-    )
+    return isinstance(node, list | tuple | set | frozenset) or _is_record(node)
+
+
+def _is_record(node: Any) -> bool:
+    return isinstance(node, Mapping) or (dataclasses.is_dataclass(node) and not isinstance(node, type))
 
 
 def _map(

@@ -40,12 +40,10 @@ class RankState:
 
     Attributes:
         deliveries: what it has received.
-        num_restarts: how often its loop has begun anew.
     """
 
     def __init__(self) -> None:
         self.deliveries = Deliveries()
-        self.num_restarts = 0
         self._parts: dict[Any, Any] = {}
 
     def part(self, kind: type[T]) -> T:
@@ -57,7 +55,6 @@ class RankState:
 
     def restart(self) -> None:
         """The rank's loop begins anew: whatever an earlier one has left is of no step."""
-        self.num_restarts += 1
         for each in list(self._parts.values()):
             if hasattr(each, "restart"):
                 each.restart()
@@ -245,3 +242,22 @@ def _adopted_world() -> World:
         node_rank=int(os.environ.get("GROUP_RANK", 0)),
         restart_count=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
     )
+
+
+def answer_as_one_rank() -> None:
+    """Let who asks for its rank in this process, a loader worker, hear from now on that it is the only one.
+
+    The loader workers of all ranks are told as one row: a dataset that cut itself by both would be cut twice.
+    """
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    for module in (torch.distributed, getattr(torch.distributed, "distributed_c10d", None)):
+        if hasattr(module, "get_rank"):
+            module.get_rank, module.get_world_size = _zero, _one  # type: ignore[union-attr]
+
+
+def _zero(group: Any = None) -> int:
+    return 0
+
+
+def _one(group: Any = None) -> int:
+    return 1

@@ -6,6 +6,7 @@ The last tests hold the suite itself to account: strategies that forget somethin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ from unisono import Accelerator, rank
 from unisono import accelerator as facade
 from unisono.errors import BrokenWorldError, CollectiveMismatchError
 from unisono.parallel.strategies import ddp, flat
-from unisono.parallel.strategies.choosing import STRATEGIES
+from unisono.parallel.strategies.choosing import STRATEGIES, options_of
 from unisono.parallel.strategies.engine import Engine
 
 AMONG_PROCESSES = [name for name in STRATEGIES if name != "spmd"]  # which is one process with all devices
@@ -54,7 +55,8 @@ class Training:
         optimizer: MakeOptimizer = sgd,
         **options: Any,
     ) -> None:
-        self.accelerator = Accelerator(strategy=strategy, gradient_accumulation_steps=accumulate, **options)  # type: ignore[arg-type]
+        chosen = replace(options_of(strategy), **options)
+        self.accelerator = Accelerator(strategy=chosen, gradient_accumulation_steps=accumulate)
         made = network(rank())
         self.network, self.optimizer, self.loader = self.accelerator.prepare(
             made, optimizer(made.parameters()), loader_of(CASE.samples, CASE.batch)
@@ -308,7 +310,9 @@ class ReducesTwice(Engine):
 
 class ReducesEachMicrobatch(Engine):
     def begin(self, reduces: bool) -> None:
-        super().begin(True)
+        super().begin(reduces)
+        if not reduces:
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
 
 
 def with_engine(kind: type[Engine], broadcasts: bool = True) -> type[flat.Flat]:

@@ -56,6 +56,57 @@ def test_sigterm_to_the_caller_lets_the_ranks_save_and_ends_it_with_143(tmp_path
         assert script.survivors() == []
 
 
+def test_the_first_interrupt_asks_and_lets_the_ranks_save(tmp_path, line, ear):
+    with Script(SCRIPT, tmp_path) as script:
+        ear.hear_all(2)
+        script.kill_group(signal.SIGINT)  # as a terminal does
+        code, output, errors = script.end()
+        assert (code, output) == (143, "")
+        assert errors == (
+            "\nunisono: the workers stop at their next should_stop(); Ctrl-C again ends them now\n"
+            "the ranks stopped early, as they were asked to (exit code 143)\n"
+        )
+        assert (tmp_path / "checkpoint").exists()
+        assert script.survivors() == []
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + SOON_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+DEAF = """
+from faults import Line, stand_still
+from pathlib import Path
+from unisono import should_stop, spawn
+
+line = Line(Path("line").absolute())
+
+def train(index):
+    should_stop()
+    line.say("running")
+    stand_still()
+
+try:
+    spawn(train, nprocs=2, grace_s=60.0)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_the_second_interrupt_ends_them(tmp_path, line, ear):
+    with Script(DEAF, tmp_path) as script:
+        ear.hear_all(2)
+        script.kill(signal.SIGINT)
+        wait_for(lambda: b"Ctrl-C again" in script.process._stderr._data)
+        script.kill(signal.SIGINT)
+        code, output, _ = script.end()
+        assert (code, output) == (0, "interrupted\n")
+        assert script.survivors() == []
+
+
 def test_sigterm_to_every_process_at_once_is_borne_too(tmp_path, line, ear):
     """As SLURM sends it, to the step: to the caller, the zygote, the workers and their loader workers."""
     with Script(SCRIPT, tmp_path) as script:

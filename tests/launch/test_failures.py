@@ -330,8 +330,9 @@ def test_a_worker_that_cannot_join_its_peers_says_so(monkeypatch, soon):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     with pytest.raises(RuntimeError, match="nowhere0") as caught:
         spawn(lambda index: None, nprocs=2)
-    told, where = caught.value.__notes__[:2]
+    told, limit, where = caught.value.__notes__[:3]
     assert re.fullmatch("rank [01] could not join the process group of its peers", told)
+    assert limit.startswith("workers of one machine meet over its interface 'nowhere0', which is not there or is down")
     assert re.fullmatch(r"rank [01], pid \d+ on \S+, before it joined the world", where)
 
 

@@ -36,7 +36,7 @@ def test_a_failed_group_is_restarted_with_a_higher_count(caplog):
 
     with caplog.at_level(logging.WARNING):
         assert spawn(work, nprocs=2, max_restarts=3) == [2, 2]
-    told = [record.getMessage() for record in caplog.records]
+    told = [record.getMessage() for record in caplog.records if record.name == "unisono.launch.supervisor"]
     assert [text.split(" (")[0] for text in told] == [
         "restart 1 of 3, because of ValueError: failure 0",
         "restart 2 of 3, because of ValueError: failure 1",

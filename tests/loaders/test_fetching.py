@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import random
+import re
 import resource
 import signal
 import threading
@@ -24,6 +25,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
+    IterableDataset,
     Sampler,
     StackDataset,
     Subset,
@@ -36,6 +38,7 @@ from unisono.errors import BusyError, UnpicklableError
 from unisono.loaders import fetching
 from unisono.loaders.indexed import IndexedSource
 from unisono.loaders.sharding import Rule
+from unisono.loaders.shm import explain
 from unisono.loaders.workers import RemoteFetcher, WorkerPool, WorkerStart
 
 PATIENCE_S = 20.0
@@ -364,8 +367,10 @@ def test_the_pool_keeps_the_options_of_the_users_loader():
         persistent_workers=True,
     )
     pool = WorkerPool(loader, RemoteFetcher(fetching.Fetcher(loader)), WorkerStart(loader.dataset, None), True)
-    for name in ("num_workers", "timeout", "prefetch_factor", "persistent_workers", "multiprocessing_context"):
+    for name in ("num_workers", "prefetch_factor", "persistent_workers"):
         assert getattr(pool._loader, name) == getattr(loader, name), name
+    assert pool._timeout_s == 77
+    assert pool._loader.multiprocessing_context.get_start_method() == "fork"
 
 
 class Epochal(Numbers):
@@ -430,14 +435,74 @@ def test_an_early_end_leaves_nothing_in_persistent_workers():
     assert [leave_early() for _ in range(6)][-1] <= before + 4
 
 
-def test_persistent_workers_that_serve_another_pass_are_busy(monkeypatch):
-    monkeypatch.setattr("unisono.loaders.workers._BUSY_S", 0.01)
-    source = IndexedSource(DataLoader(Numbers(4), num_workers=1, persistent_workers=True), None)
-    running = source.begin(Rule(), lambda samples: None)
-    with pytest.raises(BusyError, match="persistent workers serve another loop"):
-        source.begin(Rule(), lambda samples: None)
-    assert source.epoch == 1
-    assert len(list(running.pieces)) == 4
+def test_persistent_workers_serve_the_pass_that_was_begun_last():
+    source = IndexedSource(DataLoader(Numbers(9), num_workers=1, persistent_workers=True), None)
+    first = source.begin(Rule(), lambda samples: None)
+    next(first.pieces)
+    second = source.begin(Rule(), lambda samples: None)
+    assert [piece.batch.tolist() for (piece,) in second.pieces] == [[number] for number in range(9)]
+    with pytest.raises(BusyError, match="workers have begun another loop over the same loader"):
+        list(first.pieces)
+
+
+class FailsOnce(Numbers):
+    """Its sample 5 fails in the first pass."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.passes = torch.zeros(1, dtype=torch.int64).share_memory_()
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 5 and not self.passes:
+            raise LookupError("five")
+        return super().__getitem__(index)
+
+
+def test_an_error_that_is_kept_leaves_persistent_workers_free():
+    dataset = FailsOnce(12)
+    loader = DeviceLoader(DataLoader(dataset, num_workers=2, persistent_workers=True))
+    kept = []
+    gc.disable()
+    try:
+        try:
+            list(loader)
+        except LookupError as error:
+            kept.append(error)  # as a notebook does
+        dataset.passes += 1
+        assert [batch.tolist() for batch in loader] == [[number] for number in range(12)]
+        assert len(kept) == 1
+    finally:
+        kept.clear()
+        del loader
+        gc.enable()
+        gc.collect()
+
+
+class Blocks(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        if index == 3:
+            threading.Event().wait()  # for ever
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_the_users_time_out_names_the_worker_the_sample_and_the_line(persistent):
+    data = DataLoader(Blocks(6), batch_size=2, num_workers=2, timeout=1, persistent_workers=persistent)
+    loader, found = iter(DeviceLoader(data)), []
+    with pytest.raises(RuntimeError) as told:
+        found += [batch.tolist() for batch in loader]
+    words = r"timed out after 1 seconds: loader worker 1 \(pid \d+\) is at the sample with index 3, in \(most recent .*"
+    assert re.search(words + r"test_fetching.py\", line \d+ in __getitem__$", str(told.value), re.DOTALL)
+
+
+def test_a_dataset_that_blocks_is_warned_of(monkeypatch, caplog):
+    monkeypatch.setattr("unisono.loaders.workers._LONG_S", 0.3)
+    with pytest.raises(RuntimeError, match="timed out"):
+        list(DeviceLoader(DataLoader(Blocks(6), num_workers=1, timeout=1)))
+    (warning,) = [each.getMessage() for each in caplog.records if "no batch has come" in each.message]
+    assert "loader worker 0" in warning
+    assert "the sample with index 3" in warning
+    assert "in __getitem__" in warning
 
 
 def test_a_pass_that_cannot_begin_does_not_keep_the_workers():
@@ -720,3 +785,51 @@ def test_a_loader_that_collates_by_its_own_method_is_garbage_when_it_is_dropped(
     join_own_threads()
     gc.collect()
     assert gone() is None
+
+
+def sparse_of(samples: list[int]) -> torch.Tensor:
+    return torch.sparse_coo_tensor([samples], torch.ones(len(samples)), (12,))
+
+
+def nested_of(samples: list[int]) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.full((sample + 1,), float(sample)) for sample in samples])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_sparse_and_nested_tensors_arrive(num_workers):
+    sparse = list(DeviceLoader(DataLoader(range(12), 4, num_workers=num_workers, collate_fn=sparse_of)))
+    assert sum(batch.to_dense() for batch in sparse).tolist() == [1.0] * 12
+    nested = list(DeviceLoader(DataLoader(range(12), 4, num_workers=num_workers, collate_fn=nested_of)))
+    assert [part.tolist() for batch in nested for part in batch.unbind()] == [[float(n)] * (n + 1) for n in range(12)]
+
+
+def many_of(samples: list[int]) -> dict[str, Any]:
+    kinds = (torch.float64, torch.bool, torch.complex64, torch.int16)
+    tensors = [torch.tensor([[sample, place % 2]]).to(kinds[place % 4]) for sample in samples for place in range(80)]
+    return {"first": tensors[:100], "rest": (tensors[100:], torch.empty(0, 3), torch.tensor(samples[0]), "word", None)}
+
+
+class Numbered(IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(12)
+
+
+@pytest.mark.parametrize("dataset", [range(12), Numbered()])
+def test_many_tensors_take_few_descriptors(dataset):
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (psutil.Process().num_fds() + 100, before[1]))
+    try:
+        found = list(DeviceLoader(DataLoader(dataset, 4, num_workers=1, collate_fn=many_of)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    wanted = [many_of(list(range(start, start + 4))) for start in range(0, 12, 4)]
+    assert repr(found) == repr(wanted)
+    found[0]["first"][0].fill_(7)
+    assert repr(found[0]["first"][1:]) == repr(wanted[0]["first"][1:]), "they overlap"
+
+
+def test_too_many_open_files_name_the_limit():
+    error = RuntimeError("unable to open shared memory object </torch_1> in read-write mode: Too many open files (24)")
+    explain(error)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert f"{limit} files open (ulimit -n)" in error.__notes__[0]

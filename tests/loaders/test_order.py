@@ -424,7 +424,7 @@ def test_a_loader_without_batches_keeps_seed_and_epoch_on_every_rank():
         found = []
         for _ in range(2):
             iterator = iter(loader)
-            found.append([sample for sample in iterator if iterator.valid_samples])
+            found.append([sample for sample in iterator if iterator.valid_samples != 0])
         return found
 
     loader = DataLoader(Numbers(11), batch_size=None, shuffle=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import itertools
 import logging
 import os
+import pickle
 import re
 import signal
 import threading
@@ -156,8 +158,8 @@ def test_a_batch_keeps_its_containers(name):
 @pytest.mark.parametrize("batch", [None, 0, "", [], (), {}, False, "text", 3.5, b"bytes"], ids=repr)
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_batch_may_be_anything(batch, count):
-    assert rounds_of([batch] * 4, count) == [[(batch, 1)] * (4 // count)] * count
-    assert rounds_of([batch] * 3, 2) == [[(batch, 1)] * 2, [(batch, 1), (batch, 0)]]
+    assert rounds_of([batch] * 4, count) == [[(batch, None)] * (4 // count)] * count
+    assert rounds_of([batch] * 3, 2) == [[(batch, None)] * 2, [(batch, None), (batch, 0)]]
 
 
 def test_what_holds_no_tensor_passes_through_untouched():
@@ -814,7 +816,10 @@ def refused(error: type[Exception], words: str, **arguments: Any) -> Any:
 @pytest.mark.parametrize(
     ("error", "words", "arguments"),
     [
-        refused(TypeError, "loader=5 is a int; pass a DataLoader or an iterable", loader=5),
+        refused(TypeError, "loader=5 is a int; pass a DataLoader, or an iterable", loader=5),
+        refused(TypeError, "loader='text' is a str; pass a DataLoader", loader="text"),
+        refused(TypeError, "is a dict; pass a DataLoader", loader={"x": [1]}),
+        refused(TypeError, "is a Tensor; pass a DataLoader", loader=torch.ones(2)),
         refused(TypeError, "loader=None is a NoneType", loader=None),
         refused(ValueError, "devices=[] is empty; pass at least one device", devices=[]),
         refused(ValueError, "devices=['cpu:0', 'cpu:0'] repeats cpu:0", devices=["cpu", "cpu:0"]),
@@ -940,3 +945,15 @@ def test_a_loop_that_is_dropped_during_the_next_one_does_not_end_that():
     for _ in DeviceLoader(range(3), world=world):
         old = None
         assert world.timeline.loop().switch(COMPUTE) == COMPUTE
+
+
+def test_a_loader_over_several_devices_says_how_to_loop_over_it():
+    with ParallelLoader([], ["cpu"]) as loader, pytest.raises(TypeError, match=r"per_device_loader\(device\)"):
+        iter(loader)
+
+
+@pytest.mark.parametrize("make", [DeviceLoader, lambda batches: ParallelLoader(batches, ["cpu"])])
+@pytest.mark.parametrize("carry", [copy.deepcopy, pickle.dumps])
+def test_copies_of_loaders_are_refused_with_the_way_out(make, carry):
+    with pytest.raises(TypeError, match="is not copied or pickled: make one where it is needed"):
+        carry(make([]))

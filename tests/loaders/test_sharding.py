@@ -7,7 +7,7 @@ import itertools
 import logging
 import re
 from collections import Counter
-from typing import Any
+from typing import Any, get_args
 
 import numpy
 import pytest
@@ -21,7 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Seque
 from unisono import DeviceLoader, ParallelLoader
 from unisono.loaders import sharding
 from unisono.loaders.indexed import IndexedSource
-from unisono.loaders.sharding import Part, Rule, Size, cut, deal, glimpse, measure, rounds
+from unisono.loaders.sharding import Part, Rule, Size, Tail, cut, deal, glimpse, measure, policy_of, rounds
 
 COUNTS = st.integers(1, 9)
 EVERY = {
@@ -231,7 +231,7 @@ def test_a_place_out_of_range_is_refused(kept, count):
 
 @pytest.mark.parametrize(("name", "value"), [("split", "devices"), ("tail", "cut"), ("tail", None), ("split", 2)])
 def test_an_unknown_split_or_tail_is_refused_with_the_choices(name, value):
-    choices = {"split": "'device', 'global'", "tail": "'split', 'drop', 'pad', 'error'"}[name]
+    choices = {"split": "'rank', 'global'", "tail": "'split', 'drop', 'pad', 'error'"}[name]
     words = f"{name}={value!r} is unknown; choose one of {choices}"
     with pytest.raises(ValueError, match=re.escape(words)):
         Rule(**{name: value})
@@ -517,3 +517,18 @@ def test_a_sampler_that_cuts_for_other_ranks_is_refused(num_replicas, rank):
     with pytest.raises(ValueError, match=f"cuts the data for rank {rank} of {num_replicas}, but this is rank 0 of 1"):
         DeviceLoader(loader)
     assert len(list(DeviceLoader(loader, already_sharded=True))) > 0
+
+
+def test_each_name_of_a_policy_has_one_and_a_forgotten_one_fails():
+    policies = {tail: policy_of(tail) for tail in get_args(Tail)}
+    assert len(set(policies.values())) == len(policies)
+    assert all(sum(policy) <= 1 for policy in policies.values())
+    with pytest.raises(AssertionError, match="wrapped"):
+        policy_of("wrapped")
+
+
+def test_a_split_without_a_rule_fails():
+    rule = Rule(2)
+    object.__setattr__(rule, "split", "by moonlight")
+    with pytest.raises(AssertionError, match="by moonlight"):
+        rule.batches  # noqa: B018 - it is asked for

@@ -410,10 +410,50 @@ class ShuffledPrivately(Stream):
 
 
 class OfItsRank(Stream):
-    """Cuts itself by rank, and tells nobody."""
+    """Cuts itself by rank, and says so to nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place, self.places = rank(), current_world().world_size
 
     def __iter__(self) -> Iterator[int]:
-        yield from range(rank(), self.count, current_world().world_size)
+        yield from range(self.place, self.count, self.places)
+
+
+class Fractions(Stream):
+    """Shuffles with torch's global generator, and gives nothing by which samples can be told apart for certain."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for number in torch.randperm(self.count):
+            yield number.float()
+
+
+class BytesOfFiles(Fractions):
+    def __iter__(self) -> Iterator[Any]:
+        for number in super().__iter__():
+            yield torch.full((2, 5, 5), int(number), dtype=torch.uint8)
+
+
+class DiffersLater(Stream):
+    """Begins alike everywhere, as a buffer that is not shuffled before it is full."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = rank()
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(8)
+        yield from random.Random(self.place).sample(range(8, self.count), self.count - 8)
+
+
+class OfItsRankAndWorker(Stream):
+    """Cuts itself as scripts for torchrun do."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        place, places = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        yield from range(place * workers + worker, self.count, places * workers)
 
 
 def test_asking_for_the_workers_too_late_is_an_error():
@@ -430,6 +470,33 @@ def test_streams_that_differ_are_refused(mode, workers, readers):
     for error in errors:
         assert type(error) is RuntimeError
         assert re.match(f"the {readers} read different streams.*pass already_sharded=True", str(error))
+
+
+@pytest.mark.parametrize("dataset", [Fractions, BytesOfFiles, DiffersLater, OfItsRank])
+def test_streams_that_differ_only_in_what_is_looked_at_last_are_refused_too(dataset):
+    for error in (errors := refused(THREADS_2, dataset, None)):
+        assert type(error) is RuntimeError
+        assert re.match(r"the ranks read different streams.*\(num_workers=1\), which are seeded alike", str(error))
+    assert len(errors) == 2
+
+
+@stand_ins()
+def test_what_is_refused_in_the_loops_process_is_shuffled_alike_in_loader_workers():
+    for workers in (1, 2):
+        assert all_of(passes(THREADS_2, Fractions, None, workers=workers)) == list(range(COUNT))
+
+
+def test_who_cuts_itself_by_rank_and_worker_is_cut_once():
+    def body() -> tuple[Any, ...]:
+        found = passes(SOLO, OfItsRankAndWorker, None, workers=2)[0][0].counted
+        (error,) = refused(SOLO, OfItsRankAndWorker, None)
+        return found, str(error), torch.distributed.get_world_size()
+
+    by_rank = PROCESSES_2.run(body)
+    assert sorted(sample for found, _, _ in by_rank for sample in found) == list(range(COUNT))
+    for _, error, ranks in by_rank:
+        assert "pass already_sharded=True" in error
+        assert ranks == 2
 
 
 def test_a_shard_that_is_none_is_no_shard(caplog):
@@ -991,15 +1058,14 @@ def test_a_loader_that_is_gone_keeps_nothing_alive(workers):
     assert [each() for each in gone] == [None, None]
 
 
-def test_persistent_workers_serve_one_loop_at_a_time(monkeypatch):
-    monkeypatch.setattr("unisono.loaders.workers._BUSY_S", 0.01)
+def test_persistent_workers_serve_the_loop_that_was_begun_last():
     loader = DeviceLoader(loader_of(Stream(200), 1, persistent_workers=True))
     first = iter(loader)
-    before = next(first).tolist()
-    with pytest.raises(BusyError):
-        iter(loader)
-    assert before + [sample for batch in first for sample in batch.tolist()] == list(range(200))
-    assert loop(loader).state["epoch"] == 2, "the pass that could not begin was none"
+    next(first)
+    assert [sample for batch in loader for sample in batch.tolist()] == list(range(200))
+    with pytest.raises(BusyError, match="have begun another loop"):
+        list(first)
+    assert loop(loader).state["epoch"] == 3
 
 
 def test_threads_that_begin_passes_at_once_have_an_epoch_each():

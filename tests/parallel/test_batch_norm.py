@@ -419,16 +419,43 @@ def test_wrong_dimensions_on_one_rank_are_its_own_error_and_wake_the_others(peer
     assert not isinstance(caught.value, BrokenWorldError)
 
 
-def test_a_second_derivative_is_refused():
-    def body() -> str:
-        module = synchronize_batch_norm(layer(), current_world(), lambda: 0.5)
-        own = samples((3, 2, 4), 3)[0].requires_grad_()
-        (gradient,) = torch.autograd.grad(module(own).square().sum(), own, create_graph=True)
-        try:
-            gradient.sum().backward()
-        except RuntimeError as error:
-            return str(error)
-        return ""
+def penalized(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The gradients of a loss with a penalty on the gradients of its inputs, as for a critic."""
+    own = inputs.clone().requires_grad_()
+    network = nn.Sequential(module, nn.Tanh(), copy.deepcopy(module))
+    outputs = network(own)
+    (gradient,) = torch.autograd.grad((outputs * targets).sum(), own, create_graph=True)
+    penalty = (gradient.flatten(1).norm(dim=1) - 1).square().mean()
+    ((outputs.square() * targets).flatten(1).sum(1).mean() + 10 * penalty).backward()
+    return {"inputs": own.grad, **{name: each.grad for name, each in network.named_parameters()}}
 
-    for message in THREADS_2.run(body):
-        assert "differentiate twice" in message
+
+@pytest.mark.parametrize("options", [{}, {"affine": False}], ids=str)
+def test_a_penalty_on_gradients_is_that_of_one_device(peers, options):
+    each = 3
+
+    def body() -> dict[str, torch.Tensor]:
+        world = current_world()
+        module = synchronize_batch_norm(layer(**options), world, lambda: 1.0)
+        own = slice(world.rank * each, (world.rank + 1) * each)
+        return penalized(module, *(part[own] for part in samples((3, 2, 4), each * world.world_size)))
+
+    ranks = peers.run(body)
+    whole = penalized(layer(**options), *samples((3, 2, 4), each * peers.ranks))
+    torch.testing.assert_close(torch.cat([rank.pop("inputs") for rank in ranks]) / peers.ranks, whole.pop("inputs"))
+    for name, gradient in whole.items():
+        torch.testing.assert_close(sum(rank[name] for rank in ranks) / peers.ranks, gradient, **TIGHT)
+
+
+def test_a_gradient_with_a_graph_is_refused_where_the_ranks_have_different_parts(peers):
+    def body() -> str:
+        rank = current_world().rank
+        module = synchronize_batch_norm(layer(), current_world(), lambda: 1.0 + rank)
+        own = samples((3, 2, 4), 3)[0].requires_grad_()
+        with pytest.raises(
+            ValueError, match=r"different numbers of samples in this step.*drop the last batch"
+        ) as error:
+            torch.autograd.grad(module(own).square().sum(), own, create_graph=True)
+        return str(error.value)
+
+    assert all(peers.run(body))

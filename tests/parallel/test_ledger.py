@@ -6,6 +6,7 @@ import math
 from fractions import Fraction
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -77,10 +78,15 @@ def test_several_losses_of_a_batch_count_it_once():
     ledger = Ledger(2, every=2)
     for key in ("first", "first", "second", "first"):
         ledger.enter(Claim(3, 4), key)
-    assert (ledger.number, ledger.count, ledger.factor()) == (1, 2, 4 / (2 * 8))
+    assert (ledger.step.number, ledger.count, ledger.factor()) == (1, 2, 4 / (2 * 8))
 
 
-def test_a_step_is_full_at_its_number_of_microbatches_or_at_the_end_of_a_loop():
+@pytest.fixture
+def optimizer():
+    return torch.optim.SGD([torch.zeros(1)])
+
+
+def test_a_step_is_full_at_its_number_of_microbatches_or_at_the_end_of_a_loop(optimizer):
     deliveries, ends = Deliveries(), []
     loop = deliveries.begin(lambda: bool(ends))
     ledger, full = Ledger(1, every=3), []
@@ -90,9 +96,9 @@ def test_a_step_is_full_at_its_number_of_microbatches_or_at_the_end_of_a_loop():
         ledger.enter(Claim(2, 2, batch), batch)
         full.append(ledger.is_full())
         if full[-1]:
-            ledger.close()
+            ledger.close(optimizer)
     assert full == [False, False, True, False, True]
-    assert ledger.number == 2
+    assert ledger.step.number == 2
 
 
 def test_batches_drawn_ahead_end_no_step():
@@ -105,14 +111,14 @@ def test_batches_drawn_ahead_end_no_step():
     assert ledger.is_full()
 
 
-def test_another_optimizer_on_the_same_batch_belongs_to_the_step_that_one_has_closed():
+def test_another_optimizer_on_the_same_batch_belongs_to_the_step_that_one_has_closed(optimizer):
     ledger = Ledger(2, every=1)
     ledger.enter(Claim(1, 2), "batch")
-    ledger.close()
+    ledger.close(optimizer)
     ledger.enter(Claim(1, 2), "batch")
-    assert (ledger.number, ledger.count, ledger.is_full()) == (1, 1, True)
+    assert (ledger.step.number, ledger.count, ledger.is_full()) == (1, 1, True)
     ledger.enter(Claim(1, 2), "next")
-    assert (ledger.number, ledger.count) == (2, 1)
+    assert (ledger.step.number, ledger.count) == (2, 1)
 
 
 def test_what_counts_nothing_anywhere_is_empty_and_scales_nothing():
@@ -140,7 +146,7 @@ def test_another_number_of_microbatches_counts_from_the_next_step_on() -> None:
         ledger.enter(Claim(1, 1), number)
         full.append(ledger.is_full())
         if full[-1]:
-            ledger.close()
+            ledger.close(torch.optim.SGD([torch.ones(1)]))
     assert full == [False, False, True, False, True, False, True]
     ledger.accumulate(1)
     ledger.enter(Claim(1, 1), 8)

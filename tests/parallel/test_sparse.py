@@ -16,6 +16,7 @@ from twin import CLOSE, Plain, State, adam, assert_all_are, loader_of, seeded
 from unisono import Accelerator, DeviceLoader, backward, current_world, optimizer_step
 from unisono.parallel.agreement import broadcast_parameters
 from unisono.parallel.gradients import reduce_gradients
+from unisono.strategies import DDP
 
 pytestmark = pytest.mark.skipif(FAMILY == "xla", reason="XLA has dense tensors only")
 
@@ -96,7 +97,8 @@ def test_they_are_so_where_the_optimizers_state_is_divided() -> None:
 
 @pytest.mark.parametrize("hook", ["fp16", "powersgd"])
 def test_rows_are_not_compressed(hook: str) -> None:
-    tables = PROCESSES_2.run(lambda: trained(sgd)(Accelerator(comm_hook=hook), loader_of(23, 3))["table.weight"])
+    chosen = DDP(comm_hook=hook)
+    tables = PROCESSES_2.run(lambda: trained(sgd)(Accelerator(strategy=chosen), loader_of(23, 3))["table.weight"])
     expected = trained(sgd)(Plain(), loader_of(23, 6))["table.weight"]
     for table in tables:
         assert torch.equal(table, tables[0])

@@ -67,7 +67,7 @@ def test_settings_of_the_users_own_that_would_make_the_runtime_abort_lead_throug
     ids=str,
 )
 def test_hardware_that_is_not_there_is_refused(script, setting, message):
-    done = script("import unisono\nunisono.Device.default_xla()", **setting)
+    done = script("import unisono\nunisono.placement.Device.default_xla()", **setting)
     assert "ValueError" in done.stderr
     assert message in done.stderr
 
@@ -139,7 +139,7 @@ def test_one_program_over_all_devices_trains_what_one_device_does_batch_norm_inc
 
 def test_one_program_over_all_devices_is_refused_when_a_device_is_in_use(script):
     done = script(
-        "import unisono\nunisono.Device.default_xla()\nunisono.Accelerator(device='xla:0', strategy='spmd')",
+        "import unisono\nunisono.placement.Device.default_xla()\nunisono.Accelerator(device='xla:0', strategy='spmd')",
     )
     assert "UnisonoError: strategy='spmd' comes too late: an XLA device of this process is in use" in done.stderr
 
@@ -167,3 +167,23 @@ def test_compiling_in_every_step_is_warned_of_once_with_its_cause(script):
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("had to be compiled, which costs far more than running them") == 1
     assert "the batches' tensors have many shapes ((2, 4), (2, 1)" in done.stderr
+
+
+def test_what_is_recorded_on_one_device_when_devices_join_stays_out_of_their_first_reduction(script):
+    done = script(
+        """
+import torch
+from torch import nn
+from unisono import DataParallel, all_reduce, current_world
+from unisono.placement import Device
+
+Device.default_xla()
+pending = [torch.full((3,), 2.0, device="xla:0") * factor for factor in (1, 2, 3)]
+ones = DataParallel(nn.Identity(), ["xla:0", "xla:1"])(
+    lambda *_: all_reduce(torch.ones(1, device=current_world().device)).item(), []
+)
+print(ones, [each.sum().item() for each in pending])
+""",
+        CPU_NUM_DEVICES="2",
+    )
+    assert done.stdout.splitlines()[0] == "[2.0, 2.0] [6.0, 12.0, 18.0]", done.stderr

@@ -10,6 +10,7 @@ from torch import nn
 from unisono import Accelerator, all_gather_object, all_reduce, current_world, spawn
 from unisono.backends import xla
 from unisono.errors import BrokenWorldError
+from unisono.strategies import DDP
 
 
 @pytest.fixture(autouse=True)
@@ -65,11 +66,11 @@ def test_results_and_objects_come_to_other_processes_in_main_memory():
     assert all(each.is_cpu for model, _ in results for each in model.parameters())
 
 
-@pytest.mark.parametrize("options", [{"strategy": "fsdp"}, {"strategy": "zero1"}, {"comm_hook": "fp16"}], ids=str)
-def test_engines_of_torch_are_refused_where_its_groups_take_no_tensors(options):
+@pytest.mark.parametrize("strategy", ["fsdp", "zero1", DDP(comm_hook="fp16")], ids=str)
+def test_engines_of_torch_are_refused_where_its_groups_take_no_tensors(strategy):
     def makes(index: int) -> str:
         with pytest.raises(ValueError, match="does not go with xla:0: process groups take no XLA tensors") as refusal:
-            Accelerator(**options)
+            Accelerator(strategy=strategy)
         return str(refusal.value)
 
     for told in spawn(makes, nprocs=2, backend="xla"):

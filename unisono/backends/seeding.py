@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from hashlib import blake2b
+from typing import Any
 
 import torch
 
@@ -40,3 +42,11 @@ def _seed_in(state: torch.Tensor, device: torch.device) -> int:
         generator.set_state(state)
         return generator.initial_seed()
     return int.from_bytes(state.numpy().tobytes()[:8], "little")
+
+
+def seeding_locks() -> Iterator[Any]:
+    """The locks that `torch.manual_seed` takes: it seeds accelerators too, at once or when they start."""
+    for family in (torch.cuda, getattr(torch, "xpu", None)):
+        lock = getattr(family, "_initialization_lock", None)
+        if lock is not None:
+            yield lock

@@ -8,6 +8,7 @@ environment that Kubernetes or a SLURM step leaves.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import re
@@ -23,8 +24,8 @@ from unisono.errors import (
     RemoteError,
     RemoteTraceback,
     UnisonoError,
-    WorkerDiedError,
 )
+from unisono.launch.starting.early import warm_early
 
 if TYPE_CHECKING:
     from unisono.launch.hosts.elastic import ElasticOptions
@@ -97,6 +98,12 @@ def _add_failing(group: Any) -> None:
 def _add_output(group: Any) -> None:
     group.add_argument("--log-dir", metavar="DIR", help="keep each worker's output there, too")
     group.add_argument("--log-ranks", type=_ranks, metavar="R,..", help="show the output of these ranks only")
+    group.add_argument(
+        "--log-format",
+        choices=["text", "json"],
+        default="text",
+        help="json: each line as an object with time, rank, stream and text",
+    )
     group.add_argument("--no-prefix", action="store_true", help="do not begin each line with its [rank 0]")
 
 
@@ -113,6 +120,8 @@ def _add_machines(group: Any) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Do what the arguments say; the exit code."""
+    if parsed.nnodes in (None, (1, 1)) and parsed.rdzv_endpoint is None and parsed.start_method in (None, "zygote"):
+        warm_early()  # it imports torch while this process does, and has time for nothing where an agent is to be run
     from unisono.launch.hosts.environment import announced_agent
     from unisono.launch.hosts.target import check_target
 
@@ -132,7 +141,10 @@ def run(parsed: argparse.Namespace) -> int:
 def _run_here(parsed: argparse.Namespace, nproc: int | None) -> int:
     from unisono.launch.hosts.target import run_worker_target
     from unisono.launch.spawn import spawn
+    from unisono.launch.watching.json_lines import log_as_json
 
+    if parsed.log_format == "json":
+        log_as_json()
     try:
         spawn(
             run_worker_target,
@@ -147,9 +159,10 @@ def _run_here(parsed: argparse.Namespace, nproc: int | None) -> int:
             log_dir=parsed.log_dir,
             log_ranks=parsed.log_ranks,
             prefix=not parsed.no_prefix,
+            log_format=parsed.log_format,
         )
     except Exception as error:
-        return _tell(error) if _has_run(error) else _refuse(parsed, error)
+        return _tell(error, parsed.log_format) if _has_run(error) else _refuse(parsed, error)
     return 0
 
 
@@ -166,8 +179,13 @@ def _elastic_options(parsed: argparse.Namespace, place: AgentPlace | None) -> El
         return None
     if not endpoint:
         raise ValueError(f"--nnodes {nodes[1]} needs --rdzv-endpoint host:port, where the machines meet")
-    for name, value in [("--hang-timeout", parsed.hang_timeout), ("--start-method", parsed.start_method)]:
-        if value is not None:
+    here_only = {
+        "--hang-timeout": parsed.hang_timeout is not None,
+        "--start-method": parsed.start_method is not None,
+        "--log-format json": parsed.log_format == "json",
+    }
+    for name, is_given in here_only.items():
+        if is_given:
             raise ValueError(f"{name} is for workers of one machine; with several there is --timeout")
     from unisono.backends import pick_backend
     from unisono.launch.hosts.elastic import ElasticOptions
@@ -209,8 +227,11 @@ def _has_run(error: Exception) -> bool:
     return any(frame.name == "run_target" for frame in traceback.extract_tb(error.__traceback__))
 
 
-def _tell(error: Exception) -> int:
+def _tell(error: Exception, log_format: str) -> int:
     """Print what ended the run, once, without the launcher's own frames; the exit code."""
+    from unisono.launch.exit_codes import exit_code_of
+    from unisono.launch.watching import clock
+
     lost_step = isinstance(error, CollectiveMismatchError | BrokenWorldError)  # where, the script's lines say
     if isinstance(error, UnisonoError) and not isinstance(error, RemoteError) and not lost_step:
         text = f"unisono: {error}\n"  # it says all there is to say
@@ -219,10 +240,12 @@ def _tell(error: Exception) -> int:
     else:
         text = without_launcher("".join(traceback.format_exception(error)))
     notes = [note for note in getattr(error, "__notes__", []) if note not in text]
-    print("\n".join([text.rstrip(), *notes]), file=sys.stderr, flush=True)
-    if isinstance(error, WorkerDiedError) and error.exit_code:
-        return 128 - error.exit_code if error.exit_code < 0 else error.exit_code % 256 or 1
-    return 1
+    shown = "\n".join([text.rstrip(), *notes])
+    if log_format == "json":
+        facts = {"event": "failed", "error": f"{type(error).__name__}: {error}", "text": shown}
+        shown = json.dumps({"time": clock.now(), **facts, "exit_code": exit_code_of(error)})
+    print(shown, file=sys.stderr, flush=True)
+    return exit_code_of(error)
 
 
 def without_launcher(text: str) -> str:

@@ -92,9 +92,13 @@ def join_devices(devices: tuple[torch.device, ...]) -> None:
 def check_joined(ones: Sequence[torch.Tensor], size: int) -> None:
     """Reduce ones, which are those of this process, and compare with the number of ranks.
 
+    What has been recorded on the devices before is cut first: on one of them only, it would make its graph another one.
+
     Raises:
         BrokenWorldError: it is another number. Runtimes that do not know of one another reduce nothing, in silence.
     """
+    for each in ones:
+        _cut(each.device)
     found = [each.item() for each in _reduce_all(ones, "sum")]
     if any(each != size for each in found):
         raise BrokenWorldError(
@@ -110,8 +114,14 @@ def _reduce_all(tensors: Sequence[torch.Tensor], op: ReduceOp) -> list[torch.Ten
 
     reduced = []
     for tensor in tensors:
-        device = str(tensor.device)
         reduced.append(torch_xla._XLAC._xla_all_reduce(_OPS[op], tensor, 1.0, [], True))
-        torch_xla._XLAC._xla_step_marker(device, [], wait=False, reset_scope=True)
-        torch_xla._XLAC._set_all_reduce_token(device, None)
+        _cut(tensor.device)
+        torch_xla._XLAC._set_all_reduce_token(str(tensor.device), None)
     return reduced
+
+
+def _cut(device: torch.device) -> None:
+    """Begin with what was recorded on the device."""
+    import torch_xla
+
+    torch_xla._XLAC._xla_step_marker(str(device), [], wait=False, reset_scope=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 from unisono.backends.cores import disjoint_cores, fair_num_threads
 from unisono.errors import UnisonoError, UnpicklableError
+from unisono.launch.obstacles import describe_obstacle, is_picklable
 from unisono.pickling import dumps_call
 from unisono.protocols import Backend
 
@@ -107,6 +108,12 @@ def check_log_dir(log_dir: str | os.PathLike[str] | None) -> Path | None:
     return Path(log_dir)
 
 
+def check_log_format(log_format: str) -> str:
+    if log_format not in ("text", "json"):
+        raise ValueError(f"log_format={log_format!r} does not exist; choose 'text' or 'json'")
+    return log_format
+
+
 def check_log_ranks(log_ranks: Collection[int] | None, count: int) -> tuple[int, ...] | None:
     if log_ranks is None:
         return None
@@ -143,26 +150,20 @@ def pick_cores(pin_cores: bool, count: int) -> list[set[int]] | None:
     return cores
 
 
-def pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """The call as bytes.
+def pickle_call(
+    fn: Callable[..., Any], args: tuple[Any, ...], first: Any = None, carried: dict[str, dict[str, Any]] | None = None
+) -> bytes:
+    """The call as bytes, what a worker needs before it, and the globals of modules.
 
     Raises:
         UnpicklableError: names what cannot be sent.
     """
     try:
-        return dumps_call(fn, args)
+        return dumps_call(fn, args, first, carried or {})
     except Exception as error:
         named = [("fn", fn), *((f"args[{place}]", arg) for place, arg in enumerate(args))]
-        name, part = next((each for each in named if not _is_picklable(each[1])), named[0])
+        name, part = next((each for each in named if not is_picklable(each[1])), named[0])
         raise UnpicklableError(
-            f"{name}, a {type(part).__name__}, cannot be sent to the workers ({type(error).__name__}: {error}); "
-            "make it inside fn, or pass what it is made from"
+            f"{name}, a {type(part).__name__}, cannot be sent to the workers ({type(error).__name__}: {error})"
+            f"{describe_obstacle(part)}; make it inside fn, or pass what it is made from"
         ) from error
-
-
-def _is_picklable(part: Any) -> bool:
-    try:
-        dumps_call(type, (part,))
-    except Exception:
-        return False
-    return True

@@ -14,6 +14,8 @@ from typing import Any
 from unisono import preemption
 from unisono.launch.supervisor import Supervisor
 
+_ASKED = b"\nunisono: the workers stop at their next should_stop(); Ctrl-C again ends them now\n"
+
 
 class ProcessContext:
     """The running workers of `spawn(..., join=False)`. A context manager: joins, or stops on an error."""
@@ -54,8 +56,9 @@ class ProcessContext:
 
         Raises:
             BaseException: what a worker raised; as for `spawn`.
-            KeyboardInterrupt: after Ctrl-C here, when the workers have been stopped; a second Ctrl-C kills them. What
-                another signal's handler raises here stops them just the same.
+            KeyboardInterrupt: after Ctrl-C here, when the workers have been stopped; a second Ctrl-C kills them. Where
+                workers call `should_stop`, the first one only asks for an early end, as SIGTERM does. What another
+                signal's handler raises here stops them just the same.
         """
         with self._guarded():
             self._supervisor.start()  # here, so that no Ctrl-C can fall between the start and the wait
@@ -79,7 +82,7 @@ class ProcessContext:
     def _guarded(self) -> Iterator[None]:
         """Stop the workers when a signal's handler, that of Ctrl-C for one, raises in the block."""
         try:
-            with _sigterm_asks(self._supervisor):
+            with _sigterm_asks(self._supervisor), _interrupt_asks(self._supervisor):
                 yield
         except BaseException as error:
             ask = self._supervisor.interrupt if isinstance(error, KeyboardInterrupt) else self._supervisor.stop
@@ -88,6 +91,31 @@ class ProcessContext:
                     ask()
                     self._supervisor.wait()
             raise
+
+
+@contextmanager
+def _interrupt_asks(supervisor: Supervisor) -> Iterator[None]:
+    """The first Ctrl-C asks workers that heed a stop for it; where none does, and the second time, it interrupts."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
+        yield
+        return
+    was_asked = False
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        nonlocal was_asked
+        if was_asked or not supervisor.heeds_stop():
+            signal.default_int_handler(signum, frame)
+        was_asked = True
+        supervisor.ask_to_stop()
+        with suppress(OSError):
+            os.write(2, _ASKED)  # a stream may be in the middle of a write here
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

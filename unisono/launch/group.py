@@ -26,10 +26,12 @@ from typing import Any
 import psutil
 
 from unisono.errors import UnisonoError, WorkerHungError, describe_exit
+from unisono.launch.exhaustion import describe_mapped_memory
 from unisono.launch.hang import HangWatch, hung_error
+from unisono.launch.notes import say_once, say_to_who_watches
 from unisono.launch.policy import Policy
 from unisono.launch.rendezvous import Rendezvous
-from unisono.launch.reports import Kind, Pulse
+from unisono.launch.reports import Kind, Message, Pulse
 from unisono.launch.starting import wire
 from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.launch.starting.nursery import open_group
@@ -41,6 +43,7 @@ from unisono.launch.watching.output import Output
 from unisono.launch.worker import TELL_STACKS, Job, stacks_path
 from unisono.outcome import Outcome, this_process
 
+SLOW_S = 2.0  # how long the workers may take to begin before a line says what they do
 _END_S = 30.0  # how long the workers have, after the last outcome, for what their programs do at the end
 _SETTLE_S = 1.0  # how long a report of a broken world waits for the report of who broke it
 _LONG_S = 3600.0  # to wait at once: what waits for the next event takes no more than some weeks
@@ -86,6 +89,7 @@ class Group:
         self._stopped_at = math.inf  # when the first was sent, `time.monotonic()`; workers' clocks are the same
         self._is_stop_wanted = False  # the caller has asked for an early end
         self._was_stopped = False  # by the caller, who gives the workers their grace
+        self._slow_at: float | None = time.monotonic() + SLOW_S  # when to say that the start takes long
         self._stacks_due: float | None = None  # when the workers of a group that seems to hang will have told them
 
     @property
@@ -165,12 +169,30 @@ class Group:
         now = time.monotonic()
         if self._deadline is not None and now >= self._deadline:
             self._send_next_signal()
+        if self._slow_at is not None and now >= self._slow_at:
+            self._slow_at = None
+            self._say_who_is_slow()
         if (hung_at := self._hung_at()) is not None and now >= hung_at:
             self._face_the_hang(now)
 
     def _time_left(self) -> float | None:
-        deadlines = [each for each in (self._deadline, self._hung_at()) if each is not None]
+        if self._slow_at is not None and self._have_begun():
+            self._slow_at = None
+        deadlines = [each for each in (self._deadline, self._hung_at(), self._slow_at) if each is not None]
         return max(0.0, min(*deadlines, _LONG_S + time.monotonic()) - time.monotonic()) if deadlines else None
+
+    def _have_begun(self) -> bool:
+        return len(self.workers) == self._job.nprocs and all(each.has_begun or each.has_ended for each in self.workers)
+
+    def _say_who_is_slow(self) -> None:
+        late = [worker for worker in self.workers if not (worker.has_begun or worker.has_ended)]
+        if late and not self.is_stopping:
+            joining = sum(worker.pid is not None for worker in late)
+            reason = "they join their peers and import the modules of fn" if joining else "torch is being imported"
+            text = f"{len(late)} of {self._job.nprocs} workers have not begun after {SLOW_S:.3g} s: {reason}"
+            say_to_who_watches(
+                text if joining else f"{text}; unisono.warm() at the top of a script does that meanwhile"
+            )
 
     def _hung_at(self) -> float | None:
         if self.is_stopping:
@@ -180,26 +202,30 @@ class Group:
     def _read(self, worker: Worker) -> None:
         with contextlib.suppress(BlockingIOError):
             while worker.pipe >= 0:
-                data = os.read(worker.pipe, 1 << 20)
-                for kind, message in worker.inbox.add(data):
-                    self._take(worker, kind, message)
-                if not data or worker.outcome is not None:
+                is_open = worker.inbox.read(worker.pipe)
+                for message in worker.inbox.take():
+                    self._take(worker, message)
+                if not is_open or worker.outcome is not None:
                     self._close_pipe(worker)
 
-    def _take(self, worker: Worker, kind: Kind, message: bytes) -> None:
+    def _take(self, worker: Worker, message: Message) -> None:
+        kind = message.kind
         if kind is Kind.PULSE:
-            pulse: Pulse = pickle.loads(message)
+            pulse: Pulse = pickle.loads(message.data)
             self._hang_watch.hear(worker.rank, pulse, time.monotonic())
-            if pulse.device_bytes is not None:
-                self._monitor.tell_device_memory(worker.rank, pulse.device_bytes)
+            self._monitor.tell_pulse(worker.rank, pulse)
         elif kind is Kind.HEEDS_STOP:
             worker.heeds_stop = True
             if self._is_stop_wanted:
                 self._signal(signal.SIGTERM, [worker], to_sessions=False)
+        elif kind is Kind.BEGUN:
+            worker.has_begun = True
+        elif kind is Kind.NOTE:
+            say_once(message.data.decode())
         elif kind is Kind.STOPPED:
             worker.has_agreed_to_stop = True
         else:
-            worker.outcome = Outcome.from_bytes(message)
+            worker.outcome = Outcome.from_bytes(message.data, message.buffers)
             is_failure = worker.outcome.error is not None
             self._hang_watch.forget(worker.rank, time.monotonic(), has_returned=not is_failure)
             worker.was_stopped = is_failure and worker.outcome.at > self._stopped_at
@@ -249,6 +275,7 @@ class Group:
             worker.was_stopped = bool(self._sent) and not is_foreign
             is_killed = status == -signal.SIGKILL and not worker.was_stopped
             memory = self._oom_watch.verdict(self._monitor.curve(worker.rank)) if is_killed else ""
+            memory = describe_mapped_memory() if status == -signal.SIGBUS else memory
             worker.outcome = Outcome.failure(death(worker, status, how, memory), self._where(worker))
             if not worker.was_stopped:
                 self._note_failure(is_secondary=False)

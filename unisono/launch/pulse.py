@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 
 import torch.distributed as dist
 
 from unisono.launch.reports import Pulse, Reporter
+from unisono.timeline import Track
 from unisono.world import World
 
 _COUNTED = ("batches", "steps")
@@ -34,12 +36,42 @@ def beating(world: World, reporter: Reporter, interval_s: float) -> Iterator[Non
         is_over.set()  # it may be in the middle of a message; the reporter's lock waits for that
 
 
-def take_pulse(world: World) -> Pulse:
-    """How far the rank is now."""
-    counted = sum(track.counts.get(name, 0) for track in world.timeline.tracks() for name in _COUNTED)
-    calls, current = getattr(world.comm, "num_calls", 0), getattr(world.comm, "current", None)
-    device_bytes = None if not world.backend.moves_in_background else world.backend.memory(world.device)
-    return Pulse(counted + calls + _sequence_number(), current or "", device_bytes)
+class PulseTaker:
+    """Takes the pulses of one rank, and knows the one before."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._at = time.monotonic()
+        self._samples = 0
+
+    def take(self) -> Pulse:
+        """How far the rank is now."""
+        world, tracks = self._world, self._world.timeline.tracks()
+        counted = sum(track.counts.get(name, 0) for track in tracks for name in _COUNTED)
+        calls, current = getattr(world.comm, "num_calls", 0), getattr(world.comm, "current", None)
+        return Pulse(
+            progress=counted + calls + _sequence_number(),
+            doing=current or "",
+            device_bytes=None if not world.backend.moves_in_background else world.backend.memory(world.device),
+            step=sum(track.counts.get("steps", 0) for track in tracks),
+            samples_per_s=self._rate(sum(track.counts.get("samples", 0) for track in tracks)),
+            loss=None if world.backend.is_lazy else _loss_of(tracks),
+        )
+
+    def _rate(self, samples: int) -> float:
+        now = time.monotonic()
+        rate = (samples - self._samples) / max(now - self._at, 1e-9)
+        self._at, self._samples = now, samples
+        return round(rate, 1)
+
+
+def _loss_of(tracks: list[Track]) -> float | None:
+    """The latest loss that is known. A lazy device is not asked, since that would make it compute."""
+    for track in tracks:
+        with contextlib.suppress(Exception):  # of more elements than one, or on a device that has failed
+            if track.loss is not None:
+                return float(track.loss)
+    return None
 
 
 def _sequence_number() -> int:
@@ -52,8 +84,9 @@ def _sequence_number() -> int:
 def _beat(world: World, reporter: Reporter, interval_s: float, is_over: threading.Event) -> None:
     """Body of the pulse's thread."""
     told: Pulse | None = None
+    taker = PulseTaker(world)
     while not is_over.wait(interval_s):
-        pulse = take_pulse(world)
+        pulse = taker.take()
         if pulse != told:
             reporter.send_pulse(pulse)
             told = pulse

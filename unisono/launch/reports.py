@@ -1,5 +1,7 @@
 """What a worker tells its supervisor: messages through one pipe, of which the outcome is the last.
 
+A message is a head, its data, and the buffers that belong to it: the memory of large tensors in a result.
+
 *Threads:* in the worker, the main thread and the pulse's; a lock keeps their messages apart. In the caller, the
 supervisor's.
 """
@@ -11,11 +13,17 @@ import os
 import pickle
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
-_HEADER = struct.Struct("!BQ")  # the kind of message and the length of what follows
+import torch
+
+from unisono.pickling import block_of
+
+_HEADER = struct.Struct("!BQI")  # a message's kind, the length of its data, the number of buffers that come after it
+_CHUNK = 1 << 20
 
 
 class Kind(IntEnum):
@@ -25,6 +33,8 @@ class Kind(IntEnum):
     HEEDS_STOP = 2  # SIGTERM is a request to this worker, which it answers at its next step: see `should_stop`
     STOPPED = 3  # all ranks have agreed to stop; the outcome is that of an early end
     OUTCOME = 4  # an `Outcome` as bytes
+    BEGUN = 6  # fn is called now
+    NOTE = 5  # text for the user, the same from each rank, to be shown once
 
 
 @dataclass(frozen=True)
@@ -35,11 +45,26 @@ class Pulse:
         progress: grows with every collective, batch and step.
         doing: the collective that the rank is in, in words; empty outside one.
         device_bytes: memory in use on the rank's device, where that is not main memory.
+        step: how many steps its optimizers have taken.
+        samples_per_s: that its loops have taken since the pulse before.
+        loss: of the latest `backward(loss)`.
     """
 
     progress: int
     doing: str = ""
     device_bytes: int | None = None
+    step: int = 0
+    samples_per_s: float = 0.0
+    loss: float | None = None
+
+
+@dataclass(frozen=True)
+class Message:
+    """What came: its kind, its bytes, and the buffers that they refer to."""
+
+    kind: Kind
+    data: bytes
+    buffers: list[Any]
 
 
 class Reporter:
@@ -49,14 +74,17 @@ class Reporter:
         self._descriptor = descriptor
         self._lock = threading.Lock()
 
-    def send(self, kind: Kind, data: bytes = b"") -> None:
+    def send(self, kind: Kind, data: bytes = b"", buffers: Sequence[memoryview] = ()) -> None:
         """Send one message whole, or none when the caller is gone. Nothing is sent after the outcome."""
         with self._lock, contextlib.suppress(BrokenPipeError):
             if self._descriptor < 0:
                 return
-            left = memoryview(_HEADER.pack(kind, len(data)) + data)
-            while left:
-                left = left[os.write(self._descriptor, left) :]
+            lengths = struct.pack(f"!{len(buffers)}Q", *(each.nbytes for each in buffers))
+            if buffers:
+                _widen(self._descriptor)
+            self._write(_HEADER.pack(kind, len(data), len(buffers)) + lengths + data)
+            for each in buffers:
+                self._write(each)
             if kind is Kind.OUTCOME:
                 os.close(self._descriptor)
                 self._descriptor = -1
@@ -64,21 +92,74 @@ class Reporter:
     def send_pulse(self, pulse: Pulse) -> None:
         self.send(Kind.PULSE, pickle.dumps(pulse))
 
+    def _write(self, data: bytes | memoryview) -> None:
+        left = memoryview(data).cast("B")
+        while left:
+            left = left[os.write(self._descriptor, left[:_CHUNK]) :]
+
 
 class Inbox:
-    """The supervisor's end: bytes in, whole messages out."""
+    """The supervisor's end: what can be read goes in, whole messages come out.
+
+    Buffers are read into memory of their own, which becomes that of the tensors, so they are copied once.
+    """
 
     def __init__(self) -> None:
         self._received = bytearray()
+        self._kind = Kind.PULSE
+        self._data: bytes | None = None  # of a message whose buffers are being read
+        self._lengths: list[int] = []  # of buffers to come
+        self._buffers: list[Any] = []
+        self._left = memoryview(b"")  # of the last of the buffers
 
-    def add(self, data: bytes) -> Iterator[tuple[Kind, bytes]]:
-        """Take what was read; the messages that are complete now."""
+    def read(self, descriptor: int) -> bool:
+        """Read once, as much as there is room for; False at the end. BlockingIOError where there is nothing yet."""
+        if self._left:
+            count = os.readv(descriptor, [self._left[:_CHUNK]])
+            self._left = self._left[count:]
+            return count > 0
+        data = os.read(descriptor, _CHUNK if self._data is None else 1)
         self._received += data
-        while len(self._received) >= _HEADER.size:
-            kind, length = _HEADER.unpack_from(self._received)
-            end = _HEADER.size + length
-            if len(self._received) < end:
+        return bool(data)
+
+    def take(self) -> Iterator[Message]:
+        """The messages that are complete now."""
+        while self._data is not None or self._begin():
+            while not self._left and self._lengths:
+                self._add_buffer(self._lengths.pop(0))
+            if self._left:
                 return
-            message = bytes(self._received[_HEADER.size : end])
-            del self._received[:end]
-            yield Kind(kind), message
+            assert self._data is not None
+            message = Message(self._kind, self._data, self._buffers)
+            self._data, self._buffers = None, []
+            yield message
+
+    def _begin(self) -> bool:
+        """Take the head of the next message, and its data; whether they are there."""
+        if len(self._received) < _HEADER.size:
+            return False
+        kind, length, count = _HEADER.unpack_from(self._received)
+        begin = _HEADER.size + 8 * count
+        if len(self._received) < begin + length:
+            return False
+        self._kind = Kind(kind)
+        self._lengths = list(struct.unpack_from(f"!{count}Q", self._received, _HEADER.size))
+        self._data = bytes(self._received[begin : begin + length])
+        del self._received[: begin + length]
+        return True
+
+    def _add_buffer(self, length: int) -> None:
+        self._buffers.append(block_of(torch.UntypedStorage(length)))
+        view = memoryview(self._buffers[-1]).cast("B")
+        taken = min(length, len(self._received))
+        view[:taken] = self._received[:taken]
+        del self._received[:taken]
+        self._left = view[taken:]
+
+
+def _widen(descriptor: int) -> None:
+    """Let the pipe hold more at once, which halves the time of large results; a user's pipes have a limit together."""
+    with contextlib.suppress(OSError, AttributeError):  # Linux only
+        import fcntl
+
+        fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, _CHUNK)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from types import ModuleType
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 from unisono import preemption
@@ -18,6 +19,7 @@ from unisono.launch.arguments import (
     check_count,
     check_duration,
     check_log_dir,
+    check_log_format,
     check_log_ranks,
     check_nprocs,
     check_platform,
@@ -30,7 +32,10 @@ from unisono.launch.arguments import (
 from unisono.launch.context import ProcessContext
 from unisono.launch.hosts.environment import announced_place
 from unisono.launch.hosts.joining import run_announced
+from unisono.launch.imported_modules import check_carried, globals_of
+from unisono.launch.notes import say_once
 from unisono.launch.policy import Policy
+from unisono.launch.settings import Settings
 from unisono.launch.supervisor import Supervisor
 from unisono.launch.watching.output import OutputOptions
 from unisono.launch.worker import Job, exit_error, refuse_while_loading
@@ -56,6 +61,8 @@ class SpawnOptions(TypedDict, total=False):
     log_dir: str | os.PathLike[str] | None
     log_ranks: Collection[int] | None
     prefix: bool | None
+    carry: Collection[ModuleType]
+    log_format: Literal["text", "json"]
 
 
 @overload
@@ -96,10 +103,13 @@ def spawn(
     log_dir: str | os.PathLike[str] | None = None,
     log_ranks: Collection[int] | None = None,
     prefix: bool | None = None,
+    carry: Collection[ModuleType] = (),
+    log_format: Literal["text", "json"] = "text",
 ) -> list[Any] | ProcessContext:
     """Call `fn(index, *args)` in one worker process per device.
 
-    `fn` travels by value, so closures, lambdas and functions of a notebook work, and no main guard is needed.
+    `fn` travels by value, so closures, lambdas and functions of a notebook work, and no main guard is needed. Modules
+    travel by name: workers import them themselves.
     Each worker has its world (`rank()`, `all_reduce`, ...) ready when `fn` begins. One failing worker stops the group.
 
     In a process that a launcher has started (torchrun, `unisono run`, SLURM, Kubernetes) nothing is started: `fn` is
@@ -127,6 +137,8 @@ def spawn(
         log_dir: where a directory of this run is made: each rank's stdout and stderr, events, the monitor's samples.
         log_ranks: show the output of these ranks only; the files have all.
         prefix: begin each line with "[rank 1] "; None does so on stderr and leaves stdout as it is.
+        carry: imported modules whose globals have been changed, and are to be in the workers as they are here.
+        log_format: "json" shows each line that a worker writes as an object with time, rank, stream and text.
 
     Returns:
         The values that `fn` returned, by rank.
@@ -158,19 +170,24 @@ def spawn(
         max_restarts=check_count(max_restarts, "max_restarts", 0, "pass how often the group may be started anew"),
         hang_timeout_s=None if hang_timeout_s is None else check_duration(hang_timeout_s, "hang_timeout_s", False),
         log_dir=check_log_dir(log_dir),
-        output=OutputOptions(prefix, check_log_ranks(log_ranks, count)),
+        output=OutputOptions(prefix, check_log_ranks(log_ranks, count), check_log_format(log_format) == "json"),
     )
     cores = pick_cores(pin_cores, count)
+    carried = check_carried(carry)
     needs_process = (
         max_restarts
         or pin_cores
+        or log_format != "text"
         or any(each is not None for each in (start_method, num_threads, hang_timeout_s, log_dir, log_ranks, prefix))
     )
     if count == 1 and join and not needs_process:
         return [_run_inline(fn, args, family)]
     check_platform()
+    settings = Settings.read()
+    for each in settings.loggers.left_out:
+        say_once(f"workers log without {each}, which writes to what only the calling process has; add one in fn")
     job = Job(
-        call=pickle_call(fn, tuple(args)),
+        call=pickle_call(fn, tuple(args), settings, {each.__name__: globals_of(each) for each in carried}),
         nprocs=count,
         backend=family.name,
         timeout=timeout,

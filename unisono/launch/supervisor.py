@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 import socket
 import threading
 import traceback
@@ -21,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import StoppedError, UnpicklableError
+from unisono.launch.exhaustion import note_exhaustion
+from unisono.launch.exit_codes import INTERRUPTED, exit_code_of
 from unisono.launch.group import Group
 from unisono.launch.hang import HangWatch
 from unisono.launch.policy import Policy
@@ -49,7 +52,7 @@ class Supervisor:
         self._wake_r, self._wake_w = socket.socketpair()
         self._requests: list[str] = []
         self._readings: list[threading.Event] = []  # set when the workers' pipes have been read
-        self._was_asked = self._was_preempted = False
+        self._was_asked = self._was_preempted = self._was_interrupted = False
         self._has_begun = False
         self._lock = threading.RLock()  # a signal's handler may ask while the thread below it does
         self._has_started, self._has_ended = threading.Event(), threading.Event()
@@ -61,7 +64,11 @@ class Supervisor:
     def start(self) -> None:
         """Start the group, unless it has been started, or asked to stop before."""
         if self._thread.ident is None:
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError as error:
+                note_exhaustion(error)
+                raise
 
     def pids(self) -> list[int | None]:
         """The workers' process ids by rank, once all are started; None for one that could not be."""
@@ -96,6 +103,7 @@ class Supervisor:
 
     def interrupt(self) -> None:
         """Ask the workers to stop as Ctrl-C does; the second time, kill them."""
+        self._was_interrupted = True
         self._ask("interrupt")
 
     def stop(self) -> None:
@@ -110,7 +118,8 @@ class Supervisor:
     def note_end(self, reason: str) -> None:
         """This process is about to be ended, and its workers with it: the run's directory shall say so."""
         if self._run is not None:
-            self._run.finish("stopped", error=f"the calling process was ended by {reason}")
+            code = 128 + signal.Signals[reason]
+            self._run.finish("stopped", exit_code=code, error=f"the calling process was ended by {reason}")
 
     def _catch_up(self) -> None:
         """Wait until the thread has read what the workers have said so far: it reads their pipes before requests."""
@@ -139,6 +148,8 @@ class Supervisor:
             for restart_count in range(self._policy.max_restarts + 1):
                 attempted = Outcome.capture(self._attempt, restart_count)
                 verdict = attempted.value or Outcome(error=attempted.error)
+                if attempted.error is not None:  # of ours: a worker has looked at its own
+                    note_exhaustion(attempted.error)
                 self._record_failures(verdict)
                 if restart_count == self._policy.max_restarts or not self._may_restart(verdict.error):
                     break
@@ -212,7 +223,9 @@ class Supervisor:
             verdict = Outcome(error=stopped)
         if self._run is not None:
             error = verdict.error
-            facts = {} if error is None else {"error": f"{type(error).__name__}: {error}", "where": verdict.where}
+            facts: dict[str, Any] = {"exit_code": INTERRUPTED if self._was_interrupted else exit_code_of(error)}
+            if error is not None:
+                facts |= {"error": f"{type(error).__name__}: {error}", "where": verdict.where}
             if self._was_asked or isinstance(error, StoppedError):
                 self._run.finish("stopped", **facts)
             else:

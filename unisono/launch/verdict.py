@@ -37,6 +37,7 @@ class Worker:
     pid: int | None = None
     inbox: Inbox = field(default_factory=Inbox)
     outcome: Outcome[Any] | None = None
+    has_begun: bool = False  # to call fn
     has_ended: bool = False
     heeds_stop: bool = False
     has_agreed_to_stop: bool = False

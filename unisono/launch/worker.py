@@ -16,7 +16,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import importlib.metadata
 import logging
+import multiprocessing
 import os
 import pickle
 import platform
@@ -33,23 +35,29 @@ import torch
 import torch.distributed as dist
 import torch.utils.data  # here, so that every fork has it
 
-from unisono import preemption
+from unisono import preemption, terminal
 from unisono.backends import get_backend
+from unisono.backends.switches import SWITCHES
 from unisono.comm.fitting import explained, process_communicator
 from unisono.comm.processes import is_of_transport
 from unisono.errors import StoppedError, UnisonoError, UnpicklableError, WorkerDiedError
+from unisono.launch.exhaustion import note_exhaustion
 from unisono.launch.greetings import without_greetings
+from unisono.launch.imported_modules import adopt_globals, compare_modules, describe_modules
+from unisono.launch.loggers import adopt_loggers
 from unisono.launch.pulse import beating
 from unisono.launch.reports import Kind, Reporter
+from unisono.launch.settings import INTERPRETER, PROCESS, Settings, Value, adopt_settings, read_settings
 from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.launch.starting.reaping import name_process
 from unisono.launch.watching.monitor import SAMPLES_PATH
-from unisono.outcome import Outcome, chain_of, this_process
+from unisono.outcome import Outcome, add_note_once, chain_of, this_process
 from unisono.pickling import loads_call
 from unisono.world import World, set_process_world
 
 TELL_STACKS = getattr(signal, "SIGRTMIN", 28) + 7  # asks a worker for its stacks, also inside C++; USR2 is the user's
 
+_MAX_SOCKET_PATH = 104  # bytes: the least that a Unix has
 _LEAVE_S = 5  # how long a worker that has told its outcome may take to leave the world
 
 _is_loading = False  # while the call is rebuilt, which imports modules
@@ -60,7 +68,7 @@ class Job:
     """What all workers of a group are told, the same for each.
 
     Attributes:
-        call: `(fn, args)`, pickled by value where that is needed.
+        call: `Settings`, then `(fn, args)`, pickled by value where that is needed.
         nprocs: the size of the world.
         backend: the device family's name.
         timeout: of the process group, a last resort.
@@ -70,8 +78,9 @@ class Job:
         restart_count: how often the group has been restarted.
         store: the path of the rendezvous file, known once there is a rendezvous.
         samples: the path of the monitor's samples.
-        rng_state: of the caller's torch generator, which each worker begins with, as an inline call does; bytes, since
-            a tensor would take ten milliseconds to be unpickled.
+        modules: the caller's, pickled, as `describe_modules` gives them.
+        process: how the caller's process is set (`settings.PROCESS`); the other settings come with the call.
+        columns: the width of the terminal that the workers' stderr comes out on; 0 where there is none.
         environ, directory, path, argv: the caller's.
     """
 
@@ -85,7 +94,9 @@ class Job:
     restart_count: int = 0
     store: str = ""
     samples: str = ""
-    rng_state: bytes = field(default_factory=lambda: torch.get_rng_state().numpy().tobytes())
+    modules: bytes = field(default_factory=lambda: pickle.dumps(describe_modules()))
+    process: dict[str, Value] = field(default_factory=lambda: read_settings(PROCESS))
+    columns: int = field(default_factory=lambda: terminal.columns_of(2))
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     directory: str = field(default_factory=os.getcwd)
     path: list[str] = field(default_factory=lambda: list(sys.path))
@@ -101,9 +112,18 @@ class Job:
             "num_threads": self.num_threads,
             "host": platform.node(),
             "pid": os.getpid(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
+            "platform": platform.platform(),
+            "versions": versions(),
         }
+
+
+def versions() -> dict[str, str]:
+    """Of what a run depends on, by name."""
+    found = {"python": platform.python_version()}
+    for name in ("unisono", "torch", "numpy"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
@@ -113,6 +133,7 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
     name_process(f"unisono-rank-{rank}")
     try:
         job: Job = pickle.loads(Path(job_file).read_bytes())
+        _report_refused(adopt_settings(job.process, PROCESS), reporter)
         _adopt_caller(job, rank)
         world = _join_world(job, rank)
         set_process_world(world)
@@ -121,7 +142,7 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
         preemption.shield_loader_workers()  # none outlives this process, however it ends
         preemption.on_heed(lambda: reporter.send(Kind.HEEDS_STOP))
         with beating(world, reporter, job.pulse_s):
-            outcome = Outcome.capture(_call, job.call, rank)
+            outcome = Outcome.capture(_call, job, world, reporter)
             if outcome.error is None:
                 threading._shutdown()  # type: ignore[attr-defined] # joins threads that are no daemons, as any end does
     except BaseException as error:
@@ -133,13 +154,15 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
     if world is not None and outcome.error is not None:
         outcome = replace(outcome, error=explained(outcome.error, world.comm))
     is_failure = outcome.error is not None
+    if outcome.error is not None:
+        note_exhaustion(outcome.error)
     where = str(world) if world is not None else f"rank {rank}, {this_process()}, before it joined the world"
     for stream in (sys.stdout, sys.stderr):  # first: a failure that the caller knows of may be answered by a signal
         with contextlib.suppress(Exception):
             stream.flush()
     if preemption.is_agreed():
         reporter.send(Kind.STOPPED)
-    reporter.send(Kind.OUTCOME, replace(outcome, where=where, is_secondary=is_secondary).to_bytes())
+    reporter.send(Kind.OUTCOME, *replace(outcome, where=where, is_secondary=is_secondary).to_buffers())
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(_LEAVE_S)  # kills, so that a transport which waits for a peer keeps neither this process nor the peer
     with contextlib.suppress(Exception):
@@ -177,11 +200,12 @@ def refuse_while_loading() -> None:
         )
 
 
-def _call(call: bytes, rank: int) -> Any:
+def _call(job: Job, world: World, reporter: Reporter) -> Any:
     global _is_loading
     _is_loading = True
     try:
-        fn, args = loads_call(call)
+        loaded = loads_call(job.call, lambda settings: _adopt_settings(settings, world, reporter))
+        adopt_globals(loaded.carried)
     except Exception as error:
         raise UnpicklableError(
             f"fn or its arguments cannot be rebuilt in the worker ({type(error).__name__}: {error}); "
@@ -189,10 +213,45 @@ def _call(call: bytes, rank: int) -> Any:
         ) from error
     finally:
         _is_loading = False
-    return fn(rank, *args)
+    if world.rank == 0:
+        compare_modules(pickle.loads(job.modules), lambda text: reporter.send(Kind.NOTE, text.encode()))
+    reporter.send(Kind.BEGUN)
+    with _explaining_missing(loaded.left_out):
+        return loaded.fn(world.rank, *loaded.args)
+
+
+def _adopt_settings(settings: Settings, world: World, reporter: Reporter) -> None:
+    if world.backend.moves_in_background:  # its own generator, of which the caller's may not even exist
+        torch.manual_seed(settings.seed)
+    _report_refused(adopt_settings(settings.values, {**INTERPRETER, **SWITCHES}), reporter)
+    adopt_loggers(settings.loggers)
+
+
+def _report_refused(refused: dict[str, str], reporter: Reporter) -> None:
+    for name, reason in refused.items():
+        text = f"workers do not have what {name} has set in the calling process ({reason})"
+        reporter.send(Kind.NOTE, text.encode())
+
+
+@contextlib.contextmanager
+def _explaining_missing(left_out: dict[str, str]) -> Iterator[None]:
+    """Say of a global that was looked up at run time why the worker does not have it."""
+    try:
+        yield
+    except (KeyError, NameError, AttributeError) as error:
+        name = error.args[0] if isinstance(error, KeyError) and error.args else getattr(error, "name", None)
+        if isinstance(name, str) and name in left_out:
+            add_note_once(
+                error,
+                f"{name!r} is a global of the caller's __main__ that cannot be sent to workers ({left_out[name]}); "
+                "make it inside fn, or pass what it is made from",
+            )
+        raise
 
 
 def _adopt_caller(job: Job, rank: int) -> None:
+    for name in ("sys", "main"):  # of the line that has started the zygote
+        sys.modules["__main__"].__dict__.pop(name, None)
     os.environ.clear()
     os.environ.update(job.environ)
     os.environ.update(
@@ -200,6 +259,7 @@ def _adopt_caller(job: Job, rank: int) -> None:
     )
     directory = os.environ[OUTER_DIRECTORY] = os.path.dirname(job.store)
     os.environ[SAMPLES_PATH] = job.samples
+    _keep_sockets_in(directory)
     # Peers are on this machine: the loopback needs no name service, and no address of another network is offered.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     os.chdir(job.directory)
@@ -209,14 +269,23 @@ def _adopt_caller(job: Job, rank: int) -> None:
     encoding, errors = sys.stdout.encoding, sys.stdout.errors
     sys.stdout = open(1, "w", 1, encoding, errors, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", 1, encoding, "backslashreplace", closefd=False)  # noqa: SIM115
-    if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed()  # as `random` does in a fork: no two workers draw the same numbers
+    terminal.set_columns(job.columns)
     faulthandler.enable(2)
     faulthandler.register(signal.SIGUSR1, 2, all_threads=True)
     # For the supervisor, which wants them whole and apart. The descriptor stays open as long as the process lives.
     stacks = os.open(stacks_path(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     faulthandler.register(TELL_STACKS, stacks, all_threads=True)
     mark_records(rank)
+
+
+def _keep_sockets_in(directory: str) -> None:
+    """Let multiprocessing put what its loader workers need there, where it goes with the group, and not into TMPDIR."""
+    place = os.path.join(directory, "multiprocessing")
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(place, 0o700)
+    if len(place) + len("/listener-12345678") >= _MAX_SOCKET_PATH and sys.platform == "linux":
+        place = f"/proc/{os.getpid()}/fd/{os.open(place, os.O_RDONLY | os.O_DIRECTORY)}"  # the same, and short
+    multiprocessing.current_process()._config["tempdir"] = place  # type: ignore[attr-defined] # no public way
 
 
 def stacks_path(directory: str | Path, rank: int) -> Path:
@@ -241,7 +310,6 @@ def _join_world(job: Job, rank: int) -> World:
         os.sched_setaffinity(0, job.cores[rank])  # before there are threads, which inherit it
     backend = get_backend(job.backend)
     torch.set_num_threads(job.num_threads)
-    torch.set_rng_state(torch.frombuffer(bytearray(job.rng_state), dtype=torch.uint8))
     device = backend.enter_worker(rank, job.nprocs)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # for what the worker starts; this process has read them
         os.environ.setdefault(name, str(job.num_threads))

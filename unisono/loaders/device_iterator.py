@@ -5,15 +5,23 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sized
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from unisono.deliveries import Loop as Received
 from unisono.loaders.channel import EndOfChannel
 from unisono.loaders.resume import State
+from unisono.loaders.sharding import Claim
 from unisono.loaders.stages import Delivery, Lane
 from unisono.outcome import Outcome
 from unisono.timeline import COMPUTE, FETCH, Loop
 from unisono.world import World
+
+
+class Epochs(Sized, Protocol):
+    """A loader: its length is that of an epoch."""
+
+    def lengths(self) -> tuple[int, int] | None:
+        """As `ParallelLoader.lengths`."""
 
 
 class DeviceIterator:
@@ -21,14 +29,16 @@ class DeviceIterator:
 
     Attributes:
         valid_samples: how many samples of the last delivered batch count, from the front: all of them, but for a
-            padded one; 0 for a batch that only repeats a sample so that this rank keeps step with the others.
-        weight: the part of the global batch that these are; None where that is unknown.
+            padded one; 0 for a batch that only repeats a sample so that this rank keeps step with the others; None
+            where it cannot be told.
+        weight: the part of the global batch that these are; None where that is unknown. Where a batch of the round does
+            not tell how many samples it holds, each of them counts the same.
         epoch: of this loop, until its end; then the next.
     """
 
     def __init__(
         self,
-        parent: Sized,
+        parent: Epochs,
         lane: Lane,
         world: World,
         receive: Callable[[], Delivery],
@@ -41,8 +51,7 @@ class DeviceIterator:
         self._loop: Loop | None = None
         self._received: Received | None = None
         self._ahead: Outcome[Delivery] | None = None
-        self.valid_samples = 0
-        self._total: int | None = None
+        self._claim = Claim(0, None)
         self._lane = lane  # behind all that `__del__` needs: an interrupt may leave an object half made
         lane.iterators.add(id(self))
 
@@ -57,8 +66,9 @@ class DeviceIterator:
         track = lane.timeline.loop()
         loop, received = self._loop, self._received  # another thread may close this iterator, and end both
         if loop is None or received is None or loop.track is not track:
-            is_last = partial(_is_last, weakref.ref(self))
-            self._loop, self._received = loop, received = Loop(track), self._deliveries.begin(is_last)
+            own = weakref.ref(self)
+            received = self._deliveries.begin(partial(_is_last, own), partial(_lengths, own))
+            self._loop, self._received = loop, received = Loop(track), received
         else:
             track.switch(FETCH)
         began, queued = track.since, lane.sent - lane.received
@@ -79,8 +89,8 @@ class DeviceIterator:
                 raise RuntimeError("a batch could not be moved to its device: it raised StopIteration") from error
             raise
         claim = delivery.claim
-        self.valid_samples, self._total = claim.samples, claim.total
-        lane.progress.advance(delivery.position, claim.samples, claim.total)
+        self._claim = claim
+        lane.progress.advance(delivery.position, claim)
         self._deliveries.add(received, delivery.batch, *claim)
         counts = track.counts
         counts["samples"] += claim.samples
@@ -108,8 +118,12 @@ class DeviceIterator:
         return isinstance(self._ahead.error, EndOfChannel)
 
     @property
+    def valid_samples(self) -> int | Any:  # or None, which few need to think of
+        return self._claim.valid_samples
+
+    @property
     def weight(self) -> float | None:
-        return self.valid_samples / self._total if self._total else None
+        return self._claim.weight
 
     @property
     def epoch(self) -> int:
@@ -137,6 +151,11 @@ class DeviceIterator:
             self._received = None
         if self._loop is not None and self._loop.abandon():
             self._loop = None
+
+
+def _lengths(iterator: weakref.ref[DeviceIterator]) -> tuple[int, int] | None:
+    alive = iterator()
+    return None if alive is None else alive._parent.lengths()
 
 
 def _is_last(iterator: weakref.ref[DeviceIterator]) -> bool:

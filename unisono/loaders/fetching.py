@@ -17,6 +17,7 @@ from unisono.outcome import Outcome
 from unisono.randomness import Watch, all_states, mixed, seed_all
 
 _SHOWN = 8
+at: Any = [0]  # which sample of its batch, or of its stream, this process is at; in a loader worker its parent sees it
 _latest: object = None  # the last that was told to a dataset in this process
 
 
@@ -139,6 +140,7 @@ class Fetcher:
 
     def _sample(self, request: Request, place: int, is_seeded: bool) -> Any:
         index = request.indices[place]
+        at[0] = place
         if is_seeded:
             self._seed(request, place)
         try:
@@ -148,9 +150,11 @@ class Fetcher:
             raise
 
     def _plain_samples(self, indices: Sequence[Any]) -> list[Any]:
-        dataset, index = self._dataset, None
+        dataset, index, samples = self._dataset, None, []
         try:
-            return [dataset[index := each] for each in indices]
+            for at[0], index in enumerate(indices):
+                samples.append(dataset[index])
+            return samples
         except Exception as error:
             error.add_note(f"in the sample with index {index!r}")
             raise

@@ -74,7 +74,9 @@ class IndexedSource:
     def __init__(self, loader: DataLoader[Any], seed: int | None) -> None:
         self._batch_sampler: Any = loader.batch_sampler
         self._sampler: Any = getattr(self._batch_sampler, "sampler", loader.sampler)
-        generator = getattr(self._sampler, "generator", None) or loader.generator
+        generator = loader.generator
+        if not type(self._sampler).__module__.startswith("torchdata."):  # theirs make one, seeded by each rank's torch
+            generator = getattr(self._sampler, "generator", None) or generator
         has_seed = isinstance(generator, torch.Generator)
         self.seed = seed if seed is not None else generator.initial_seed() if has_seed else 0
         follows = self._batch_sampler if type(self._batch_sampler) not in (BatchSampler, NoneType) else self._sampler
@@ -145,8 +147,8 @@ class IndexedSource:
         samples -= samples % size if drop_last else 0
         full, more = divmod(samples, size * rule.batches)
         if rule.fixed_batch_size:  # an epoch of one short batch has one size, too
-            return full or int(more > 0 and rule.batches == 1 and rule.tail != "drop")
-        return full + (more > 0 and rule.tail != "drop")
+            return full or int(more > 0 and rule.batches == 1 and not rule.policy.leaves_out)
+        return full + (more > 0 and not rule.policy.leaves_out)
 
     def _order_length(self) -> int | None:
         """The number of samples of an epoch's order, None where that is not known without drawing it."""
@@ -160,7 +162,7 @@ class IndexedSource:
 
 def check_tail(samples: int | None, nominal: int | None, rule: Rule) -> None:
     """Refuse a tail that the rule forbids before anything is loaded, where the number of samples left is known."""
-    if rule.tail == "error" and samples is not None and nominal is not None:
+    if rule.policy.refuses and samples is not None and nominal is not None:
         tail = samples % (nominal * rule.batches)
         if tail:
             raise ValueError(tail_message(samples, tail, rule, nominal))
@@ -192,7 +194,7 @@ def _jobs(batches: Batches, rule: Rule, start: int, epoch: int, seed: int, left_
         for place in rule.kept:
             part = dealt.parts[place]
             total = part.total if rule.shards == 1 else None
-            claim = Claim(part.samples, total, mark, part.repeated)
+            claim = Claim(part.samples, total, mark, part.repeated, len(dealt.batches))
             jobs.append(_Job(_request(dealt, part, rule, epoch, seed), claim, position))
         yield jobs
     if batches.left_out:
@@ -234,7 +236,11 @@ def _served(pool: WorkerPool, rounds_of_jobs: Iterator[list[_Job]], width: int, 
         if failed:
             raise failed.pop()
 
-    return pieces(pool.serve(seed, requests()))
+    def describe(place: int) -> str:
+        indices = asked[0].request.indices
+        return f"the sample with index {indices[min(place, len(indices) - 1)]!r}"
+
+    return pieces(pool.serve(seed, requests(), describe=describe))
 
 
 def _num_indices(indices: list[Any], _: bool) -> Size:

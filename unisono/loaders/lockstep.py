@@ -24,7 +24,7 @@ import torch
 
 from unisono.errors import BrokenWorldError, CollectiveMismatchError
 from unisono.loaders.channel import EndOfChannel
-from unisono.loaders.sharding import Claim, Rule, mark_of
+from unisono.loaders.sharding import Claim, Rule, Size, check_told, mark_of
 from unisono.loaders.sources import Begun
 from unisono.loaders.stages import Delivery, Lane, Stamps
 from unisono.loaders.streams import other_stream
@@ -37,11 +37,12 @@ logger = logging.getLogger(__name__)
 
 
 class _Ready(NamedTuple):
-    """A batch that a rank has: its samples, and behind it what its parts have given, and which of them the last."""
+    """A batch that a rank has: its size, and after it what its parts have given, which the last, and the trail."""
 
-    samples: int
+    size: Size
     taken: list[int]
     last: int
+    trail: Any
 
 
 class _Offer(NamedTuple):
@@ -94,7 +95,7 @@ class Lockstep:
         self._rule = rule
         self._dim = dim
         self._ahead = ahead
-        self._position = begun.position
+        self._position = {name: value for name, value in begun.position.items() if name != "trail"}
         self._own: deque[Delivery] = deque()
         self._rounds: deque[list[_Ready | None]] = deque()
         self._spare: Delivery | None = None  # a sample to be repeated: a copy, since the loop may write to its batches
@@ -111,7 +112,8 @@ class Lockstep:
             BrokenWorldError: another rank's source failed.
             CollectiveMismatchError: another rank stands elsewhere in the stream.
             RuntimeError: the ranks read different streams, or cut theirs in different ways.
-            ValueError: a rank has no more, others have, and the rule forbids it.
+            ValueError: a rank has no more, others have, and the rule forbids it; or batches are to have one size, and
+                one does not tell its.
         """
         if self._end is not None:
             raise _bare(self._end)
@@ -124,8 +126,11 @@ class Lockstep:
 
     def _take(self, offered: list[_Ready | None], stamps: Any) -> Delivery:
         """The own batch of a round, or what stands for it."""
-        sizes = [each.samples for each in offered if each is not None]
+        there = [each.size for each in offered if each is not None]
+        sizes = [size.samples for size in there]
         self._wanted = self._wanted or sizes[0]
+        if self._rule.fixed_batch_size:
+            check_told(there)
         if self._rule.fixed_batch_size and (None in offered or set(sizes) != {self._wanted}):
             logger.warning("fixed_batch_size=True ends the epoch: the next round has batches of %s samples", sizes)
             self._leave_rest()
@@ -138,7 +143,11 @@ class Lockstep:
             own = self._sample_of(self._spare)
         self._advance(offered, sum(sizes))
         batch, repeated = self._padded(own)
-        claim = Claim(own.claim.samples, sum(sizes), mark_of(self._position["offset"]), repeated)
+        mark, dealt = mark_of(self._position["offset"]), sum(map(bool, sizes))
+        if any(size.untold for size in there):
+            claim = Claim(min(own.claim.samples, 1), len(there), mark, repeated, dealt, is_told=False)
+        else:
+            claim = Claim(own.claim.samples, sum(sizes), mark, repeated, dealt)
         return own._replace(batch=batch, claim=claim, position=self._position, stamps=stamps)
 
     def _meet(self) -> _Met:
@@ -183,7 +192,9 @@ class Lockstep:
         for each in self._own:
             _, workers, taken = each.position["layers"][-1]
             own = taken[rank * workers : (rank + 1) * workers]
-            batches.append(_Ready(each.claim.samples, own, each.position["last"][rank]))
+            untold = "" if each.claim.is_told else type(each.batch).__name__
+            size, trail = Size(each.claim.samples, untold=untold), each.position.get("trail")
+            batches.append(_Ready(size, own, each.position["last"][rank], trail))
         failure = f"{type(error).__name__}: {error}" if error is not None else None
         known = self._own[0].position if self._own else self._position
         start, workers = self._position["offset"], self._position["layers"][-1][1]
@@ -206,19 +217,20 @@ class Lockstep:
     def _padded(self, own: Delivery) -> tuple[Any, int]:
         """The batch, padded where that is the rule, and how many of its samples are only repeated."""
         batch, samples = own.batch, own.claim.samples
-        size = batch_size(batch, self._dim) or 1
-        if self._rule.tail != "pad" or size >= self._full or not can_cut(batch, self._dim):
+        size = (batch_size(batch, self._dim) or 1) if own.claim.is_told else 1
+        is_short = self._rule.policy.fills and size < self._full
+        if not is_short or not own.claim.is_told or not can_cut(batch, self._dim):
             return batch, 0 if samples else size
         self._lane.backend.wait_ready(own.token)
         return pick(batch, [place % size for place in range(self._full)], self._dim), self._full - samples
 
     def _sample_of(self, own: Delivery) -> Delivery:
         """One sample of a batch, to be repeated, or the whole of one that cannot be cut."""
-        batch = own.batch
-        if can_cut(batch, self._dim):
+        batch, is_told = own.batch, own.claim.is_told
+        if is_told and can_cut(batch, self._dim):
             self._lane.backend.wait_ready(own.token)
             batch = pick(batch, [0], self._dim)
-        return own._replace(batch=batch, claim=Claim(0, None), nbytes=0)
+        return own._replace(batch=batch, claim=Claim(0, None, is_told=is_told), nbytes=0)
 
     def _share_sample(self, root: int) -> None:
         """Send one sample to the ranks that have never had any."""
@@ -227,23 +239,23 @@ class Lockstep:
             assert self._spare is not None
             self._lane.backend.wait_ready(self._spare.token)
             to_cpu = lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
-            sample = tree_map(to_cpu, self._spare.batch), self._own[0].claim.samples
-        batch, size = world.comm.broadcast_object(sample, root)
+            sample = tree_map(to_cpu, self._spare.batch), self._own[0].claim.samples, self._spare.claim.is_told
+        batch, size, is_told = world.comm.broadcast_object(sample, root)
         if self._spare is None:
             batch, token = world.backend.to_device(batch, self._lane.device)
-            self._spare = Delivery(batch, token, Claim(0, None), {}, 0, Stamps())
+            self._spare = Delivery(batch, token, Claim(0, None, is_told=is_told), {}, 0, Stamps())
             self._full = max(self._full, size)
 
     def _end_uneven(self, offers: list[_Offer]) -> None:
         """Some ranks have no more: end here, where that is the rule."""
-        if self._rule.tail == "error":
+        if self._rule.policy.refuses:
             ended = ", ".join(str(rank) for rank, offer in enumerate(offers) if not offer.batches)
             self._lane.cancel()
             raise ValueError(
                 f"tail='error': the parts of rank(s) {ended} have ended, others have batches; pass tail='split' (the "
                 "default), which repeats a sample there that does not count, or 'drop'"
             )
-        if self._rule.tail == "drop":
+        if self._rule.policy.leaves_out:
             self._leave_rest()
 
     def _leave_rest(self) -> NoReturn:
@@ -286,4 +298,8 @@ def _check(offers: list[_Offer]) -> list[_Offer]:
         )
     if going and going[0].by == "stride" and len({offer.mark for offer in going if offer.mark}) > 1:
         raise RuntimeError(other_stream("ranks"))
+    for batches in zip(*(offer.batches for offer in going), strict=False):  # what all are going to take
+        trails = {batch.trail for batch in batches if batch.trail is not None}
+        if len(trails) > len(dict(trails)):  # two marks behind the same row
+            raise RuntimeError(other_stream("ranks"))
     return going

@@ -39,6 +39,10 @@ from unisono.loaders.unthreaded import Unthreaded
 from unisono.world import World, current_world
 
 _JOIN_S = 5.0
+_NO_COPY = (
+    "a {0} has threads and loader workers, and is not copied or pickled: make one where it is needed, in the function "
+    "that is spawned for example, from the same DataLoader; its state_dict() goes anywhere"
+)
 _TOLD = ("dataset", "batch_size", "sampler", "batch_sampler", "drop_last", "num_workers", "collate_fn", "generator")
 
 
@@ -55,6 +59,7 @@ class ParallelLoader:
         devices: the devices of this process, as strings, indices or `torch.device`s, without repetition.
         batchdim: the dimension along which the samples of a batch lie, where loaded batches are cut.
         fixed_batch_size: deliver batches of the first one's size only, and end before the first round that has others.
+            A batch that does not tell its size is a ValueError.
         loader_prefetch_size: loaded batches that may wait, per device. 0, for one device: nothing is read ahead, and no
             thread is started; the loop reads for itself, as from a bare DataLoader.
         device_prefetch_size: moved batches that may wait, per device.
@@ -105,8 +110,11 @@ class ParallelLoader:
             raise TypeError(
                 f"loader={loader!r} is a {type(loader).__name__}, which is cut and moved already; pass its DataLoader"
             )
-        if not isinstance(loader, Iterable):
-            raise TypeError(f"loader={loader!r} is a {type(loader).__name__}; pass a DataLoader or an iterable")
+        if not isinstance(loader, Iterable) or isinstance(loader, str | bytes | Mapping | torch.Tensor):
+            raise TypeError(
+                f"loader={loader!r:.200} is a {type(loader).__name__}; pass a DataLoader, or an iterable of batches: a "
+                "list of them, DataLoader(TensorDataset(tensor)) for a tensor, loader.values() for a dict"
+            )
         check_size(loader_prefetch_size, "loader_prefetch_size", 0)
         check_size(device_prefetch_size, "device_prefetch_size")
         check_size(transfer_threads, "transfer_threads")
@@ -177,6 +185,20 @@ class ParallelLoader:
                     self._receivers = [Unthreaded(lanes[0], begun.pieces).receive]
         state = partial(state_behind, self._source, self._begun, [lanes[place].progress])
         return DeviceIterator(self, lanes[place], self._loop_world(place), self._receivers[place], state)
+
+    def __iter__(self) -> Any:
+        raise TypeError(
+            "a ParallelLoader is looped over device by device, each in its thread: pass it to a DataParallel, or take "
+            "loader.per_device_loader(device); for one device there is DeviceLoader(loader)"
+        )
+
+    def __copy__(self) -> ParallelLoader:
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(_NO_COPY.format(type(self).__name__))
 
     def _loop_world(self, place: int) -> World:
         """The world in which the loop of that device runs."""
@@ -257,6 +279,13 @@ class ParallelLoader:
         """
         return self._source.num_rounds(self._rule)
 
+    def lengths(self) -> tuple[int, int] | None:
+        """The numbers of batches of an epoch: of the given loader, and for each device; None without a length."""
+        try:
+            return self._source.num_rounds(Rule()), len(self)
+        except TypeError:
+            return None
+
     def per_device_samples(self) -> int:
         """The number of batches for each device, by its name in the PyTorch/XLA API; TypeError as for `len`."""
         return len(self)
@@ -326,16 +355,17 @@ class DeviceLoader:
             world=world,
             sources=sources,
         )
+        self.length_was_asked = False
         self._loops = [Progress()]  # the innermost last; not the iterators: their threads end with them
         self._is_spent = False
 
     @property
-    def valid_samples(self) -> int:
-        return self._loop.samples
+    def valid_samples(self) -> int | Any:  # as there
+        return self._loop.claim.valid_samples
 
     @property
     def weight(self) -> float | None:
-        return self._loop.weight
+        return self._loop.claim.weight
 
     @property
     def _loop(self) -> Progress:
@@ -362,6 +392,7 @@ class DeviceLoader:
 
     def __len__(self) -> int:
         """The number of batches of a whole epoch; TypeError where the loader has no length."""
+        self.length_was_asked = True
         return len(self._never_begun)
 
     def __getattr__(self, name: str) -> Any:
@@ -369,6 +400,9 @@ class DeviceLoader:
         if name in _TOLD and "_never_begun" in self.__dict__:
             return getattr(self._never_begun._loader, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(_NO_COPY.format(type(self).__name__))
 
     def __repr__(self) -> str:
         return f"DeviceLoader({self._never_begun._loader!r}, {str(self._device)!r})"

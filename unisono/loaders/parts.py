@@ -21,14 +21,19 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from unisono.errors import StateError
+from unisono.loaders import fetching
 from unisono.loaders.resume import is_stateful
-from unisono.loaders.sending import Packed
-from unisono.loaders.sharding import glimpse, mark_of
+from unisono.loaders.sending import Merged, Packed, can_surely_be_sent, has_many
+from unisono.loaders.sharding import fingerprint, glimpse, mark_of
 from unisono.loaders.workers import use_worker_info
 from unisono.randomness import mixed, seed_all, seed_of
+from unisono.world import answer_as_one_rank
 
 Cutter = Literal["caller", "dataset", "worker", "stride"]
 """Who cuts a stream into parts; `streams.py` tells who does when."""
+
+
+Trail = tuple[int, int]
 
 
 class Layer(NamedTuple):
@@ -91,6 +96,8 @@ class Made(NamedTuple):
         part, by: which part, and who has cut it.
         state: the dataset's own behind it.
         mark: of the first sample of the stream; 0 where that was not read.
+        trail: behind how many rows of the stream, a row being one sample for each part, and a mark of what began them:
+            the same for all who read the same stream. None where not all of it was read.
     """
 
     batch: Any
@@ -99,6 +106,7 @@ class Made(NamedTuple):
     by: Cutter
     state: Any = None
     mark: int = 0
+    trail: Trail | None = None
     is_left_out: bool = False
 
 
@@ -127,6 +135,8 @@ class PartReader(IterableDataset[Packed]):
         info: Any = get_worker_info()
         try:
             for made in self.made(replace(self.cut, epoch=int(self.cell)), info.worker, info):
+                if can_surely_be_sent(made.batch) and has_many(made.batch):
+                    made = made._replace(batch=Merged(made.batch))
                 yield Packed(made, f"samples of a stream, read for part {made.part},")
         except Exception as error:
             yield Packed(error=error)
@@ -136,7 +146,7 @@ class PartReader(IterableDataset[Packed]):
         part = cut.part(worker)
         samples = _Part(self.dataset, cut, part, asked)
         while chunk := list(islice(samples, self.size or 1)):
-            made = Made(None, len(chunk), part, samples.by, samples.state(), samples.mark)
+            made = Made(None, len(chunk), part, samples.by, samples.state(), samples.mark, samples.trail)
             if self.size is None:
                 yield made._replace(batch=self._collated(chunk[0], samples), samples=None)
             elif self._drop_last and len(chunk) < self.size:
@@ -189,6 +199,8 @@ class StreamStart:
         part = cut.part(worker)
         number, row = (part, cut.ranks * cut.workers) if cut.by == "stride" else (part % cut.workers, cut.workers)
         use_worker_info(AskedInfo(worker, number, row, info.seed, self._reader.dataset))
+        if cut.by == "stride":
+            answer_as_one_rank()
         seed_all(mixed(seed_of(cut.seed, "workers"), part))
         if self._init is not None:
             self._init(number)
@@ -200,6 +212,7 @@ class _Part:
     Attributes:
         by: who cuts the stream; known when it has given its first sample.
         mark: of that sample; 0 where it is not the first of the stream.
+        trail: as in `Made`.
         index: the number of samples that the stream has given.
     """
 
@@ -216,6 +229,7 @@ class _Part:
         self._seed = seed_of(cut.seed, cut.epoch)
         self._own_seed = seed_of(cut.seed, cut.epoch, part)
         self._is_restored = part in cut.states
+        self.trail: Trail | None = (0, 0) if cut.by == "stride" and not self._is_restored else None
         self._is_buffered = has_shuffle_buffer(getattr(dataset, "_ex_iterable", None))
         if asked is not None:
             seed_all(self._seed)
@@ -230,6 +244,7 @@ class _Part:
         while True:
             number = self.index
             self._seed_for(number)
+            fetching.at[0] = number
             try:
                 sample = next(self._source)
             except StopIteration:
@@ -240,6 +255,9 @@ class _Part:
                 raise
             self.index += 1
             self._see_who_cuts(sample)
+            if self.trail is not None and number % (self._cut.ranks * self._cut.workers) == 0:
+                rows, mark = self.trail
+                self.trail = rows + 1, mark_of(mark, fingerprint(sample))
             if self._is_own(number):
                 return sample
 
@@ -280,6 +298,7 @@ class _Part:
         if not self._has_begun:
             self._has_begun = True
             self.by, self.mark = by, 0 if self._is_restored else mark_of(glimpse(sample)) or 1
+            self.trail = self.trail if by == "stride" else None
             check_layers(self._cut, by)
         elif by != self.by:
             raise RuntimeError(
@@ -318,7 +337,9 @@ def check_layers(cut: Cut, by: Cutter) -> None:
     raise StateError(
         f"the state was saved by {before.ranks} rank(s) with {before.workers} loader worker(s) each over a stream that "
         f"was cut by the {cut.layers_by}; here are {cut.ranks} with {cut.workers}, and it is cut by the {by}: only "
-        "what is cut by stride goes on with other numbers; resume with the same ones"
+        "what is cut by stride goes on with other numbers. Who cuts is decided when a pass begins: the dataset's shard "
+        "or split (split_dataset_by_node for HuggingFace's), then its __iter__, if it asks get_worker_info() for "
+        "num_workers, else the stride. Resume with the same numbers, or begin the epoch again with set_epoch"
     )
 
 

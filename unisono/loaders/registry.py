@@ -9,10 +9,11 @@ import logging
 import threading
 import weakref
 from collections.abc import Hashable, Iterable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
-from torch.utils.data import DataLoader
+import torch
+from torch.utils.data import DataLoader, Subset
 
 from unisono.loaders.indexed import IndexedSource, is_indexed
 from unisono.loaders.sources import Bookmark, ItemSource, PlainSource, Source
@@ -60,9 +61,11 @@ def source_of(loader: Iterable[Any], world: World, dim: int, seed: int | None) -
 
 
 def tell_of_repetition(loader: Iterable[Any], source: Source, bookmark: Bookmark) -> None:
-    """Say once that a loader made again over a DataLoader begins at epoch 0 again, where the order tells epochs apart.
+    """Say once that a pass begins at epoch 0 again, where the order tells epochs apart: what reads it was made again.
 
-    It is told by the loader that has read the DataLoader before: where that is gone, it was made for one epoch.
+    That is a loader over the same DataLoader, or another DataLoader over the same dataset. It is told where the one
+    before is gone: it was made for one epoch. Of two that live, each counts its own. A dataset is read by DataLoaders
+    one after another without repetition where one of them goes on to a later epoch, and where no gradients are wanted.
 
     Args:
         source, bookmark: of the loader whose pass is about to begin.
@@ -72,14 +75,54 @@ def tell_of_repetition(loader: Iterable[Any], source: Source, bookmark: Bookmark
     before = _bookmarks.get(loader)
     _bookmarks[loader] = weakref.ref(bookmark)
     epoch, position = source.next_position()
-    is_gone = before is not None and before() is None
-    if is_gone and not epoch and not position["offset"] and source.order != "SequentialSampler":
+    is_made_again = _is_dataset_read_again(loader, source, bool(epoch)) or (before is not None and before() is None)
+    if is_made_again and not epoch and not position["offset"] and source.order != "SequentialSampler":
         _say_repetition()
+
+
+class _FirstEpochs:
+    """Which DataLoaders began the last passes over a dataset, all of them epoch 0: by seed, order and length.
+
+    The dataset is held weakly, and by its identity: it need have no hash, and equal ones are not the same.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = weakref.ref(dataset, partial(_forget, id(dataset)))
+        self.loaders: dict[Hashable, weakref.ref[DataLoader[Any]]] = {}
+
+
+_first_epochs: dict[int, _FirstEpochs] = {}
+
+
+def _forget(key: int, _: object) -> None:
+    _first_epochs.pop(key, None)
+
+
+def _is_dataset_read_again(loader: DataLoader[Any], source: Source, is_later: bool) -> bool:
+    """Whether a DataLoader that is gone began its only pass over the same dataset, in the same order, before this one.
+
+    Args:
+        is_later: the pass that begins now is a later epoch: whoever reads the dataset tells epochs apart.
+    """
+    if not torch.is_grad_enabled():  # an evaluation may be the same each time
+        return False
+    dataset: Any = loader.dataset
+    while type(dataset) is Subset:  # of a fold, made again as well
+        dataset = dataset.dataset
+    try:
+        known = _first_epochs.setdefault(id(dataset), _FirstEpochs(dataset))
+    except TypeError:  # a list, say, which cannot be held weakly
+        return False
+    key = (source.seed, source.order, source.length)
+    before = known.loaders.pop(key, None)
+    if not is_later:
+        known.loaders[key] = weakref.ref(loader)
+    return before is not None and before() is None
 
 
 @cache
 def _say_repetition() -> None:
     logger.warning(
-        "a DataLoader is read in the order of epoch 0 again, by a loader that was made again over it: each counts its "
-        "own epochs; make it once and loop over it again, or tell it the epoch by set_epoch"
+        "a DataLoader is read in the order of epoch 0 again, by a loader that was made again over it or over its "
+        "dataset: each counts its own epochs; make it once and loop over it again, or tell it the epoch by set_epoch"
     )

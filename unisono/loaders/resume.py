@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unisono.errors import StateError, StateLengthError, StateSeedError, StateVersionError
+from unisono.loaders.sharding import Claim
 
 VERSION = 1
 FACTS = ("version", "epoch", "seed", "length", "order")
@@ -25,7 +26,7 @@ class Progress:
     Attributes:
         rounds: the number of batches received.
         position: that of the source behind the last of them; None before the first.
-        samples, total: of the last of them, those that count, and those of its round.
+        claim: of the last of them.
         has_ended: whether the loop was told that there are no more.
         is_left: whether it was left, before or after its end.
     """
@@ -33,8 +34,7 @@ class Progress:
     def __init__(self) -> None:
         self.rounds = 0
         self.position: Any = None
-        self.samples = 0
-        self.total: int | None = None
+        self.claim = Claim(0, None)
         self.has_ended = False
         self.is_left = False
 
@@ -43,16 +43,10 @@ class Progress:
         """Whether no more will be delivered."""
         return self.has_ended or self.is_left
 
-    @property
-    def weight(self) -> float | None:
-        """The part of the round that the last batch's samples are; None where that is unknown."""
-        return self.samples / self.total if self.total else None
-
-    def advance(self, position: Any, samples: int = 0, total: int | None = None) -> None:
+    def advance(self, position: Any, claim: Claim) -> None:
         """One more batch was delivered."""
         self.rounds += 1
-        self.position = position
-        self.samples, self.total = samples, total
+        self.position, self.claim = position, claim
 
 
 def is_stateful(owner: Any) -> bool:

@@ -10,12 +10,16 @@ from __future__ import annotations
 import io
 import pickle
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from unisono.errors import UnpicklableError
 from unisono.outcome import Outcome
+from unisono.tree import leaves
+
+_MANY = 16  # tensors of a batch: each takes a descriptor here, one there, and more on the way
+_ALIGNED = 64  # bytes
 
 _SENDABLE = (int, float, str, bytes, bool, type(None))
 
@@ -30,6 +34,69 @@ def can_surely_be_sent(value: Any) -> bool:
     if kind is dict:
         return all(type(key) in _SENDABLE for key in value) and all(map(can_surely_be_sent, value.values()))
     return kind in _SENDABLE
+
+
+class Merged:
+    """A batch of many tensors on its way: they lie in one, which takes one descriptor. It arrives as the batch.
+
+    At the limit of descriptors (`ulimit -n`) torch drops a batch, in a thread of its own, and its receiver waits on.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        found: list[tuple[_Slot, torch.Tensor]] = []
+        self._batch = _slots_of(batch, found)
+        size = found[-1][0].end if found else 0
+        self._whole = torch.empty(size, dtype=torch.uint8, device=torch.default_generator.device).share_memory_()
+        for slot, tensor in found:
+            slot.of(self._whole).copy_(tensor)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _apart, (self._batch, self._whole)
+
+
+class _Slot(NamedTuple):
+    """Where a tensor lies in a merged one."""
+
+    start: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+    @property
+    def end(self) -> int:
+        """Where the next one may begin."""
+        return self.start + -(-self.nbytes // _ALIGNED) * _ALIGNED
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole[self.start : self.start + self.nbytes].view(self.dtype).view(self.shape)
+
+
+def _slots_of(batch: Any, found: list[tuple[_Slot, torch.Tensor]]) -> Any:
+    """The batch with a slot in the place of each tensor; both are added to `found`."""
+    if isinstance(batch, torch.Tensor):
+        slot = _Slot(found[-1][0].end if found else 0, batch.nbytes, batch.dtype, batch.shape)
+        found.append((slot, batch))
+        return slot
+    if type(batch) in (list, tuple):
+        return type(batch)(_slots_of(each, found) for each in batch)
+    if type(batch) is dict:
+        return {key: _slots_of(value, found) for key, value in batch.items()}
+    return batch
+
+
+def _apart(batch: Any, whole: torch.Tensor) -> Any:
+    if type(batch) is _Slot:
+        return batch.of(whole)
+    if type(batch) in (list, tuple):
+        return type(batch)(_apart(each, whole) for each in batch)
+    if type(batch) is dict:
+        return {key: _apart(value, whole) for key, value in batch.items()}
+    return batch
+
+
+def has_many(batch: Any) -> bool:
+    """Whether a batch that can surely be sent had better be merged."""
+    return sum(isinstance(leaf, torch.Tensor) for leaf in leaves(batch)) > _MANY
 
 
 class Packed:

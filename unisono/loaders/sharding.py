@@ -14,7 +14,8 @@ alone, so the global batches do not depend on who loads them. Two ranks, ten sam
 The tail is the last round where it is incomplete: short of batches, or of samples in its last batch. It is split so
 that every rank makes the same number of steps and every sample is delivered exactly once. A rank for which no sample is
 left gets a repeated one that counts as 0 samples. So does one that would get a part of a batch that cannot be cut with
-certainty: its neighbour takes it whole. Other policies: "drop" leaves the tail out, so that all batches have one size;
+certainty: its neighbour takes it whole. Where some batch of a round does not tell its size, each of them counts as one,
+and nobody knows which of its rows count. Other policies: "drop" leaves the tail out, so that all batches have one size;
 "pad" fills each rank's batch up with repeated samples; "error" refuses. Each gives the same on any rank.
 """
 
@@ -25,11 +26,11 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, assert_never, get_args
 
 import torch
 
-from unisono.tree import batch_size, can_cut, is_array, leaves, pick, take
+from unisono.tree import batch_size, can_cut, is_array, leaves, may_list_samples, pick, take
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,31 @@ B = TypeVar("B")
 
 Split = Literal["rank", "global"]
 Tail = Literal["split", "drop", "pad", "error"]
+
+_SEEN = 64  # values of an array
+
+
+class Policy(NamedTuple):
+    """What becomes of an incomplete round: one of these, or it is split."""
+
+    leaves_out: bool = False
+    fills: bool = False
+    refuses: bool = False
+
+
+def policy_of(tail: Tail) -> Policy:
+    """What that policy does, for all who ask."""
+    match tail:
+        case "split":
+            return Policy()
+        case "drop":
+            return Policy(leaves_out=True)
+        case "pad":
+            return Policy(fills=True)
+        case "error":
+            return Policy(refuses=True)
+        case _:
+            assert_never(tail)
 
 
 @dataclass(frozen=True)
@@ -76,19 +102,36 @@ class Rule:
     @property
     def batches(self) -> int:
         """The number of batches in a complete round."""
-        return 1 if self.split == "global" else self.count
+        return 1 if self.shares_batches else self.count
+
+    @property
+    def shares_batches(self) -> bool:
+        """Whether each batch is one of all ranks, of which each takes a part."""
+        match self.split:
+            case "rank":
+                return False
+            case "global":
+                return True
+            case _:
+                assert_never(self.split)
+
+    @property
+    def policy(self) -> Policy:
+        """What becomes of the incomplete last round."""
+        return policy_of(self.tail)
 
     def rounds_of(self, batches: int) -> int:
         """The number of rounds that so many batches make."""
         full, more = divmod(batches, self.batches)
-        return full + (more > 0 and self.tail != "drop" and not self.fixed_batch_size)
+        return full + (more > 0 and not self.policy.leaves_out and not self.fixed_batch_size)
 
 
 class Part(NamedTuple):
     """What one rank takes of a round: samples `start` to `stop` of the round's batch number `batch`.
 
     `samples` of the round's `total` samples are this rank's; 0 when the part only repeats a sample to keep step. Behind
-    them come `padding` samples more, which repeat the part from its start.
+    them come `padding` samples more, which repeat the part from its start. Where some batch of the round does not tell
+    its size (`is_told` is False), these are batches, each of which is taken whole and counts as one.
     """
 
     batch: int
@@ -97,11 +140,13 @@ class Part(NamedTuple):
     samples: int
     total: int
     padding: int = 0
+    is_told: bool = True
 
     @property
     def repeated(self) -> int:
         """How many of the delivered samples only repeat others."""
-        return self.stop - self.start + self.padding - self.samples
+        own = self.samples if self.is_told else (self.stop - self.start) * self.samples
+        return self.stop - self.start + self.padding - own
 
     def order(self) -> list[int]:
         """The samples of the batch that make up the part, its padding included."""
@@ -113,13 +158,27 @@ class Claim(NamedTuple):
     """What a batch counts in its round: `samples` of the `total` of all ranks, None where nobody knows that.
 
     `mark` is the same on all ranks where they stand in the same round, and most probably not where they do not.
-    `repeated` samples of the batch only repeat others, and come behind those that count.
+    `repeated` samples of the batch only repeat others, and come after those that count. `dealt` batches of the given
+    loader make the round. Where `is_told` is False, samples are batches, each of which counts as one: some batch of the
+    round does not tell how many samples it holds.
     """
 
     samples: int
     total: int | None
     mark: int = 0
     repeated: int = 0
+    dealt: int = 1
+    is_told: bool = True
+
+    @property
+    def valid_samples(self) -> int | None:
+        """How many samples of the batch count, from the front; None where that cannot be told."""
+        return self.samples if self.is_told or not self.samples else None
+
+    @property
+    def weight(self) -> float | None:
+        """The part of the round that they are; None where that is unknown."""
+        return self.samples / self.total if self.total else None
 
 
 class Piece(NamedTuple):
@@ -131,10 +190,15 @@ class Piece(NamedTuple):
 
 
 class Size(NamedTuple):
-    """How many samples a batch holds, and whether it can be cut into them."""
+    """How many samples a batch holds, and whether it can be cut into them.
+
+    Attributes:
+        untold: the class of a batch that does not tell; it is taken for one sample.
+    """
 
     samples: int
     can_be_cut: bool = True
+    untold: str = ""
 
 
 def deal(sizes: Sequence[Size], count: int, fill_to: int = 0) -> list[Part]:
@@ -142,8 +206,10 @@ def deal(sizes: Sequence[Size], count: int, fill_to: int = 0) -> list[Part]:
 
     A full round gives each rank one batch whole. In a short one, neighbouring ranks share a batch as evenly as it
     goes, the earlier ones taking the larger parts; no part is larger than its batch. Parts of batches that can be cut
-    are padded to `fill_to` samples.
+    are padded to `fill_to` samples. Where one does not tell its size, all are taken whole, and count as one each.
     """
+    if any(size.untold for size in sizes):
+        return [_uncounted(sizes, rank, count) for rank in range(count)]
     total = sum(size.samples for size in sizes)
     if len(sizes) == count:
         whole = enumerate(sizes)
@@ -161,9 +227,7 @@ def deal(sizes: Sequence[Size], count: int, fill_to: int = 0) -> list[Part]:
 
 
 def _shared(sizes: Sequence[Size], rank: int, count: int, total: int) -> Part:
-    batch = rank * len(sizes) // count
-    first = -(-batch * count // len(sizes))  # the first rank that shares this batch, and the one after the last
-    after = -(-(batch + 1) * count // len(sizes))
+    batch, first, after = _sharing(len(sizes), rank, count)
     place, samples = rank - first, sizes[batch].samples
     if not sizes[batch].can_be_cut:
         return Part(batch, 0, samples, 0 if place else samples, total)
@@ -171,6 +235,17 @@ def _shared(sizes: Sequence[Size], rank: int, count: int, total: int) -> Part:
     start = place * share + min(place, more)
     stop = start + share + (place < more)
     return Part(batch, start, stop, stop - start, total) if start < stop else Part(batch, 0, 1, 0, total)
+
+
+def _uncounted(sizes: Sequence[Size], rank: int, count: int) -> Part:
+    batch, first, _ = _sharing(len(sizes), rank, count)
+    return Part(batch, 0, sizes[batch].samples, int(rank == first), len(sizes), is_told=False)
+
+
+def _sharing(batches: int, rank: int, count: int) -> tuple[int, int, int]:
+    """The batch that a rank shares, the first rank that does, and the one after the last."""
+    batch = rank * batches // count
+    return batch, -(-batch * count // batches), -(-(batch + 1) * count // batches)
 
 
 class Round(NamedTuple, Generic[B]):
@@ -206,18 +281,21 @@ def rounds(
         first: the size of the epoch's first batch, where that came before.
 
     Raises:
-        ValueError: there is a tail, and the rule is "error".
+        ValueError: there is a tail, and the rule is "error"; or batches are to have one size, and one does not tell
+            its.
     """
     source = iter(batches)
     reference = first or (nominal if start else None)
     largest = nominal or first or 0
     while group := list(islice(source, rule.batches)):
-        is_whole = len(group) == rule.count and rule.tail != "pad"
+        is_whole = len(group) == rule.count and not rule.policy.fills
         sizes = [size_of(batch, not is_whole) for batch in group]
         largest = largest if nominal else max(largest, *(size.samples for size in sizes))
         is_tail = len(group) < rule.batches or (nominal is not None and sizes[-1].samples < nominal)
         if reference is None:
             reference = sizes[0].samples
+        if rule.fixed_batch_size:
+            check_told(sizes)
         has_other = len(group) < rule.batches or any(size.samples != reference for size in sizes)
         if rule.fixed_batch_size and has_other:
             logger.warning(
@@ -227,22 +305,36 @@ def rounds(
             )  # fmt: skip
             left_out([part.samples for part in deal(sizes, rule.count)])
             return
-        if is_tail and rule.tail == "error":
+        if is_tail and rule.policy.refuses:
             total = sum(size.samples for size in sizes)
             raise ValueError(tail_message(start + total, total, rule, nominal))
-        if is_tail and rule.tail == "drop":
+        if is_tail and rule.policy.leaves_out:
             left_out([part.samples for part in deal(sizes, rule.count)])
             return
-        full = -(-largest // rule.count) if rule.split == "global" else largest
-        dealt = Round(group, sizes, deal(sizes, rule.count, full if rule.tail == "pad" else 0), start)
+        full = -(-largest // rule.count) if rule.shares_batches else largest
+        dealt = Round(group, sizes, deal(sizes, rule.count, full if rule.policy.fills else 0), start)
         yield dealt
         start = dealt.stop
+
+
+def check_told(sizes: Sequence[Size]) -> None:
+    """For batches that are to be of one size.
+
+    Raises:
+        ValueError: one does not tell its size.
+    """
+    if untold := next((size.untold for size in sizes if size.untold), None):
+        raise ValueError(
+            f"fixed_batch_size=True compares the sizes of batches, and one of class {untold} does not tell how many "
+            "samples it holds; let the loader give tensors with the samples along batchdim, in dicts, lists or tuples, "
+            "or leave fixed_batch_size out"
+        )
 
 
 def tail_message(length: int, tail: int, rule: Rule, batch: int | None) -> str:
     """What is wrong with a tail of `tail` samples where none is wanted."""
     each = "batches" if batch is None else f"batches of {batch}"
-    whole = f"{rule.batches} {each}" + (f", one for each of {rule.count} ranks" if rule.split == "rank" else "")
+    whole = f"{rule.batches} {each}" + (f", one for each of {rule.count} ranks" if not rule.shares_batches else "")
     return (
         f"tail='error': {length} samples do not divide into rounds of {whole}: {tail} samples are left in the last; "
         "pass a batch size that divides, or tail='split' (the default), 'drop' or 'pad'"
@@ -250,13 +342,12 @@ def tail_message(length: int, tail: int, rule: Rule, batch: int | None) -> str:
 
 
 def measure(batch: Any, dim: int, known: int | None = None, is_cut: bool = True) -> Size:
-    """The size of a loaded batch, `known` where it is; one that does not tell counts as one sample.
-
-    Whether it can be cut is looked at only if it is to be.
-    """
+    """The size of a loaded batch, `known` where it is. Whether it can be cut is looked at only if it is to be."""
     size = batch_size(batch, dim) if known is None or is_cut else known
+    if known is None and (size is None or (may_list_samples(batch) and len(batch) != size)):
+        return Size(1, False, type(batch).__name__)
     if size is None:
-        return Size(1 if known is None else known, can_be_cut=False)
+        return Size(known or 0, can_be_cut=False)
     samples = size if known is None else known
     return Size(samples, can_be_cut=not is_cut or (samples == size and can_cut(batch, dim)))
 
@@ -269,7 +360,7 @@ def cut(dealt: Round[Any], rank: int, dim: int, mark: int = 0) -> Piece:
         batch = pick(batch, part.order(), dim)
     elif (part.start, part.stop) != (0, dealt.sizes[part.batch].samples):
         batch = take(batch, part.start, part.stop, dim)
-    return Piece(batch, Claim(part.samples, part.total, mark, part.repeated))
+    return Piece(batch, Claim(part.samples, part.total, mark, part.repeated, len(dealt.batches), part.is_told))
 
 
 def mark_of(*content: Any) -> int:
@@ -284,6 +375,23 @@ def glimpse(batch: Any) -> list[Any]:
     """
     seen = (_corner(leaf) if is_array(leaf) else leaf for leaf in leaves(batch))
     return list(islice((each for each in seen if isinstance(each, str | int | list)), 4))
+
+
+def fingerprint(sample: Any) -> list[Any]:
+    """As `glimpse`; of a sample that has neither whole numbers nor texts, some of the fractions and bytes it has."""
+    return glimpse(sample) or [_spread_over(leaf) if is_array(leaf) else leaf for leaf in islice(leaves(sample), 4)]
+
+
+def _spread_over(array: Any) -> Any:
+    """Some of a plain tensor's or array's values, from all over it."""
+    if isinstance(array, torch.Tensor):
+        if array.layout is not torch.strided or array.is_nested or array.is_meta or array.is_quantized:
+            return None
+        array = array.detach()
+    elif array.dtype.kind not in "biufc":
+        return None
+    flat = array.reshape(-1)
+    return flat[:: max(len(flat) // _SEEN, 1)].tolist()
 
 
 def _corner(array: Any) -> Any:

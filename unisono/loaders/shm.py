@@ -14,11 +14,17 @@ from typing import Any
 
 import torch
 
+try:
+    import resource
+except ImportError:  # Windows, which has no such limits
+    resource = None  # type: ignore[assignment]
+
 from unisono.outcome import add_note_once, chain_of
 from unisono.tree import leaves
 
 SHM = Path("/dev/shm")
 
+_TOO_MANY = "Too many open files"
 _FULL = "unable to allocate shared memory"  # torch's words
 _DEFAULT_PREFETCH = 2  # torch's
 _WAY_OUT = (
@@ -59,7 +65,8 @@ class Room:
         if self._has_checked:
             return
         self._has_checked = True
-        nbytes = sum(leaf.nbytes for leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.is_shared())
+        tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and has_storage(leaf)]
+        nbytes = sum(leaf.nbytes for leaf in tensors if leaf.is_shared())
         needed = self._in_flight * nbytes
         if self._free is None:
             return
@@ -79,14 +86,26 @@ def share(batch: Any) -> None:
     The thread by which torch would do it prints the error and drops the batch, and its receiver waits for ever.
     """
     for leaf in leaves(batch):
-        if isinstance(leaf, torch.Tensor) and leaf.is_cpu and leaf.untyped_storage().nbytes():
+        if isinstance(leaf, torch.Tensor) and leaf.is_cpu and has_storage(leaf) and leaf.untyped_storage().nbytes():
             leaf.share_memory_()
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether it lies in one piece of memory: no sparse one, and none that is made of others."""
+    return tensor.layout is torch.strided and type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
 def explain(error: BaseException) -> None:
     """Note on an error that says that there was no room, in torch's words, what there is and what to do."""
     if any(_FULL in str(each) for each in chain_of(error)):
         add_note_once(error, why_full())
+    if resource is not None and any(_TOO_MANY in str(each) for each in chain_of(error)):
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        add_note_once(
+            error,
+            f"this process may have {limit} files open (ulimit -n), and each tensor from a loader worker takes some; "
+            "raise that limit, send fewer and larger tensors, or pass fewer num_workers or a smaller prefetch_factor",
+        )
 
 
 def why_full() -> str:

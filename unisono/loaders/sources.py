@@ -124,8 +124,7 @@ def state_behind(source: Source, begun: Begun | None, progress: Sequence[Progres
 class PlainSource:
     """Any iterable of batches. Every rank reads all of it and keeps its part, so it must be the same on every rank.
 
-    It resumes by its own `state_dict` where it has one (torchdata's StatefulDataLoader has), else by reading and
-    dropping what was delivered before.
+    It resumes by its own `state_dict` where it has one, else by reading and dropping what was delivered before.
 
     Args:
         loader: the iterable.
@@ -190,7 +189,14 @@ class PlainSource:
             self._loader.set_epoch(epoch)
         done = position["offset"] // rule.shards
         if self._is_stateful and "loader" in position:
-            self._loader.load_state_dict(copy.deepcopy(position["loader"]))
+            try:
+                self._loader.load_state_dict(copy.deepcopy(position["loader"]))
+            except AssertionError as error:
+                raise StateError(
+                    f"the {type(self._loader).__name__} does not take its state, which is in this one: an assertion of "
+                    f"its load_state_dict fails ({error or 'it gives no reason'}); resume with the same arguments, "
+                    "num_workers and batch_size for one"
+                ) from error
             done = 0
         elif done:
             logger.warning(

@@ -30,7 +30,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from unisono.errors import StateError
-from unisono.loaders.parts import Cut, Cutter, Layer, Made, PartReader, StreamStart, check_layers, untouched
+from unisono.loaders.parts import Cut, Cutter, Layer, Made, PartReader, StreamStart, Trail, check_layers, untouched
 from unisono.loaders.resume import State
 from unisono.loaders.sharding import Rule
 from unisono.loaders.sources import Begun, LeftOut, Loaded, rounds_of_loaded
@@ -83,16 +83,16 @@ class StreamSource:
             dataset, by = self._cut_by_rank(loader.dataset, rule, position.get("by"))
             cut = self._cut(by, epoch, position)
             size = loader.batch_size
-            if size is not None and rule.split == "global" and self.is_uneven and not rule.is_cut:
+            if size is not None and rule.shares_batches and self.is_uneven and not rule.is_cut:
                 size = _own_size(size, self._rank, self._ranks)
-            drop_last = loader.drop_last or rule.tail == "drop"
+            drop_last = loader.drop_last or rule.policy.leaves_out
             made = self._made(loader, PartReader(dataset, loader.collate_fn, size, drop_last, cut))
             self.epoch, self._position = epoch + 1, {"offset": 0}
         places = len(rule.kept)
-        whole = size if rule.tail == "error" and not loader.drop_last else None
+        whole = size if rule.policy.refuses and not loader.drop_last else None
         taken = _Taken(made, cut, position, lambda samples: left_out(_spread(samples, places)), whole)
         own = Rule() if self.is_uneven else rule  # the ranks' rounds are made in lockstep
-        full = size if rule.tail == "pad" else None
+        full = size if rule.policy.fills else None
         pieces = rounds_of_loaded(taken, own, self._dim, left_out, position["offset"], taken.position, full)
         return Begun(epoch, taken.position(position["offset"]), pieces, full)
 
@@ -130,6 +130,8 @@ class StreamSource:
         if hasattr(dataset, "_distributed") and type(dataset).__module__.startswith("datasets."):
             by_node: Any = import_module("datasets.distributed")  # `shard` gives a rank none of too few files
             return by_node.split_dataset_by_node(dataset, self._rank, self._ranks), "dataset"
+        if cuts_by_node(dataset, self._rank, self._ranks):
+            return dataset, "dataset"
         for name in ("shard", "split"):
             method = getattr(dataset, name, None)
             if callable(method):
@@ -201,6 +203,8 @@ class _Taken:
         self._states = dict(cut.states)
         self._mark: int | None = start.get("mark") if cut.is_resumed else None
         self._is_saved = self._mark is not None
+        self._trail: Trail | None = None  # behind the last batch
+        self._trails: dict[int, int] = {}  # the last ones, of any part
 
     def __iter__(self) -> _Taken:
         return self
@@ -210,6 +214,7 @@ class _Taken:
             made = next(self._made)
             if made.by == "stride" and made.mark:
                 self._compare(made.mark)
+            self._compare_trail(made.trail)
             if made.is_left_out:
                 self._leave_out(made.samples or 0)
                 continue
@@ -236,6 +241,7 @@ class _Taken:
             "layers": [[layer.ranks, layer.workers, list(layer.taken)] for layer in layers],
             "last": last,
             "mark": self._mark,
+            **({"trail": self._trail} if self._ranks > 1 else {}),
             **({"states": dict(self._states)} if self._states else {}),
         }
 
@@ -249,6 +255,16 @@ class _Taken:
             )
         elif mark != self._mark:
             raise RuntimeError(other_stream("loader workers"))
+
+    def _compare_trail(self, trail: Trail | None) -> None:
+        self._trail = trail
+        if trail is None:
+            return
+        rows, mark = trail
+        if self._trails.setdefault(rows, mark) != mark:
+            raise RuntimeError(other_stream("loader workers"))
+        if len(self._trails) > 2 * self._workers:
+            del self._trails[next(iter(self._trails))]
 
 
 def check_stream(position: State) -> None:
@@ -268,12 +284,23 @@ def check_stream(position: State) -> None:
 
 
 def is_stream(loader: Any) -> TypeGuard[DataLoader[Any]]:
-    """Whether the loader is a DataLoader over an iterable dataset, and torch's own iterator reads it."""
-    return (
-        isinstance(loader, DataLoader)
-        and type(loader).__iter__ is DataLoader.__iter__
-        and isinstance(loader.dataset, IterableDataset)
-    )
+    """Whether the loader is a DataLoader over an iterable dataset, read by torch's own iterator or by torchdata's.
+
+    The state of torchdata's loader itself would not outlive another number of ranks or loader workers.
+    """
+    if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset):
+        return False
+    return type(loader).__iter__ is DataLoader.__iter__ or type(loader).__module__.startswith("torchdata.")
+
+
+def cuts_by_node(dataset: Any, rank: int, ranks: int) -> bool:
+    """Whether it is one of webdataset's that splits its shards by rank, and takes this process for that rank."""
+    stages = getattr(dataset, "pipeline", ())
+    if not type(dataset).__module__.startswith("webdataset.") or not isinstance(stages, list | tuple):
+        return False
+    webdataset: Any = import_module("webdataset")
+    splits = any(stage is webdataset.split_by_node for stage in stages)
+    return splits and webdataset.utils.pytorch_worker_info()[:2] == (rank, ranks)
 
 
 def _own_part(method: Callable[..., Any], ranks: int, rank: int) -> Any:
@@ -315,8 +342,8 @@ def _spread(samples: int, places: int) -> list[int]:
 def other_stream(readers: str) -> str:
     """What is wrong where a stream that is cut by stride is not the same for all who read it."""
     return (
-        f"the {readers} read different streams (their first samples differ), so cutting them by stride would lose some "
-        "samples and repeat others; shuffle by the epoch (set_epoch), or with the global generators in loader workers, "
-        "which are seeded alike; or let the dataset cut itself, by get_worker_info() or by shard(num_shards, index); "
-        "where each has its own part already, pass already_sharded=True"
+        f"the {readers} read different streams (their samples differ), so cutting them by stride would lose some "
+        "samples and repeat others; shuffle by the epoch (set_epoch), or with the global generators in loader workers "
+        "(num_workers=1), which are seeded alike; or let the dataset cut itself, by get_worker_info() or by "
+        "shard(num_shards, index); where each has its own part already, pass already_sharded=True"
     )

@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import signal
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -26,7 +29,8 @@ except ImportError:  # Windows, which has no such limits
 
 from unisono.errors import BusyError, describe_exit
 from unisono.loaders.fetching import Fetcher, Request, few
-from unisono.loaders.sending import Packed, can_surely_be_sent
+from unisono.loaders.forking import context_of, one_at_a_time, stack_of
+from unisono.loaders.sending import Merged, Packed, can_surely_be_sent, has_many
 from unisono.loaders.shm import Room, explain, share, why_full
 from unisono.outcome import Outcome, chain_of
 from unisono.randomness import notice_who_asks
@@ -34,8 +38,11 @@ from unisono.tree import leaves, tree_map
 
 _BUSY_S = 10.0
 _LOOK_S = 0.25
+_LONG_S = 30.0
 _ENDING_S = 1.0
 _WAITING = 16
+
+logger = logging.getLogger(__name__)
 
 
 class RemoteFetcher:
@@ -48,6 +55,8 @@ class RemoteFetcher:
         try:
             batch = self._fetcher.batch(request, is_seeded=True)
             if can_surely_be_sent(batch):
+                if has_many(batch):
+                    return Merged(batch)
                 share(batch)
                 return batch
         except Exception as error:
@@ -92,8 +101,8 @@ class WorkerPool:
 
     Nothing is pinned here: it is done where a batch is moved to a device that gains by it.
 
-    *Threads:* passes may overlap, since one that was left early ends in its own time. Persistent workers serve one pass
-    at a time, so there the next pass waits for that end.
+    *Threads:* passes may overlap, since one that was left early ends in its own time. Persistent workers serve the pass
+    that was begun last, as torch's do; an older one finds that out within `_LOOK_S`, or when it asks for more.
 
     Args:
         loader: the user's, for its options.
@@ -107,7 +116,8 @@ class WorkerPool:
     ) -> None:
         self._generator = torch.Generator()  # from which the DataLoader seeds its workers
         self._requests = _NextPass()
-        self._persistent = threading.Lock() if loader.persistent_workers else None
+        self._turn = _Turn() if loader.persistent_workers else None
+        self._timeout_s: float = loader.timeout
         self._room = Room(loader.num_workers, loader.prefetch_factor, _WAITING)
         self._loader: DataLoader[Any] = DataLoader(
             dataset,
@@ -115,44 +125,43 @@ class WorkerPool:
             sampler=self._requests if has_requests else None,
             num_workers=loader.num_workers,
             collate_fn=_as_it_is,
-            timeout=loader.timeout,
             worker_init_fn=start,
-            multiprocessing_context=loader.multiprocessing_context,
+            multiprocessing_context=context_of(loader.multiprocessing_context),
             generator=self._generator,
             prefetch_factor=loader.prefetch_factor,
             persistent_workers=loader.persistent_workers,
         )
 
     def serve(
-        self, seed: int, requests: Iterator[Any] | None = None, before: Callable[[], Any] = lambda: None
+        self,
+        seed: int,
+        requests: Iterator[Any] | None = None,
+        before: Callable[[], Any] = lambda: None,
+        describe: Callable[[int], str] = lambda place: f"sample number {place} of the stream",
     ) -> Served:
         """What the workers make in one pass, unpacked. They are started here, in the calling thread.
 
         Args:
             before: called when no other pass has the persistent workers, before they hear of this one.
+            describe: which sample of the batch that is awaited a worker is at, in words.
 
         Raises:
-            BusyError: the persistent workers serve another pass.
+            BusyError: another pass over the persistent workers was begun at the same time.
         """
-        if self._persistent is not None and not self._persistent.acquire(timeout=_BUSY_S):
-            raise BusyError(
-                "this loader's persistent workers serve another loop, and they serve one at a time; end that loop "
-                "first, or pass persistent_workers=False"
-            )
-        try:
+        wait = _Wait(self._timeout_s, self._turn, describe)
+        if self._turn is not None:
+            self._turn.owner = wait
+        with wait.turn():
             before()
             self._forget_the_dead()
             self._generator.manual_seed(seed)
             self._requests.requests = requests or iter(())
             self._room.look()
-            values = iter(self._loader)
-            _look_often(values)
+            with one_at_a_time():
+                values = iter(self._loader)
+            _look_often(values, wait)
             self._requests.requests = iter(())  # in a pass that is left early they would hold the dataset
-        except BaseException:
-            if self._persistent is not None:
-                self._persistent.release()
-            raise
-        return Served(values, self._persistent, self._room)
+        return Served(values, wait, self._room)
 
     def _forget_the_dead(self) -> None:
         """Let new persistent workers start where one has died, which would be noticed after 5 s, in pass after pass."""
@@ -170,12 +179,81 @@ class _NextPass:
         return self.requests
 
 
-class Served:
-    """The values of one pass, as the loader workers send them; when it goes, persistent workers are free."""
+class _Turn:
+    """Whose turn it is with persistent workers: that of the pass begun last. One thread at a time talks to them."""
 
-    def __init__(self, values: Iterator[Any], lock: threading.Lock | None, room: Room) -> None:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.owner: object = None
+
+
+class _Wait:
+    """What a pass waits for, and how long it may.
+
+    Args:
+        timeout_s: for a batch; 0 for as long as it takes.
+        turn: where the workers are persistent.
+        describe: as for `WorkerPool.serve`.
+    """
+
+    def __init__(self, timeout_s: float, turn: _Turn | None, describe: Callable[[int], str]) -> None:
+        self.describe = describe
+        self.timeout_s = timeout_s
+        self.asked_at = 0.0
+        self.has_warned = False
+        self._turn = turn
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """For the block, this pass talks to the workers.
+
+        Raises:
+            BusyError: a later pass has them.
+        """
+        self.asked_at, self.has_warned = time.monotonic(), False
+        if self._turn is None:
+            yield
+            return
+        if not self._turn.lock.acquire(timeout=_BUSY_S):
+            raise BusyError("another thread has been asking this loader's persistent workers for a batch all the time")
+        try:
+            self.check_turn()
+            yield
+        finally:
+            self._turn.lock.release()
+
+    def check_turn(self) -> None:
+        """BusyError where a later pass has the workers."""
+        if self._turn is not None and self._turn.owner is not self:
+            raise BusyError(
+                "this loop's persistent workers have begun another loop over the same loader, and they serve one at a "
+                "time; end a loop before the next begins, or pass persistent_workers=False"
+            )
+
+    def look(self, values: Any) -> None:
+        """Nothing has come for a while.
+
+        Raises:
+            BusyError: as `check_turn`.
+            RuntimeError: the user's time is over.
+        """
+        self.check_turn()
+        waited_s = time.monotonic() - self.asked_at
+        if 0 < self.timeout_s <= waited_s:
+            raise RuntimeError(
+                f"DataLoader timed out after {self.timeout_s:g} seconds: {where_stuck(values, self.describe)}"
+            )
+        if waited_s > _LONG_S and not self.has_warned:
+            self.has_warned = True
+            logger.warning("no batch has come for %.0f s: %s", waited_s, where_stuck(values, self.describe))
+
+
+class Served:
+    """The values of one pass, as the loader workers send them."""
+
+    def __init__(self, values: Iterator[Any], wait: _Wait, room: Room) -> None:
         self._values = values
-        self._lock = lock
+        self._wait = wait
         self._room = room
         self._is_freed: bool | None = None
 
@@ -188,6 +266,9 @@ class Served:
             batch = value.unwrap() if isinstance(value, Outcome) else value
             self._room.check(batch)
             return self._freed(batch)
+        except StopIteration:
+            self._values = iter(())  # those of persistent workers go on in the next pass
+            raise
         except Exception as error:
             explain(error)
             self._values = iter(())  # whoever keeps the error keeps this, and must not keep the workers
@@ -209,10 +290,11 @@ class Served:
 
     def _receive(self) -> Any:
         try:
-            return next(self._values)
+            with self._wait.turn():
+                return next(self._values)
         except (EOFError, OSError, RuntimeError) as error:
-            if str(error).startswith("Caught "):  # torch's words for what worker_init_fn has raised there
-                raise
+            if str(error).startswith(("Caught ", "DataLoader timed out")):  # what worker_init_fn has raised, in torch's
+                raise  # words, and ours
             dead = _dead_worker(self._values, 0 if isinstance(error, RuntimeError) else _ENDING_S)
             if dead is None and isinstance(error, RuntimeError):
                 raise
@@ -221,24 +303,38 @@ class Served:
             why = why_full() if is_full else "where nobody killed it, the usual reason is a lack of memory"
             raise RuntimeError(f"a DataLoader worker {how} before its batch was received; {why}") from error
 
-    def __del__(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
 
+def _look_often(values: Any, wait: _Wait) -> None:
+    """Let the thread that reads notice a dead worker, and soon, and that the workers are not its own any more.
 
-def _look_often(values: Any) -> None:
-    """Let the thread that reads notice a dead worker, and soon.
-
-    Torch notices it in a signal handler, which raises wherever the main thread just is, or when nothing has come for
-    5 s. Where the user has set a time-out, it waits that long in one go, so there the handler stays.
+    Torch notices a death in a signal handler, which raises wherever the main thread just is, or when nothing has come
+    for 5 s.
     """
-    if values._timeout > 0 or not values._worker_pids_set:
-        return
-    signal_handling._remove_worker_pids(id(values))  # type: ignore[attr-defined]
-    values._worker_pids_set = False
-    itself = weakref.ref(values)
+    if values._worker_pids_set:
+        signal_handling._remove_worker_pids(id(values))  # type: ignore[attr-defined]
+        values._worker_pids_set = False
+    itself = weakref.ref(values)  # not the object: that would be a circle
     look = type(values)._try_get_data
-    values._try_get_data = lambda timeout=_LOOK_S: look(itself(), timeout)  # not bound: that would be a circle
+
+    def try_get_data(timeout: float = _LOOK_S) -> Any:
+        found = look(itself(), timeout)
+        if not found[0]:
+            wait.look(itself())
+        return found
+
+    values._try_get_data = try_get_data
+
+
+def where_stuck(values: Any, describe: Callable[[int], str]) -> str:
+    """Which loader worker is awaited, the sample that it is at, and its stack, in words."""
+    info = values._task_info.get(values._rcvd_idx)
+    if info is None:
+        return "persistent workers have not ended the pass before"
+    number = info[0]
+    worker = values._workers[number]
+    place = getattr(worker, "place", None)
+    at = "" if place is None else f" is at {describe(place)}"
+    return f"loader worker {number} (pid {worker.pid}){at}{stack_of(worker)}"
 
 
 def _dead_worker(values: Any, within_s: float) -> Any:

@@ -100,6 +100,35 @@ def broadcast_parameters(module: nn.Module, root: int = 0, world: World | None =
 
 
 @torch.no_grad()
+def broadcast_together(tensors: Sequence[torch.Tensor], world: World, root: int = 0) -> None:
+    """Give every rank the root's tensors, in place: those of one type and device in one collective."""
+    alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for each in tensors:
+        alike.setdefault((each.dtype, each.device), []).append(each)
+    for group in alike.values():
+        flat = torch.cat([each.reshape(-1) for each in group])
+        world.comm.broadcast(flat, root)
+        for each, part in zip(group, flat.split([each.numel() for each in group]), strict=True):
+            each.copy_(part.view_as(each))
+
+
+def first_difference(models: Sequence[nn.Module]) -> str | None:
+    """The name of the first parameter in which the models of one process, its replicas, differ; None where none does.
+
+    No rank meets another for it. Buffers do not count: those of BatchNorm are each replica's own.
+    """
+    held = [dict(model.named_parameters()) for model in models]
+    if len({_bits(list(each.values())) for each in held}) == 1:
+        return None
+    names = dict.fromkeys(name for each in held for name in each)
+    return next(name for name in names if len({_bits([each[name]] if name in each else []) for each in held}) > 1)
+
+
+def _bits(parameters: Sequence[torch.Tensor]) -> int:
+    return int(fingerprint(parameters, parameters[0].device)) if parameters else 0
+
+
+@torch.no_grad()
 def fingerprint(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """A number of at most 62 bits, on the device, that the bits of the tensors in their order decide, those of NaN too.
 

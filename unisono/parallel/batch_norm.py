@@ -18,10 +18,13 @@ comes from the rank's own loss, that is
 A rank without a weight has samples that only repeat others': they add nothing to the statistics, its outputs are made
 of the others', and its input has no gradient. The gradients of weight and bias are the rank's own and scaled like all.
 
+A gradient with a graph of its own (create_graph=True) is computed again, from sums over the ranks that have gradients,
+and only where all s_r are equal.
+
 *Threads:* the rank's own, and the autograd thread that works for it. Backward asks nothing of the ambient world.
 
 Invariants:
-1. In training one collective in the forward pass and one in the backward pass; otherwise none.
+1. In training one collective in the forward pass and one in the backward pass; three, where that makes a graph.
 2. All ranks end with the same running statistics, bit by bit, since they compute them from the same numbers.
 3. A rank that has too few samples by itself learns the global count before it complains, so all complain or none.
 """
@@ -35,7 +38,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -228,9 +230,10 @@ class _Normalize(torch.autograd.Function):
         return F.batch_norm(input, found.mean, variance, weight, bias, training=False, eps=eps)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         input, weight, number, mean, variance = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True
+            return *_gradients_with_a_graph(ctx, gradient, input, weight, number), None, None, None, None
         scale = torch.rsqrt(variance + ctx.eps)
         both = (each.to(scale.dtype) for each in (gradient, input))  # not every family mixes types here
         _, for_weight, for_bias = torch.ops.aten.native_batch_norm_backward(
@@ -247,6 +250,59 @@ class _Normalize(torch.autograd.Function):
         wanted = ctx.needs_input_grad[1:3]
         own = [each if is_wanted else None for each, is_wanted in zip((for_weight, for_bias), wanted, strict=True)]
         return for_input, *own, None, None, None, None
+
+
+class _Summed(torch.autograd.Function):
+    """The sum over the ranks, for a loss that is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, comm: Communicator) -> torch.Tensor:
+        ctx.comm = comm
+        return comm.all_reduce(own.clone())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _Summed.apply(gradient, ctx.comm), None
+
+
+def _gradients_with_a_graph(
+    ctx: Any, gradient: torch.Tensor, input: torch.Tensor, weight: torch.Tensor | None, number: torch.Tensor
+) -> list[torch.Tensor | None]:
+    """The gradients of input, weight and bias with a graph of their own, through sums that have one. Collectives.
+
+    Raises:
+        ValueError: the ranks' weights differ: gradients between two passes are of sums, which have none.
+    """
+    comm: Communicator = ctx.comm
+    shares = [float(each) for each in comm.all_gather(input.new_tensor([float(ctx.weigh())], dtype=_wide(input.dtype)))]
+    if any(each != shares[0] for each in shares):
+        raise ValueError(
+            "the ranks have different numbers of samples in this step, and a gradient with a graph of its own "
+            "(create_graph=True) goes through BatchNorm over all ranks, where one rank's samples count in the others' "
+            "gradients; drop the last batch (drop_last=True), or leave the penalty out of it"
+        )
+    with torch.enable_grad():
+        x, wide = input.view_as(input), _wide(input.dtype)
+        trained = None if weight is None else weight.view_as(weight)  # no leaf: its gradient is asked for in here
+        bias = None if weight is None else torch.zeros_like(weight).requires_grad_(ctx.needs_input_grad[2])
+        over = _all_but_channels(x)
+        mean = _Summed.apply(x.to(wide).sum(over), comm) / number
+        centred = x.to(wide) - _spread(mean, x)
+        variance = _Summed.apply(centred.square().sum(over), comm) / number
+        normal = centred * _spread(torch.rsqrt(variance + ctx.eps), x)
+        if trained is not None and bias is not None:
+            normal = normal * _spread(trained.to(wide), x) + _spread(bias.to(wide), x)
+        arguments = [x, trained, bias]
+        wanted = [
+            each if each is not None and each.requires_grad and is_asked else None
+            for each, is_asked in zip(arguments, ctx.needs_input_grad[:3], strict=True)
+        ]
+        found = iter(
+            torch.autograd.grad(
+                normal.to(input.dtype), [each for each in wanted if each is not None], gradient, create_graph=True
+            )
+        )
+    return [None if each is None else next(found) for each in wanted]
 
 
 def _input_gradient(

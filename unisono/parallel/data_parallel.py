@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import cached_property
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -30,10 +30,10 @@ from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.parallel_loader import ParallelLoader
 from unisono.loaders.registry import Sources
 from unisono.outcome import add_note_once
+from unisono.parallel.agreement import first_difference
 from unisono.parallel.caller_state import CallerState
 from unisono.parallel.context import Context
 from unisono.parallel.generators import ReplicaGenerators
-from unisono.parallel.likeness import first_difference
 from unisono.parallel.optimizer import ByHand
 from unisono.parallel.replicas import ReplicaThreads
 from unisono.randomness import seed_of
@@ -126,18 +126,11 @@ class DataParallel:
         """
         if not callable(loop_fn):
             raise TypeError(f"loop_fn={loop_fn!r} is a {type(loop_fn).__name__}; pass a function")
-        mark = object()
-        try:
-            self._enter(mark)
-            worlds = self._worlds()
-            with self._passing(loader, fixed_batch_size, batchdim, worlds) as loaders:
 
-                def part(rank: int) -> T:
-                    return loop_fn(self.models[rank], loaders[rank], worlds[rank].device, self._contexts[rank])
+        def part(world: World, loaders: Sequence[DeviceIterator]) -> T:
+            return loop_fn(self.models[world.rank], loaders[world.rank], world.device, self._contexts[world.rank])
 
-                return self._play(part, worlds, loaders)
-        finally:
-            self._calls.pop(mark, None)
+        return self._run(part, partial(self._passing, loader, fixed_batch_size, batchdim))
 
     def run_on_replicas(self, fn: Callable[[nn.Module, torch.device, Context], T]) -> list[T]:
         """Call `fn(model, device, context)` once per device, all at the same time, in its replica's world.
@@ -146,17 +139,11 @@ class DataParallel:
         """
         if not callable(fn):
             raise TypeError(f"fn={fn!r} is a {type(fn).__name__}; pass a function")
-        mark = object()
-        try:
-            self._enter(mark)
-            worlds = self._worlds()
 
-            def part(rank: int) -> T:
-                return fn(self.models[rank], worlds[rank].device, self._contexts[rank])
+        def part(world: World, _: object) -> T:
+            return fn(self.models[world.rank], world.device, self._contexts[world.rank])
 
-            return self._play(part, worlds, [])
-        finally:
-            self._calls.pop(mark, None)
+        return self._run(part, lambda worlds: nullcontext([]))
 
     @property
     def is_usable(self) -> bool:
@@ -196,6 +183,21 @@ class DataParallel:
         if first is not mark:
             raise BusyError("this DataParallel is running a loop, and runs one at a time; make another one")
         self._threads.check_idle()
+
+    def _run(
+        self,
+        part: Callable[[World, Sequence[DeviceIterator]], T],
+        passing: Callable[[list[World]], AbstractContextManager[list[DeviceIterator]]],
+    ) -> list[T]:
+        """Call `part(world, loaders)` for every rank, with the iterators that `passing(worlds)` gives."""
+        mark = object()
+        try:
+            self._enter(mark)
+            worlds = self._worlds()
+            with passing(worlds) as loaders:
+                return self._play(lambda rank: part(worlds[rank], loaders), worlds, loaders)
+        finally:
+            self._calls.pop(mark, None)
 
     def _worlds(self) -> list[World]:
         """The replicas' worlds, the same in each call: what a loop keeps in its context goes on to hold."""
@@ -237,6 +239,7 @@ class DataParallel:
         return [loader.again(worlds)] * len(self.devices)
 
     def _deal(self, loader: Iterable[Any], fixed_batch_size: bool, batchdim: int) -> ParallelLoader:
+        """What is made of a plain loader; the mirror of PyTorch/XLA has another way."""
         return ParallelLoader(loader, self.devices, batchdim, fixed_batch_size, sources=self._sources)
 
     @cached_property

@@ -15,6 +15,8 @@ same with N(m) in the place of U and of W: a scale of 1, a factor of 1 / R.
 A penalty on the parameters, which every rank adds to every loss, counts once, as on one device: the sum over r and m of
 part * scale * factor is 1.
 
+A loss that is a sum over samples has a part, a scale and a factor of 1.
+
 n and N come with the batch, from the loader; or from the user, who counts tokens, and then N is summed over the ranks.
 
 *Threads:* a rank's ledger belongs to the thread of its loop.
@@ -23,9 +25,12 @@ n and N come with the batch, from the loader; or from the user, who counts token
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
+from torch.optim import Optimizer
 
 from unisono.deliveries import Batch, Loop, name_batches
 from unisono.world import World
@@ -128,6 +133,48 @@ def refuse_crossed(part: float) -> None:
         )
 
 
+@dataclass(eq=False)
+class Step:
+    """The microbatches whose gradients make one step of a rank.
+
+    Attributes:
+        number: from 1 on; one that was given up does not count.
+        before: the last batch of the step before.
+        claims: by what tells one microbatch from another.
+        units: the first total of each loader that has a loss in it.
+        stepped: the optimizers that have stepped on it. Others, on the same microbatches, belong to it.
+        is_closed: one of them has.
+        is_full: it has its last microbatch, as far as was asked.
+    """
+
+    number: int = 1
+    before: Batch | None = None
+    claims: dict[object, Claim] = field(default_factory=dict)
+    units: dict[Loop, float] = field(default_factory=dict)
+    stepped: WeakSet[Optimizer] = field(default_factory=WeakSet)
+    is_closed: bool = False
+    is_full: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has microbatches, and no optimizer has stepped on them."""
+        return bool(self.claims) and not self.is_closed
+
+    @property
+    def unit(self) -> float:
+        """U; 0 where nothing counts."""
+        return next((each.total for each in self.claims.values() if each.total), 0.0)
+
+    @property
+    def last(self) -> Batch | None:
+        """The batch that was entered last."""
+        return next((each.batch for each in reversed(self.claims.values())), None)
+
+    def following(self) -> Step:
+        """The step after this one; in its place, where no optimizer has stepped."""
+        return Step(self.number + bool(self.claims and self.is_closed), self.last)
+
+
 class Ledger:
     """The microbatches of one rank's present step.
 
@@ -135,36 +182,44 @@ class Ledger:
         size: of the world.
         every: how many microbatches make a step; math.inf where the user tells by stepping.
         is_mean: whether the step is the mean over its microbatches' samples, or the sum of their means.
+        is_sum: losses are sums over samples, and nothing is weighed.
 
     Attributes:
-        number: of the present step, from 1 on.
-        num_closed: how many steps were ended by an optimizer.
-        count: its microbatches so far.
-        is_closed: an optimizer has stepped; others, on the same microbatch, belong to this step.
-        has_ended: the present step has its last microbatch, where means over a step are taken.
+        step: the present one.
     """
 
-    def __init__(self, size: int, every: float = 1, is_mean: bool = True) -> None:
-        self.every, self.is_mean = every, is_mean
-        self._size, self._next = size, (every, is_mean)
-        self.number = self.num_closed = 0
-        self._before: Batch | None = None  # the last one of the step before
-        self._forget()
+    def __init__(self, size: int, every: float = 1, is_mean: bool = True, is_sum: bool = False) -> None:
+        self.every, self.is_mean, self.is_sum = every, is_mean, is_sum
+        self._next = (every, is_mean)
+        self.step = Step()
+        self._size = size
 
-    def _forget(self) -> None:
-        self.every, self.is_mean = self._next
-        self.count = 0
-        self.is_closed = True
-        self.has_ended = False
-        self._claims: dict[object, Claim] = {}  # by what tells one microbatch from another
-        self._unit = self._total = 0.0
-        self._units: dict[Loop, float] = {}  # the first total of each loader that has a loss in the step
+    @property
+    def count(self) -> int:
+        """The step's microbatches so far."""
+        return len(self.step.claims)
+
+    def claim(self, batch: Batch | None, weight: float | torch.Tensor | None, world: World) -> Claim:
+        """As `claim_of`; of a sum, each rank's counts whole, and that of a batch that only repeats others not at all.
+
+        Raises:
+            ValueError: a weight is given for a sum.
+        """
+        if not self.is_sum:
+            return claim_of(batch, weight, world)
+        if weight is not None:
+            raise ValueError("loss_reduction='sum' adds losses up as they are; leave out weight=, or take 'mean'")
+        return Claim(0 if batch is not None and not batch.samples else 1, self._size, batch)
 
     def accumulate(self, every: int) -> None:
         """Let so many microbatches make a step, from the next one on: a step that has begun ends as it was begun."""
         self._next = (every, every > 1)
-        if self.is_closed or not self.count:
+        if not self.step.is_open:
             self.every, self.is_mean = self._next
+
+    def _begin(self, step: Step) -> Step:
+        self.step, (self.every, self.is_mean) = step, self._next
+        return step
 
     def enter(self, claim: Claim, key: object) -> None:
         """A backward pass begins.
@@ -176,12 +231,10 @@ class Ledger:
             ValueError: the same microbatch was counted with other numbers, or a part of the step by samples and a part
                 by what the user has counted.
         """
-        if (self.is_closed or self.has_ended) and key not in self._claims:
-            self._before = next((each.batch for each in reversed(self._claims.values())), None)
-            self._forget()
-            self.is_closed = False
-            self.number += 1
-        known = self._claims.get(key)
+        step = self.step
+        if key not in step.claims and (not step.is_open or (step.is_full and self.is_mean)):
+            step = self._begin(step.following())
+        known = step.claims.get(key)
         if known is not None:
             if (known.samples, known.total) != (claim.samples, claim.total):
                 raise ValueError(
@@ -189,21 +242,19 @@ class Ledger:
                     "have one weight, so add them up, each in its proportion, and call backward once"
                 )
             return
-        if self.is_mean and any(each.is_given != claim.is_given for each in self._claims.values()):
+        if self.is_mean and any(each.is_given != claim.is_given for each in step.claims.values()):
             raise ValueError(
                 "one microbatch of this step has a weight of its own, another one has none; pass backward(..., "
                 "weight=) for each of them, or for none"
             )
-        self._claims[key] = claim
-        self.count += 1
+        step.claims[key] = claim
         if claim.batch is not None:
-            self._units.setdefault(claim.batch.loop, claim.total)
-        self._total += claim.total
-        self._unit = self._unit or claim.total
+            step.units.setdefault(claim.batch.loop, claim.total)
 
     def scale(self, claim: Claim) -> float:
         """The factor for all that the backward pass of that microbatch computes."""
-        return claim.total / self._unit if self.is_mean and self._unit else 1.0
+        unit = self.step.unit
+        return claim.total / unit if self.is_mean and unit and not self.is_sum else 1.0
 
     def join(self, batch: Batch) -> None:
         """A batch of another loader has a loss in the backward pass that was entered last.
@@ -211,21 +262,24 @@ class Ledger:
         Raises:
             ValueError: the means over the step of the two need different scales.
         """
-        claim = next(reversed(self._claims.values()))
+        claim, first = next(reversed(self.step.claims.values())), self.step.unit
         total = float(batch.total or self._size)
-        unit = self._units.setdefault(batch.loop, total)
-        if self.is_mean and total * self._unit != claim.total * unit:
+        unit = self.step.units.setdefault(batch.loop, total)
+        if self.is_mean and total * first != claim.total * unit:
             raise ValueError(
                 "one backward pass of an accumulation has losses of two loaders, whose batches differ in size from "
-                f"those before by different factors ({claim.total:g} after {self._unit:g} samples, {total:g} after "
+                f"those before by different factors ({claim.total:g} after {first:g} samples, {total:g} after "
                 f"{unit:g}); train them with an Accelerator each, or drop the loaders' last batches"
             )
 
     def factor(self) -> float:
         """The factor for all gradients that are held, in the reduction that makes them those of the step."""
+        if self.is_sum:
+            return 1.0
         if not self.is_mean:
             return 1 / self._size
-        return self._unit / (self._size * self._total) if self._total else 0.0
+        total = sum(each.total for each in self.step.claims.values())
+        return self.step.unit / (self._size * total) if total else 0.0
 
     def held_factor(self) -> float:
         """What a further reduction in the same step does to gradients that were reduced before."""
@@ -233,52 +287,53 @@ class Ledger:
 
     def part(self) -> float:
         """This rank's part of the samples of the step: what its loss weighs in the sum over the ranks."""
-        claims = list(self._claims.values())
-        if not claims:
-            return 1 / self._size
-        last = claims[-1]
-        samples = sum(each.samples for each in claims) if self.is_mean else last.samples
-        total = self._total if self.is_mean else last.total
-        return samples / total if total else 1 / self._size
+        claims = list(self.step.claims.values())
+        if self.is_sum:
+            return float(claims[-1].samples) if claims else 1.0
+        counted = claims if self.is_mean else claims[-1:]
+        total = sum(each.total for each in counted)
+        return sum(each.samples for each in counted) / total if total else 1 / self._size
 
     def place(self) -> str:
         """Where this rank stands, in words: equal on all ranks, or they have lost step."""
-        batches = [each.batch for each in self._claims.values() if each.batch is not None]
-        step = f"step {self.num_closed + (not self.is_closed)}"
+        batches = [each.batch for each in self.step.claims.values() if each.batch is not None]
+        step = f"step {self.step.number}"
         if not batches:
             return f"{step} ({self.count} microbatches of no loader)" if self.count > 1 else step
-        return f"{step} ({name_batches(batches, self._before)})"
+        return f"{step} ({name_batches(batches, self.step.before)})"
+
+    def num_dealt(self) -> int:
+        """Of how many batches of its loader, as the user wrote that, the step is."""
+        return sum(1 if each.batch is None else each.batch.dealt for each in self.step.claims.values())
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing counts in this step, on any rank: there is no mean to take the gradient of."""
-        return bool(self._claims) and not any(each.total for each in self._claims.values())
-
-    def holds(self, key: object) -> bool:
-        """Whether that microbatch belongs to the present step."""
-        return key in self._claims
+        return bool(self.count) and not self.step.unit
 
     def is_full(self) -> bool:
-        """Whether the present microbatch ends the step: it has its number, or the batch ends its loop.
+        """Whether the present microbatch ends the step: it has its number, or the batch ends its loop; or none is open.
 
         Where the loader must be asked, it may wait, and is a matter of all ranks.
         """
-        if self.is_closed:
-            return True
-        batch = next(reversed(self._claims.values())).batch if self._claims else None
-        is_full = self.count >= self.every or (batch is not None and batch.is_last())
-        self.has_ended = is_full and self.is_mean
-        return is_full
+        step = self.step
+        if step.is_open and not step.is_full:
+            step.is_full = self.count >= self.every or (step.last is not None and step.last.is_last())
+        return step.is_full or not step.is_open
 
-    def close(self) -> None:
-        """An optimizer has stepped."""
-        self.num_closed += not self.is_closed
-        self.is_closed = True
-        for claim in self._claims.values():
+    def close(self, optimizer: Optimizer) -> None:
+        """That optimizer has stepped."""
+        self.step.stepped.add(optimizer)
+        self.step.is_closed = True
+        for claim in self.step.claims.values():
             if claim.batch is not None:
                 claim.batch.is_spent = True
 
     def clear(self) -> None:
         """Gradients were zeroed: what comes next begins a step."""
-        if not self.is_closed:
-            self._forget()
+        if self.step.is_open:
+            self._begin(self.step.following())
+
+    def restart(self) -> None:
+        """The rank's loop begins anew; where it stood before, the ranks need not agree."""
+        self._begin(Step())

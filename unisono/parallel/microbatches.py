@@ -13,9 +13,12 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from torch.optim import Optimizer
 
 from unisono.deliveries import Batch
-from unisono.parallel.ledger import Claim, Ledger, claim_of
+from unisono.parallel.ledger import Claim, Ledger
 from unisono.world import World
 
 logger = logging.getLogger(__name__)
@@ -45,35 +48,28 @@ class Microbatches:
 
     Attributes:
         bound: of the last forward pass.
-        restarted_at: the first step of the rank's loop, where that was called again.
         num_asked: how often the loop has asked whether to step: it has done with a microbatch then.
+        skips: how often in a row an optimizer was asked to step where no step ends.
     """
 
     def __init__(self, world: World, ledger: Ledger) -> None:
         self.world, self.ledger = world, ledger
+        self._has_warned = False
+        self.restart()
+
+    def restart(self) -> None:
+        """The rank's loop begins anew."""
+        self.ledger.restart()
         self.bound = Bound()
-        self.restarted_at = 0
+        self.num_asked = 0
+        self.skips: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._counted_at: int | None = None  # the last backward pass since a step was asked for, by num_asked
         self._block: object = None  # stands for the batch in an `accumulate()` block
         self._elsewhere: object = object()  # stands for a batch that no loader of ours has delivered
-        self._was_tried = False  # a step, since that one came
         self._parts: set[float] = set()  # of the batches of the forward passes since the last backward pass
-        self._num_restarts = world.state.num_restarts
-        self._has_warned = False
-        self._has_counted = False  # a backward pass, since the last step was asked for
-        self._counted_at = -1  # the last one, by num_asked
-        self.num_asked = 0
-
-    def look(self) -> None:
-        """Notice that the rank's loop has begun anew."""
-        if self.world.state.num_restarts != self._num_restarts:
-            self._num_restarts = self.world.state.num_restarts
-            self.ledger.clear()
-            self.ledger.num_closed = 0  # where they stood, the ranks need not agree
-            self._was_tried, self.restarted_at = True, self.ledger.number + 1
 
     def bind(self, values: Any, syncs: bool = True) -> Bound:
         """The batch that the inputs of a forward pass come from."""
-        self.look()
         self.bound = self.find(values, syncs)
         self._parts.add(self.part(self.bound))
         return self.bound
@@ -98,61 +94,56 @@ class Microbatches:
     def enter(self, claim: Claim, bound: Bound) -> None:
         """Count a backward pass."""
         self._parts.clear()
-        self._has_counted, self._counted_at = True, self.num_asked
-        key = self._key(bound)
-        if key is self._elsewhere:
-            self._was_tried = False
-        self.ledger.enter(claim, key)
-
-    def claim(self, bound: Bound) -> Claim:
-        """What a backward pass claims for which nobody gives a weight."""
-        return claim_of(bound.batch, None, self.world)
+        self._counted_at = self.num_asked
+        self.ledger.enter(claim, self._key(bound))
 
     def part(self, bound: Bound) -> float:
         """Of the batch, as `Claim.part`."""
-        return self.claim(bound).part(self.world.comm.size)
+        return self.ledger.claim(bound.batch, None, self.world).part(self.world.comm.size)
 
     def is_counted(self, bound: Bound) -> bool:
         """Whether the batch has a backward pass in the present step."""
-        return self.ledger.holds(self._key(bound))
+        return self._key(bound) in self.ledger.step.claims
 
-    def is_boundary(self, now: bool = False) -> bool:
-        """Whether a step is taken on the present microbatch, whose backward pass may be still to come.
+    def is_boundary(self) -> bool:
+        """Whether a step is taken on the present microbatch, whose backward pass may be still to come."""
+        is_further = self._block is not None or (self._counted_at != self.num_asked and self.bound.batch is not None)
+        is_next = is_further and not self.is_counted(self.bound)  # than that of the last backward pass
+        self.num_asked += 1
+        return self._ends_step(has_counted=self._counted_at is not None and not is_next)
 
+    def ask_step(self) -> bool:
+        """A step is asked for: whether it is taken, on the microbatch of the last backward pass, where there was one
+        since the last step was asked for, and on no forward pass beside it."""
+        is_taken = self._ends_step(has_counted=self._counted_at is not None)
+        self.num_asked += 1
+        self._counted_at, self._elsewhere = None, object()
+        return is_taken
+
+    def _ends_step(self, has_counted: bool) -> bool:
+        """
         Args:
-            now: a step is asked for: the microbatch is that of the last backward pass, and no forward pass beside it.
+            has_counted: the microbatch is that of the last backward pass; else that of the last forward pass.
         """
         bound, ledger = self.bound, self.ledger
-        in_new_block = self._block is not None and not self.is_counted(bound)
-        is_asked = self._counted_at != self.num_asked
-        is_next = in_new_block or (is_asked and bound.batch is not None and not self.is_counted(bound))
-        self.num_asked += 1
-        if self._has_counted and (now or not is_next):
+        is_elsewhere = bound.batch is None and self._block is None
+        if has_counted or is_elsewhere or self.is_counted(bound):
             return ledger.is_full()
-        if self.is_counted(bound) or (bound.batch is None and self._block is None and not self._was_tried):
-            return ledger.is_full()
-        count = 0 if ledger.is_closed else ledger.count
+        count = ledger.count if ledger.step.is_open else 0
         return count + 1 >= ledger.every or (bound.batch is not None and bound.batch.is_last())
 
     def begins_step(self) -> bool:
         """Whether a backward pass now would be the first of a step."""
-        return self.ledger.is_closed and (self.ledger.every == 1 or not self.is_counted(self.bound))
-
-    def try_step(self) -> None:
-        """A step was asked for."""
-        self._was_tried, self._has_counted = True, False
+        return not self.ledger.step.is_open and (self.ledger.every == 1 or not self.is_counted(self.bound))
 
     def forget(self) -> None:
         """All gradients are zero."""
         self.ledger.clear()
         self._parts.clear()
-        self._has_counted = False
+        self._counted_at = None
 
     def check_told(self, bound: Bound) -> None:
-        """
-        Raises:
-            ValueError: it is not known which microbatch this is, and steps depend on it.
-        """
+        """Refuse what may be one microbatch or another, where steps depend on it. ValueError."""
         if self.ledger.every > 1 and self._block is None and len(bound.candidates) > 1:
             raise ValueError(
                 "the model's inputs were computed from a batch, and several were drawn that it may be: which "
@@ -160,10 +151,7 @@ class Microbatches:
             )
 
     def check_alike(self) -> None:
-        """
-        Raises:
-            ValueError: gradients that no backward pass has left may come from batches that count differently.
-        """
+        """Refuse gradients, left by no backward pass, of batches that may count differently. ValueError."""
         if len(self._parts) > 1:
             raise ValueError(
                 "the gradients were assigned by hand, and may come from several batches, of which this rank had "
@@ -187,8 +175,4 @@ class Microbatches:
 
     def _key(self, bound: Bound) -> object:
         """What tells the microbatch from others."""
-        if self._block is not None or bound.batch is not None:
-            return self._block or bound.batch
-        if self._was_tried:
-            self._elsewhere, self._was_tried = object(), False
-        return self._elsewhere
+        return self._block or bound.batch or self._elsewhere

@@ -18,9 +18,14 @@ def remember_names(module: nn.Module) -> None:
         _names[parameter] = name
 
 
+def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """All parameters of the optimizer, in the order by which a state numbers them."""
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
 def trained_parameters(optimizer: Optimizer) -> list[torch.Tensor]:
-    """All parameters of the optimizer that take gradients, in its order."""
-    return [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+    """Those that take gradients."""
+    return [each for each in parameters_of(optimizer) if each.requires_grad]
 
 
 def in_brackets(parameter: torch.Tensor) -> str:

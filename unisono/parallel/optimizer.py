@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from unisono.deliveries import Batch, check_counts, name_batches
 from unisono.parallel.agreement import check_agreement
 from unisono.parallel.gradients import reduce_gradients, scaled
-from unisono.parallel.ledger import Crossings, Ledger, claim_of, refuse_crossed
+from unisono.parallel.ledger import Claim, Crossings, Ledger, claim_of, refuse_crossed
 from unisono.parallel.names import trained_parameters
 from unisono.parallel.passes import Passes
 from unisono.timeline import REDUCE, STEP
@@ -43,8 +43,8 @@ class ByHand:
         brings_batches: each rank brings batches of its own, as PyTorch/XLA's scripts do by a DistributedSampler.
         ledger: of what `backward` has counted since the last step.
         trainers: the passes through prepared models.
-        stepped_at: of each optimizer, the last batch that had come when it stepped, as `Batch.at`; and how many came
-            between two steps beyond one, at most.
+        taken: of each optimizer, the last batch that had come when it stepped, as `Batch.at`; and how many came between
+            two steps beyond one, at most.
     """
 
     def __init__(self) -> None:
@@ -52,8 +52,7 @@ class ByHand:
         self.brings_batches = False
         self.trainers: WeakSet[Passes] = WeakSet()
         self.ledger: Ledger | None = None
-        self.stepped_at: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
-        self.stepped: WeakSet[Optimizer] = WeakSet()  # since the last `backward` of another batch
+        self.taken: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
 
     def ledger_of(self, world: World) -> Ledger:
         if self.ledger is None:
@@ -63,7 +62,9 @@ class ByHand:
     def restart(self) -> None:
         """The rank's loop begins anew, and whatever an earlier one has left is of no step."""
         self.ledger = None
-        self.stepped_at.clear()
+        self.taken.clear()
+        for each in list(self.trainers):
+            each.microbatches.restart()
 
 
 def backward(
@@ -96,35 +97,34 @@ def backward(
     world = world or current_world()
     hand = world.state.part(ByHand)
     trainers = list(hand.trainers)
-    if trainers and (leaves := set(_leaves(loss))):
-        for each in trainers:
-            if each.has(leaves):
-                each.backward(loss, weight, batch)
-                return
-    ledger = hand.ledger_of(world)
-    found = _batch_of(batch, weight is not None, world)
+    trained = set(_leaves(loss)) if trainers else set()
+    for each in trainers:
+        if each.has(trained):
+            each.backward(loss, weight, batch)
+            return
+    world.timeline.loop().loss = loss.detach()
+    deliveries, ledger = world.state.deliveries, hand.ledger_of(world)
+    candidates = deliveries.candidates() if batch is None else deliveries.named(batch)
+    if batch is None and weight is None:
+        check_counts(candidates)
+    found = candidates[0] if candidates else None
+    if found is not None:
+        deliveries.use(found)
     claim = claim_of(found, weight, world)
-    key = found if found is not None else object()
-    if ledger.is_closed and not ledger.holds(key):
-        hand.stepped.clear()
-    ledger.enter(claim, key)
-    if world.comm.size > 1:
-        unreduced.update((each, True) for each in _leaves(loss))
+    ledger.enter(claim, found or object())
     part, crossings = claim.part(world.comm.size), world.state.part(Crossings)
-    before = crossings.number
-    run_backward(loss, part * ledger.scale(claim))
-    if crossings.number != before:
-        refuse_crossed(part)
-
-
-def run_backward(loss: torch.Tensor, factor: float) -> None:
-    """The backward pass of the loss, whose gradients are scaled where they arrive, as those of prepared models are."""
-    hooks = [] if factor == 1 else [each.register_hook(partial(scaled, factor)) for each in _leaves(loss)]
+    factor, before = part * ledger.scale(claim), crossings.number
+    left_at = _leaves(loss) if factor != 1 or world.comm.size > 1 else []
+    if world.comm.size > 1:
+        unreduced.update((each, True) for each in left_at)
+    hooks = [each.register_hook(partial(scaled, factor)) for each in left_at if factor != 1]
     try:
         loss.backward()
     finally:
         for hook in hooks:
             hook.remove()
+    if crossings.number != before:
+        refuse_crossed(part)
 
 
 def optimizer_step(
@@ -169,109 +169,95 @@ def optimizer_step(
         if weight is not None:
             raise ValueError("a prepared optimizer's gradients have their weights; pass backward(loss, weight=...)")
         return optimizer.step(**arguments)
-    hand = world.state.part(ByHand)
+    hand, track = world.state.part(ByHand), world.timeline.loop()
+    ledger = hand.ledger_of(world)
     try:
-        return _step(optimizer, barrier, arguments, weight, hand, world)
+        with track.span(REDUCE):
+            check_once(optimizer, trained_parameters(optimizer), world)
+            if arguments.get("closure") is not None:
+                arguments["closure"] = _reducing(optimizer, arguments["closure"], weight, world)
+            else:
+                reduce_held(optimizer, world, weight)
+                if _is_counted(optimizer, hand) and ledger.is_empty:
+                    track.count("skipped steps")
+                    return None
+        with track.span(STEP):
+            result = optimizer.step(**arguments)
+            world.backend.mark_step(world.device)
+            if barrier:
+                world.backend.synchronize(world.device)
+        track.count("steps")
+        return result
     finally:  # a step that has failed is over, too
-        hand.ledger_of(world).close()
-        hand.stepped.add(optimizer)
+        ledger.close(optimizer)
         world.state.part(Crossings).is_held = False
 
 
-def reduce_held(optimizer: Optimizer, world: World, weight: float | torch.Tensor | None = None) -> float:
-    """Reduce the gradients of an optimizer that nobody has prepared; this rank's part of the step. A collective."""
-    part, factor, place = _held(optimizer, weight, world)
-    parameters = trained_parameters(optimizer)
-    if world.state.part(Crossings).is_held and not _is_counted(optimizer, world.state.part(ByHand)):
-        refuse_crossed(part * world.comm.size)
-    reduce_gradients(parameters, world, factor, place)
-    for each in parameters:
-        unreduced.pop(each, None)
-    return part
-
-
-def _step(
+def reduce_held(
     optimizer: Optimizer,
-    barrier: bool,
-    arguments: dict[str, Any],
-    weight: float | torch.Tensor | None,
-    hand: ByHand,
     world: World,
-) -> Any:
-    track = world.timeline.loop()
-    with track.span(REDUCE):
-        check_once(optimizer, trained_parameters(optimizer), world)
-        if arguments.get("closure") is not None:
-            arguments["closure"] = _reducing(optimizer, arguments["closure"], weight, world)
-        else:
-            reduce_held(optimizer, world, weight)
-            if _is_counted(optimizer, hand) and hand.ledger_of(world).is_empty:
-                track.count("skipped steps")
-                return None
-    with track.span(STEP):
-        result = optimizer.step(**arguments)
-        world.backend.mark_step(world.device)
-        if barrier:
-            world.backend.synchronize(world.device)
-    track.count("steps")
-    return result
+    weight: float | torch.Tensor | None = None,
+    batches: Sequence[Batch] | None = None,
+) -> float:
+    """Reduce the gradients of an optimizer that nobody has prepared; this rank's part of the step. A collective.
 
-
-def _is_counted(optimizer: Optimizer, hand: ByHand) -> bool:
-    """Whether the gradients that the optimizer is about to apply were made by `backward`."""
-    ledger = hand.ledger
-    return ledger is not None and ledger.count > 0 and not (ledger.is_closed and optimizer in hand.stepped)
-
-
-class _Held(NamedTuple):
-    """What the gradients of an optimizer stand for: this rank's part of the step, their factor, where it stands."""
-
-    part: float
-    factor: float
-    place: str
-
-
-def _held(optimizer: Optimizer, weight: float | torch.Tensor | None, world: World) -> _Held:
+    Args:
+        weight: as for `optimizer_step`.
+        batches: that plain `loss.backward()` may have been called for; None takes those since its last step.
+    """
     hand = world.state.part(ByHand)
-    batches = _taken(optimizer, hand, world)
+    if batches is None:
+        batches = _taken(optimizer, hand, world)
     if _is_counted(optimizer, hand):
         if weight is not None:
             raise ValueError(
                 "backward() has weighted these gradients; give the weight to backward(loss, weight=...) alone"
             )
         ledger = hand.ledger_of(world)
-        return _Held(ledger.part(), ledger.factor(), ledger.place())
-    if weight is not None:
-        part = claim_of(None, weight, world).part(1)
-        return _Held(part, part, _place_of(batches))
-    return _plain(batches, world)
+        part, factor, place = ledger.part(), ledger.factor(), ledger.place()
+    else:
+        claim = _claim_of_all(batches, world) if weight is None else claim_of(None, weight, world)
+        if world.state.part(Crossings).is_held:
+            refuse_crossed(claim.part(world.comm.size))
+        part = factor = claim.part(1)
+        place = f"a step on {name_batches(batches)}" if batches else "a step"
+    parameters = trained_parameters(optimizer)
+    reduce_gradients(parameters, world, factor, place)
+    for each in parameters:
+        unreduced.pop(each, None)
+    return part
+
+
+def _is_counted(optimizer: Optimizer, hand: ByHand) -> bool:
+    """Whether the gradients that the optimizer is about to apply were made by `backward`."""
+    return hand.ledger is not None and hand.ledger.count > 0 and optimizer not in hand.ledger.step.stepped
 
 
 def _taken(optimizer: Optimizer, hand: ByHand, world: World) -> Sequence[Batch]:
-    """The batches that the optimizer may step on now: those since its last step, or the last one again.
+    """The batches that the optimizer may step on now: those since its last step, or the last one again; none, where
+    their loop is over.
 
     Where several came between two steps, they were added up, or one was drawn ahead: from then on it may be an earlier
     one, too.
     """
     known = world.state.deliveries.since(0)
-    at, ahead = hand.stepped_at.get(optimizer, (0, 0))
+    at, ahead = hand.taken.get(optimizer, (0, 0))
     new = [each for each in known if each.at > at]
-    hand.stepped_at[optimizer] = new[-1].at if new else at, max(ahead, len(new) - 1)
+    hand.taken[optimizer] = new[-1].at if new else at, max(ahead, len(new) - 1)
+    if not known or (known[-1].is_spent and not known[-1].loop.is_open):
+        return []
     return known[-max(len(new) + ahead, 1) :]
 
 
-def _plain(batches: Sequence[Batch], world: World) -> _Held:
-    """What gradients that plain `loss.backward()` has made of these batches stand for.
+def _claim_of_all(batches: Sequence[Batch], world: World) -> Claim:
+    """What the sum of the gradients of these batches claims, which plain `loss.backward()` has made.
 
     Raises:
         ValueError: the batches were dealt in different proportions.
     """
-    even = _Held(1 / world.comm.size, 1 / world.comm.size, "a step")
-    if not batches or (not batches[-1].loop.is_open and batches[-1].is_spent):
-        return even
-    first, last = batches[0], batches[-1]
     for each in batches:
         each.is_spent = True
+        first = batches[0]
         if each.samples * (first.total or 0) != first.samples * (each.total or 0):
             raise ValueError(
                 f"the gradients may be of several batches, of which this rank had different parts ({first.samples} of "
@@ -279,28 +265,7 @@ def _plain(batches: Sequence[Batch], world: World) -> _Held:
                 "added up, or drawn ahead; call unisono.backward(loss, batch=batch) instead of loss.backward(), or of "
                 "torch.autograd.grad, which weighs each, or train with an Accelerator"
             )
-    part = last.samples / last.total if last.total else even.part
-    return _Held(part, part, _place_of(batches))
-
-
-def _place_of(batches: Sequence[Batch]) -> str:
-    return f"a step on {name_batches(batches)}" if batches else "a step"
-
-
-def _batch_of(given: Any, is_weighed: bool, world: World) -> Batch | None:
-    """The batch that a loss is of.
-
-    Args:
-        given: by the user.
-        is_weighed: it counts what the user says.
-    """
-    deliveries = world.state.deliveries
-    found = deliveries.candidates() if given is None else deliveries.named(given)
-    if given is None and not is_weighed:
-        check_counts(found)
-    if found:
-        deliveries.use(found[0])
-    return found[0] if found else None
+    return claim_of(batches[-1] if batches else None, None, world)
 
 
 def check_once(optimizer: Optimizer, parameters: Sequence[torch.Tensor], world: World) -> None:
@@ -341,30 +306,24 @@ def _reducing(
 ) -> Callable[[], Any]:
     """A closure for `optimizer`, where each call is a step of its own."""
     hand = world.state.part(ByHand)
-    own = None if weight is not None else _plain(_taken(optimizer, hand, world), world)
+    batches = _taken(optimizer, hand, world)
 
-    def reduce() -> float:
-        if own is None or _is_counted(optimizer, hand):
-            return reduce_held(optimizer, world, weight)
-        reduce_gradients(trained_parameters(optimizer), world, own.factor, own.place)
-        return own.part
+    def compute() -> Any:
+        hand.ledger_of(world).clear()
+        return closure()
 
-    return reducing(closure, hand.ledger_of(world).clear, reduce, world)
+    return reducing(compute, lambda: reduce_held(optimizer, world, weight, batches), world)
 
 
-def reducing(
-    closure: Callable[[], Any], begin: Callable[[], None], reduce: Callable[[], float], world: World
-) -> Callable[[], Any]:
+def reducing(closure: Callable[[], Any], reduce: Callable[[], float], world: World) -> Callable[[], Any]:
     """A closure whose gradients, and whose loss, are those of the global batch: the optimizer decides by them, and all
     ranks must decide alike.
 
     Args:
-        begin: comes before the closure.
         reduce: reduces the gradients that it has left, and tells this rank's part of the step.
     """
 
     def reduced() -> Any:
-        begin()
         loss = torch.as_tensor(closure(), device=world.device).detach()
         with world.timeline.loop().span(REDUCE):
             part = reduce()

@@ -20,16 +20,17 @@ leaves nothing that another one would take for its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Set
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 
 from unisono.comm.fitting import in_our_words
 from unisono.deliveries import check_counts
 from unisono.parallel.gradients import scaled
-from unisono.parallel.ledger import Claim, Crossings, claim_of, refuse_crossed
+from unisono.parallel.ledger import Crossings, refuse_crossed
 from unisono.parallel.microbatches import Bound, Microbatches
 from unisono.parallel.strategies.engine import Begun, Engine, is_left_at
 from unisono.parallel.strategies.sharded import is_distributed
@@ -37,6 +38,7 @@ from unisono.parallel.weakly import weakly
 from unisono.tree import tensors
 
 
+@dataclass(eq=False)
 class _Pass:
     """A backward pass, which was counted.
 
@@ -45,14 +47,17 @@ class _Pass:
         part: of the microbatch, where the user has told; None where each output knows its own.
         scale: of the microbatch, for what arrives at parameters.
         is_reducing: it ends a step.
-        engines: of the models that it has come to; what was interrupted keeps none.
+        engines: of the models whose gradients it reduces when it ends; what was interrupted keeps none.
     """
 
-    def __init__(self, bound: Bound, part: float | None, scale: float, is_reducing: bool) -> None:
-        self.bound, self.part, self.scale, self.is_reducing = bound, part, scale, is_reducing
-        self.engines: list[ref[Engine]] = []
+    bound: Bound
+    part: float | None
+    scale: float
+    is_reducing: bool
+    engines: list[ref[Engine]] = field(default_factory=list)
 
 
+@dataclass(eq=False)
 class _Run:
     """A backward pass through one model.
 
@@ -62,8 +67,9 @@ class _Run:
         part: of the batch that came first.
     """
 
-    def __init__(self, task: int, counted: _Pass | None, part: float = 1.0) -> None:
-        self.task, self.counted, self.part = task, counted, part
+    task: int
+    counted: _Pass | None
+    part: float = 1.0
 
 
 class Passes:
@@ -84,8 +90,7 @@ class Passes:
         self._is_called = False  # `backward`, and it runs
         self._begun: _Pass | None = None  # by `backward`, with what the user has told
         self._running: dict[int, _Pass] = {}  # by autograd's number
-        self._runs: WeakKeyDictionary[Engine, _Run] = WeakKeyDictionary()  # the last ones
-        self._engines: WeakSet[Engine] = WeakSet()
+        self._engines: WeakKeyDictionary[Engine, None] = WeakKeyDictionary()  # in the order of their first passes
 
     def bind(self, values: Any, syncs: bool = True) -> Bound:
         """Find the batch that the inputs of a forward pass come from; its outputs are to carry it."""
@@ -115,13 +120,10 @@ class Passes:
 
     def watch_parameters(self, engine: Engine) -> None:
         """Let the model's parameters tell when gradients arrive, and scale them there. Again, as others are trained."""
-        self._engines.add(engine)
-        trained = engine.leaves()
-        if len(trained) != len(engine.hooks) or any(each not in engine.hooks for each in trained):
-            arrive = partial(weakly(self._arrive_at_leaf), ref(engine))
-            for each in trained:
-                if each not in engine.hooks:
-                    engine.hooks[each] = each.register_hook(arrive)
+        self._engines[engine] = None
+        for each in engine.leaves():
+            if each not in engine.hooks:
+                engine.hooks[each] = each.register_hook(partial(weakly(self._arrive_at_leaf), ref(engine)))
 
     def has(self, parameters: Set[torch.Tensor]) -> bool:
         """Whether some of these are parameters of the models."""
@@ -148,7 +150,8 @@ class Passes:
         self._is_called = True
         try:
             if weight is not None or batch is not None:
-                self._begun = self._begin_told(weight, batch)
+                named = None if batch is None else Bound(tuple(self._world.state.deliveries.named(batch)))
+                self._begun = self._count(named or self.microbatches.bound, weight, is_told=True)
                 loss = loss if self._begun.scale == 1 else loss * self._begun.scale
                 self._begun.scale = 1.0
             with in_our_words(self._world.comm):
@@ -164,8 +167,7 @@ class Passes:
         """
         bound = self.microbatches.bound
         self.microbatches.check_alike()
-        self._check(bound)
-        self.microbatches.enter(self.microbatches.claim(bound), bound)
+        self._count(bound)
         engine.adopt(self.microbatches.part(bound))
 
     def forget(self) -> None:
@@ -177,25 +179,28 @@ class Passes:
     def weight(self) -> float:
         """What gradients of the present batch weigh on this rank against those on others: while a backward pass runs,
         as far as it is known."""
-        run = max(self._runs.values(), key=lambda run: run.task, default=None)
-        if run is not None and run.task == torch._C._current_graph_task_id():
-            return run.part
+        task = torch._C._current_graph_task_id()
+        for engine in self._engines if task >= 0 else ():
+            if engine.passing is not None and engine.passing.task == task:
+                part: float = engine.passing.part
+                return part
         return self.microbatches.part(self.microbatches.bound)
 
-    def _begin_told(self, weight: float | torch.Tensor | None, batch: Any) -> _Pass:
-        named = None if batch is None else Bound(tuple(self._world.state.deliveries.named(batch)))
-        bound = named or self.microbatches.bound
+    def _count(self, bound: Bound, weight: float | torch.Tensor | None = None, is_told: bool = False) -> _Pass:
+        """Count a backward pass.
+
+        Args:
+            is_told: the user has said what the loss is the mean over.
+
+        Raises:
+            ValueError: it is not known which batch it is of, and this matters.
+        """
         self.microbatches.check_told(bound)
-        if weight is None:
-            self._check(bound)
-        claim = claim_of(bound.batch, weight, self._world)
-        return self._count(claim, bound, claim.part(self._world.comm.size))
-
-    def _check(self, bound: Bound) -> None:
-        check_counts(bound.candidates, by_part=not self._ledger.is_mean)
-
-    def _count(self, claim: Claim, bound: Bound, part: float | None = None) -> _Pass:
+        if weight is None and not self._ledger.is_sum:
+            check_counts(bound.candidates, by_part=not self._ledger.is_mean)
+        claim = self._ledger.claim(bound.batch, weight, self._world)
         self.microbatches.enter(claim, bound)
+        part = claim.part(self._world.comm.size) if is_told else None
         return _Pass(bound, part, self._ledger.scale(claim), self._ledger.is_full())
 
     # In a backward pass.
@@ -213,7 +218,7 @@ class Passes:
         part = run.part
         if run.counted.part is None:
             part = self.microbatches.part(bound)
-            if bound.batch is not None and not self.microbatches.is_counted(bound):
+            if bound.batch is not None and not self._ledger.is_sum and not self.microbatches.is_counted(bound):
                 self._ledger.join(bound.batch)
         if part == 0:
             return torch.zeros_like(gradient)
@@ -242,14 +247,14 @@ class Passes:
             bound: what an output says; None where the pass has come past the outputs.
         """
         task = torch._C._current_graph_task_id()
-        run = self._runs.get(engine)
+        run: _Run | None = engine.passing
         if run is not None and run.task == task:
             return run
         outer = run if run is not None and run.task in self._running else None  # this one runs inside of it
         if not any(is_left_at(each) for each in engine.hooks if each.requires_grad):
             run = _Run(task, None)
             if outer is None:
-                self._runs[engine] = run
+                engine.passing = run
             engine.pass_by()
             return run
         if outer is not None:
@@ -257,22 +262,17 @@ class Passes:
         counted = self._running.get(task) or self._begin(task, bound)
         bound = bound or counted.bound
         part = self.microbatches.part(bound) if counted.part is None else counted.part
-        run = self._runs[engine] = _Run(task, counted, part)
-        counted.engines.append(ref(engine))
-        engine.begun = Begun(self._ledger.number, self._ledger.count, self.microbatches.num_asked)
-        engine.begin(counted.is_reducing and bound.syncs)
+        run = engine.passing = _Run(task, counted, part)
+        engine.begun = Begun(self._ledger.step, self._ledger.count, self.microbatches.num_asked)
+        if reduces := counted.is_reducing and bound.syncs:
+            counted.engines.append(ref(engine))
+        engine.begin(reduces)
         return run
 
     def _begin(self, task: int, bound: Bound | None) -> _Pass:
         """Count the backward pass that runs, where `backward` has not."""
         self.went_past = self.went_past or not self._is_called
-        counted = self._begun
-        if counted is None:
-            bound = bound or self.microbatches.find(())
-            self.microbatches.check_told(bound)
-            self._check(bound)
-            counted = self._count(self.microbatches.claim(bound), bound)
-        self._running[task] = counted
+        counted = self._running[task] = self._begun or self._count(bound or self.microbatches.find(()))
         torch.autograd.Variable._execution_engine.queue_callback(partial(weakly(self._end), task))
         return counted
 

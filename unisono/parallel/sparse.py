@@ -45,10 +45,7 @@ def sparse_layers(module: nn.Module) -> list[str]:
 
 
 def refuse_unknown(parameter: torch.Tensor) -> None:
-    """
-    Raises:
-        TypeError: the parameter's gradient is not dense, and others may take it for one that is.
-    """
+    """Refuse a gradient that is not dense where other ranks may take it for one that is. TypeError."""
     if parameter.grad is not None and parameter.grad.layout is not torch.strided:
         raise TypeError(
             f"the gradient of {name_of(parameter, [parameter])} is {parameter.grad.layout}, and other ranks do not "

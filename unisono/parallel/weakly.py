@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
-from weakref import WeakMethod
+from weakref import ref
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -12,11 +12,12 @@ _T = TypeVar("_T")
 
 def weakly(method: Callable[_P, _T]) -> Callable[_P, _T]:
     """The method, without keeping its object; None where that is gone."""
-    held: Any = WeakMethod(method)
+    bound: Any = method
+    held, function = ref(bound.__self__), bound.__func__
 
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         found = held()
-        result: Any = None if found is None else found(*args, **kwargs)
+        result: Any = None if found is None else function(found, *args, **kwargs)
         return result  # type: ignore[no-any-return]
 
     return call

@@ -73,8 +73,8 @@ def rows(count: int) -> TensorDataset:
             "comm_hook=batched_power_sgd .* choose comm_hook among no, fp16, bf16, power_sgd",
         ),
         (
-            lambda: Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(cpu_offload=True)),
-            r"\(cpu_offload=...\)",
+            lambda: Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(activation_checkpointing=True)),
+            r"\(activation_checkpointing=...\) has no counterpart",
         ),
         (lambda: Accelerator(dynamo_backend="inductor", dynamo_plugin=TorchDynamoPlugin()), "both given; pass one"),
         (lambda: Accelerator().prepare(nn.Linear(1, 1), device_placement=[False]), "differs from that of the Accel"),

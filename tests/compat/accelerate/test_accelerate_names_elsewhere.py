@@ -64,7 +64,7 @@ ABSENT = [
     ("accelerate", "load_checkpoint_and_dispatch", "each device holds a whole replica"),
     ("accelerate.utils", "MegatronLMPlugin", "DeepSpeed, Megatron-LM, pipelines"),
     ("accelerate.utils", "AORecipeKwargs", "mixed_precision is"),
-    ("accelerate.tracking", "GeneralTracker", "log on rank zero"),
+    ("accelerate.tracking", "GeneralTracker", "pass log_with="),
     ("accelerate.data_loader", "BatchSamplerShard", "cuts by itself"),
 ]
 

@@ -58,7 +58,7 @@ def test_a_long_line_costs_no_more_than_its_length():
 
 
 pieces = st.lists(
-    st.tuples(st.integers(0, 2), st.sampled_from([b"one\n", b"go", b"ing", b" on\n", b"5%\r", b"\n", b"\r"])),
+    st.tuples(st.integers(0, 2), st.sampled_from([b"one\n", b"go", b"ing", b" on\n", b"5%\r", b"\n", b"\r", b"  \r"])),
     max_size=30,
 )
 
@@ -67,16 +67,25 @@ pieces = st.lists(
 def test_mixed_lines_are_one_rank_s_each_and_keep_its_bytes(given_pieces):
     mixer = LineMixer()
     shown = b"".join(mixer.add(rank, b"[%d]" % rank, piece) for rank, piece in given_pieces) + mixer.end_line()
-    assert shown in (b"", b"\n") or shown.endswith(b"\n")
+    assert shown in (b"", b"\n") or shown.endswith((b"\n", b" \r")), "a line is over, or is erased"
     kept = dict.fromkeys(range(3), b"")
     for line in re.findall(rb"[^\r\n]*[\r\n]", shown):
         if marked := re.fullmatch(rb"\[(\d)\]([^\[]*)", line):
             kept[int(marked[1])] += marked[2]
+            assert not re.fullmatch(rb" *\r", marked[2]), "a mark with nothing behind it"
         else:
-            assert line in (b"\n", b"\r")  # ends what goes on, or was added
+            assert not line.strip()  # ends what goes on, erases a bar, or was added
     for rank, text in kept.items():
         written = b"".join(piece for source, piece in given_pieces if source == rank)
-        assert re.sub(rb"[\r\n]", b"", text) == re.sub(rb"[\r\n]", b"", written)
+        assert re.sub(rb"[\r\n ]", b"", text) == re.sub(rb"[\r\n ]", b"", written)
+
+
+def test_a_bar_is_erased_with_its_mark_by_its_own_worker_only():
+    mixer = LineMixer()
+    erasing = [(0, b"5%\r"), (1, b"  \r"), (0, b"  \r"), (1, b"one\n"), (1, b"\r")]
+    continued = [(0, b"go"), (0, b"  \r"), (1, b"two\n")]
+    shown = [mixer.add(rank, b"[%d]" % rank, piece) for rank, piece in erasing + continued]
+    assert shown == [b"[0]5%\r", b"", b"     \r", b"[1]one\n", b"", b"[0]go", b"  \r", b"\n[1]two\n"]
 
 
 def test_a_line_that_goes_on_is_ended_before_another_s_and_marked_again():

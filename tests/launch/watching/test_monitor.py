@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from faults import SOON_S
 from hypothesis import given
 from hypothesis import strategies as st
 
+from unisono.launch.reports import Pulse
+from unisono.launch.watching import clock
 from unisono.launch.watching import monitor as monitor_module
 from unisono.launch.watching.monitor import SAMPLES_PATH, Monitor, Sample, own_samples, read_samples
 
@@ -138,13 +141,14 @@ def test_what_is_written_and_shared_is_told(monitors, monkeypatch, tmp_path):
     assert sample.pss is None, "it costs too much for every round"
 
 
-def test_what_a_worker_tells_of_its_device_stands_in_its_later_samples(monitors):
+def test_what_a_worker_tells_of_itself_stands_in_its_later_samples(monitors):
     monitor = monitors()
     with running(IDLE) as worker:
         monitor.watch(0, worker.pid)
         samples_to_come(monitor, 0, 1)
-        monitor.tell_device_memory(0, 5 * MIB)
-        assert samples_to_come(monitor, 0, 1)[-1].device_bytes == 5 * MIB
+        monitor.tell_pulse(0, Pulse(1, device_bytes=5 * MIB, step=3, samples_per_s=8.0, loss=0.5))
+        sample = samples_to_come(monitor, 0, 1)[-1]
+        assert (sample.device_bytes, sample.step, sample.samples_per_s, sample.loss) == (5 * MIB, 3, 8.0, 0.5)
         assert monitor.curve(0)[0].device_bytes is None
 
 
@@ -192,7 +196,7 @@ def test_the_worker_that_takes_a_ranks_place_begins_a_curve_of_its_own(monitors)
     monitor = monitors()
     with running(IDLE) as first, running(IDLE) as second:
         monitor.watch(0, first.pid)
-        monitor.tell_device_memory(0, 5)
+        monitor.tell_pulse(0, Pulse(1, device_bytes=5))
         samples_to_come(monitor, 0, 1)
         monitor.watch(0, second.pid)
         until(lambda: monitor.curve(0))
@@ -237,6 +241,8 @@ def test_samples_are_appended_to_the_file_as_they_are_in_memory(monitors, tmp_pa
         samples_to_come(monitor, 2, 2)
     monitor.close()
     assert read_samples(path) == monitor.curve(2)
+    first = json.loads(path.read_text().splitlines()[0])
+    assert first["time"] == clock.to_text(monitor.curve(2)[0].at)
 
 
 def test_a_file_that_cannot_be_written_is_told_once_and_ends_nothing(monitors, tmp_path, caplog):

@@ -220,7 +220,7 @@ def test_progress_bars_move_and_the_last_state_is_remembered(shown):
     write(output, 0, code)
     output.close()
     mark = b"[rank 0] "
-    assert shown.stderr == mark + b"\r" + mark + b"  0%\r" + mark + b" 50%\r" + mark + b"100%\n" + mark + b"done\r\n"
+    assert shown.stderr == mark + b"  0%\r" + mark + b" 50%\r" + mark + b"100%\n" + mark + b"done\r\n"
     assert output.tail(0) == ["100%", "done"]
 
 

@@ -56,6 +56,8 @@ def test_facts_state_and_times_are_told_while_it_runs_and_after(tmp_path):
     run.finish("failed", first_cause=2)
     ended = read_run(run.path).facts
     assert (ended["state"], ended["first_cause"], ended["nprocs"]) == ("failed", 2, 4)
+    [event] = read_run(run.path).events
+    assert {**event, "time": ""} == {"time": "", "event": "finished", "state": "failed", "exit_code": None}
     assert ended["started_at"] == begun.facts["started_at"] <= ended["ended_at"]
 
 

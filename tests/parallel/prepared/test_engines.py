@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from twin import CLOSE, data, model, seeded, sgd
 
 from unisono import Accelerator
+from unisono.strategies import DDP, FSDP, ZeRO1
 
 BOTH_ENGINES = pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 
@@ -92,13 +93,13 @@ def test_a_layer_frozen_on_the_way_is_named_before_replicas_go_apart():
             optimizer.step()
 
     expected = "gave no gradient to '1.weight', '1.bias' of the Sequential"
-    with pytest.raises(RuntimeError, match=rf"{expected}.*Accelerator\(find_unused_parameters=True\)"):
+    with pytest.raises(RuntimeError, match=rf"{expected}.*DDP\(find_unused_parameters=True\)"):
         PROCESSES_2.run(body)
 
 
 def test_a_layer_frozen_on_the_way_is_left_out_where_unused_ones_are_looked_for():
     def body():
-        accelerator, network = Accelerator(find_unused_parameters=True), wide()
+        accelerator, network = Accelerator(strategy=DDP(find_unused_parameters=True)), wide()
         network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1))
         for number in range(3):
             if number == 2:
@@ -187,15 +188,15 @@ def test_an_optimizer_that_cannot_be_divided_is_refused_before_its_model_is_prep
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"strategy": "zero1"}, {"mixed_precision": "fp16"}, {"max_grad_norm": 0.5}],
+    [{"strategy": ZeRO1}, {"mixed_precision": "fp16"}, {"max_grad_norm": 0.5}],
     ids=lambda each: next(iter(each)),
 )
 def test_post_local_sgd_is_refused_beside_what_needs_all_ranks_gradients(arguments):
     ((name, value),) = arguments.items()
-    with pytest.raises(
-        ValueError, match=rf"comm_hook='post_local_sgd' and {re.escape(f'{name}={value!r}')} contradict"
-    ):
-        Accelerator(comm_hook="post_local_sgd", **arguments)
+    kind = arguments.pop("strategy", DDP)
+    shown = "strategy='zero1'" if kind is ZeRO1 else f"{name}={value!r}"
+    with pytest.raises(ValueError, match=rf"comm_hook='post_local_sgd' and {re.escape(shown)} contradict"):
+        Accelerator(strategy=kind(comm_hook="post_local_sgd"), **arguments)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
@@ -252,15 +253,15 @@ class Inherited(torch.optim.AdamW):
     """Its step is torch's."""
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+@pytest.mark.parametrize("strategy", [ZeRO1, FSDP])
 def test_an_optimizer_that_may_look_at_all_parameters_is_refused_unless_it_is_said_not_to(strategy):
     def body():
         network = model()
-        accelerator = Accelerator(strategy=strategy)
-        with pytest.raises(TypeError, match=r"Normalized is none of .*Accelerator\(elementwise_optimizer=True\)"):
+        accelerator = Accelerator(strategy=strategy())
+        with pytest.raises(TypeError, match=r"Normalized is none of .*\(elementwise_optimizer=True\)"):
             accelerator.prepare(network, Normalized(network.parameters()))
         accelerator.prepare(network, Inherited(network.parameters()))
-        told = Accelerator(strategy=strategy, elementwise_optimizer=True)
+        told = Accelerator(strategy=strategy(elementwise_optimizer=True))
         network = model()
         network, optimizer = told.prepare(network, Normalized(network.parameters(), together=False))
         network(torch.ones(2, 5).double()).sum().backward()

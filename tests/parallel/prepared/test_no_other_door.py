@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from twin import Case, State, assert_all_are, compare, data, loader_of, mean_loss, model, plain_run, sgd
 
 from unisono import Accelerator, DeviceLoader, backward, optimizer_step
+from unisono.strategies import ZeRO1
 
 SEVERAL = pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
 
@@ -29,6 +30,22 @@ def test_what_backward_by_hand_has_left_is_stepped_on_by_optimizer_step_alone(mo
         optimizer_step(optimizer)
         optimizer.zero_grad()
         optimizer.step()  # on nothing
+
+    mode.run(body)
+
+
+@SEVERAL
+def test_gradients_that_were_assigned_before_any_backward_pass_are_refused_too(mode: Mode) -> None:
+    def body() -> None:
+        accelerator, network = Accelerator(), model()
+        network, loader = accelerator.prepare(network, loader_of(24, 3))
+        optimizer, trained = sgd(network.parameters()), list(network.parameters())
+        optimizer.step()  # on nothing
+        gradients = torch.autograd.grad(mean_loss(network, next(iter(loader))), trained)
+        for each, gradient in zip(trained, gradients, strict=True):
+            each.grad = gradient
+        with pytest.raises(RuntimeError, match=r"they were assigned, and are this rank's alone; prepare\(optimizer\)"):
+            optimizer.step()
 
     mode.run(body)
 
@@ -154,7 +171,7 @@ def test_under_zero1_the_same_optimizer_is_prepared_again_and_layers_are_unfroze
             optimizer.zero_grad()
         return {name: each.clone() for name, each in network.state_dict().items()}
 
-    compare(PROCESSES_2, {"lines": lines}, strategy="zero1", find_unused_parameters=True)
+    compare(PROCESSES_2, {"lines": lines}, strategy=ZeRO1(find_unused_parameters=True))
 
 
 @pytest.mark.parametrize("mode", [SOLO], ids=str)

@@ -1,12 +1,13 @@
-"""One optimizer step is one scheduler step."""
+"""Learning rates are those of one device, whatever a schedule was built from, or an error names the lengths."""
 
 from __future__ import annotations
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
-from modes import PROCESSES_2, THREADS_2, fitting
+from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode, fitting
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
     CosineAnnealingLR,
@@ -53,7 +54,7 @@ SCHEDULERS = {
 @pytest.mark.parametrize("when", ["together", "made before, prepared later", "made later"])
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_the_rates_are_those_of_the_plain_loop_whatever_accumulates(name, when):
-    accelerator, network = Accelerator(gradient_accumulation_steps=2), model()
+    accelerator, network = Accelerator(gradient_accumulation_steps=2, schedule_unit="step"), model()
     optimizer = sgd(network.parameters())
     if when == "made later":
         network, optimizer, loader = accelerator.prepare(network, optimizer, loader_of(18, 2))
@@ -136,14 +137,18 @@ def test_a_scheduler_stepped_by_hand_is_an_error():
             each()
 
 
-def test_a_scheduler_step_without_an_optimizer_step_is_an_error():
-    step, _, scheduler = prepared(SCHEDULERS["lambda"])
-    with pytest.raises(RuntimeError, match="LambdaLR is stepped without an optimizer step since its last one"):
+def test_in_a_loop_a_scheduler_step_without_an_optimizer_step_is_an_error():
+    accelerator, network = Accelerator(), model()
+    optimizer = sgd(network.parameters())
+    network, optimizer, loader, scheduler = accelerator.prepare(
+        network, optimizer, loader_of(4, 2), SCHEDULERS["lambda"](optimizer)
+    )
+    for inputs, _, _ in loader:
+        accelerator.backward(network(inputs).sum())
+        optimizer.step()
         scheduler.step()
-    step()
-    scheduler.step()
-    with pytest.raises(RuntimeError, match="without an optimizer step"):
-        scheduler.step()
+        with pytest.raises(RuntimeError, match="LambdaLR is stepped without an optimizer step since its last one"):
+            scheduler.step()
 
 
 def test_a_loaded_state_goes_on():
@@ -158,3 +163,207 @@ def test_a_loaded_state_goes_on():
     other.step()
     assert other.last_epoch == 5
     assert optimizer.param_groups[0]["lr"] == pytest.approx(rates_of(SCHEDULERS["cosine"])[4])
+
+
+SAMPLES, BATCH, EPOCHS = 31, 2, 3
+BATCHES = 16  # of an epoch on one device; the last one has one sample
+
+
+def warmed_up(step, *, num_warmup_steps, num_training_steps):
+    """As transformers' schedules are made: a partial function under a LambdaLR."""
+    if step < num_warmup_steps:
+        return step / num_warmup_steps
+    return max(0.0, (num_training_steps - step) / (num_training_steps - num_warmup_steps))
+
+
+BUILT = {
+    "one cycle": lambda optimizer, total: OneCycleLR(optimizer, max_lr=0.3, total_steps=total),
+    "cosine": CosineAnnealingLR,
+    "linear": lambda optimizer, total: LinearLR(optimizer, 1.0, 0.0, total_iters=total),
+    "warm-up": lambda optimizer, total: LambdaLR(
+        optimizer, partial(warmed_up, num_warmup_steps=5, num_training_steps=total)
+    ),
+    "sequential": lambda optimizer, total: SequentialLR(
+        optimizer,
+        [LinearLR(optimizer, 0.1, total_iters=4), CosineAnnealingLR(optimizer, total - 4)],
+        milestones=[4],
+    ),
+}
+MODES = pytest.mark.parametrize("mode", fitting(SOLO, THREADS_2, THREADS_3, PROCESSES_2), ids=str)
+
+
+def rates_in(make, when="together", epochs=EPOCHS, every=1, **options):
+    """The rate after each step of a loop over the loader; `make` gets the optimizer and the loader as it is then."""
+    accelerator, network, loader = Accelerator(**options), model(), loader_of(SAMPLES, BATCH)
+    optimizer, rates, number = sgd(network.parameters()), [], 0
+    scheduler = make(optimizer, loader) if when == "together" else None
+    network, optimizer, loader, scheduler = accelerator.prepare(network, optimizer, loader, scheduler)
+    if scheduler is None:
+        scheduler = accelerator.prepare(make(optimizer, loader))
+    for _ in range(epochs):
+        for inputs, _, _ in loader:
+            accelerator.backward(network(inputs).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            number += 1
+            if number % every == 0:
+                scheduler.step()
+            if accelerator.sync_gradients:
+                rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+def plain_rates(make, count):
+    """Of one device: the rate after so many calls of `scheduler.step()`, from 0 on."""
+    optimizer = sgd(model().parameters())
+    scheduler = make(optimizer)
+    rates = [optimizer.param_groups[0]["lr"]]
+    for _ in range(count):
+        optimizer.step()
+        scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+def ends_of_steps(ranks, accumulate=1):
+    """How many batches one device has used when so many ranks end each of their steps, in all epochs."""
+    size = ranks * accumulate
+    ends = [min(end, BATCHES) for end in range(size, BATCHES + size, size)]
+    return [epoch * BATCHES + end for epoch in range(EPOCHS) for end in ends]
+
+
+@pytest.mark.parametrize("name", BUILT)
+@MODES
+def test_a_schedule_built_from_the_plain_length_has_one_devices_rates(mode: Mode, name: str) -> None:
+    found = mode.run(lambda: rates_in(lambda optimizer, loader: BUILT[name](optimizer, EPOCHS * len(loader))))
+    plain = plain_rates(lambda optimizer: BUILT[name](optimizer, EPOCHS * BATCHES), EPOCHS * BATCHES)
+    assert found == [pytest.approx([plain[end] for end in ends_of_steps(mode.ranks)], abs=1e-12)] * mode.ranks
+
+
+@pytest.mark.parametrize("name", BUILT)
+@MODES
+def test_a_schedule_built_from_the_prepared_length_ends_with_the_loop(mode: Mode, name: str) -> None:
+    found = mode.run(lambda: rates_in(lambda optimizer, loader: BUILT[name](optimizer, EPOCHS * len(loader)), "later"))
+    steps = EPOCHS * -(-BATCHES // mode.ranks)
+    plain = plain_rates(lambda optimizer: BUILT[name](optimizer, steps), steps)
+    assert found == [pytest.approx(plain[1:], abs=1e-12)] * mode.ranks
+
+
+@pytest.mark.parametrize(("unit", "total"), [("batch", 48), ("device_step", 18), ("step", None)])
+@MODES
+def test_a_schedule_counts_what_it_is_told_to_also_where_steps_accumulate(mode: Mode, unit: str, total: int) -> None:
+    steps = EPOCHS * -(-BATCHES // (3 * mode.ranks))
+    total = total or steps
+    found = mode.run(
+        lambda: rates_in(
+            lambda optimizer, _: BUILT["cosine"](optimizer, total),
+            gradient_accumulation_steps=3,
+            schedule_unit=unit,
+        )
+    )
+    plain = plain_rates(lambda optimizer: BUILT["cosine"](optimizer, total), total)
+    ends = ends_of_steps(mode.ranks, 3)
+    counted = {
+        "batch": ends,
+        "device_step": [end // BATCHES * 6 + -(-(end % BATCHES) // 3) for end in ends],  # 6 in an epoch
+        "step": range(1, steps + 1),
+    }
+    assert found == [pytest.approx([plain[place] for place in counted[unit]], abs=1e-12)] * mode.ranks
+
+
+UNKNOWN = {
+    "no length": (lambda optimizer, _: StepLR(optimizer, 5), {}),
+    "no multiple": (lambda optimizer, _: CosineAnnealingLR(optimizer, 100), {}),
+    "two units": (lambda optimizer, _: CosineAnnealingLR(optimizer, 48), {"gradient_accumulation_steps": 2}),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+@pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str)
+def test_where_it_is_not_known_what_a_schedule_counts_the_error_names_the_lengths(mode: Mode, name: str) -> None:
+    make, options = UNKNOWN[name]
+
+    def body() -> str:
+        with pytest.raises(ValueError, match="an epoch has 16 batches of the loader as you wrote it") as error:
+            rates_in(make, **options)
+        return str(error.value)
+
+    steps = 4 if options else 8
+    for told in mode.run(body):
+        assert f"and {steps} optimizer steps on these ranks; pass Accelerator(schedule_unit=...)" in told
+
+
+def test_on_one_device_a_schedule_of_a_length_that_may_be_counted_in_two_ways_is_an_error_where_steps_accumulate():
+    with pytest.raises(ValueError, match=r"ends after 48 steps, .*16 batches .*\(8 steps of 2 microbatches\)"):
+        rates_in(lambda optimizer, loader: CosineAnnealingLR(optimizer, 3 * len(loader)), gradient_accumulation_steps=2)
+
+
+def test_a_schedule_that_was_taken_for_another_is_an_error_when_the_loop_goes_past_its_end():
+    def body():
+        with pytest.raises(RuntimeError, match=r"CosineAnnealingLR ends after 16 steps, and the loop goes on") as error:
+            rates_in(lambda optimizer, _: CosineAnnealingLR(optimizer, 16), epochs=2)
+        return "schedule_unit='step'" in str(error.value)
+
+    assert THREADS_2.run(body) == [True, True]
+
+
+@MODES
+def test_calls_at_every_few_batches_go_as_far_as_one_devices_do(mode: Mode) -> None:
+    found = mode.run(
+        lambda: rates_in(
+            lambda optimizer, _: LambdaLR(optimizer, lambda step: 0.9**step), every=2, schedule_unit="batch", epochs=1
+        )
+    )
+    calls = [number // 2 * mode.ranks for number in range(1, -(-BATCHES // mode.ranks) + 1)]
+    for rates in found:
+        assert rates[:-1] == pytest.approx([0.1 * 0.9**each for each in calls[:-1]])
+
+
+@pytest.mark.parametrize("place", ["beginning", "end"])
+@MODES
+def test_calls_between_loops_are_one_step_each_as_in_torch(mode: Mode, place: str) -> None:
+    def body():
+        accelerator, network = Accelerator(gradient_accumulation_steps=2), model()
+        optimizer, rates = sgd(network.parameters()), []
+        network, optimizer, loader, scheduler = accelerator.prepare(
+            network, optimizer, loader_of(SAMPLES, BATCH), CosineAnnealingLR(optimizer, EPOCHS)
+        )
+        for _ in range(EPOCHS):
+            if place == "beginning":
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # torch's: the first call comes before the first optimizer step
+                    scheduler.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+            for inputs, _, _ in loader:
+                accelerator.backward(network(inputs).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+            if place == "end":
+                scheduler.step()
+        return rates
+
+    plain = plain_rates(lambda optimizer: CosineAnnealingLR(optimizer, EPOCHS), EPOCHS)
+    expected = plain[1:] if place == "beginning" else plain[:-1]
+    assert mode.run(body) == [pytest.approx(expected, abs=1e-12)] * mode.ranks
+
+
+@pytest.mark.parametrize("mode", fitting(THREADS_3, PROCESSES_2), ids=str)
+def test_a_metric_that_differs_between_ranks_is_an_error_on_all_of_them(mode: Mode) -> None:
+    def body() -> str:
+        accelerator, network = Accelerator(), model()
+        optimizer = sgd(network.parameters())
+        network, optimizer, scheduler = accelerator.prepare(network, optimizer, ReduceLROnPlateau(optimizer))
+        network(INPUTS).sum().backward()
+        optimizer.step()
+        scheduler.step(1.0 + 1e-9 * accelerator.process_index)
+        with pytest.raises(ValueError, match="pass one value to all of them") as error:
+            scheduler.step(1.0 + accelerator.process_index)
+        return str(error.value)
+
+    for rank, told in enumerate(mode.run(body)):
+        assert f"ReduceLROnPlateau got {1 + rank} on rank {rank}, and 1 to {mode.ranks} on all ranks" in told
+
+
+def test_an_unknown_unit_is_refused():
+    with pytest.raises(ValueError, match="schedule_unit='epoch' does not exist; choose one of batch, device_step"):
+        Accelerator(schedule_unit="epoch")

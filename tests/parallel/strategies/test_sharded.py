@@ -8,15 +8,25 @@ from typing import Any
 
 import pytest
 import torch
-from modes import PROCESSES_2, THREADS_2, Mode
+from modes import PROCESSES_2, Mode
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from unisono.parallel.strategies.sharded import SMALLEST_UNIT, clip_grad_norm, is_sharded, shard, units_of
-from unisono.world import World, current_world
+from unisono.parallel.strategies.sharded import (
+    SMALLEST_UNIT,
+    check_shardable,
+    clip_grad_norm,
+    is_sharded,
+    scale_sums,
+    shard,
+    units_in,
+    units_of,
+)
+from unisono.strategies import FSDP
+from unisono.world import current_world
 
 PROCESSES_4 = Mode("processes", 4)
 SAMPLES = 11
@@ -83,17 +93,15 @@ def own_part() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[start:stop], targets[start:stop]
 
 
-def own_share() -> float:
-    return len(own_part()[0]) / SAMPLES
-
-
 def loss_of(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The mean over the tokens, times their share of the batch."""
     outputs = model(tokens)
-    return F.cross_entropy(outputs.flatten(0, 1), targets.flatten()) if len(tokens) else outputs.sum()
+    mean = F.cross_entropy(outputs.flatten(0, 1), targets.flatten()) if len(tokens) else outputs.sum()
+    return mean * (len(tokens) / SAMPLES)
 
 
-def sharded(scale: Callable[[], float] = own_share, units: Sequence[type[nn.Module]] | None = (Block,)) -> Any:
-    return shard(seeded(Tied().double()), current_world(), scale, units)
+def sharded(units: Sequence[type[nn.Module]] | None = (Block,)) -> Any:
+    return shard(seeded(Tied().double()), current_world(), FSDP(units))
 
 
 def whole(tensors: Named) -> Named:
@@ -129,32 +137,26 @@ def assert_same_bits(ranks: Sequence[Any]) -> None:
 
 @pytest.mark.parametrize("units", [(Block,), (), (Block, nn.Linear)], ids=["blocks", "one-piece", "nested"])
 def test_sharded_training_is_that_of_the_whole_batch_however_it_was_dealt(mode, units):
-    def body() -> tuple[Named, int, bool, Named]:
-        asked = []
-
-        def scale() -> float:
-            asked.append(True)
-            return own_share()
-
-        model = sharded(scale, units)
+    def body() -> tuple[Named, bool, Named]:
+        model = sharded(units)
         found = train(model, own_part, clip_grad_norm)
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-        return found, len(asked), model.head.weight is model.embedding.weight, dict(model.named_buffers())
+        return found, model.head.weight is model.embedding.weight, dict(model.named_buffers())
 
     plain = seeded(Tied().double())
     expected = train(plain, batch, torch.nn.utils.clip_grad_norm_)
     ranks = mode.run(body)
     assert_same_bits([found for found, *_ in ranks])
-    for found, asked, is_tied, buffers in ranks:
+    for found, is_tied, buffers in ranks:
         torch.testing.assert_close(found, expected, **CLOSE)
-        assert asked == 3, "once a backward pass, not once a unit"
         assert is_tied
         torch.testing.assert_close(buffers, dict(plain.named_buffers()), **CLOSE)
 
 
 def test_gradients_of_unsynchronised_passes_stay_unscaled_and_go_with_the_next():
     def body() -> tuple[bool, Named]:
-        model = sharded(lambda: own_share() / 2)
+        model = sharded()
+        scale_sums(units_in(model), 0.5)
         model.set_requires_gradient_sync(False)
         loss_of(model, *own_part()).backward()
         is_kept_back = all(parameter.grad is None for parameter in model.parameters())
@@ -227,8 +229,9 @@ def test_other_types_are_sharded_too(dtype):
         return network(inputs[start:stop]).abs().square().mean()
 
     def body() -> Named:
-        network: Any = shard(model(), current_world(), lambda: [0.25, 0.75][current_world().rank], (nn.Linear,))
-        loss(network, *[(0, 2), (2, 8)][current_world().rank]).backward()
+        network: Any = shard(model(), current_world(), FSDP((nn.Linear,)))
+        start, stop, share = [(0, 2, 0.25), (2, 8, 0.75)][current_world().rank]
+        (loss(network, start, stop) * share).backward()
         return gradients_of(network)
 
     plain = model()
@@ -256,7 +259,8 @@ class Fork(nn.Module):
 def test_ranks_that_use_different_parameters_meet_where_it_was_asked_for():
     def body() -> Named:
         world = current_world()
-        model: Any = shard(seeded(Fork().double()), world, lambda: 0.5, (), find_unused_parameters=True)
+        model: Any = shard(seeded(Fork().double()), world, FSDP((), find_unused_parameters=True))
+        scale_sums(units_in(model), 0.5)
         model(torch.ones(1, 4, dtype=torch.float64), world.rank).sum().backward()
         return gradients_of(model)
 
@@ -293,19 +297,17 @@ def test_units_are_the_large_elements_of_lists_that_share_nothing_with_the_rest(
 
 
 def test_what_cannot_be_sharded_is_told():
-    def told(model: nn.Module, world: World) -> str:
+    def told(model: nn.Module) -> str:
         with pytest.raises(ValueError) as error:
-            shard(model, world, lambda: 1.0)
+            check_shardable(model)
         return str(error.value)
 
-    def mixed() -> list[str]:
+    def body() -> str:
         model: Any = sharded()
         assert is_sharded(nn.Sequential(model))
-        two_types = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
-        assert not is_sharded(two_types)
-        return [told(model, current_world()), told(two_types, current_world())]
+        return told(model)
 
-    for already, types in PROCESSES_2.run(mixed):
-        assert "sharded already" in already
-        assert "'0.weight' is torch.float32 and '1.weight' is torch.float64" in types
-    assert all("2 rank(s) are none" in each for each in THREADS_2.run(lambda: told(Tied(), current_world())))
+    two_types = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+    assert not is_sharded(two_types)
+    assert "'0.weight' is torch.float32 and '1.weight' is torch.float64" in told(two_types)
+    assert all("sharded already" in each for each in PROCESSES_2.run(body))

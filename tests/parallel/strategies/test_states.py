@@ -16,9 +16,10 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from unisono.parallel.strategies.hooks import attach_hook
-from unisono.parallel.strategies.sharded import shard
+from unisono.parallel.strategies.sharded import is_sharded, shard
 from unisono.parallel.strategies.states import load_model_state, load_optimizer_state, model_state, optimizer_state
 from unisono.parallel.strategies.zero1 import shard_optimizer
+from unisono.strategies import FSDP
 from unisono.world import current_world
 
 PROCESSES_4 = Mode("processes", 4)
@@ -87,10 +88,10 @@ class Run:
         world = current_world()
         self.model: nn.Module = network(seed)
         if strategy == "fsdp":
-            shard(self.model, world, self._share, (nn.Sequential,))
+            shard(self.model, world, FSDP((nn.Sequential,)))
         self.optimizer = make_optimizer(groups_of(self.model))
         if strategy == "zero1":
-            self.optimizer = shard_optimizer(self.optimizer, world)
+            self.optimizer = shard_optimizer(self.optimizer)
         if strategy in ("ddp", "zero1"):
             self.model = DistributedDataParallel(self.model)
             attach_hook(self.model, None, self._share)
@@ -108,7 +109,8 @@ class Run:
             tokens, targets = torch.randint(7, (2, SAMPLES), generator=numbers)[:, self._part()]
             outputs = self.model(tokens)
             self.optimizer.zero_grad()
-            (F.cross_entropy(outputs, targets) if len(tokens) else outputs.sum()).backward()
+            loss = F.cross_entropy(outputs, targets) if len(tokens) else outputs.sum()
+            (loss * self._share() if is_sharded(self.model) else loss).backward()
             self.optimizer.step()
         return self
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from modes import PROCESSES_2, THREADS_2, Mode
+from modes import PROCESSES_2, Mode
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -16,8 +16,9 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from unisono.parallel.strategies.hooks import attach_hook
 from unisono.parallel.strategies.sharded import shard
-from unisono.parallel.strategies.zero1 import is_divided, shard_optimizer
-from unisono.world import World, current_world
+from unisono.parallel.strategies.zero1 import check_divisible, is_divided, shard_optimizer
+from unisono.strategies import FSDP
+from unisono.world import current_world
 
 PROCESSES_4 = Mode("processes", 4)
 SAMPLES = 11
@@ -104,7 +105,7 @@ def test_weights_are_those_of_the_plain_optimizer_with_the_whole_batch(mode):
         found = {}
         for name, make in OPTIMIZERS.items():
             model = network()
-            optimizer = shard_optimizer(make(groups_of(model)), current_world())
+            optimizer = shard_optimizer(make(groups_of(model)))
             train(replicated(model), optimizer, range(4), own_range())
             found[name] = model.state_dict()
         return found
@@ -123,7 +124,7 @@ def test_an_optimizer_goes_on_with_its_state_and_each_rank_keeps_its_part_of_it(
         model = network()
         plain = OPTIMIZERS["adamw"](groups_of(model))
         train(model, plain, range(2))  # the whole batch on each rank
-        optimizer = shard_optimizer(plain, current_world())
+        optimizer = shard_optimizer(plain)
         train(replicated(model), optimizer, range(2, 4), own_range())
         groups = [without_parameters(group) for group in optimizer.param_groups]
         return model.state_dict(), len(optimizer.optim.state), len(plain.state), groups
@@ -154,7 +155,7 @@ def test_schedulers_reach_the_optimizers_of_all_ranks():
 
     def body() -> tuple[Named, list[float]]:
         model = network()
-        optimizer = shard_optimizer(OPTIMIZERS["adamw"](groups_of(model)), current_world())
+        optimizer = shard_optimizer(OPTIMIZERS["adamw"](groups_of(model)))
         run(replicated(model), optimizer, own_range())
         return model.state_dict(), [group["lr"] for group in optimizer.param_groups]
 
@@ -172,7 +173,7 @@ def test_hooks_of_steps_go_along_and_their_handles_still_remove_them():
         plain = OPTIMIZERS["sgd"](groups_of(model))
         before = plain.register_step_pre_hook(lambda optimizer, *_: called.append(f"before {type(optimizer).__name__}"))
         after = plain.register_step_post_hook(lambda *_: called.append("after"))
-        optimizer = shard_optimizer(plain, current_world())
+        optimizer = shard_optimizer(plain)
         wrapped = replicated(model)
         train(wrapped, optimizer, range(2), own_range())
         before.remove()
@@ -201,7 +202,7 @@ def test_memory_formats_stay_as_they_are():
 
     def body() -> tuple[Named, bool]:
         network = model()
-        state = step(network, shard_optimizer(torch.optim.Adam(network.parameters()), current_world()))
+        state = step(network, shard_optimizer(torch.optim.Adam(network.parameters())))
         return state, network[1].weight.is_contiguous(memory_format=torch.channels_last)
 
     plain = model()
@@ -219,33 +220,24 @@ class Jointly(torch.optim.SGD):
 
 
 def test_what_cannot_be_divided_is_told():
-    def told(optimizer: torch.optim.Optimizer, world: World) -> str:
+    def told(optimizer: torch.optim.Optimizer) -> str:
         with pytest.raises((TypeError, ValueError)) as error:
-            shard_optimizer(optimizer, world)
+            check_divisible(optimizer)
         return f"{type(error.value).__name__}: {error.value}"
 
     def processes() -> list[str]:
-        world, model = current_world(), network()
-        divided = shard_optimizer(torch.optim.SGD(model.parameters()), world)
+        model = network()
+        divided = shard_optimizer(torch.optim.SGD(model.parameters()))
         assert is_divided(divided)
-        in_parts: Any = shard(network(), world, own_share, ())
+        in_parts: Any = shard(network(), current_world(), FSDP(()))
         assert all(isinstance(parameter, DTensor) for parameter in in_parts.parameters())
         two_types = [*nn.Linear(2, 2).parameters(), *network().parameters()]
-        wrong = [
-            divided,
-            torch.optim.LBFGS(model.parameters()),
-            torch.optim.SGD(in_parts.parameters()),
-            torch.optim.SGD(two_types),
-            Jointly(model),
-        ]
-        return [told(optimizer, world) for optimizer in wrong]
+        wrong = [divided, torch.optim.SGD(in_parts.parameters()), torch.optim.SGD(two_types), Jointly(model)]
+        return [told(optimizer) for optimizer in wrong]
 
-    for already, lbfgs, in_parts, two_types, jointly in PROCESSES_2.run(processes):
+    for already, in_parts, two_types, jointly in PROCESSES_2.run(processes):
         assert already.startswith("TypeError: the optimizer is a ZeroRedundancyOptimizer already")
-        assert "LBFGS takes them all as one vector; take strategy='ddp'" in lbfgs
         assert in_parts.startswith("ValueError: ")
         assert "parameter 0 of the SGD is a DTensor" in in_parts
         assert "parameter 0 of the SGD is torch.float32, parameter 2 is torch.float64" in two_types
         assert jointly.startswith("TypeError: strategy='zero1' makes a Jointly on each rank from its groups")
-    threads = THREADS_2.run(lambda: told(torch.optim.SGD(network().parameters()), current_world()))
-    assert all("2 rank(s) are none" in each for each in threads)

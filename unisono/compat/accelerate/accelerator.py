@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from unisono.accelerator import Accelerator as Native
-from unisono.compat.accelerate.arguments import Handlers, compile_arguments, fsdp_arguments, refuse_arguments
+from unisono.compat.accelerate.arguments import Handlers, compile_arguments, fsdp_options, refuse_arguments
 from unisono.compat.accelerate.data_loader import prepare_data_loader, skip_first_batches
 from unisono.compat.accelerate.profiling import profiled
 from unisono.compat.accelerate.state import AcceleratorState, GradientState, joined_world
@@ -29,6 +29,7 @@ from unisono.compat.accelerate.utils.dataclasses import (
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     KwargsHandler,
+    LoggerType,
     ProfileKwargs,
     ProjectConfiguration,
     TorchDynamoPlugin,
@@ -96,10 +97,12 @@ class Accelerator(Native):
             megatron_lm_plugin=megatron_lm_plugin,
             torch_tp_plugin=torch_tp_plugin,
             parallelism_config=parallelism_config,
-            log_with=log_with,
             mixed_precision=precision if precision == "fp8" else None,
         )
         handlers = Handlers(kwargs_handlers or ())
+        project = project_config or ProjectConfiguration()
+        if project_dir is not None:
+            project.set_directories(os.fspath(project_dir))
         world = joined_world()
         super().__init__(
             mixed_precision=precision,  # type: ignore[arg-type]  # an unknown one is refused there
@@ -108,17 +111,15 @@ class Accelerator(Native):
             device_placement=device_placement,
             compile=compile_arguments(dynamo_backend, dynamo_plugin),
             world=world,
-            **fsdp_arguments(fsdp_plugin),
-            **handlers.ddp_arguments(),
+            strategy=handlers.ddp_options() if fsdp_plugin is None else fsdp_options(fsdp_plugin),
+            scaler_options=handlers.scaler_options() if precision == "fp16" else None,
+            log_with=_names(log_with),
+            project_dir=project.project_dir,
         )
-        if self.scaler is not None and handlers.scaler is not None:
-            self.scaler.load_state_dict(handlers.scaler_state())
         self._has_warned = False
         self._moves, self._steps_scheduler, self._handlers = device_placement, step_scheduler_with_optimizer, handlers
         self.dataloader_config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
-        self.project_configuration = project_config or ProjectConfiguration(
-            None if project_dir is None else os.fspath(project_dir)
-        )
+        self.project_configuration = project
         self.state = AcceleratorState(world=self.world, fsdp_plugin=fsdp_plugin, accelerator=self)
         self.gradient_state = GradientState()
 
@@ -309,8 +310,20 @@ class Accelerator(Native):
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
 
-    def end_training(self) -> None:
-        """Nothing is open: the world is left where the process ends."""
+    @property
+    def logging_dir(self) -> str | None:
+        """As the `ProjectConfiguration` has it; trackers write to `project_dir`."""
+        return self.project_configuration.logging_dir
+
+    def log(  # type: ignore[override]
+        self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """As the native one.
+
+        Args:
+            log_kwargs: of the trackers' libraries; they have no effect.
+        """
+        super().log(values, step)
 
     # What is measured, and in which precision.
 
@@ -335,6 +348,13 @@ class Accelerator(Native):
         if handler.output_trace_dir is not None and (self.is_main_process or self.world.is_of_processes):
             Path(handler.output_trace_dir).mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(Path(handler.output_trace_dir) / f"profile_{self.process_index}.json"))
+
+
+def _names(log_with: Any) -> Any:
+    """Trackers as the native Accelerator takes them: of an enumeration, the values."""
+    if isinstance(log_with, list | tuple):
+        return [_names(each) for each in log_with]
+    return log_with.value if isinstance(log_with, LoggerType) else log_with
 
 
 def _num_steps(steps: int, plugin: GradientAccumulationPlugin | None) -> int:

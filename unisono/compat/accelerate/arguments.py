@@ -16,6 +16,7 @@ from unisono.compat.accelerate.utils.dataclasses import (
     ProfileKwargs,
     TorchDynamoPlugin,
 )
+from unisono.strategies import DDP, FSDP
 
 _ENGINES = "DeepSpeed is not joined; leave it out, or shard by fsdp_plugin=FullyShardedDataParallelPlugin()"
 _ONE_AXIS = "there is one axis, data parallel; shard large models by fsdp_plugin=FullyShardedDataParallelPlugin()"
@@ -25,7 +26,6 @@ _INSTEAD = {
     "megatron_lm_plugin": _ONE_AXIS,
     "torch_tp_plugin": _ONE_AXIS,
     "parallelism_config": _ONE_AXIS,
-    "log_with": "log on rank zero (accelerator.is_main_process) by the tracker's own library",
     "mixed_precision": "choose 'no', 'fp16' or 'bf16'",
 }
 _HOOKS = {
@@ -80,36 +80,32 @@ class Handlers:
                 raise ValueError(f"kwargs_handlers has two {type(each).__name__}; pass one")
             setattr(self, name, each)
 
-    def ddp_arguments(self) -> dict[str, Any]:
+    def ddp_options(self) -> DDP:
         """As the native Accelerator takes them."""
         if self.ddp is None:
-            return {}
+            return DDP()
         hook, wrapper = (DDPCommunicationHookType(each) for each in (self.ddp.comm_hook, self.ddp.comm_wrapper))
         if hook not in _HOOKS or wrapper != DDPCommunicationHookType.NO:
             raise ValueError(
                 f"comm_hook={hook} with comm_wrapper={wrapper} has no counterpart here; choose comm_hook among "
                 f"{', '.join(map(str, _HOOKS))}, and no wrapper"
             )
-        return {
-            "find_unused_parameters": self.ddp.find_unused_parameters,
-            "comm_hook": _HOOKS[hook],
-            "comm_options": self.ddp.comm_state_option or None,
-        }
+        return DDP(
+            self.ddp.find_unused_parameters,
+            self.ddp.bucket_cap_mb,
+            self.ddp.broadcast_buffers,
+            _HOOKS[hook],
+            self.ddp.comm_state_option or None,
+        )
 
-    def scaler_state(self) -> dict[str, Any]:
-        """The state of a scaler that begins so."""
-        handler = self.scaler or GradScalerKwargs()
-        if not handler.enabled:
+    def scaler_options(self) -> dict[str, Any]:
+        """As the native Accelerator takes them."""
+        options = (self.scaler or GradScalerKwargs()).to_dict()
+        if not options.pop("enabled"):
             raise ValueError(
                 "GradScalerKwargs(enabled=False) has no counterpart: fp16 needs its loss scaled; take bf16"
             )
-        return {
-            "scale": handler.init_scale,
-            "growth_factor": handler.growth_factor,
-            "backoff_factor": handler.backoff_factor,
-            "growth_interval": handler.growth_interval,
-            "_growth_tracker": 0,
-        }
+        return options
 
 
 def compile_arguments(
@@ -135,25 +131,23 @@ def compile_arguments(
     return {"backend": name} | {key: value for key, value in wanted.items() if value is not None}
 
 
-def fsdp_arguments(plugin: FullyShardedDataParallelPlugin | None) -> dict[str, Any]:
+def fsdp_options(plugin: FullyShardedDataParallelPlugin) -> FSDP:
     """As the native Accelerator takes them.
 
     Raises:
-        ValueError: a field that changes numbers, or where parameters lie, has no counterpart.
+        ValueError: a field that changes numbers has no counterpart.
     """
-    if plugin is None:
-        return {}
     asked = {
-        "cpu_offload": bool(getattr(plugin.cpu_offload, "offload_params", plugin.cpu_offload)),
-        "mixed_precision_policy": plugin.mixed_precision_policy is not None,
         "ignored_modules": plugin.ignored_modules is not None,
         "param_init_fn": plugin.param_init_fn is not None,
         "activation_checkpointing": plugin.activation_checkpointing,
     }
     for name, is_asked in asked.items():
         if is_asked:
-            raise ValueError(
-                f"FullyShardedDataParallelPlugin({name}=...) has no counterpart here; leave it out"
-                + {"mixed_precision_policy": ", and pass Accelerator(mixed_precision=)"}.get(name, "")
-            )
-    return {"strategy": "fsdp"}
+            raise ValueError(f"FullyShardedDataParallelPlugin({name}=...) has no counterpart here; leave it out")
+    policy = plugin.mixed_precision_policy
+    return FSDP(
+        param_dtype=getattr(policy, "param_dtype", None),
+        reduce_dtype=getattr(policy, "reduce_dtype", None),
+        offload=bool(getattr(plugin.cpu_offload, "offload_params", plugin.cpu_offload)),
+    )

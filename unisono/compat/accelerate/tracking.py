@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from unisono.compat.absent import refuse
 
-_OWN = "log on rank zero (accelerator.is_main_process) by the tracker's own library"
+_OWN = "pass log_with= the name of a library, or an object with the methods of unisono.Tracker"
 _INSTEAD = dict.fromkeys(
     ["GeneralTracker", "TensorBoardTracker", "WandBTracker", "MLflowTracker", "on_main_process", "filter_trackers"],
     _OWN,

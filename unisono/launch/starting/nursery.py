@@ -18,6 +18,8 @@ from subprocess import DEVNULL, Popen, TimeoutExpired
 
 from unisono.errors import UnisonoError
 from unisono.launch.starting import wire
+from unisono.launch.starting.early import VARIABLE
+from unisono.launch.starting.interpreter import interpreter_command
 
 _lock = threading.Lock()
 _nurseries: dict[str, Nursery] = {}  # by start method
@@ -40,11 +42,12 @@ class Nursery:
             f"from unisono.launch.starting.zygote import main; main({theirs.fileno()}, {os.getpid()}, {start_method!r})"
         )
         environ = dict(os.environ)
+        environ.pop(VARIABLE, None)  # or it would start one of its own
         if start_method == "zygote":  # OpenBLAS would start threads when numpy is imported, and they survive no fork
             environ["OPENBLAS_NUM_THREADS"] = "1"
         with theirs:
             self._process = Popen(
-                [sys.executable, "-c", start],
+                [*interpreter_command(), "-c", start],
                 pass_fds=[theirs.fileno()],
                 env=environ,
                 stdin=DEVNULL,

@@ -47,6 +47,7 @@ from typing import NoReturn
 import psutil
 
 from unisono.launch.starting import wire
+from unisono.launch.starting.interpreter import interpreter_command
 from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.launch.starting.reaping import (
     become_reaper,
@@ -158,7 +159,7 @@ class Zygote:
             group.ranks[pid] = rank
             _tell(group, {"op": "forked", "rank": rank, "pid": pid})
         except OSError as error:
-            _tell(group, {"op": "error", "rank": rank, "text": str(error)})
+            _tell(group, {"op": "error", "rank": rank, "text": f"{error}; {_limit_met(error)}".rstrip("; ")})
         finally:
             for fd in fds:
                 os.close(fd)
@@ -171,10 +172,17 @@ class Zygote:
             self.is_frozen = False
         if not self.is_frozen:
             self.is_frozen = True
+            self._remember()
             for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
                 finalizer.atexit = False  # or each worker would undo at its end what is imported here, for milliseconds
             gc.freeze()  # what exists now is never written by a collection, so its pages stay shared
             gc.enable()
+
+    def _remember(self) -> None:
+        if self.start_method == "zygote":
+            from unisono.launch.settings import remember_settings
+
+            remember_settings()
 
     def _become_worker(self, rank: int, job: str, fds: list[int]) -> NoReturn:
         """In the child: cut every tie to the zygote but the parent-death signal, then be the worker."""
@@ -205,7 +213,8 @@ class Zygote:
                     f"import sys; sys.path[:] = {sys.path!r}; "
                     f"from unisono.launch.worker import run_worker; run_worker({rank}, {job!r}, {reports})"
                 )
-                os.execv(sys.executable, [sys.executable, "-c", start])
+                command = [*interpreter_command(), "-c", start]
+                os.execv(command[0], command)
             from unisono.launch.worker import run_worker
 
             run_worker(rank, job, reports)
@@ -263,6 +272,14 @@ class Zygote:
         for group in self.groups.values():
             shutil.rmtree(group.directory, ignore_errors=True)
         os._exit(0)
+
+
+def _limit_met(error: OSError) -> str:
+    from unisono.launch.exhaustion import describe_exhaustion  # for nothing, in most lives of a zygote
+
+    with contextlib.suppress(Exception):
+        return describe_exhaustion(error)
+    return ""
 
 
 def _tell(group: _Group, message: dict[str, object]) -> None:

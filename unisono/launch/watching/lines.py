@@ -1,7 +1,8 @@
 """The lines of several streams, made into one that people can read. Pure: bytes in, bytes out.
 
 "\\r" ends a line as "\\n" does, so a progress bar moves, and what comes after it gets its mark again. The line of one
-worker that is not over is ended by a newline before another's. No byte is lost.
+worker that is not over is ended by a newline before another's. No byte is lost, but for those that erase a bar (blanks
+up to a "\\r") where none stands: marked, they would be empty lines.
 """
 
 from __future__ import annotations
@@ -46,12 +47,19 @@ class LineMixer:
     def add(self, source: Hashable, prefix: bytes, piece: bytes) -> bytes:
         """The bytes to write for a piece of a line: itself, behind what must stand before it."""
         is_own = source == self._source
+        if piece.endswith(b"\r") and piece.isspace() and (self._end or not is_own):
+            return self._erase(prefix, piece) if is_own and len(piece) > 1 else b""
         is_bar_on_bar = self._end == b"\r" and piece.endswith(b"\r")  # they share a line, as they would on a terminal
         newline = b"" if is_own or self._end == b"\n" or is_bar_on_bar else b"\n"
         prefix = b"" if is_own and not self._end else prefix
         self._source = source
         self._end = piece[-1:] if piece.endswith((b"\n", b"\r")) else b""
         return newline + prefix + piece
+
+    def _erase(self, prefix: bytes, piece: bytes) -> bytes:
+        """Erase the bar that the piece was to erase, and its mark; nothing where none stands."""
+        is_there, self._end = self._end == b"\r", b"\n"
+        return b" " * len(prefix) + piece if is_there else b""
 
     def end_line(self) -> bytes:
         """What must be written so that the next line stands for itself."""

@@ -27,6 +27,9 @@ from typing import NamedTuple
 
 import psutil
 
+from unisono.launch.reports import Pulse
+from unisono.launch.watching import clock
+
 SAMPLES_PATH = "UNISONO_SAMPLES"
 """In a worker's environment: the file with its group's samples."""
 
@@ -47,7 +50,7 @@ class Sample:
 
     Attributes:
         rank: of the worker.
-        at: when, as `time.time` tells it.
+        at: when, as `time.time` tells it, to the millisecond; in the file it is "time", as all times there.
         cpu_percent: of one core, since the sample before; 0 in a worker's first one.
         rss: bytes of memory; what several of the processes share is counted for each.
         pss: the same, what is shared counted in parts; None where it was not measured.
@@ -55,6 +58,7 @@ class Sample:
         read_bytes, write_bytes: from and to storage since the start; None where the system does not tell.
         device_bytes: memory on the worker's device, where the worker has told it.
         pid: of the worker.
+        step, samples_per_s, loss: of the worker's latest pulse.
     """
 
     rank: int
@@ -67,6 +71,20 @@ class Sample:
     write_bytes: int | None
     device_bytes: int | None = None
     pid: int = 0
+    step: int = 0
+    samples_per_s: float = 0.0
+    loss: float | None = None
+
+    def to_line(self) -> str:
+        """As a line of the file."""
+        facts = asdict(self)
+        return json.dumps({"time": clock.to_text(facts.pop("at")), **facts}) + "\n"
+
+    @classmethod
+    def from_line(cls, line: str) -> Sample:
+        """ValueError, TypeError or KeyError where it is no whole line of this version."""
+        facts = json.loads(line)
+        return cls(at=clock.to_seconds(facts.pop("time")), **facts)
 
 
 @dataclass
@@ -91,7 +109,7 @@ class Monitor:
         self._path = path
         self._interval_s = interval_s
         self._watched: dict[int, _Watched] = {}
-        self._device_bytes: dict[int, int] = {}
+        self._pulses: dict[int, Pulse] = {}
         self._num_rounds = 0
         self._pss_due = 0.0
         self._lock = threading.Lock()
@@ -105,15 +123,15 @@ class Monitor:
             process = psutil.Process(pid)
         with self._lock:
             self._watched[rank] = _Watched(rank, process)
-            self._device_bytes.pop(rank, None)
+            self._pulses.pop(rank, None)
             if self._thread is None and not self._is_closed.is_set():
                 self._thread = threading.Thread(target=_sample, args=(self,), name="unisono-monitor", daemon=True)
                 self._thread.start()
 
-    def tell_device_memory(self, rank: int, nbytes: int) -> None:
-        """What a worker has reported of its device; it stands in its samples from now on."""
+    def tell_pulse(self, rank: int, pulse: Pulse) -> None:
+        """What a worker has reported of itself; it stands in its samples from now on."""
         with self._lock:
-            self._device_bytes[rank] = nbytes
+            self._pulses[rank] = pulse
 
     def curve(self, rank: int) -> list[Sample]:
         """The latest samples of a worker, oldest first; also after its end."""
@@ -133,7 +151,7 @@ class Monitor:
     def _look_at_all(self) -> None:
         with self._lock:
             living = {each.rank: each for each in self._watched.values() if each.process is not None}
-            told = self._device_bytes.copy()
+            pulses = self._pulses.copy()
         trees = _trees(each.process for each in living.values() if each.process is not None)
         samples = {}
         for rank, each in living.items():
@@ -142,7 +160,7 @@ class Monitor:
             if sample is None:
                 each.process = None
             else:
-                samples[rank] = replace(sample, device_bytes=told.get(rank))
+                samples[rank] = _with_pulse(sample, pulses[rank]) if rank in pulses else sample
         if time.monotonic() >= self._pss_due:
             spent = time.thread_time()
             samples = {rank: replace(each, pss=_pss(trees[each.pid])) for rank, each in samples.items()}
@@ -157,7 +175,7 @@ class Monitor:
     def _write(self, samples: Iterable[Sample]) -> None:
         if self._path is None or (self._num_rounds >= _ALL_ROUNDS and self._num_rounds % 10):
             return
-        lines = "".join(json.dumps(asdict(each)) + "\n" for each in samples)
+        lines = "".join(each.to_line() for each in samples)
         try:
             with self._path.open("a") as file:
                 file.write(lines)
@@ -183,9 +201,9 @@ def read_samples(path: Path) -> list[Sample]:
     """
     samples = []
     for line in path.read_text().splitlines(keepends=True):
-        with suppress(ValueError, TypeError):
+        with suppress(ValueError, TypeError, KeyError, AttributeError):
             if line.endswith("\n"):
-                samples.append(Sample(**json.loads(line)))
+                samples.append(Sample.from_line(line))
     return samples
 
 
@@ -232,7 +250,7 @@ def _measure(watched: _Watched, tree: list[psutil.Process]) -> Sample | None:
     read, written = (sum(use.io[way] for use in known if use.io) if root.io else None for way in (0, 1))
     return Sample(
         rank=watched.rank,
-        at=time.time(),
+        at=round(time.time(), 3),
         cpu_percent=_percent(seconds - before[1], now - before[0]) if before else 0.0,
         rss=sum(use.rss for use in known),
         pss=None,
@@ -240,6 +258,16 @@ def _measure(watched: _Watched, tree: list[psutil.Process]) -> Sample | None:
         read_bytes=read,
         write_bytes=written,
         pid=tree[0].pid,
+    )
+
+
+def _with_pulse(sample: Sample, pulse: Pulse) -> Sample:
+    return replace(
+        sample,
+        device_bytes=pulse.device_bytes,
+        step=pulse.step,
+        samples_per_s=pulse.samples_per_s,
+        loss=pulse.loss,
     )
 
 

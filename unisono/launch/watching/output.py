@@ -27,9 +27,12 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+from unisono.launch.watching.json_lines import describe_event, describe_line
 from unisono.launch.watching.lines import LineSplitter
 from unisono.launch.watching.live_stream import LiveStream
 from unisono.launch.watching.run_directory import RunDirectory, Stream
@@ -47,10 +50,12 @@ class OutputOptions:
     Attributes:
         prefix: put "[rank 1] " in front of each line; None does so on stderr only.
         log_ranks: only these ranks are shown; None shows all. Files keep every rank's.
+        is_json: show each line as an object of JSON (`json_lines.py`), which needs no prefix.
     """
 
     prefix: bool | None = None
     log_ranks: tuple[int, ...] | None = None
+    is_json: bool = False
 
 
 @dataclass(eq=False)
@@ -61,6 +66,7 @@ class _Source:
     prefix: bytes
     live: LiveStream | None  # None: not shown
     path: Path | None  # the file that keeps it
+    describe: Callable[[bytes], bytes] | None = None  # what is shown for a line; None shows it as it is
     log: int | None = None  # that file's descriptor
     tail: bytes = b""
     release_at: float | None = None  # when to show what is held
@@ -75,15 +81,18 @@ class _Source:
     def show(self, data: bytes) -> None:
         if self.live is not None:
             for piece in self.splitter.feed(data):
-                self.live.add(self, self.prefix, piece)
+                self._add(self.live, piece)
                 self.release_at = None
-            if self.splitter.held and self.release_at is None:
+            if self.splitter.held and self.release_at is None and self.describe is None:
                 self.release_at = time.monotonic() + _HOLD_S
 
     def release(self) -> None:
         self.release_at = None
         if self.live is not None and (held := self.splitter.release()):
-            self.live.add(self, self.prefix, held)
+            self._add(self.live, held)
+
+    def _add(self, live: LiveStream, piece: bytes) -> None:
+        live.add(self, self.prefix, piece if self.describe is None else self.describe(piece))
 
     def close(self) -> None:
         os.close(self.fd)
@@ -160,19 +169,21 @@ class Output:
         self._thread.join(timeout_s + 1.0)  # one that could not be had unblocked may still block
 
     def _captures_stdout(self, rank: int) -> bool:
-        return self._options.prefix is True or self._run is not None or not self._is_shown(rank)
+        is_marked = self._options.prefix is True or self._options.is_json
+        return is_marked or self._run is not None or not self._is_shown(rank)
 
     def _is_shown(self, rank: int) -> bool:
         return self._options.log_ranks is None or rank in self._options.log_ranks
 
     def _capture(self, rank: int, name: Stream, live: LiveStream, ends: list[int]) -> int:
         is_marked = name == "stderr" if self._options.prefix is None else self._options.prefix
-        prefix = f"[rank {rank}] ".encode() if is_marked else b""
+        prefix = f"[rank {rank}] ".encode() if is_marked and not self._options.is_json else b""
         path = None if self._run is None else self._run.log(rank, name)
         reading, writing = os.pipe()
         ends.append(writing)
         os.set_blocking(reading, False)
-        source = _Source(reading, prefix, live if self._is_shown(rank) else None, path)
+        describe = partial(describe_line, rank, name) if self._options.is_json else None
+        source = _Source(reading, prefix, live if self._is_shown(rank) else None, path, describe)
         if name == "stderr":
             self._of_stderr[rank] = source
         with self._lock:
@@ -282,8 +293,8 @@ class Output:
     def _complain(self, path: Path | None, error: OSError) -> None:
         if not self._has_complained:
             self._has_complained = True
-            text = f"unisono: {path} does not keep all that its worker writes ({error.strerror}); the run goes on\n"
-            self._stderr.add(None, b"", text.encode())
+            text = f"unisono: {path} does not keep all that its worker writes ({error.strerror}); the run goes on"
+            self._stderr.add(None, b"", describe_event(text) if self._options.is_json else f"{text}\n".encode())
 
     def _release(self) -> None:
         ours: list[_Source | LiveStream | socket.socket] = [*self._lives, self._wake_r, self._wake_w]

@@ -29,6 +29,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
+from unisono.launch.watching import clock
+
 State = Literal["running", "finished", "failed", "stopped"]
 Stream = Literal["stdout", "stderr"]
 
@@ -40,7 +42,7 @@ class RunDirectory:
 
     def __init__(self, path: Path, facts: dict[str, Any]) -> None:
         self.path = path
-        self._facts = {**facts, "state": "running", "started_at": _now(), "ended_at": None}
+        self._facts = {**facts, "state": "running", "started_at": clock.now(), "ended_at": None}
         self._lock = threading.Lock()
         self._has_warned = False
         self._write_facts()
@@ -80,8 +82,8 @@ class RunDirectory:
         return self.path / f"rank-{rank}.{stream}"
 
     def event(self, name: str, /, **facts: Any) -> None:
-        """Add one line to the events: the time, the name ("started", "failed", "restarted"), and the facts."""
-        line = _to_json({"time": _now(), "event": name, **facts}) + "\n"
+        """Add a line to the events: time, name ("started", "failed", "restarted", "finished") and facts."""
+        line = _to_json({"time": clock.now(), "event": name, **facts}) + "\n"
         with self._warning_once():
             descriptor = os.open(self.path / "events.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
             with open(descriptor, "wb", buffering=0) as file:
@@ -93,9 +95,10 @@ class RunDirectory:
             file.write(text)
 
     def finish(self, state: State, **facts: Any) -> None:
-        """Say how the run has ended, and what else is known of it now."""
+        """Say how the run has ended, and what else is known of it now: the last event, and the state."""
+        self.event("finished", state=state, exit_code=facts.get("exit_code"))
         with self._lock, self._warning_once():
-            self._facts |= {**facts, "state": state, "ended_at": _now()}
+            self._facts |= {**facts, "state": state, "ended_at": clock.now()}
             self._write_facts()
 
     def _write_facts(self) -> None:
@@ -168,10 +171,6 @@ def _point_latest_at(path: Path) -> None:
             os.replace(fresh, path.parent / "latest")
         except OSError:
             os.unlink(fresh)
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def _to_json(facts: dict[str, Any], indent: int | None = None) -> str:

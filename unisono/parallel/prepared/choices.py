@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.amp import GradScaler
 
 from unisono.backends import CPU, resolve_device
-from unisono.parallel.strategies.hooks import hook_names
-from unisono.parallel.strategies.strategy import Options, Strategy
+from unisono.parallel.strategies.strategy import Strategy
 from unisono.protocols import Backend, Feature
+from unisono.strategies import DDP, Choice
 from unisono.world import World, solo_world
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def check_features(world: World, strategy: type[Strategy], options: Options, compile: Any) -> None:
+def check_features(world: World, strategy: type[Strategy], options: Choice, precision: str, compile: Any) -> None:
     """Refuse what the world's devices lack.
 
     Raises:
         ValueError: the message tells what to do instead.
     """
-    hook, precision = options.comm_hook, options.precision
+    hook = options.comm_hook if isinstance(options, DDP) else None
     asked: dict[str, tuple[Feature, bool]] = {
         f"strategy={strategy.name!r}": ("process_group", world.is_of_processes and strategy.is_needed),
         f"comm_hook={hook!r}": ("process_group", world.is_of_processes and hook is not None),
@@ -63,13 +65,11 @@ def _enter(backend: Backend, device: torch.device, strategy: type[Strategy]) -> 
     backend.activate(device)
 
 
-def check_choices(compile: Any, seed: Any, comm_hook: Any) -> None:
+def check_choices(compile: Any, seed: Any) -> None:
     if not isinstance(compile, bool | Mapping):
         raise TypeError(f"compile={compile!r} is a {type(compile).__name__}; pass True, or torch.compile's arguments")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise TypeError(f"seed={seed!r} is a {type(seed).__name__}; pass a whole number, or None")
-    if comm_hook not in hook_names():
-        raise ValueError(f"comm_hook={comm_hook!r} does not exist; choose one of {', '.join(map(repr, hook_names()))}")
 
 
 def check_accumulation(steps: Any) -> None:
@@ -94,3 +94,17 @@ def check_arguments(precision: Any, max_grad_norm: Any, nan_guard: bool) -> None
             "overflow; "
             "take bf16, or leave the guard out"
         )
+
+
+def check_reduction(loss_reduction: Any) -> None:
+    if loss_reduction not in ("mean", "sum"):
+        raise ValueError(f"loss_reduction={loss_reduction!r} does not exist; choose one of mean, sum")
+
+
+def check_scaler(options: Any, precision: str) -> None:
+    known = list(inspect.signature(GradScaler).parameters)[1:]
+    unknown = [name for name in options or () if name not in known]
+    if options and precision != "fp16":
+        raise ValueError(f"scaler_options={options!r} are for mixed_precision='fp16', and it is {precision!r}")
+    if unknown:
+        raise ValueError(f"scaler_options have no {unknown[0]!r}; torch's GradScaler takes {', '.join(known)}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +16,10 @@ from unisono.parallel.batch_norm import synchronize_batch_norm
 from unisono.parallel.compilation import compile_module
 from unisono.parallel.passes import Passes
 from unisono.parallel.prepared.guard import NanGuard
+from unisono.parallel.prepared.metric_sync import synchronize_metric
 from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.scaler import LossScaler
 from unisono.parallel.prepared.stepping import Stepper
-from unisono.parallel.strategies.sharded import clip_grad_norm
 from unisono.parallel.strategies.strategy import Strategy
 from unisono.randomness import seed_all, seed_of
 from unisono.world import World
@@ -78,17 +77,14 @@ class Maker:
         self._is_seeded = True
         return made
 
+    def metric(self, metric: nn.Module) -> nn.Module:
+        """The metric itself, on its device, which gathers over the ranks."""
+        synchronize_metric(metric, self.world)
+        return metric.to(self.world.device) if self.moves else metric
+
     def stepper(self, optimizer: Optimizer) -> Stepper:
         """What lets the optimizer step for all ranks."""
-        return Stepper(
-            optimizer,
-            self.world,
-            self.passes,
-            partial(clip_grad_norm, world=self.world),
-            self.max_grad_norm,
-            self.scaler,
-            self._guard,
-        )
+        return Stepper(optimizer, self.world, self.passes, self.max_grad_norm, self.scaler, self._guard)
 
     def done_in_steps(self) -> list[str]:
         """What steps of prepared optimizers do, and no others."""

@@ -36,7 +36,8 @@ def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[An
 
     Raises:
         ValueError: the values lie in batches that count differently; or their rows are those of no batches in a row, or
-            may be of several, or of two loops, that count differently; on all ranks. Or the tensors differ in rows.
+            may be of several, or of two loops, that count differently, or of a loop whose batches do not tell their
+            size; on all ranks. Or the tensors differ in rows.
         TypeError: a value is no tensor with rows.
     """
     if valid_samples is not None:
@@ -44,11 +45,18 @@ def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[An
     count = _num_rows(values)
     deliveries = world.state.deliveries
     known, recent = deliveries.find_rows(values, count), deliveries.recent()
-    is_known, fitting = _compare(count, known, recent, world)
+    is_known, is_told, fitting = _compare(count, known, recent, world)
     if is_known:
         for batch in known:
             batch.loop.rows.gather(batch.number)
         return _kept(values, range(known[0].samples), count)
+    if not is_told:
+        raise ValueError(
+            f"values with {count} samples: the batches of this loop do not tell how many samples they hold (objects, "
+            "packed sequences, lists of samples), on this rank or another, so that nothing tells which of them count; "
+            "pass valid_samples, len(batch) for example, and 0 where loader.valid_samples is 0; or let the loader give "
+            "tensors with the samples along their first dimension"
+        )
     best = _best(fitting, recent[0] if recent else None)
     if not best:
         if not recent:
@@ -114,8 +122,9 @@ def _num_rows(values: Any) -> int:
     return rows.pop()
 
 
-def _compare(count: int, known: list[Batch], recent: list[Loop], world: World) -> tuple[bool, list[_Fit]]:
-    """Whether every rank knows the batch; and the loops, the last one first, that fit on each. A small collective.
+def _compare(count: int, known: list[Batch], recent: list[Loop], world: World) -> tuple[bool, bool, list[_Fit]]:
+    """Whether every rank knows the batch; whether the batches of the last loop tell their sizes on every rank; and the
+    loops, the last one first, that fit on each. A small collective.
 
     In a loop that fits some batches have so many rows, as many batches on each rank.
 
@@ -127,8 +136,10 @@ def _compare(count: int, known: list[Batch], recent: list[Loop], world: World) -
     batches = [rows[-1].batches if rows else 0 for rows in found]
     are_new = [bool(rows) and rows[-1].is_new for rows in found]
     state = len({batch.samples for batch in known})  # 0 where none is known, and more than 1 is an error
-    told = [min(state, 1), -state, *batches, *(-each for each in batches), *are_new, *(-len(rows) for rows in found)]
-    least, most, *others = world.comm.all_reduce(torch.tensor(told, device=world.device), "min").tolist()
+    is_told = not recent or recent[0].rows.is_told
+    told = [min(state, 1), -state, is_told, *batches]
+    told += [*(-each for each in batches), *are_new, *(-len(rows) for rows in found)]
+    least, most, are_told, *others = world.comm.all_reduce(torch.tensor(told, device=world.device), "min").tolist()
     if most < -1:
         counts = " or ".join(str(batch.samples) for batch in known)
         raise ValueError(
@@ -138,11 +149,15 @@ def _compare(count: int, known: list[Batch], recent: list[Loop], world: World) -
     least_batches, most_batches, new, answers = (
         others[start : start + REMEMBERED] for start in range(0, len(others), REMEMBERED)
     )
-    return least > 0, [
-        _Fit(loop, rows[-1], bool(new[place]), answers[place] < -1)
-        for place, (loop, rows) in enumerate(zip(recent, found, strict=False))
-        if rows and least_batches[place] == -most_batches[place]
-    ]
+    return (
+        least > 0,
+        bool(are_told),
+        [
+            _Fit(loop, rows[-1], bool(new[place]), answers[place] < -1)
+            for place, (loop, rows) in enumerate(zip(recent, found, strict=False))
+            if rows and least_batches[place] == -most_batches[place]
+        ],
+    )
 
 
 def _best(fitting: list[_Fit], newest: Loop | None) -> list[_Fit]:

@@ -52,7 +52,10 @@ class PreparedModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         inputs = (*args, kwargs) if kwargs else args
-        bound = self._passes.bind(inputs, self._syncs) if torch.is_grad_enabled() else None
+        bound = None
+        if torch.is_grad_enabled():
+            self.engine.refresh()
+            bound = self._passes.bind(inputs, self._syncs)
         with nullcontext() if self._autocast is None else self._autocast():
             result = self.engine.run(args, kwargs)
         if self._autocast is not None:
@@ -74,7 +77,6 @@ class PreparedModel(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """`module.zero_grad`, but between microbatches of one step."""
-        self._passes.microbatches.look()
         if all(stepper.may_zero() for stepper in self._steppers):
             self.module.zero_grad(set_to_none)
             for stepper in self._steppers:

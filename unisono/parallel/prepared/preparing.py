@@ -8,16 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from unisono.parallel.names import remember_names, trained_parameters
+from unisono.parallel.names import parameters_of, remember_names, trained_parameters
 from unisono.parallel.prepared.making import Maker
+from unisono.parallel.prepared.metric_sync import is_metric
 from unisono.parallel.prepared.model import PreparedModel
+from unisono.parallel.prepared.pace import Unit
 from unisono.parallel.prepared.repointing import Places
 from unisono.parallel.prepared.scheduler import PreparedScheduler
 from unisono.parallel.prepared.stepping import Stepper, release_engines_of, watch
@@ -30,13 +32,15 @@ class Prepared:
     Args:
         maker: of models and steppers.
         make_loader: prepares what has batches.
+        schedule_unit: what schedules count; None finds out.
     """
 
-    def __init__(self, maker: Maker, make_loader: Callable[[Any], Any]) -> None:
+    def __init__(self, maker: Maker, make_loader: Callable[[Any], Any], schedule_unit: Unit | None = None) -> None:
         self._models: list[ref[PreparedModel]] = []  # in the order in which they came, the same on each rank
         self._steppers: list[ref[Stepper]] = []
         self._maker = maker
-        self._make_loader = make_loader
+        self._make_loader, self._schedule_unit = make_loader, schedule_unit
+        self._loaders: WeakSet[Any] = WeakSet()
 
     def prepare(self, objects: Sequence[Any]) -> list[Any]:
         """Each object prepared, in its place. Where one cannot be, nothing has changed.
@@ -46,7 +50,7 @@ class Prepared:
             ValueError: one was prepared before, or an optimizer and the models do not belong together.
         """
         flat = [(where, each) for place, each in enumerate(objects) for where, each in _flat(str(place), each)]
-        modules = [each for _, each in flat if isinstance(each, nn.Module)]
+        modules = [each for _, each in flat if isinstance(each, nn.Module) and not is_metric(each)]
         places = Places([*self.modules(), *modules])
         for place, (where, each) in enumerate(flat):
             self._check(where, each, [other for _, other in flat[:place]], [other for _, other in flat], places)
@@ -56,11 +60,14 @@ class Prepared:
                 places.follow(each, self.modules())
                 made[id(each)] = self._add_optimizer(each)
         for _, each in flat:
-            if isinstance(each, LRScheduler | ReduceLROnPlateau):
+            if is_metric(each):
+                made[id(each)] = self._maker.metric(each)
+            elif isinstance(each, LRScheduler | ReduceLROnPlateau):
                 made[id(each)] = self._add_scheduler(each, made)
             elif each is not None and id(each) not in made:
                 made[id(each)] = loader = self._make_loader(each)
                 _all_prepared[each] = _all_prepared[loader] = loader
+                self._loaders.add(loader)
         return [_rebuilt(each, made) for each in objects]
 
     def models(self) -> list[PreparedModel]:
@@ -126,6 +133,8 @@ class Prepared:
                 f"the {name} at position {where} is prepared already; prepare each object once, and go on with what "
                 "prepare() returned"
             )
+        if is_metric(each):
+            return
         if isinstance(each, nn.Module):
             _check_devices(where, each)
             self._maker.strategy.check(each)
@@ -169,7 +178,7 @@ class Prepared:
 
     def _join(self, model: PreparedModel, stepper: Stepper) -> None:
         """Make a model and the optimizer of some of its parameters known to one another."""
-        own = {id(parameter) for group in stepper.optimizer.param_groups for parameter in group["params"]}
+        own = {id(each) for each in parameters_of(stepper.optimizer)}
         if any(id(each) in own for each in model.parameters()):
             model.train_by(stepper)
             stepper.train(model.engine)
@@ -184,7 +193,8 @@ class Prepared:
             optimizer.step.__func__._wrapped_by_lr_sched = True
         stepper = self._stepper_of(optimizer)
         assert stepper is not None  # `_check` has seen to it
-        prepared = PreparedScheduler(scheduler, stepper)
+        is_later = any(getattr(each, "length_was_asked", False) for each in self._loaders)
+        prepared = PreparedScheduler(scheduler, stepper, self._schedule_unit, is_later)
         _all_prepared[scheduler] = prepared
         return prepared
 

@@ -17,13 +17,14 @@ class LossScaler(GradScaler):
     Args:
         device: the type of the rank's device.
         is_telling: says when a step was not taken.
+        options: the other arguments of GradScaler.
 
     Attributes:
         is_due: an optimizer has stepped, or skipped its step, since the last conclusions.
     """
 
-    def __init__(self, device: str, is_telling: bool) -> None:
-        super().__init__(device)
+    def __init__(self, device: str, is_telling: bool, **options: float) -> None:
+        super().__init__(device, **options)  # type: ignore[arg-type]
         self.is_due = False
         self._is_telling = is_telling
 

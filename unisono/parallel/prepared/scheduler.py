@@ -1,52 +1,100 @@
-"""PreparedScheduler: one optimizer step is one scheduler step, also where steps accumulate or are skipped."""
+"""PreparedScheduler: the learning rates of one device on any number of ranks, where steps accumulate or are skipped."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from unisono.deliveries import Loop
+from unisono.parallel.prepared.pace import Lengths, Unit, length_of, unit_of
 from unisono.parallel.prepared.stepping import Stepper
 
 Scheduler = LRScheduler | ReduceLROnPlateau
+_ROUNDING = 1e-6  # of a metric, between ranks that have computed it from the same values
 
 
 class PreparedScheduler:
-    """Behaves as `scheduler` does, but that `step` does nothing where its optimizer has not stepped since the last one:
-    between microbatches, and behind an overflow.
+    """Behaves as `scheduler` does on one device.
+
+    A `step` inside a loop goes as far as one device's calls would have, by then; one between loops goes one step. Where
+    the optimizer was asked to step and did not (between microbatches, after an overflow), nothing happens.
 
     Args:
         scheduler: of a prepared optimizer.
         stepper: the optimizer's.
+        unit: what the schedule counts; None finds out.
+        is_later: when it was prepared, the length of a prepared loader had been asked for.
     """
 
-    def __init__(self, scheduler: Scheduler, stepper: Stepper) -> None:
+    def __init__(
+        self, scheduler: Scheduler, stepper: Stepper, unit: Unit | None = None, is_later: bool = False
+    ) -> None:
         self.scheduler = scheduler
         self._stepper = stepper
-        self._taken = stepper.num_steps
+        self._unit, self._is_later = unit, is_later
+        self._end: int | None = None  # of a schedule whose unit was found out
+        self._taken = stepper.taken
         self._asked = stepper.num_asked
         self._epoch = self._last_epoch()
-        stepper.schedulers.append(self)
+        stepper.checks.append(self.check_hand)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """`scheduler.step`.
 
         Raises:
-            RuntimeError: the scheduler was stepped by hand, or no optimizer step was asked for since its last one.
+            RuntimeError: the scheduler was stepped by hand; or, inside a loop, no optimizer step was asked for since
+                its last one; or it goes past its end, where its unit was found out.
+            ValueError: it is not known what the schedule counts; or the ranks pass different metrics.
         """
-        name, stepper = type(self.scheduler).__name__, self._stepper
         self.check_hand()
-        if stepper.num_asked == self._asked:
+        stepper, before = self._stepper, self._taken
+        name, loop = type(self.scheduler).__name__, stepper.loop_of_last_step()
+        was_asked = stepper.num_asked != self._asked
+        if not was_asked and loop is not None:
             raise RuntimeError(
-                f"the {name} is stepped without an optimizer step since its last one; call step() once behind each "
+                f"the {name} is stepped without an optimizer step since its last one; call step() once after each "
                 "optimizer.step(), or once for each epoch"
             )
-        self._asked = stepper.num_asked
-        if stepper.num_steps == self._taken:
+        if loop is not None and self._unit is None:
+            self._find_unit(loop)
+        self._asked, self._taken = stepper.num_asked, stepper.taken
+        if was_asked and before.steps == stepper.taken.steps:
             return
-        self._taken = stepper.num_steps
-        self.scheduler.step(*args, **kwargs)
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            args, kwargs = (self._agreed(*args, **kwargs),), {}
+        units = 1 if loop is None else stepper.taken.since(before, self._unit or "step")
+        if self._end is not None and (self._epoch or 0) + units > self._end:
+            raise RuntimeError(
+                f"the {name} ends after {self._end} steps, and the loop goes on: it was taken for one that counts in "
+                f"units of schedule_unit={self._unit!r}; pass Accelerator(schedule_unit='step') if it counts the "
+                "optimizer steps of this run"
+            )
+        for _ in range(units):
+            self.scheduler.step(*args, **kwargs)
         self._epoch = self._last_epoch()
+
+    def _find_unit(self, loop: Loop) -> None:
+        lengths = loop.lengths()
+        if lengths is None or isinstance(self.scheduler, ReduceLROnPlateau):
+            return
+        self._unit = unit_of(self.scheduler, Lengths(*lengths), int(self._stepper.every), self._is_later)
+        self._end = None if self._unit == "step" else length_of(self.scheduler)
+
+    def _agreed(self, metrics: Any, epoch: Any = None) -> float:
+        """The metric of all ranks, which differs by rounding at most. A small collective."""
+        own, world = float(metrics), self._stepper.world
+        if world.world_size == 1:
+            return own
+        seen = [float(each) for each in world.comm.all_gather_object(own)]
+        if not all(math.isclose(each, seen[0], rel_tol=_ROUNDING) or math.isnan(each) for each in seen):
+            raise ValueError(
+                f"ReduceLROnPlateau got {own:g} on rank {world.rank}, and {min(seen):g} to {max(seen):g} on all ranks, "
+                "which would take different learning rates from then on; pass one value to all of them: "
+                "accelerator.reduce(loss), or a metric of what gather_for_metrics returns"
+            )
+        return seen[0]
 
     def check_hand(self) -> None:
         """Has nobody stepped the scheduler that was prepared?

@@ -13,35 +13,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from unisono.comm.fitting import in_our_words
+from unisono.deliveries import Loop
 from unisono.parallel import optimizer as by_hand
 from unisono.parallel.gradients import check_presence
 from unisono.parallel.ledger import Ledger
-from unisono.parallel.names import trained_parameters
+from unisono.parallel.names import parameters_of, trained_parameters
 from unisono.parallel.passes import Passes
 from unisono.parallel.prepared.guard import NanGuard
+from unisono.parallel.prepared.pace import Taken
 from unisono.parallel.prepared.scaler import LossScaler
 from unisono.parallel.strategies.engine import Engine
+from unisono.parallel.strategies.sharded import clip_grad_norm
 from unisono.timeline import REDUCE, STEP
 from unisono.world import World
 
 _engines: WeakKeyDictionary[Engine, tuple[str, ...]] = WeakKeyDictionary()  # of all prepared models of this process
 _steppers: WeakSet[Stepper] = WeakSet()
-
-
-class Follower(Protocol):
-    """A prepared scheduler."""
-
-    def check_hand(self) -> None:
-        """Raise where it was stepped by hand."""
 
 
 class Stepper:
@@ -51,15 +46,14 @@ class Stepper:
         optimizer: whose `step` and `zero_grad` become this object's.
         world: the rank's.
         passes: through the models.
-        clip: clips the gradients of these parameters to a norm over all ranks.
         max_grad_norm: to which each step clips; None for no clipping.
         scaler: of the loss; None for none.
         guard: None for none.
 
     Attributes:
         num_asked: how often `step` was called.
-        schedulers: that follow it.
-        num_steps: how often it has stepped: not between microbatches, nor after an overflow.
+        checks: what is called before each step, by the schedulers that follow it.
+        taken: the steps that it has taken: not between microbatches, nor after an overflow.
         was_skipped: the last step that was due was left out, after an overflow or because nothing counted in it.
     """
 
@@ -68,28 +62,22 @@ class Stepper:
         optimizer: Optimizer,
         world: World,
         passes: Passes,
-        clip: Callable[[Sequence[torch.Tensor], float], torch.Tensor],
         max_grad_norm: float | None = None,
         scaler: LossScaler | None = None,
         guard: NanGuard | None = None,
     ) -> None:
         self.optimizer = optimizer
-        self.num_asked = self.num_steps = 0
+        self.num_asked = 0
+        self.taken = Taken()
         self.was_skipped = False
-        self.schedulers: list[Follower] = []
+        self.checks: list[Callable[[], None]] = []
         self._engines: list[Engine] = []  # of the models that have some of the optimizer's parameters
-        self._world = world
+        self.world = world
         self._passes, self._microbatches = passes, passes.microbatches
-        self._clip = clip
         self._max_grad_norm = max_grad_norm
         self._scaler = scaler
         self._guard = guard
-        self._seen: dict[Engine, int] = {}  # the generations of the last step
         self._is_unscaled = self._is_inside = False
-        self._skipped_in = (
-            self._closed_in
-        ) = -1  # the last step, by its number, that was asked for too early; that is over
-        self._num_skipped = 0  # in a row
         self._plain_step, self._plain_zero = optimizer.step, optimizer.zero_grad
         self._own = {name: vars(optimizer)[name] for name in ("step", "zero_grad") if name in vars(optimizer)}
         step, zero = _methods(self)
@@ -116,20 +104,17 @@ class Stepper:
     def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
         """`optimizer.step` at the end of an accumulation; else nothing, and None."""
         if self._is_inside:  # the scaler's way to the plain step, which it does not take behind an overflow
-            self.num_steps += 1
+            self._count_step()
             return self._plain_step(**arguments)
         self.num_asked += 1
-        self._microbatches.look()
-        is_boundary = self._microbatches.is_boundary(now=True)
-        self._microbatches.try_step()
-        if not is_boundary:
+        if not self._microbatches.ask_step():
             self._skip()
             return None
-        track, before = self._world.timeline.loop(), self.num_steps
+        track, before = self.world.timeline.loop(), self.taken.steps
         self.was_skipped = False
         try:
-            for each in self.schedulers:
-                each.check_hand()
+            for check in self.checks:
+                check()
             if closure is not None:
                 self._check_closure()
                 closure = self._reducing(closure)
@@ -140,15 +125,15 @@ class Stepper:
             else:
                 with track.span(REDUCE):
                     self.reduce()
-            with track.span(STEP), in_our_words(self._world.comm):
+            with track.span(STEP), in_our_words(self.world.comm):
                 result = self._step(closure, arguments)
-                self._world.backend.mark_step(self._world.device)
+                self.world.backend.mark_step(self.world.device)
         finally:  # whether it was taken or has failed, zero_grad() is next
             self._close()
         for engine in self._engines:
             engine.after_step(self.optimizer)
         track.count("steps")
-        self.was_skipped = self.num_steps == before
+        self.was_skipped = self.taken.steps == before
         return result
 
     def reduce(self) -> None:
@@ -160,7 +145,7 @@ class Stepper:
         for engine in self._engines:
             if engine.is_held:
                 engine.reduce()
-            elif self._is_assigned(engine):
+            elif self._ledger.every == 1 and engine.has_assigned(self.optimizer):
                 self._passes.adopt(engine)
         check_presence(trained_parameters(self.optimizer))
         if self._scaler is not None and not self._is_unscaled:
@@ -175,7 +160,6 @@ class Stepper:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """`optimizer.zero_grad`, but between microbatches of one step."""
-        self._microbatches.look()
         if self._is_inside or self.may_zero():
             self._plain_zero(set_to_none)
             self.forget()
@@ -186,11 +170,11 @@ class Stepper:
         Or it is given up: it has its last microbatch and was not stepped on, or since the last backward pass nobody has
         asked whether to step.
         """
-        now = self._ledger
-        if now.every == 1 or self._closed_in == now.number or now.count == 0:
+        now, step = self._ledger, self._ledger.step
+        if now.every == 1 or self.optimizer in step.stepped:
             return True
-        begun = [engine.begun for engine in self._engines if engine.begun.step == now.number]
-        is_complete = now.has_ended and any(each.microbatch == now.count for each in begun)
+        begun = [engine.begun for engine in self._engines if engine.begun.step is step]
+        is_complete = step.is_full and any(each.microbatch == now.count for each in begun)
         return not begun or is_complete or any(each.num_asked == self._microbatches.num_asked for each in begun)
 
     def forget(self) -> None:
@@ -201,7 +185,7 @@ class Stepper:
             for engine in self._engines:
                 engine.forget()
             if self._ledger.count:  # a part of a step is given up
-                self._num_skipped = 0
+                self._microbatches.skips.pop(self.optimizer, None)
             self._passes.forget()
             self._settle()
 
@@ -210,21 +194,28 @@ class Stepper:
         return self._is_inside and engine in self._engines
 
     @property
+    def every(self) -> float:
+        """How many microbatches make a step."""
+        return self._ledger.every
+
+    def loop_of_last_step(self) -> Loop | None:
+        """The loop over a loader that the last step was in, if it has not ended."""
+        batch = self._ledger.step.last
+        return batch.loop if batch is not None and batch.loop.is_open else None
+
+    def _count_step(self) -> None:
+        self.taken = self.taken.after_step(self._ledger.num_dealt(), int(self._ledger.every))
+
+    @property
     def _ledger(self) -> Ledger:
         return self._microbatches.ledger
-
-    def _is_assigned(self, engine: Engine) -> bool:
-        """Whether the model has gradients that no backward pass has left since the last step."""
-        if self._world.world_size == 1 or self._ledger.every > 1 or engine.generation != self._seen.get(engine, 0):
-            return False
-        return any(each.grad is not None for each in engine.trained())
 
     def _skip(self) -> None:
         now = self._ledger
         self._microbatches.warn_of_unknown_ends()
-        self._num_skipped = self._num_skipped + 1 if self._skipped_in >= self._microbatches.restarted_at else 1
-        self._skipped_in = now.number
-        if self._num_skipped >= now.every:
+        skips = self._microbatches.skips
+        skips[self.optimizer] = count = skips.get(self.optimizer, 0) + 1
+        if count >= now.every:
             if not now.count and any(each.grad is not None for each in trained_parameters(self.optimizer)):
                 raise RuntimeError(
                     f"gradient_accumulation_steps={now.every} counts backward passes, and the gradients that the "
@@ -234,7 +225,7 @@ class Stepper:
                     "batch"
                 )
             raise RuntimeError(
-                f"the {type(self.optimizer).__name__} was asked to step {self._num_skipped} times in a row, and never "
+                f"the {type(self.optimizer).__name__} was asked to step {count} times in a row, and never "
                 f"on the last microbatch of gradient_accumulation_steps={now.every}; call its step() on each one, and "
                 "where several optimizers step on batches of no prepared loader, let each batch's lines run in "
                 "`with accelerator.accumulate():`"
@@ -250,20 +241,20 @@ class Stepper:
                 self._finish()
             if self._scaler is not None:
                 return self._scaler.step(self.optimizer, **arguments)
-            self.num_steps += 1
+            self._count_step()
             return self._plain_step(**arguments)
         finally:
             self._is_inside = False
 
     def _finish(self) -> None:
         """Between the reduction and the step."""
-        if self.num_steps == 0:
-            by_hand.warn_of_foreign_batches(self._world, "optimizer.step()", "prepare(loader) cuts it")
+        if not self.taken.steps:
+            by_hand.warn_of_foreign_batches(self.world, "optimizer.step()", "prepare(loader) cuts it")
         parameters = trained_parameters(self.optimizer)
         if self._guard is not None:
             self._guard.check(parameters)
         if self._max_grad_norm is not None:
-            self._clip(parameters, self._max_grad_norm)
+            clip_grad_norm(parameters, self._max_grad_norm, world=self.world)
 
     def _check_closure(self) -> None:
         if self._scaler is not None:
@@ -282,7 +273,7 @@ class Stepper:
             self._finish()
             return self._ledger.part()
 
-        return by_hand.reducing(closure, lambda: None, reduce, self._world)
+        return by_hand.reducing(closure, reduce, self.world)
 
     def _settle(self) -> None:
         """The gradients that are held belong to no further step of this optimizer."""
@@ -291,9 +282,9 @@ class Stepper:
 
     def _close(self) -> None:
         self._settle()
-        self._seen = {engine: engine.generation for engine in self._engines}
-        self._closed_in, self._num_skipped = self._ledger.number, 0
-        self._ledger.close()
+        for engine in self._engines:
+            engine.note_step(self.optimizer)
+        self._microbatches.skips.pop(self.optimizer, None)
 
 
 def watch(engine: Engine, done_in_steps: Sequence[str] = ()) -> None:
@@ -314,11 +305,8 @@ def release_engines_of(module: nn.Module) -> None:
 
 
 def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
-    """
-    Raises:
-        RuntimeError: the optimizer's gradients are not reduced, or not what steps were to make of them.
-    """
-    own = [each for group in optimizer.param_groups for each in group["params"]]
+    """Refuse to step on gradients that are not reduced, or not what steps were to make of them."""
+    own = parameters_of(optimizer)
     if by_hand.unreduced and any(each.grad is not None and each in by_hand.unreduced for each in own):
         raise RuntimeError(
             f"the {type(optimizer).__name__} steps on gradients that unisono.backward() has left and that are this "
@@ -345,8 +333,14 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
                 "with the optimizer that prepare() has returned, or after the backward pass that ends the step "
                 "(accelerator.sync_gradients)"
             )
+        if is_plain and engine.has_assigned(optimizer):
+            raise RuntimeError(
+                f"the {type(optimizer).__name__} steps on gradients of the {engine.name} that no backward pass has "
+                "left since its last step: they were assigned, and are this rank's alone; prepare(optimizer), which "
+                "reduces them"
+            )
         if is_plain:
-            engine.step_plainly(optimizer)
+            engine.note_step(optimizer)
 
 
 def _is_stepping(engine: Engine) -> bool:

@@ -1,29 +1,43 @@
-"""Strategies by the names that users give them."""
+"""Strategies by the names that users give them, or by their options."""
 
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
 from unisono.parallel.ledger import Ledger
 from unisono.parallel.strategies.flat import Flat
-from unisono.parallel.strategies.strategy import Options, Strategy
+from unisono.parallel.strategies.strategy import Strategy
+from unisono.strategies import DDP, FSDP, SPMD, Choice, ZeRO1
 from unisono.world import World
 
-STRATEGIES = ("ddp", "fsdp", "spmd", "zero1")
-"""Each is a module beside this one, imported when it is asked for."""
+STRATEGIES: dict[str, type[Choice]] = {each.name: each for each in (DDP, FSDP, SPMD, ZeRO1)}
+"""The name of each is that of a module beside this one, imported when it is asked for."""
 
 
-def strategy_class(name: str) -> type[Strategy]:
-    """
+def options_of(strategy: Any) -> Choice:
+    """The options of a strategy that is given by its name, or by them.
+
     Raises:
         ValueError: there is none of that name.
+        TypeError: it is neither.
     """
-    if name not in STRATEGIES:
-        raise ValueError(f"strategy={name!r} does not exist; choose one of {', '.join(STRATEGIES)}")
-    found: type[Strategy] = import_module(f"{__package__}.{name}").strategy_class
+    if isinstance(strategy, DDP | FSDP | SPMD):
+        return strategy
+    if not isinstance(strategy, str):
+        kinds = ", ".join(each.__name__ for each in STRATEGIES.values())
+        raise TypeError(f"strategy={strategy!r} is a {type(strategy).__name__}; pass a name, or one of {kinds}")
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy={strategy!r} does not exist; choose one of {', '.join(STRATEGIES)}")
+    return STRATEGIES[strategy]()
+
+
+def strategy_class(options: Choice) -> type[Strategy]:
+    """That which has these options."""
+    found: type[Strategy] = import_module(f"{__package__}.{options.name}").strategy_class
     return found
 
 
-def strategy_in(world: World, kind: type[Strategy], ledger: Ledger, options: Options) -> Strategy:
+def strategy_in(world: World, kind: type[Strategy], ledger: Ledger, options: Choice) -> Strategy:
     """The strategy in that world: the plain one, where there is nothing that torch's engines could do."""
     return (kind if world.takes_engines or not kind.is_of_torch else Flat)(world, ledger, options)

@@ -14,11 +14,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unisono.parallel.ledger import Ledger
+from unisono.parallel.names import parameters_of
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.flat import Flat
-from unisono.parallel.strategies.hooks import POST_LOCAL_SGD, attach_hook
-from unisono.parallel.strategies.strategy import Options
+from unisono.parallel.strategies.hooks import POST_LOCAL_SGD, attach_hook, hook_names
 from unisono.parallel.weakly import weakly
+from unisono.strategies import DDP
 from unisono.tree import tensors
 from unisono.world import World
 
@@ -32,10 +33,13 @@ class Replicated(Flat):
     is_of_torch = True
 
     @classmethod
-    def check_options(cls, options: Options) -> None:
-        if options.comm_hook == POST_LOCAL_SGD:
-            needs = {"mixed_precision='fp16'": options.precision == "fp16"}
-            needs[f"max_grad_norm={options.max_grad_norm}"] = options.max_grad_norm is not None
+    def check_options(cls, options: DDP, precision: str, max_grad_norm: float | None) -> None:
+        hook = options.comm_hook
+        if hook not in hook_names():
+            raise ValueError(f"comm_hook={hook!r} does not exist; choose one of {', '.join(map(repr, hook_names()))}")
+        if hook == POST_LOCAL_SGD:
+            needs = {"mixed_precision='fp16'": precision == "fp16"}
+            needs[f"max_grad_norm={max_grad_norm}"] = max_grad_norm is not None
             for what in (each for each, is_asked in needs.items() if is_asked):
                 raise ValueError(own_steps_contradict(what))
 
@@ -59,24 +63,48 @@ class ReplicatedEngine(Engine):
         options: of the strategy.
     """
 
-    def __init__(self, module: nn.Module, world: World, ledger: Ledger, options: Options) -> None:
+    def __init__(self, module: nn.Module, world: World, ledger: Ledger, options: DDP) -> None:
         super().__init__(module, world, ledger)
-        self._names = {each: name for name, each in module.named_parameters() if each.requires_grad}
-        self._finds_unused = options.finds_unused
+        self._options = options
+        self._finds_unused = options.find_unused_parameters
         self._outputs: list[list[torch.Tensor]] = []  # of the forward passes since the last backward pass
         self._is_finished = True
-        self._replicated = DistributedDataParallel(module, find_unused_parameters=options.finds_unused)
+        self._will_rebuild = False  # buckets, in the next forward pass: after the first reduction
+        self._wrap()
+
+    def _wrap(self) -> None:
+        """Give the parameters that are trained now to a reducer. A collective; all ranks get rank zero's values."""
+        options = self._options
+        self._names = {each: name for name, each in self.module.named_parameters() if each.requires_grad}
+        self._has_reduced = False
+        self._replicated = DistributedDataParallel(
+            self.module,
+            find_unused_parameters=options.find_unused_parameters,
+            bucket_cap_mb=options.bucket_cap_mb,  # a fraction will do
+            broadcast_buffers=options.broadcast_buffers,
+        )
         self._averager = attach_hook(
             self._replicated,
             options.comm_hook,
-            weakly(ledger.factor),
+            weakly(self._ledger.factor),
             options.comm_options,
             finish=weakly(self._note_finish),
         )
 
+    def adapt(self, new: Sequence[torch.Tensor]) -> None:
+        if any(each.requires_grad for each in self.module.parameters()):
+            self._wrap()
+
+    def share_buffers(self) -> None:
+        """DDP does so, at the beginning of the next forward pass."""
+
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._is_finished and torch._C._current_graph_task_id() < 0:  # in no backward pass
             raise RuntimeError(failed_before(self.name))
+        rebuilds = self._will_rebuild and torch.is_grad_enabled()
+        if rebuilds or self._replicated.will_sync_module_buffers():
+            self._world.comm.announce(f"a forward pass of the {self.name}")
+            self._will_rebuild = self._will_rebuild and not rebuilds
         with self._replicated.no_sync():
             result = self._replicated(*args, **kwargs)
         if self._finds_unused and torch.is_grad_enabled():
@@ -90,6 +118,7 @@ class ReplicatedEngine(Engine):
             ddp = self._replicated
             ddp.require_forward_param_sync = True  # the next forward pass begins with rank zero's buffers
             ddp.reducer._rebuild_buckets()
+            self._will_rebuild, self._has_reduced = not self._has_reduced, True
             ddp.reducer.prepare_for_backward([each for found in self._outputs for each in found])
             self._is_finished = False
         self._outputs = []
@@ -98,14 +127,9 @@ class ReplicatedEngine(Engine):
         if not self._is_finished:
             lacking = [name for each, name in self._names.items() if each.grad is None or not each.requires_grad]
             raise RuntimeError(unused(type(self.module).__name__, lacking))
-        later = [each for each in self.hooks if each not in self._names and each.requires_grad]  # frozen at first
-        if later:
-            self.reduce_late(later)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._averager is not None and any(
-            each in self._names for group in optimizer.param_groups for each in group["params"]
-        ):
+        if self._averager is not None and any(each in self._names for each in parameters_of(optimizer)):
             self._world.comm.announce(f"the end of {self._ledger.place()}")
             self._averager.average_parameters(optimizer.param_groups)
 
@@ -136,7 +160,8 @@ def unused(model: str, names: Sequence[str]) -> str:
     return (
         f"the backward pass gave no gradient to {shown or 'some parameters'} of the {model} on this rank, and the "
         "strategy waits for all that were trained when it was prepared; where parameters are unused or frozen, or the "
-        "loss leaves an output out, pass Accelerator(find_unused_parameters=True), and all outputs to the loss"
+        "loss leaves an output out, pass all outputs to the loss, and Accelerator(strategy=unisono.strategies.DDP("
+        "find_unused_parameters=True))"
     )
 
 

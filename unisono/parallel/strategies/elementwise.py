@@ -30,6 +30,7 @@ def check_elementwise(optimizer: Optimizer, strategy: str, is_declared: bool, ta
     refused = _OVER_ALL if takes_whole else _OVER_ALL | _OVER_EACH
     if kind in refused:
         what = "all parameters as one vector" if kind in _OVER_ALL else "each parameter as a whole"
+        named = {"zero1": "ZeRO1", "fsdp": "FSDP"}[strategy]
         raise TypeError(
             f"strategy={strategy!r} divides {cut} by ranks, and {type(optimizer).__name__} takes {what}; take "
             "strategy='ddp', or an optimizer that treats each element for itself"
@@ -48,7 +49,8 @@ def check_elementwise(optimizer: Optimizer, strategy: str, is_declared: bool, ta
         raise TypeError(
             f"strategy={strategy!r} divides {cut} by ranks, and {type(optimizer).__name__} is none of torch.optim's, "
             "so that nobody knows whether it looks at several of them together, as a norm over all does; if it treats "
-            "each element for itself, pass Accelerator(elementwise_optimizer=True), else take strategy='ddp'"
+            f"each element for itself, pass strategy=unisono.strategies.{named}(elementwise_optimizer=True), else take "
+            "strategy='ddp'"
         )
 
 

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from unisono.parallel.agreement import check_agreement
+from unisono.parallel.agreement import broadcast_together, check_agreement
 from unisono.parallel.gradients import reduce_gradients, scale_gradients
-from unisono.parallel.ledger import Ledger
+from unisono.parallel.ledger import Ledger, Step
 from unisono.world import World
 
 
 class Begun(NamedTuple):
     """Where a rank stands: in which step, on which of its microbatches, and how often it has asked whether to step."""
 
-    step: int = 0
+    step: Step | None = None
     microbatch: int = 0
     num_asked: int = 0
 
@@ -32,35 +34,58 @@ class Engine:
         module: the user's, on the world's device.
         world: the rank's.
         ledger: says what the rank's gradients weigh.
+        shares_buffers: all ranks have rank zero's buffers after a step.
 
     Attributes:
         name: of the module's class.
         is_held: a backward pass has left gradients that are this rank's alone.
         is_reduced: those that are there are of all ranks.
-        generation: how many backward passes have come to the model.
-        begun: where the rank stood when the last one came.
+        begun: where the rank stood when the last backward pass came to the model.
         hooks: on the leaves, for their gradients.
+        passing: the last backward pass through it, of `passes.py`.
         is_released: its model is prepared no more.
         is_local: steps are taken on this rank's own gradients; somebody averages the parameters over the ranks.
     """
 
-    def __init__(self, module: nn.Module, world: World, ledger: Ledger) -> None:
+    def __init__(self, module: nn.Module, world: World, ledger: Ledger, shares_buffers: bool = True) -> None:
         self.module, self.name = module, type(module).__name__
         self.is_held = self.is_reduced = False
-        self.generation = 0
         self.begun = Begun()
-        self._stepped: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()  # in which generation
         self.is_released = self.is_local = False
         self.hooks: dict[torch.Tensor, RemovableHandle] = {}
-        self._world, self._ledger = world, ledger
-        self._reduces = False  # the backward pass that runs
+        self.passing: Any = None
+        self._world, self._ledger, self._shares_buffers = world, ledger, shares_buffers
+        self._stepped: WeakSet[Optimizer] = WeakSet()  # since the last backward pass
         self._tree: list[nn.Module] = []  # all parts of the module
         self._children = [-1]  # their children, by identity
         self._is_agreed = False  # the ranks have compared their models
+        self._known = WeakTensorKeyDictionary(dict.fromkeys(module.parameters()))
+        self._trained = self.trained()  # in the last forward pass
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward pass."""
         return self.module(*args, **kwargs)
+
+    def refresh(self) -> None:
+        """Before a forward pass with gradients: notice that parameters were frozen or unfrozen, or put in since; these
+        get rank zero's values. A collective then."""
+        trained = self.trained()
+        if list(map(id, trained)) != list(map(id, self._trained)):
+            self._trained = trained
+            if self._world.comm.size > 1:
+                self._world.comm.announce(f"new buckets for {len(trained)} trained parameters of the {self.name}")
+                self._world.comm.barrier()  # where one rank alone does so, it is named here
+                self.adapt([each for each in trained if each not in self._known])
+            self._known.update(dict.fromkeys(trained))
+
+    def adapt(self, new: Sequence[torch.Tensor]) -> None:
+        """Other parameters are trained from now on.
+
+        Args:
+            new: those that were not there when the model was prepared.
+        """
+        for each in new:
+            self._world.comm.broadcast(each.detach(), 0)
 
     def begin(self, reduces: bool) -> None:
         """A backward pass has come to the model.
@@ -81,8 +106,7 @@ class Engine:
         if self.is_reduced and self._ledger.held_factor() not in (0, 1):
             scale_gradients(self.trained(), 1 / self._ledger.held_factor())  # the further reduction undoes it
         self.is_held, self.is_reduced = self._world.comm.size > 1 or self._ledger.every > 1, False
-        self.generation += 1
-        self._reduces = reduces
+        self._stepped.clear()
         self.prepare(reduces and not self.is_local)
 
     def pass_by(self) -> None:
@@ -92,9 +116,16 @@ class Engine:
         """Before the first gradient of a backward pass arrives."""
 
     def finish(self) -> None:
-        """The backward pass has ended. A collective, where it ends a step."""
-        if self._reduces:
-            self._settle(self.complete)
+        """The backward pass that reduces has ended. A collective."""
+        self._settle(self.complete)
+        if not self.is_local:
+            self.share_buffers()
+
+    def share_buffers(self) -> None:
+        """Give all ranks the buffers of rank zero, which batch statistics have moved apart. A collective."""
+        if self._shares_buffers and self._world.comm.size > 1 and not self._world.backend.is_lazy:
+            buffers = [each for part in self._tree for each in part._buffers.values() if each is not None]
+            broadcast_together(buffers, self._world)
 
     def complete(self) -> None:
         """Reduce what a backward pass has not reduced on its way.
@@ -123,7 +154,8 @@ class Engine:
         """
         self._world.comm.announce(f"gradients that were assigned, or stepped on before, of {self._ledger.place()}")
         scale_gradients(self.trained(), part)
-        self.generation += 1
+        self.begun = Begun(self._ledger.step)
+        self._stepped.clear()
         self.reduce()
 
     def reduce_late(self, parameters: Sequence[torch.Tensor] | None = None) -> None:
@@ -145,22 +177,17 @@ class Engine:
         """The gradients are zero."""
         self.is_held = self.is_reduced = False
 
-    def step_plainly(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer that nobody has prepared steps on gradients that are reduced.
+    def has_assigned(self, optimizer: Optimizer) -> bool:
+        """Whether there are gradients that no backward pass has left since that optimizer's last step."""
+        is_left = self.begun.step is not None and optimizer not in self._stepped
+        return self._world.comm.size > 1 and not is_left and any(each.grad is not None for each in self.trained())
 
-        Raises:
-            RuntimeError: no backward pass has left them since its last step.
-        """
-        if self._stepped.get(optimizer) == self.generation and self._world.comm.size > 1:
-            raise RuntimeError(
-                f"the {type(optimizer).__name__} steps on gradients of the {self.name} that no backward pass has left "
-                "since its last step: they were assigned, and are this rank's alone; prepare(optimizer), which reduces "
-                "them"
-            )
-        self._stepped[optimizer] = self.generation
-        self._ledger.close()
+    def note_step(self, optimizer: Optimizer) -> None:
+        """That optimizer steps on the gradients that are there."""
+        self._stepped.add(optimizer)
+        self._ledger.close(optimizer)
 
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def after_step(self, optimizer: Optimizer) -> None:
         """That optimizer has stepped."""
 
     def trained(self) -> list[torch.Tensor]:
@@ -172,11 +199,13 @@ class Engine:
             self._tree = list(self.module.modules())
             self._children = [id(child) for each in self._tree for child in each._modules.values()]
         found = [each for part in self._tree for each in part._parameters.values()]
-        return list(dict.fromkeys(each for each in found if isinstance(each, nn.Parameter) and each.requires_grad))
+        # By identity: a tensor's hash takes a call of Python.
+        once = {id(each): each for each in found if isinstance(each, nn.Parameter) and each.requires_grad}
+        return list(once.values())
 
     def leaves(self) -> list[torch.Tensor]:
         """Where gradients arrive in a backward pass, and hooks see them."""
-        return self.trained()
+        return self._trained
 
 
 def is_left_at(leaf: torch.Tensor) -> bool:

@@ -16,9 +16,10 @@ from unisono.parallel.strategies.ddp import failed_before
 from unisono.parallel.strategies.elementwise import check_elementwise
 from unisono.parallel.strategies.engine import Engine, is_left_at, is_taken_from
 from unisono.parallel.strategies.rebinding import Rebinding
-from unisono.parallel.strategies.sharded import check_shardable, shard, units_in, whole_parameters
-from unisono.parallel.strategies.strategy import Options, Strategy
+from unisono.parallel.strategies.sharded import check_shardable, scale_sums, shard, units_in, whole_parameters
+from unisono.parallel.strategies.strategy import Strategy
 from unisono.parallel.weakly import weakly
+from unisono.strategies import FSDP
 from unisono.tree import tensors
 from unisono.world import World
 
@@ -29,24 +30,16 @@ class Sharded(Strategy):
     name = "fsdp"
     is_of_torch = is_needed = True
 
-    @classmethod
-    def check_options(cls, options: Options) -> None:
-        if options.comm_hook is not None:
-            raise ValueError(
-                f"comm_hook={options.comm_hook!r} is for strategy='ddp' or 'zero1'; strategy='fsdp' sends gradients "
-                "as they are"
-            )
-
     def check(self, each: nn.Module | Optimizer) -> None:
         super().check(each)
         if isinstance(each, Optimizer):
-            check_elementwise(each, "fsdp", self.options.is_elementwise, takes_whole=False)
+            check_elementwise(each, "fsdp", self.options.elementwise_optimizer, takes_whole=False)
         else:
-            check_shardable(each)
+            check_shardable(each, self.options.units)
 
     def wrap_model(self, module: nn.Module) -> Engine:
         broadcast_parameters(module, world=self.world)
-        return ShardedEngine(module, self.world, self.ledger, self.options.finds_unused)
+        return ShardedEngine(module, self.world, self.ledger, self.options)
 
 
 class ShardedEngine(Engine):
@@ -58,16 +51,18 @@ class ShardedEngine(Engine):
 
     Args:
         module, world, ledger: as for `Engine`; a world of processes.
-        finds_unused: as for `shard`.
+        options: of the strategy.
     """
 
-    def __init__(self, module: nn.Module, world: World, ledger: Ledger, finds_unused: bool) -> None:
+    def __init__(self, module: nn.Module, world: World, ledger: Ledger, options: FSDP) -> None:
         name = type(module).__name__  # torch gives it another one
-        sharded: Any = shard(module, world, weakly(ledger.factor), find_unused_parameters=finds_unused)
+        sharded: Any = shard(module, world, options)
         super().__init__(sharded, world, ledger)
         self._sharded, self.name = sharded, name
+        self._units = units_in(sharded)
         self._whole = whole_parameters(sharded)
         self._parts = list(sharded.parameters())
+        self._known.update(dict.fromkeys(self._whole))  # these stand in the module while it runs
         self._entries = WeakTensorKeyDictionary()  # inputs that have told of their gradients before
         self._memory, self._gradients = Rebinding(self._parts), Rebinding(())
         for each in self._parts:
@@ -98,10 +93,7 @@ class ShardedEngine(Engine):
         return result
 
     def pass_by(self) -> None:
-        """
-        Raises:
-            RuntimeError: it is to give the gradients of parameters.
-        """
+        """Refuse one that is to give the gradients of parameters."""
         if any(is_taken_from(each) or is_left_at(each) for each in [*self._whole, *self._parts] if each.requires_grad):
             raise RuntimeError(
                 f"gradients of the {self.name} were asked for by torch.autograd.grad(loss, parameters), or "
@@ -110,10 +102,7 @@ class ShardedEngine(Engine):
             )
 
     def _refuse_graph(self, _: object) -> None:
-        """
-        Raises:
-            RuntimeError: gradients get a graph, and nobody will see when a backward pass comes to it.
-        """
+        """Refuse gradients that get a graph: nobody will see when a backward pass comes to it."""
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"torch.autograd.grad(..., create_graph=True) through the {self.name}, none of whose inputs requires "
@@ -128,20 +117,30 @@ class ShardedEngine(Engine):
 
     def _gather(self, _: torch.Tensor) -> None:
         self._announce()
-        for unit in units_in(self.module):
+        for unit in self._units:
             unit.unshard()
 
     def _arrive_at_part(self, _: torch.Tensor) -> None:
-        """
-        Raises:
-            RuntimeError: a penalty on the parameters, which is whole on all ranks, would count once a microbatch.
-        """
+        """Refuse a penalty on the parameters, which is whole on all ranks, and would count once a microbatch."""
         if self._ledger.every > 1:
             raise RuntimeError(
                 f"a penalty on the parameters of the {self.name} has a backward pass of its own, and under "
                 f"strategy='fsdp' it would count in each of the gradient_accumulation_steps={self._ledger.every} "
                 "microbatches of a "
                 "step; let the optimizer add it (weight_decay=), or take strategy='ddp'"
+            )
+
+    def refresh(self) -> None:
+        """
+        Raises:
+            RuntimeError: parameters were put in, which are not sharded.
+        """
+        new = [each for each in self.trained() if each not in self._known]
+        if new:
+            shapes = ", ".join(str(list(each.shape)) for each in new)
+            raise RuntimeError(
+                f"parameters of shapes {shapes} were put into the {self.name} after prepare(), and strategy='fsdp' has "
+                "sharded the others; put them in before, or take strategy='ddp'"
             )
 
     def leaves(self) -> list[torch.Tensor]:
@@ -164,16 +163,15 @@ class ShardedEngine(Engine):
         self._is_reducing = reduces
         self._world.comm.announce(f"the backward pass of {self._ledger.place()}")
         self._sharded.set_requires_gradient_sync(reduces)
+        if reduces:
+            scale_sums(self._units, self._ledger.factor())
 
     def complete(self) -> None:
         """The backward pass has reduced, or torch's last callback, which may be still to come, will do so."""
         torch.autograd.Variable._execution_engine.queue_callback(weakly(self._check_reduced))
 
     def _check_reduced(self) -> None:
-        """
-        Raises:
-            RuntimeError: the backward pass has not come to an output, with which torch's reduction begins.
-        """
+        """Refuse a backward pass that has not come to an output, with which torch's reduction begins."""
         self._is_reducing = False
         if any(each.grad is not None for each in self._whole):
             for each in self._whole:

@@ -21,8 +21,9 @@ Invariants:
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with the classes themselves.
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, NoReturn, Protocol
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -45,19 +46,12 @@ POST_LOCAL_SGD = "post_local_sgd"
 Sent = torch.futures.Future[torch.Tensor]
 
 
-class Averager(Protocol):
-    """What averages the parameters over all ranks, at every so many calls."""
-
-    def average_parameters(self, params: Iterable[dict[str, Any]]) -> None:
-        """Call it after each optimizer step, on every rank, with the optimizer's `param_groups`."""
-
-
 class _Sending(NamedTuple):
     """One of torch's hooks, its state, and what averages behind it."""
 
     hook: Callable[[Any, GradBucket], Sent]
     state: Any
-    averager: Averager | None = None
+    averager: PeriodicModelAverager | None = None
 
 
 def attach_hook(
@@ -68,7 +62,7 @@ def attach_hook(
     *,
     world: World | None = None,
     finish: Callable[[], None] | None = None,
-) -> Averager | None:
+) -> PeriodicModelAverager | None:
     """Let this DDP reduce gradients to the sum over the ranks of `scale() * gradient`, sent in the named way.
 
     Args:
@@ -148,16 +142,8 @@ def _refuse_complex() -> NoReturn:
     )
 
 
-def _plain(group: dist.ProcessGroup, world: World) -> _Sending:
-    return _Sending(allreduce_hook, group)
-
-
-def _fp16(group: dist.ProcessGroup, world: World) -> _Sending:
-    return _Sending(fp16_compress_hook, group)
-
-
-def _bf16(group: dist.ProcessGroup, world: World) -> _Sending:
-    return _Sending(bf16_compress_hook, group)
+def _simple(hook: Callable[[Any, GradBucket], Sent], group: dist.ProcessGroup, world: World) -> _Sending:
+    return _Sending(hook, group)
 
 
 def _power_sgd(group: dist.ProcessGroup, world: World, **options: Any) -> _Sending:
@@ -202,9 +188,9 @@ def _options_of(function: Callable[..., Any], *own: str) -> tuple[str, ...]:
 
 
 _HOOKS: dict[str | None, tuple[Callable[..., _Sending], tuple[str, ...]]] = {
-    None: (_plain, ()),
-    "fp16": (_fp16, ()),
-    "bf16": (_bf16, ()),
+    None: (partial(_simple, allreduce_hook), ()),
+    "fp16": (partial(_simple, fp16_compress_hook), ()),
+    "bf16": (partial(_simple, bf16_compress_hook), ()),
     "powersgd": (_power_sgd, _options_of(PowerSGDState, "process_group")),
     POST_LOCAL_SGD: (_post_local_sgd, _options_of(_post_local_sgd, "group", "world")),
 }

@@ -1,33 +1,31 @@
 """FSDP2, weighted: each rank keeps its part of the parameters, of their gradients and of the optimizer's state.
 
-torch's `fully_shard` does the work. What is added is the weights: the reduce-scatter multiplies this rank's gradients
-by its factor and sums, so that each shard comes out as that of the sum over the ranks r of scale_r g_r. Gradients of
-backward passes between `set_requires_gradient_sync(False)` and `(True)` stay whole and unscaled, and go with the next.
+torch's `fully_shard` does the work: each shard comes out as that of the sum over the ranks, times what `scale_sums` has
+set. Gradients of backward passes between `set_requires_gradient_sync(False)` and `(True)` stay whole and unscaled, and
+go with the next.
 
 A model is gathered and reduced unit by unit. All of a unit is on each rank while it runs, so units should be the blocks
 that a model repeats; what is in no unit goes with the model itself, and is there from its forward to its backward pass.
 
 torch's parts take a second or two to import, so functions do it, and only those that need them.
 
-*Threads:* the rank's own; the reduce-scatter is called by the backward pass, in the thread that runs it.
+*Threads:* the rank's own.
 
-Invariants:
-1. All units of one backward pass are multiplied by one factor: the first that is reduced asks for it.
-2. A unit shares no parameter with what is outside of it: torch would shard the parameter for one of its holders only.
+Invariant: a unit shares no parameter with what is outside of it: torch would shard the parameter for one of its holders
+only.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from unisono.parallel.gradients import scale_in_place
 from unisono.parallel.sparse import is_sparse, sparse_layers, values_of
+from unisono.strategies import FSDP
 from unisono.world import World, current_world
 
 if TYPE_CHECKING:
@@ -40,51 +38,35 @@ SMALLEST_UNIT = 2**20
 _Classes = Sequence[type[nn.Module]]
 
 
-def shard(
-    model: nn.Module,
-    world: World,
-    scale: Callable[[], float],
-    units: _Classes | None = None,
-    find_unused_parameters: bool = False,
-) -> FSDPModule:
-    """Shard the model over the ranks, in place: its parameters become DTensors, under the names that they had.
+def shard(model: nn.Module, world: World, options: FSDP) -> FSDPModule:
+    """Shard a model that has passed `check_shardable`, in place: its parameters become DTensors, by their old names.
 
-    All ranks must hold the same parameters before. Optimizers made before point to what is no longer trained.
+    All ranks must hold the same parameters before. Optimizers made before point to what is no longer trained. A unit
+    must run on all ranks or on none: where they take different ways, units are the classes around the fork.
 
     Args:
         model: on the world's device.
         world: of processes.
-        scale: this rank's factor; asked once in each backward pass that reduces.
-        units: the classes of the modules that are gathered one by one; () gathers the model in one piece. None takes
-            the elements of Sequential and ModuleList that hold many parameters (`SMALLEST_UNIT`). A unit must run on
-            all ranks or on none: where they take different ways through the model, pass classes around the fork.
-        find_unused_parameters: for models that use different parameters on different ranks; those that no rank has
-            used get gradients of zero, and not None.
+        options: `unisono.strategies.FSDP`.
 
     Raises:
-        ValueError: the ranks are no processes, the model is sharded already, parameters of one unit that are trained
-            differ in type, or torch is too old to find unused parameters.
+        ValueError: torch is too old to find unused parameters.
     """
-    if not world.is_of_processes:
-        raise ValueError(
-            f"strategy='fsdp' shards a model over processes, and this world's {world.world_size} rank(s) are none; "
-            "start processes (unisono.spawn, or a launcher), or take another strategy"
-        )
-    check_shardable(model, units)
-    if find_unused_parameters:
+    if options.find_unused_parameters:
         _check_finding()
-    chosen = [*units_of(model, units), model]
+    chosen = [*units_of(model, options.units), model]
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     mesh = init_device_mesh(world.device.type, (world.world_size,))
-    reduce_scatter = _WeightedReduceScatter(scale)
+    precision = MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype)
+    is_moved = options.offload and world.device.type != torch.default_generator.device.type  # else it is there
+    offload = CPUOffloadPolicy() if is_moved else OffloadPolicy()
     for unit in chosen:
-        sharded = fully_shard(unit, mesh=mesh)
-        sharded.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]  # it has what is called
+        sharded = fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=offload)
         sharded.set_force_sum_reduction_for_comms(True)
-        sharded.set_gradient_divide_factor(1.0)
-    if find_unused_parameters:
+    scale_sums(units_in(model), 1.0)
+    if options.find_unused_parameters:
         sharded.set_reduce_scatter_unused_params(True)
     return sharded  # the last one: the model itself
 
@@ -113,6 +95,12 @@ def units_in(model: nn.Module) -> list[FSDPModule]:
     """What `shard` gathers one by one in a model that is sharded, itself among them."""
     kind = loaded_class("torch.distributed.fsdp", "FSDPModule")
     return [module for module in model.modules() if isinstance(module, kind)]
+
+
+def scale_sums(units: Iterable[FSDPModule], factor: float) -> None:
+    """Let the next reductions multiply the sum over the ranks; by 0 not at all: each rank's gradients are zero then."""
+    for unit in units:
+        unit.set_gradient_divide_factor(1 / factor if factor else 1.0)
 
 
 def whole_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -223,37 +211,6 @@ def _norm(tensors: Sequence[torch.Tensor], norm_type: float, world: World) -> to
     """The norm of all of them; 0 where a rank's shards are empty."""
     norm = torch.nn.utils.get_total_norm([each for each in tensors if each.numel()], norm_type)
     return norm.to(world.device, torch.float64)
-
-
-class _WeightedReduceScatter:
-    """The sum over the ranks of their factors times their gradients, to each its shard: a ReduceScatter of FSDP2."""
-
-    def __init__(self, scale: Callable[[], float]) -> None:
-        self._scale = scale
-        self._backward_pass = -1
-        self._factor = 1.0
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: object,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        scale_in_place(input_tensor, self._current_factor())
-        reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its older name
-        work: dist.Work | None = reduce_scatter(output_tensor, input_tensor, dist.ReduceOp.SUM, group, async_op)
-        return work
-
-    def _current_factor(self) -> float:
-        backward_pass = torch._C._current_graph_task_id()  # a number of its own for each, never used again
-        if backward_pass == -1 or backward_pass != self._backward_pass:
-            self._backward_pass, self._factor = backward_pass, self._scale()
-        return self._factor
 
 
 def _own_parameters(chosen: Sequence[nn.Module]) -> list[tuple[nn.Module, list[nn.Parameter]]]:

@@ -23,8 +23,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from unisono.parallel.names import parameters_of
 from unisono.parallel.strategies.sharded import is_distributed
-from unisono.parallel.strategies.zero1 import is_divided, load_local, parameters_of
+from unisono.parallel.strategies.zero1 import is_divided, load_local, numbered
 from unisono.world import World, current_world
 
 K = TypeVar("K", bound=Hashable)
@@ -67,7 +68,7 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], world: World | 
     own = model.state_dict()
     names = {plain_name(model, name): name for name in own}
     loaded = {}
-    for name, value in _from_rank_zero(state, world):
+    for name, value in _broadcast(state, world):
         known = names.get(name, name)
         loaded[known] = _cut_like(own[known], value) if is_distributed(own.get(known)) else value
     model.load_state_dict(loaded)
@@ -95,12 +96,13 @@ def optimizer_state(optimizer: Optimizer, models: Sequence[nn.Module], world: Wo
         # Not `consolidate_state_dict`, by which every rank gets every state whole, and rank zero keeps a copy.
         own = _entries_of(optimizer.optim, optimizer)
         roots = range(world.comm.size)
-        entries = {key: _whole(value, world) for root in roots for key, value in _from_rank(root, own, world)}
+        entries = {key: _whole(value, world) for root in roots for key, value in _broadcast(own, world, root)}
     else:
         entries = {key: _whole(value, world) for key, value in _entries_of(optimizer, optimizer).items()}
     if world.rank != 0:
         return {}
-    return {"state": _by_parameter(dict(sorted(entries.items()))), "param_groups": _groups_of(optimizer)}
+    groups = copy.deepcopy(numbered(optimizer.param_groups))
+    return {"state": _by_parameter(dict(sorted(entries.items()))), "param_groups": groups}
 
 
 def load_optimizer_state(
@@ -119,12 +121,12 @@ def load_optimizer_state(
     _check_owned(optimizer, models)
     world.comm.announce("load_state_dict(optimizer)")
     is_given = world.rank == 0 and "param_groups" in state
-    groups = world.comm.broadcast_object(_numbered(state["param_groups"]) if is_given else None)
+    groups = world.comm.broadcast_object(numbered(state["param_groups"]) if is_given else None)
     _check_groups(groups, optimizer)
     parameters = parameters_of(optimizer)
     kept = set(parameters_of(optimizer.optim) if is_divided(optimizer) else parameters)
     entries = {}
-    for (number, name), value in _from_rank_zero(_flat(state) if world.rank == 0 else {}, world):
+    for (number, name), value in _broadcast(_flat(state) if world.rank == 0 else {}, world):
         if parameters[number] in kept:
             entries[number, name] = _cut_like(parameters[number], value)
     loaded = {"state": _by_parameter(entries), "param_groups": groups}
@@ -177,11 +179,7 @@ class _Form:
     dtype: torch.dtype
 
 
-def _from_rank_zero(entries: Mapping[K, Any], world: World) -> Iterator[tuple[K, Any]]:
-    return _from_rank(0, entries, world)
-
-
-def _from_rank(root: int, entries: Mapping[K, Any], world: World) -> Iterator[tuple[K, Any]]:
+def _broadcast(entries: Mapping[K, Any], world: World, root: int = 0) -> Iterator[tuple[K, Any]]:
     """The entries of that rank, on each rank, one by one; copies. Tensors come on the rank's device; numbers, as of
     steps, where they were."""
 
@@ -218,20 +216,6 @@ def _by_parameter(entries: Mapping[tuple[int, str], Any]) -> dict[int, dict[str,
     for (number, name), value in entries.items():
         state.setdefault(number, {})[name] = value
     return state
-
-
-def _groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The groups as a plain state has them: numbers in the place of parameters."""
-    return copy.deepcopy(_numbered(optimizer.param_groups))
-
-
-def _numbered(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    found, start = [], 0
-    for group in groups:
-        stop = start + len(group["params"])
-        found.append({**group, "params": list(range(start, stop))})
-        start = stop
-    return found
 
 
 def _check_owned(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:

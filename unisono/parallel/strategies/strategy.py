@@ -7,8 +7,6 @@ holds each of them to the same law.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -23,31 +21,12 @@ from unisono.protocols import Backend
 from unisono.world import World
 
 
-@dataclass(frozen=True)
-class Options:
-    """What an Accelerator was asked for that a strategy may not go with.
-
-    Attributes:
-        comm_hook, comm_options: as for `attach_hook`.
-        finds_unused: some parameters take no part in some forward passes.
-        is_elementwise: the user says that the optimizers treat each element for itself.
-        precision, max_grad_norm: as for `Accelerator`.
-    """
-
-    comm_hook: str | None = None
-    comm_options: Mapping[str, Any] | None = None
-    finds_unused: bool = False
-    is_elementwise: bool = False
-    precision: str | None = None
-    max_grad_norm: float | None = None
-
-
 class Strategy(ABC):
     """
     Args:
         world: the rank's.
         ledger: says what the rank's gradients weigh.
-        options: that have passed `check_options`.
+        options: of `unisono.strategies`, that have passed `check_options`.
 
     Attributes:
         name: by which users choose it.
@@ -59,12 +38,12 @@ class Strategy(ABC):
     is_of_torch: ClassVar[bool] = False
     is_needed: ClassVar[bool] = False
 
-    def __init__(self, world: World, ledger: Ledger, options: Options) -> None:
+    def __init__(self, world: World, ledger: Ledger, options: Any) -> None:
         self.world, self.ledger, self.options = world, ledger, options
 
     @classmethod
-    def check_options(cls, options: Options) -> None:
-        """Refuse what it does not go with. ValueError."""
+    def check_options(cls, options: Any, precision: str, max_grad_norm: float | None) -> None:
+        """Refuse options that it does not know, or that do not go with those of the Accelerator. ValueError."""
 
     @classmethod
     def check_world(cls, world: World) -> None:
@@ -96,10 +75,7 @@ class Strategy(ABC):
 
 
 def _check_plain(model: nn.Module) -> None:
-    """
-    Raises:
-        ValueError: something else reduces the model's gradients, or has cut its parameters.
-    """
+    """Refuse a model whose gradients something else reduces, or whose parameters it has cut. ValueError."""
     sharded_before = loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")
     for name, part in model.named_modules():
         where = f"its part {name!r}" if name else "it"

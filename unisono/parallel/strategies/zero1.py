@@ -9,22 +9,23 @@ groups and its state, and the way of a plain state into the part of it that a ra
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 from weakref import ref
 
 import torch
 from torch import nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
+from unisono.parallel.names import parameters_of
 from unisono.parallel.strategies.ddp import Replicated, own_steps_contradict
 from unisono.parallel.strategies.elementwise import check_elementwise
 from unisono.parallel.strategies.hooks import POST_LOCAL_SGD
 from unisono.parallel.strategies.rebinding import Rebinding
 from unisono.parallel.strategies.sharded import is_distributed, loaded_class
-from unisono.parallel.strategies.strategy import Options
-from unisono.world import World
+from unisono.strategies import DDP
 
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -39,18 +40,19 @@ class Divided(Replicated):
     is_needed = True
 
     @classmethod
-    def check_options(cls, options: Options) -> None:
+    def check_options(cls, options: DDP, precision: str, max_grad_norm: float | None) -> None:
+        super().check_options(options, precision, max_grad_norm)
         if options.comm_hook == POST_LOCAL_SGD:
             raise ValueError(own_steps_contradict("strategy='zero1'"))
 
     def check(self, each: nn.Module | Optimizer) -> None:
         super().check(each)
         if isinstance(each, Optimizer):
-            check_elementwise(each, "zero1", self.options.is_elementwise, takes_whole=True)
+            check_elementwise(each, "zero1", self.options.elementwise_optimizer, takes_whole=True)
             check_divisible(each)
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        sharded = shard_optimizer(optimizer, self.world)
+        sharded = shard_optimizer(optimizer)
         sharded.register_step_pre_hook(partial(self._announce, ref(sharded)))
         return sharded
 
@@ -59,25 +61,17 @@ class Divided(Replicated):
             self.world.comm.announce(f"the end of {self.ledger.place()}")  # the ranks send out what they have stepped
 
 
-def shard_optimizer(optimizer: Optimizer, world: World) -> ZeroRedundancyOptimizer:
+def shard_optimizer(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
     """An optimizer of the same class, groups and state over the same parameters, whose state is divided by ranks.
 
     It takes the other one's place, and its steps the other one's hooks; schedulers must be given this one.
 
     Args:
-        optimizer: any that treats each parameter for itself; the same on each rank. Its state is moved, and gone here.
-        world: of processes.
+        optimizer: that has passed `check_divisible`; the same on each rank. Its state is moved, and gone here.
 
     Raises:
-        TypeError: it treats all parameters as one, is sharded already, or its class cannot be made from its groups.
-        ValueError: the ranks are no processes, or parameters differ in type, or one is sharded or sparse.
+        TypeError: its class cannot be made from its groups.
     """
-    if not world.is_of_processes:
-        raise ValueError(
-            f"strategy='zero1' divides the optimizer's state by processes, and this world's {world.world_size} rank(s) "
-            "are none; start processes (unisono.spawn, or a launcher), or take another strategy"
-        )
-    check_divisible(optimizer)
     parameters = parameters_of(optimizer)
     # Where they may lie end to end, each rank's are sent in one piece; other memory formats would not survive it.
     shares_memory = all(parameter.is_contiguous() for parameter in parameters)
@@ -118,11 +112,6 @@ def is_divided(optimizer: Optimizer) -> TypeGuard[ZeroRedundancyOptimizer]:
     return isinstance(optimizer, loaded_class("torch.distributed.optim", "ZeroRedundancyOptimizer"))
 
 
-def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """All parameters, in the order by which a state numbers them."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def load_local(optimizer: ZeroRedundancyOptimizer, state: Mapping[str, Any]) -> None:
     """Load what concerns this rank of a whole state in torch's plain form; that of other parameters may be missing.
 
@@ -130,31 +119,30 @@ def load_local(optimizer: ZeroRedundancyOptimizer, state: Mapping[str, Any]) -> 
     """
     numbers = {parameter: number for number, parameter in enumerate(parameters_of(optimizer))}
     local = [numbers[parameter] for parameter in parameters_of(optimizer.optim)]
-    groups, start = [], 0
-    for group, own in zip(state["param_groups"], optimizer.optim.param_groups, strict=True):
-        stop = start + len(own["params"])
-        groups.append({**group, "params": list(range(start, stop))})
-        start = stop
+    pairs = zip(state["param_groups"], optimizer.optim.param_groups, strict=True)
+    groups = numbered([{**group, "params": own["params"]} for group, own in pairs])
     states = {place: state["state"][number] for place, number in enumerate(local) if number in state["state"]}
     optimizer.optim.load_state_dict({"state": states, "param_groups": groups})
     for group, whole in zip(state["param_groups"], optimizer.param_groups, strict=True):
         whole.update({name: value for name, value in group.items() if name != "params"})
 
 
+def numbered(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The groups as a plain state has them: numbers in the place of parameters."""
+    numbers = count()
+    return [{**group, "params": [next(numbers) for _ in group["params"]]} for group in groups]
+
+
 def check_divisible(optimizer: Optimizer) -> None:
     """Whether `shard_optimizer` can take it; nothing is changed.
 
     Raises:
-        TypeError, ValueError: as `shard_optimizer`.
+        TypeError: it is divided already, or its class cannot be made from its groups.
+        ValueError: parameters differ in type, or one is sharded or sparse.
     """
     name = type(optimizer).__name__
     if is_divided(optimizer):
         raise TypeError("the optimizer is a ZeroRedundancyOptimizer already; pass the plain one, such as AdamW")
-    if isinstance(optimizer, LBFGS):
-        raise TypeError(
-            f"strategy='zero1' divides the parameters by ranks, and {name} takes them all as one vector; take "
-            "strategy='ddp', or an optimizer that treats each parameter for itself"
-        )
     parameters = parameters_of(optimizer)
     for place, parameter in enumerate(parameters):
         if parameter.dtype != parameters[0].dtype:

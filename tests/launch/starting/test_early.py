@@ -1,0 +1,60 @@
+"""The zygote that is started before anybody asks for it: by default in notebooks and by `unisono run`, else not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from unisono.launch.starting import nursery
+from unisono.launch.starting.early import warm_early
+
+LOOK = """
+import sys, types
+{before}
+import unisono
+started = sys.modules.get("unisono.launch.starting.nursery")
+print(started is not None and started.zygote_pid() is not None, "torch" in sys.modules)
+"""
+NOTEBOOK = "sys.modules['ipykernel'] = types.ModuleType('ipykernel')"
+
+
+@pytest.mark.parametrize(
+    ("before", "environ", "is_started"),
+    [
+        ("", {}, False),
+        ("", {"UNISONO_WARM": "1"}, True),
+        (NOTEBOOK, {}, True),
+        (NOTEBOOK, {"UNISONO_WARM": "0"}, False),
+        (NOTEBOOK, {"RANK": "0", "WORLD_SIZE": "2"}, False),
+        ("", {"UNISONO_WARM": "1", "UNISONO_RENDEZVOUS": "/nowhere"}, False),
+    ],
+)
+def test_an_import_starts_it_where_that_was_asked_for(before, environ, is_started):
+    source = LOOK.format(before=before)
+    done = subprocess.run(
+        [sys.executable, "-c", source], env={**os.environ, **environ}, capture_output=True, text=True, timeout=100
+    )
+    assert (done.stdout, done.stderr) == (f"{is_started} False\n", "")
+
+
+def test_a_zygote_starts_none_of_its_own(monkeypatch):
+    monkeypatch.setenv("UNISONO_WARM", "1")
+    nursery._close()
+    warm_early()
+    pid = nursery.zygote_pid()
+    assert pid is not None
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        assert b"UNISONO_WARM" not in file.read()
+
+
+def test_one_that_cannot_be_started_is_left_to_the_first_spawn(monkeypatch):
+    def refuse(*_, **__):
+        raise OSError("no more processes")
+
+    nursery._close()
+    monkeypatch.setattr(nursery, "Popen", refuse)
+    warm_early()
+    assert nursery.zygote_pid() is None

@@ -1,0 +1,169 @@
+"""Modules that the caller has changed since it imported them, or whose files have been edited."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+from faults import Script
+
+from unisono.launch.imported_modules import ModuleFacts, compare_modules, describe_module, describe_modules
+
+CONFIG = """
+RATE = 0.1
+SIZES = [1, 2]
+class Settings:
+    def __init__(self):
+        self.depth = 3
+settings = Settings()
+_private = 0
+def scale():
+    return 2
+def train(index):
+    return RATE, SIZES, settings.depth, scale()
+"""
+
+CHANGED = """
+import logging, sys
+import config
+from unisono.launch.spawn import spawn
+
+logging.basicConfig(format="%(message)s", stream=sys.stdout)
+logging.getLogger("unisono.launch.arguments").setLevel(logging.ERROR)
+
+def lazily(index):
+    import config as imported
+    return imported.RATE
+
+spawn(config.train, nprocs=2)
+print("nothing was said")
+config.RATE = 0.5
+config.SIZES.append(3)
+config.settings.depth = 4
+config._private = 1
+config.scale = lambda: 5
+print(spawn(config.train, nprocs=2))
+print(spawn(config.train, nprocs=2)[0])
+print(spawn(config.train, nprocs=2, carry=[config]))
+print(spawn(lazily, nprocs=2), spawn(lazily, nprocs=2, carry=[config]))
+"""
+
+SAID = (
+    "config.RATE is 0.5 in the calling process, and 0.1 in workers; "
+    "config.SIZES is [1, 2, 3] in the calling process, and [1, 2] in workers; "
+    "config.settings is Settings(depth=4) in the calling process, and Settings(depth=3) in workers; "
+    "config.scale is __main__.<lambda> in the calling process, and its own in workers: workers import config "
+    "themselves. Pass the values to fn, or spawn(..., carry=[config]), which hands over the module's globals"
+)
+
+
+def test_what_the_caller_has_changed_is_said_once_and_can_be_handed_over(tmp_path):
+    (tmp_path / "config.py").write_text(CONFIG)
+    with Script(CHANGED, tmp_path) as script:
+        code, output, errors = script.end()
+    assert (code, errors) == (0, "")
+    assert output.splitlines() == [
+        "nothing was said",
+        SAID,
+        "[(0.1, [1, 2], 3, 2), (0.1, [1, 2], 3, 2)]",
+        "(0.1, [1, 2], 3, 2)",
+        "[(0.5, [1, 2, 3], 4, 5), (0.5, [1, 2, 3], 4, 5)]",
+        "[0.1, 0.1] [0.5, 0.5]",
+    ]
+
+
+LAZILY = """
+import logging, sys
+import config
+from unisono.launch.spawn import spawn
+
+logging.basicConfig(format="%(message)s", stream=sys.stdout)
+logging.getLogger("unisono.launch.arguments").setLevel(logging.ERROR)
+config.RATE = 0.5
+
+def lazily(index):
+    import config as imported
+    return imported.RATE
+
+print(spawn(lazily, nprocs=2))
+"""
+
+
+def test_a_module_that_fn_imports_is_compared_when_it_does(tmp_path):
+    (tmp_path / "config.py").write_text(CONFIG)
+    with Script(LAZILY, tmp_path) as script:
+        code, output, errors = script.end()
+    assert (code, errors) == (0, "")
+    assert "config.RATE is 0.5 in the calling process, and 0.1 in workers" in output
+    assert output.endswith("[0.1, 0.1]\n")
+
+
+EDITED = """
+import config, logging, sys
+from pathlib import Path
+from unisono.launch.spawn import spawn
+
+logging.basicConfig(format="%(message)s", stream=sys.stdout)
+logging.getLogger("unisono.launch.arguments").setLevel(logging.ERROR)
+text = Path("config.py").read_text()
+Path("config.py").write_text("# a line more moves all the others\\n" + text)
+print(spawn(config.train, nprocs=2)[0])
+Path("config.py").write_text(text.replace("return 2", "return 200"))
+print(spawn(config.train, nprocs=2)[0])
+"""
+
+
+def test_a_module_that_was_edited_is_said_to_be_another_text(tmp_path):
+    (tmp_path / "config.py").write_text(CONFIG)
+    with Script(EDITED, tmp_path) as script:
+        code, output, errors = script.end()
+    assert (code, errors) == (0, "")
+    assert output.splitlines() == [
+        "(0.1, [1, 2], 3, 2)",
+        "the text of config that workers import is not the one that the calling process runs (it differs in scale): "
+        "reload it there, or start that process again",
+        "(0.1, [1, 2], 3, 200)",
+    ]
+
+
+def test_installed_modules_are_not_looked_at():
+    described = describe_modules()
+    assert __name__ in described
+    assert described.keys().isdisjoint({"torch", "numpy", "os", "pytest", "unisono", "unisono.launch.spawn"})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        pytest.param({"a": [1, (2.5, None)], "b": {3, 1, 2}}, id="nested"),
+        pytest.param(SimpleNamespace(rate=0.1, path=os.fspath("x")), id="an object"),
+    ],
+)
+def test_plain_values_have_the_same_text_wherever_they_are(monkeypatch, value):
+    module = sys.modules[__name__]
+    monkeypatch.setattr(module, "looked_at", value, raising=False)
+    first = describe_module(module).values["looked_at"]
+    assert describe_module(module).values["looked_at"] == first
+    assert "0x" not in first
+
+
+def test_what_cannot_be_compared_is_left_out(monkeypatch):
+    module = sys.modules[__name__]
+    endless: list[object] = []
+    endless.append(endless)
+    for value in (object(), [object()], endless, list(range(20_000))):
+        monkeypatch.setattr(module, "looked_at", value, raising=False)
+        assert "looked_at" not in describe_module(module).values
+
+
+def test_a_difference_names_the_first_globals_and_counts_the_rest():
+    here = describe_module(sys.modules[__name__])
+    changed = {f"name_{number}": "1" for number in range(8)}
+    said: list[str] = []
+    compare_modules({__name__: ModuleFacts({**here.values, **changed}, here.codes)}, said.append)
+    assert len(said) == 1
+    assert "name_4 is 1 in the calling process" in said[0]
+    assert "name_5" not in said[0]
+    assert "; 3 further globals of it differ: workers import" in said[0]

@@ -1,0 +1,146 @@
+"""Results on their way to the caller: whole, shared as they were, and copied once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+
+import numpy
+import pytest
+import torch
+from faults import Script
+
+from unisono.launch.reports import Inbox, Kind, Message, Reporter
+from unisono.launch.spawn import spawn
+from unisono.outcome import Outcome
+
+LARGE = 100_000  # elements
+
+
+def passed_on(value):
+    """A value through the pipe between a worker and its supervisor."""
+    reading, writing = os.pipe()
+    reporter = Reporter(writing)
+    data = Outcome(value=value).to_buffers()
+    sender = threading.Thread(target=reporter.send, args=(Kind.OUTCOME, *data))
+    sender.start()
+    messages: list[Message] = []
+    inbox = Inbox()
+    while inbox.read(reading):
+        messages += inbox.take()
+    os.close(reading)
+    sender.join()
+    [message] = messages
+    return Outcome.from_bytes(message.data, message.buffers).unwrap()
+
+
+VALUES = {
+    "a large tensor": torch.arange(LARGE),
+    "a small tensor": torch.arange(3.0),
+    "no elements": torch.empty(0, 3),
+    "half precision": torch.rand(LARGE).to(torch.bfloat16),
+    "complex, conjugated": torch.rand(LARGE, dtype=torch.complex64).conj(),
+    "strided": torch.arange(LARGE).view(100, -1).t()[::2],
+    "that requires grad": torch.rand(LARGE, requires_grad=True),
+    "a parameter": torch.nn.Parameter(torch.rand(LARGE)),
+    "sparse": torch.rand(300, 300).relu().to_sparse(),
+    "an array of numpy": numpy.arange(LARGE),
+    "many": [torch.full((LARGE,), each) for each in range(5)],
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_value_arrives_as_it_was(name):
+    value, found = VALUES[name], passed_on(VALUES[name])
+    assert type(found) is type(value)
+    pairs = zip(value, found, strict=True) if isinstance(value, list) else [(value, found)]
+    for ours, theirs in pairs:
+        torch.testing.assert_close(torch.as_tensor(theirs), torch.as_tensor(ours), rtol=0, atol=0)
+        if isinstance(ours, torch.Tensor):
+            assert (theirs.requires_grad, theirs.dtype, theirs.layout) == (ours.requires_grad, ours.dtype, ours.layout)
+
+
+@pytest.mark.parametrize("size", [10, LARGE])
+def test_tensors_that_share_memory_still_do_and_it_can_grow(size):
+    whole = torch.zeros(size)
+    found, part = passed_on((whole, whole[1:3]))
+    part += 1
+    assert found[:4].tolist() == [0.0, 1.0, 1.0, 0.0]
+    assert found.resize_(2 * size).shape == (2 * size,)
+    assert whole.sum() == 0
+
+
+def received(raw, step):
+    """The messages in some bytes that come in pieces of a size."""
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    inbox, messages = Inbox(), []
+    for begin in range(0, len(raw), step):
+        os.write(writing, raw[begin : begin + step])
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                inbox.read(reading)
+                messages += inbox.take()
+    for end in (reading, writing):
+        os.close(end)
+    return messages
+
+
+@pytest.mark.parametrize("step", [1, 1009, 65536])
+def test_messages_are_the_same_however_they_arrive(step):
+    value = [torch.arange(9_000), "text", torch.arange(10_000)]
+    sent = Outcome(value=value).to_buffers()
+    assert len(sent[1]) == 2
+    reading, writing = os.pipe()
+    sender = threading.Thread(target=send_all, args=(Reporter(writing), sent))
+    sender.start()
+    with open(reading, "rb") as file:
+        raw = file.read()
+    sender.join()
+    note, result, second_note, end = received(raw, step)
+    assert note == second_note == Message(Kind.NOTE, b"a note", [])
+    assert end == Message(Kind.OUTCOME, b"", [])
+    first, text, second = Outcome.from_bytes(result.data, result.buffers).unwrap()
+    assert (first.tolist(), text, second.tolist()) == (value[0].tolist(), "text", value[2].tolist())
+
+
+def send_all(reporter, sent):
+    reporter.send(Kind.NOTE, b"a note")
+    reporter.send(Kind.PULSE, *sent)
+    reporter.send(Kind.NOTE, b"a note")
+    reporter.send(Kind.OUTCOME)
+
+
+MEMORY = """
+import resource, torch
+from unisono.launch.spawn import spawn
+
+SIZE = 1 << 28
+
+def make(index):
+    return torch.full((SIZE,), index, dtype=torch.uint8)
+
+def peak():
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+spawn(lambda index: index, nprocs=2)
+before = peak()
+first, second = spawn(make, nprocs=2)
+copies = (peak() - before) / (2 * SIZE)
+assert first.numel() == second.numel() == SIZE and int(second[-1]) == 1
+assert copies < 1.5, copies
+print("done")
+"""
+
+
+def test_the_caller_holds_one_copy_of_a_result(tmp_path):
+    with Script(MEMORY, tmp_path) as script:
+        assert script.end() == (0, "done\n", "")
+
+
+def test_a_result_that_is_too_large_for_the_pipe_stops_nobody():
+    first, second = spawn(lambda index: {"rank": index, "weights": torch.full((3 * LARGE,), index)}, nprocs=2)
+    assert (first["rank"], second["rank"]) == (0, 1)
+    assert (int(first["weights"].sum()), int(second["weights"].sum())) == (0, 3 * LARGE)

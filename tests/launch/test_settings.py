@@ -1,0 +1,294 @@
+"""What a script sets above `spawn` holds in its workers."""
+
+from __future__ import annotations
+
+import logging
+import logging.handlers
+import pickle
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from faults import Script
+
+import unisono
+from unisono.launch.loggers import read_loggers
+from unisono.launch.settings import PROCESS, SETTINGS, Value, adopt_settings, read_settings
+from unisono.launch.spawn import spawn
+
+# By the name of a setting: a line that sets it, and an expression that shows it.
+HOW: dict[str, tuple[str, str]] = {
+    "os.umask": ("os.umask(0o037)", "mask()"),
+    "os.nice": ("os.nice(3)", "os.nice(0)"),
+    "os.sched_setaffinity": ("os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})", "os.sched_getaffinity(0)"),
+    "resource.setrlimit": (
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (345, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))",
+        "resource.getrlimit(resource.RLIMIT_NOFILE)[0]",
+    ),
+    "random.seed": ("random.seed(5)", "random.random()"),
+    "numpy.random.seed": ("numpy.random.seed(5)", "numpy.random.rand()"),
+    "numpy.seterr": ("numpy.seterr(over='raise')", "numpy.geterr()"),
+    "numpy.set_printoptions": ("numpy.set_printoptions(precision=2)", "str(numpy.array([1 / 3]))"),
+    "warnings.filterwarnings": ("warnings.filterwarnings('error', category=UserWarning)", "warned()"),
+    "logging.captureWarnings": ("logging.captureWarnings(True)", "logging._warnings_showwarning is not None"),
+    "decimal.setcontext": ("decimal.getcontext().prec = 7", "decimal.Decimal(1) / 3"),
+    "sys.setrecursionlimit": ("sys.setrecursionlimit(4321)", "sys.getrecursionlimit()"),
+    "sys.setswitchinterval": ("sys.setswitchinterval(0.5)", "sys.getswitchinterval()"),
+    "sys.set_int_max_str_digits": ("sys.set_int_max_str_digits(5000)", "sys.get_int_max_str_digits()"),
+    "threading.stack_size": ("threading.stack_size(1 << 20)", "stack_size()"),
+    "gc.set_threshold": ("gc.set_threshold(801)", "gc.get_threshold()[0]"),
+    "time.tzset": ("os.environ['TZ'] = 'Pacific/Honolulu'; time.tzset()", "time.strftime('%Z', time.localtime(0))"),
+    "locale.setlocale": ("locale.setlocale(locale.LC_ALL, 'C.UTF-8')", "locale.setlocale(locale.LC_ALL)"),
+    "tempfile.tempdir": ("tempfile.tempdir = os.path.join(os.getcwd(), 'own')", "tempfile.gettempdir()"),
+    "socket.setdefaulttimeout": ("socket.setdefaulttimeout(12.5)", "socket.socket().gettimeout()"),
+    "multiprocessing.set_start_method": (
+        "multiprocessing.set_start_method('spawn', force=True)",
+        "multiprocessing.get_start_method()",
+    ),
+    "torch.manual_seed": ("torch.manual_seed(5)", "torch.rand((), device='cpu').item()"),
+    "torch.set_default_dtype": ("torch.set_default_dtype(torch.float64)", "torch.ones(1).dtype"),
+    "torch.set_default_device": ("torch.set_default_device('meta')", "torch.ones(1).device.type"),
+    "torch.use_deterministic_algorithms": (
+        "torch.use_deterministic_algorithms(True, warn_only=True)",
+        "(torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())",
+    ),
+    "torch.utils.deterministic.fill_uninitialized_memory": (
+        "torch.utils.deterministic.fill_uninitialized_memory = False",
+        "torch.utils.deterministic.fill_uninitialized_memory",
+    ),
+    "torch.set_float32_matmul_precision": (
+        "torch.set_float32_matmul_precision('high')",
+        "torch.get_float32_matmul_precision()",
+    ),
+    "torch.backends.fp32_precision": (
+        "torch.backends.cudnn.conv.fp32_precision = 'ieee'",
+        "torch.backends.cudnn.conv.fp32_precision",
+    ),
+    "torch.set_flush_denormal": (
+        "torch.set_flush_denormal(True)",
+        "(torch.tensor(1e-310, dtype=torch.float64, device='cpu') * 1).item() == 0.0",
+    ),
+    "torch.set_grad_enabled": ("torch.set_grad_enabled(False)", "torch.is_grad_enabled()"),
+    "torch.inference_mode": ("held = torch.inference_mode(); held.__enter__()", "torch.is_inference_mode_enabled()"),
+    "torch.autocast": (
+        "torch.set_autocast_enabled('cpu', True); torch.set_autocast_dtype('cpu', torch.float16)",
+        "(torch.ones(1, 1, device='cpu') @ torch.ones(1, 1, device='cpu')).dtype",
+    ),
+    "torch.autograd.set_detect_anomaly": ("torch.autograd.set_detect_anomaly(True)", "torch.is_anomaly_enabled()"),
+    "torch.set_warn_always": ("torch.set_warn_always(True)", "torch.is_warn_always_enabled()"),
+    "torch.set_printoptions": ("torch.set_printoptions(precision=2)", "str(torch.tensor(1 / 3, device='cpu'))"),
+    "torch.multiprocessing.set_sharing_strategy": (
+        "torch.multiprocessing.set_sharing_strategy('file_system')",
+        "torch.multiprocessing.get_sharing_strategy()",
+    ),
+    "torch._dynamo.config": ("torch._dynamo.config.suppress_errors = True", "torch._dynamo.config.suppress_errors"),
+    "torch.backends.opt_einsum.strategy": (
+        "torch.backends.opt_einsum.strategy = 'optimal'",
+        "torch.backends.opt_einsum.strategy",
+    ),
+    "torch.backends.quantized.engine": (
+        "torch.backends.quantized.engine = 'onednn'",
+        "torch.backends.quantized.engine",
+    ),
+}
+for path in SETTINGS.keys() - HOW.keys():  # switches that are on or off
+    if path.startswith("torch.backends.cuda.enable_"):
+        is_on = f"torch.backends.cuda.{path.rpartition('.enable_')[2]}_enabled()"
+        HOW[path] = (f"{path}(not {is_on})", is_on)
+    else:
+        HOW[path] = (f"{path} = not {path}", path)
+
+SCRIPT = """
+import decimal, gc, locale, logging, multiprocessing, os, random, resource, socket, sys, tempfile, threading, time
+import warnings
+import numpy, torch, torch._dynamo
+from pathlib import Path
+from unisono.launch.spawn import spawn
+
+os.mkdir("own")
+
+def mask():
+    return [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Umask")]
+
+def warned():
+    try:
+        warnings.warn("a warning", UserWarning)
+    except UserWarning:
+        return True
+    return False
+
+def stack_size():
+    size = threading.stack_size()
+    threading.stack_size(size)
+    return size
+
+def show(index=0):
+    used = (decimal, gc, locale, logging, multiprocessing, os, random, resource, socket, sys, tempfile, threading, time)
+    used = (warnings, numpy, torch, torch._dynamo, mask, warned, stack_size)
+    # Drawing comes last: what is drawn by others first does not matter then.
+    return {{name: eval(shown) for name, (_, shown) in HOW.items()}}
+
+HOW = {how!r}
+before = show()
+for change, _ in HOW.values():
+    exec(change)
+found = spawn(show, nprocs=2, start_method={method!r})
+expected = show()
+for name in HOW:
+    assert before[name] != expected[name], (name, before[name])
+    seen = [each[name] for each in found]
+    assert seen == [expected[name]] * 2, (name, expected[name], seen)
+print("done")
+"""
+
+
+@pytest.mark.parametrize("method", ["zygote", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_every_setting_holds_in_the_workers(tmp_path, method):
+    with Script(SCRIPT.format(how=HOW, method=method), tmp_path) as running:
+        code, output, errors = running.end()
+        assert (code, output) == (0, "done\n"), errors
+
+
+def test_every_setting_stands_in_the_table_of_the_guide():
+    page = (Path(unisono.__file__).parents[1] / "docs/launching.md").read_text()
+    assert [name for name in SETTINGS if f"`{name}`" not in page] == []
+
+
+def test_every_setting_has_a_test():
+    assert HOW.keys() == SETTINGS.keys()
+
+
+STARTED = """
+import sys
+from unisono.launch.spawn import spawn
+
+def look(index):
+    return sys.warnoptions, sys._xoptions, tuple(sys.flags)
+
+for method in "zygote", "spawn":
+    if spawn(look, nprocs=2, start_method=method) != [look(0)] * 2:
+        sys.exit(method)
+"""
+
+
+def test_workers_are_started_with_the_flags_of_the_callers_interpreter(tmp_path):
+    flags = ["-W", "error::ImportWarning", "-X", "utf8", "-X", "own=3", "-X", "dev", "-O"]
+    done = subprocess.run([sys.executable, *flags, "-c", STARTED], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_setting_that_cannot_be_had_is_reported_once(monkeypatch, caplog):
+    monkeypatch.setattr("unisono.launch.notes._said", set())
+    monkeypatch.setitem(SETTINGS, "locale.setlocale", (lambda: "nowhere.at_all", lambda value: None))
+    for _ in range(2):
+        spawn(lambda index: index, nprocs=2)
+    told = [each for each in (record.getMessage() for record in caplog.records) if "locale.setlocale" in each]
+    assert len(told) == 1
+    assert told[0].startswith("workers do not have what locale.setlocale has set in the calling process (Error: ")
+
+
+def test_a_limit_that_cannot_be_set_is_named():
+    limits = pickle.loads(read_settings(["resource.setrlimit"])["resource.setrlimit"].data)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    impossible = Value(pickle.dumps({**limits, "RLIMIT_NOFILE": (10, 5)}))
+    refused = adopt_settings({"resource.setrlimit": impossible}, PROCESS)
+    assert re.match(r"OSError: RLIMIT_NOFILE=\(10, 5\): ", refused["resource.setrlimit"])
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
+
+
+OWN_WARNING = """
+import warnings
+from unisono.launch.spawn import spawn
+
+class OwnWarning(UserWarning):
+    pass
+
+warnings.filterwarnings("error", category=OwnWarning)
+
+def warn(index):
+    try:
+        warnings.warn("a warning", OwnWarning)
+    except OwnWarning:
+        return True
+
+print(spawn(warn, nprocs=2))
+"""
+
+
+def test_a_filter_for_a_warning_of_the_scripts_own_holds(tmp_path):
+    with Script(OWN_WARNING, tmp_path) as running:
+        assert running.end() == (0, "[True, True]\n", "")
+
+
+def test_workers_draw_numbers_of_numpy_of_their_own_where_the_caller_has_drawn_none(tmp_path):
+    source = """
+import sys
+from unisono.launch.spawn import spawn
+
+def draw(index):
+    import numpy
+    return numpy.random.rand()
+
+assert "numpy.random" not in sys.modules
+print(len({*spawn(draw, nprocs=2), *spawn(draw, nprocs=2)}))
+"""
+    with Script(source, tmp_path, "file") as running:
+        assert running.end() == (0, "4\n", "")
+
+
+LOGGING = """
+import logging, logging.handlers, sys
+from unisono.launch.spawn import spawn
+
+class Mine(logging.Formatter):
+    def format(self, record):
+        return f"mine {record.rank} {record.getMessage()}"
+
+logging.basicConfig(level=logging.INFO, format="%(rank)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
+logging.addLevelName(25, "NOTICE")
+file = logging.FileHandler("own.log", "w")
+file.setFormatter(Mine())
+logging.getLogger("own").addHandler(file)
+logging.getLogger("silent").setLevel(logging.ERROR)
+logging.getLogger("apart").propagate = False
+logging.getLogger("rotated").addHandler(logging.handlers.RotatingFileHandler("rotated.log", delay=True))
+logging.getLogger("unisono").setLevel(logging.ERROR)
+
+def work(index):
+    logging.info("info of %d", index)
+    logging.debug("not shown")
+    logging.log(25, "noticed")
+    logging.getLogger("own").warning("kept")
+    logging.getLogger("silent").warning("not shown")
+    logging.getLogger("apart").info("not shown")
+
+spawn(work, nprocs=2)
+print(sorted(open("own.log").read().splitlines()))
+"""
+
+
+def test_workers_log_as_the_caller_does(tmp_path):
+    with Script(LOGGING, tmp_path) as running:
+        code, output, errors = running.end()
+        assert (code, output) == (0, "['mine 0 kept', 'mine 1 kept']\n")
+        lines = ["INFO root info of {}", "NOTICE root noticed", "WARNING own kept"]
+        assert sorted(errors.splitlines()) == sorted(
+            f"[rank {rank}] {rank} {line.format(rank)}" for rank in range(2) for line in lines
+        )
+
+
+def test_a_handler_that_stays_with_the_caller_is_named():
+    logger = logging.getLogger("own_logger.named")
+    kept, left = logging.StreamHandler(), logging.handlers.MemoryHandler(3)
+    logger.addHandler(kept)
+    logger.addHandler(left)
+    try:
+        found = read_loggers()
+        assert [each for each in found.left_out if "own_logger.named" in each] == [
+            "the handler <MemoryHandler (NOTSET)> of logger 'own_logger.named'"
+        ]
+    finally:
+        logger.handlers.clear()

@@ -1,0 +1,164 @@
+"""What goes to the workers with `fn`: modules by name, the globals of `__main__`, the lines of a notebook's cells."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.backends.mkldnn
+from faults import Script
+from torch.backends import cudnn
+
+from unisono.errors import UnpicklableError
+from unisono.launch.obstacles import describe_obstacle
+from unisono.launch.spawn import spawn
+
+ATEN = torch.ops.aten
+ADD, ADD_TENSOR = torch.ops.aten.add, torch.ops.aten.add.Tensor
+LOCK = threading.Lock()
+
+
+def test_modules_that_are_objects_of_other_classes_travel_by_name():
+    def work(index):
+        two = ATEN.add(torch.ones(1), 1), ADD(torch.ones(1), 1), ADD_TENSOR(torch.ones(1), torch.ones(1))
+        named = torch.backends.mkldnn, torch.backends.mps, torch.backends.cuda.matmul, torch.ops.aten, torch.classes
+        cudnn.benchmark = torch.backends.cudnn.benchmark
+        return [each.item() for each in two], cudnn, named
+
+    [(twos, first, rest), _] = spawn(work, nprocs=2)
+    assert twos == [2.0] * 3
+    assert first is cudnn
+    assert rest[:2] == (torch.backends.mkldnn, torch.backends.mps)
+    assert rest[3:] == (torch.ops.aten, torch.classes)
+
+
+def by_value(code):
+    """The functions of some code, as those of a notebook: nobody can import them."""
+    space: dict[str, object] = {"__name__": "__main__", "LOCK": LOCK}
+    exec(code, space)
+    return space
+
+
+OBSTACLES = {
+    "a global": (
+        "def work(i):\n  return LOCK",
+        "; the function 'work' uses the global 'LOCK', a lock",
+    ),
+    "a global of a function that is called": (
+        "def inner():\n  return LOCK\ndef work(i):\n  return inner()",
+        "; the function 'inner' uses the global 'LOCK', a lock",
+    ),
+    "a global of a nested function": (
+        "def work(i):\n  return (lambda: LOCK)()",
+        "; the function 'work' uses the global 'LOCK', a lock",
+    ),
+    "a method": (
+        "class Box:\n  def use(self):\n    return LOCK\ndef work(i):\n  return Box()",
+        "; the function 'Box.use' uses the global 'LOCK', a lock",
+    ),
+    "a variable around it": (
+        "def make():\n  held = LOCK\n  def inner(i):\n    return held\n  return inner\nwork = make()",
+        "; the function 'make.<locals>.inner' uses the variable 'held' of the function around it, a lock",
+    ),
+    "a default": (
+        "def work(i, lock=LOCK):\n  pass",
+        "; the function 'work' has a default for its argument 'lock', a lock",
+    ),
+    "an attribute of a global": (
+        "class Box: pass\nbox = Box()\nbox.lock = LOCK\ndef work(i):\n  return box",
+        "; the Box has the attribute 'lock', a lock",
+    ),
+    "an element": ("work = [1, {'held': LOCK}]", "; it holds 'held', a lock"),
+    "itself": ("work = LOCK", ""),
+}
+
+
+@pytest.mark.parametrize("name", OBSTACLES)
+def test_what_cannot_travel_is_named_with_what_uses_it(name):
+    code, described = OBSTACLES[name]
+    assert describe_obstacle(by_value(code)["work"]) == described
+
+
+def test_the_error_names_the_global_and_the_function():
+    said = r"fn, a function, cannot be sent to the workers \(TypeError: .*lock.*\); the function '.*<lambda>' uses"
+    with pytest.raises(UnpicklableError, match=said):
+        spawn(lambda index: LOCK, nprocs=2)
+
+
+LOOKING_UP = """
+import __main__, sys, threading
+from unisono.launch.spawn import spawn
+
+NAME = "seen"
+lock = threading.Lock()
+
+def other():
+    return NAME + " by a function"
+
+def look(index):
+    import __main__
+    found = globals()["NAME"], eval("NAME"), __main__.NAME, getattr(sys.modules["__main__"], "NAME")
+    return set(found), globals()["other"]()
+
+assert spawn(look, nprocs=2) == [({"seen"}, "seen by a function")] * 2
+
+def count(index):
+    global NAME
+    NAME += str(index)
+    return NAME, globals()["NAME"]
+
+assert spawn(count, nprocs=2) == [("seen0", "seen0"), ("seen1", "seen1")]
+assert NAME == "seen"
+
+for wrong, kind in (lambda index: globals()["lock"], KeyError), (lambda index: eval("lock"), NameError):
+    try:
+        spawn(wrong, nprocs=2)
+    except kind as error:
+        note = error.__notes__[0]
+        assert note.startswith("'lock' is a global of the caller's __main__ that cannot be sent to workers ("), note
+    else:
+        raise AssertionError("nothing was raised")
+
+try:
+    spawn(lambda index: globals()["nothing"], nprocs=2)
+except KeyError as error:
+    assert not any("caller's __main__" in note for note in error.__notes__), error.__notes__
+print("done")
+"""
+
+
+def test_code_that_looks_its_globals_up_finds_them(tmp_path):
+    with Script(LOOKING_UP, tmp_path) as script:
+        assert script.end() == (0, "done\n", "")
+
+
+CELL = '''
+import linecache, sys
+from unisono.launch.spawn import spawn
+
+cell = """
+def fail(index):
+    raise ValueError(index)  # in the cell
+
+def source(index):
+    import inspect
+    return inspect.getsource(fail)
+"""
+file = "/tmp/ipykernel_1/2.py"
+linecache.cache[file] = (len(cell), None, cell.splitlines(keepends=True), file)
+exec(compile(cell, file, "exec"))
+try:
+    spawn(fail, nprocs=2)
+except ValueError as error:
+    assert "raise ValueError(index)  # in the cell" in str(error.__cause__), error.__cause__
+else:
+    raise AssertionError("nothing was raised")
+assert spawn(source, nprocs=2) == ["def fail(index):\\n    raise ValueError(index)  # in the cell\\n"] * 2
+print("done")
+'''
+
+
+def test_the_lines_of_a_cell_are_in_the_traceback_of_a_worker(tmp_path):
+    with Script(CELL, tmp_path) as script:
+        assert script.end() == (0, "done\n", "")

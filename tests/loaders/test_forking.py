@@ -1,0 +1,146 @@
+"""Loader workers that are forked while other threads hold locks."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import psutil
+import pytest
+import torch
+from modes import THREADS_2
+from torch.utils.data import DataLoader, IterableDataset
+
+from unisono import DeviceLoader, rank
+from unisono.loaders import forking
+
+COUNT = 23
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(COUNT)
+
+
+def one_pass() -> list[int]:
+    loader = DeviceLoader(DataLoader(Stream(), batch_size=3, num_workers=2))
+    iterator = iter(loader)
+    return [sample for batch in iterator for sample in batch[: iterator.valid_samples].tolist()]
+
+
+@contextlib.contextmanager
+def beside(draw: Callable[[], Any]) -> Iterator[None]:
+    """Let another thread draw all the time."""
+    is_over = threading.Event()
+
+    def body() -> None:
+        while not is_over.is_set():
+            draw()
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+class Sticky:
+    """A stdout that waits for ever in the first `times` processes that are forked from this one."""
+
+    closed = False
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+        self.forked = torch.zeros(1, dtype=torch.int64).share_memory_()
+        self._home = os.getpid()
+        self._lock = threading.Lock()
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None:
+        if os.getpid() == self._home:
+            return
+        self.forked += 1
+        if int(self.forked) <= self.times:
+            self._lock.acquire()
+            self._lock.acquire()
+
+
+def test_a_thread_that_draws_from_torchs_generator_does_not_stop_the_workers():
+    with beside(lambda: torch.randn(3_000_000)):
+        for _ in range(3):
+            assert sorted(one_pass()) == list(range(COUNT))
+
+
+def test_a_thread_that_draws_from_numpys_generator_does_not_stop_the_workers():
+    with beside(lambda: (numpy.random.rand(1_000_000), threading.Event().wait(0.001))):
+        for _ in range(3):
+            assert sorted(one_pass()) == list(range(COUNT))
+
+
+def test_a_thread_that_seeds_does_not_stop_the_workers():
+    with beside(lambda: (torch.manual_seed(1), threading.Event().wait(0.001))):
+        for _ in range(3):
+            assert sorted(one_pass()) == list(range(COUNT))
+
+
+def test_a_lock_of_torchs_that_is_always_held_is_told_of(monkeypatch):
+    monkeypatch.setattr(forking, "_PATIENCE_S", (0.1, 0.1))
+    with torch.cuda._initialization_lock, pytest.raises(RuntimeError, match="did not begin"):
+        one_pass()
+    assert sorted(one_pass()) == list(range(COUNT))
+
+
+def test_a_worker_that_is_stuck_is_forked_again(monkeypatch):
+    stdout = Sticky(times=2)
+    monkeypatch.setattr(sys, "stdout", stdout)
+    monkeypatch.setattr(forking, "_PATIENCE_S", (0.1, 0.1, 60.0))
+    assert sorted(one_pass()) == list(range(COUNT))
+    assert int(stdout.forked) >= 4
+
+
+def test_workers_that_are_always_stuck_are_an_error_and_gone(monkeypatch):
+    before = set(psutil.Process().children())
+    monkeypatch.setattr(sys, "stdout", Sticky(times=1000))
+    monkeypatch.setattr(forking, "_PATIENCE_S", (0.05, 0.05))
+    with pytest.raises(RuntimeError, match=r"forked 2 times and did not begin.*num_workers=0"):
+        one_pass()
+    assert set(psutil.Process().children()) <= before
+
+
+def test_other_start_methods_and_contexts_are_left_as_they_are():
+    spawning = multiprocessing.get_context("spawn")
+    assert forking.context_of(spawning) is spawning
+    assert forking.context_of("spawn") == "spawn"
+    for given in ("fork", multiprocessing.get_context("fork")):
+        assert isinstance(forking.context_of(given), forking.Context)
+
+
+def seeded_pass() -> list[int]:
+    """As scripts do: each replica seeds, and begins its loop."""
+    torch.manual_seed(rank())
+    return one_pass()
+
+
+def passes_of_two_replicas(times: int) -> None:
+    for _ in range(times):
+        found = THREADS_2.run(seeded_pass)
+        assert sorted(sample for each in found for sample in each) == list(range(COUNT))
+
+
+def test_two_replicas_start_their_workers_at_once():
+    passes_of_two_replicas(4)
+
+
+@pytest.mark.slow
+def test_two_replicas_start_their_workers_at_once_two_hundred_times():
+    passes_of_two_replicas(200)

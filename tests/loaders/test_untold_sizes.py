@@ -1,0 +1,222 @@
+"""Batches that do not tell how many samples they hold: each counts the same, none is cut, and metrics ask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode
+from torch import nn
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import DataLoader, IterableDataset
+
+from unisono import Accelerator, DeviceLoader, ParallelLoader
+from unisono.loaders.sharding import Part, Size, deal, measure
+
+
+class Scene:
+    """What a user's own collate_fn may give."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows = rows
+
+
+@dataclass
+class Sample:
+    features: torch.Tensor
+
+
+def as_object(rows: torch.Tensor) -> Any:
+    return Scene(rows)
+
+
+def as_sequence(rows: torch.Tensor) -> Any:
+    return pack_sequence([row[: place % 2 + 1] for place, row in enumerate(rows)], enforce_sorted=False)
+
+
+def as_dicts(rows: torch.Tensor) -> Any:
+    return [{"features": row, "name": "a"} for row in rows]
+
+
+def as_dicts_of_many_sizes(rows: torch.Tensor) -> Any:
+    return [{"features": row, "boxes": torch.zeros(place, 4)} for place, row in enumerate(rows)]
+
+
+def as_samples(rows: torch.Tensor) -> Any:
+    return [Sample(row) for row in rows]
+
+
+FORMS = [as_object, as_sequence, as_dicts, as_dicts_of_many_sizes, as_samples]
+SIZES = [5, 4, 2, 4, 7]  # none of them 3, the number of features
+
+
+def rows_of(batch: Any) -> torch.Tensor:
+    if isinstance(batch, Scene):
+        return batch.rows
+    if isinstance(batch, list):
+        return torch.stack([each.features if isinstance(each, Sample) else each["features"] for each in batch])
+    return batch.data[:, None].expand(-1, 3)
+
+
+def batches(form: Any) -> list[Any]:
+    numbers = torch.arange(float(sum(SIZES)) * 3).reshape(-1, 3)
+    return [form(rows) for rows in numbers.split(SIZES)]
+
+
+def plain_rows(form: Any) -> list[list[list[float]]]:
+    return [rows_of(batch).tolist() for batch in batches(form)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("mode", [SOLO, THREADS_3, PROCESSES_2], ids=str)
+def test_each_is_given_whole_once_and_nobody_knows_how_many_samples_count(form: Any, mode: Mode) -> None:
+    def body() -> list[Any]:
+        loader = DeviceLoader(batches(form))
+        return [(rows_of(batch).tolist(), loader.valid_samples, loader.weight) for batch in loader]
+
+    found = list(zip(*mode.run(body), strict=True))
+    kept = [rows for each in found for rows, valid, _ in each if valid != 0]
+    assert kept == plain_rows(form)
+    assert {valid for each in found for _, valid, _ in each} <= {None, 0}
+    for each in found:
+        counting = [weight for _, valid, weight in each if valid is None]
+        assert counting == [1 / len(counting)] * len(counting), "each counts the same"
+        assert sum(weight for *_, weight in each) == 1
+
+
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
+def test_the_gradient_of_a_step_is_the_mean_over_its_batches(mode: Mode) -> None:
+    """The plain twin: the mean loss of each batch, averaged over the batches of a round, whatever they hold."""
+
+    def body() -> list[list[float]]:
+        accelerator, network = Accelerator(gradient_accumulation_steps=1), nn.Linear(3, 1, bias=False).double()
+        network, optimizer, loader = accelerator.prepare(
+            network, torch.optim.SGD(network.parameters(), lr=0.0), DeviceLoader(batches(as_dicts))
+        )
+        found = []
+        for batch in loader:
+            accelerator.backward(network(rows_of(batch).double()).mean())
+            found.append(network.weight.grad.flatten().tolist())
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    means = [rows_of(batch).double().mean(0) for batch in batches(as_dicts)]
+    rounds = [means[start : start + mode.ranks] for start in range(0, len(means), mode.ranks)]
+    expected = [torch.stack(each).mean(0) for each in rounds]
+    for found in mode.run(body):
+        torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), torch.stack(expected))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("mode", [SOLO, THREADS_3, PROCESSES_2], ids=str)
+def test_metrics_are_refused_on_all_ranks_until_the_rows_that_count_are_given(form: Any, mode: Mode) -> None:
+    def body() -> tuple[set[str], list[Any]]:
+        accelerator = Accelerator()
+        loader = DeviceLoader(batches(form))
+        told, gathered = set(), []
+        with torch.no_grad():
+            for batch in loader:
+                rows = rows_of(batch).clone()
+                try:
+                    accelerator.gather_for_metrics(rows, loader.valid_samples if loader.valid_samples else None)
+                except ValueError as error:
+                    told.add(str(error))
+                count = 0 if loader.valid_samples == 0 else len(rows)
+                gathered += accelerator.gather_for_metrics(rows, valid_samples=count).tolist()
+        return told, gathered
+
+    for told, gathered in mode.run(body):
+        assert all("do not tell how many samples they hold" in each and "pass valid_samples" in each for each in told)
+        assert len(told) >= 1
+        assert gathered == [row for rows in plain_rows(form) for row in rows]
+
+
+def test_rows_are_not_taken_for_those_of_an_earlier_loop() -> None:
+    accelerator = Accelerator()
+    told, untold = DeviceLoader([torch.ones(4, 3)]), DeviceLoader(batches(as_object))
+    with torch.no_grad():
+        for _ in told:
+            pass
+        for batch in untold:
+            with pytest.raises(ValueError, match="do not tell how many samples"):
+                accelerator.gather_for_metrics(batch.rows.clone())
+        for batch in told:
+            assert len(accelerator.gather_for_metrics(batch.clone())) == 4, "the loop that is read now tells"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_fixed_size_is_refused_where_it_cannot_be_measured(form: Any) -> None:
+    name = type(form(torch.zeros(4, 3))).__name__
+    words = f"fixed_batch_size=True compares the sizes of batches, and one of class {name} does not tell"
+    with pytest.raises(ValueError, match=words):
+        list(DeviceLoader(batches(form), fixed_batch_size=True))
+
+
+class Stream(IterableDataset):
+    """Each item is a batch."""
+
+    def __init__(self, form: Any) -> None:
+        self.form = form
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(batches(self.form))
+
+
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
+def test_the_parts_of_a_stream_are_told_alike(mode: Mode) -> None:
+    def body() -> tuple[list[Any], str]:
+        loader = DeviceLoader(DataLoader(Stream(as_dicts), batch_size=None))
+        found = [(rows_of(batch).tolist(), loader.valid_samples, loader.weight) for batch in loader]
+        fixed = DeviceLoader(DataLoader(Stream(as_dicts), batch_size=None), fixed_batch_size=True)
+        try:
+            return found, str(list(fixed))
+        except ValueError as error:
+            return found, str(error)
+
+    ranks = mode.run(body)
+    found = list(zip(*[each for each, _ in ranks], strict=True))
+    assert [rows for each in found for rows, valid, _ in each if valid != 0] == plain_rows(as_dicts)
+    for each in found:
+        counting = [weight for _, valid, weight in each if valid is None]
+        assert counting == [1 / len(counting)] * len(counting)
+    assert all("one of class list does not tell" in error for _, error in ranks)
+
+
+def test_samples_in_a_list_are_not_cut_along_their_features() -> None:
+    (batch,) = [as_dicts(torch.arange(12.0).reshape(4, 3))]
+    with ParallelLoader([batch], ["cpu:0", "cpu:1"]) as loader:
+        for device in loader.devices:
+            (given,) = loader.per_device_loader(device)
+            assert rows_of(given).tolist() == rows_of(batch).tolist()
+
+
+def test_two_views_of_a_batch_whose_size_is_known_are_still_cut() -> None:
+    views = [{"x": torch.arange(4.0)}, {"x": -torch.arange(4.0)}]
+    assert measure(views, 0, known=4) == Size(4, can_be_cut=True)
+    assert measure(views, 0) == Size(1, False, "list")
+    assert measure(tuple(views), 0) == Size(4, can_be_cut=True), "a list is what comes where nothing collates"
+    assert measure([{"x": torch.zeros(2)}, {"x": torch.zeros(2)}], 0).samples == 2, "either way"
+    assert measure([{"x": torch.zeros(4)}, {"y": torch.zeros(4)}], 0) == Size(4, can_be_cut=True)
+
+
+def test_beside_a_batch_that_does_not_tell_all_count_as_one() -> None:
+    told, untold = Size(4), Size(1, False, "Scene")
+    first, second = deal([told, untold], 2)
+    assert (first, second) == (Part(0, 0, 4, 1, 2, is_told=False), Part(1, 0, 1, 1, 2, is_told=False))
+    assert [part.samples for part in deal([untold, told], 5)] == [1, 0, 0, 1, 0]
+    assert [part.repeated for part in deal([untold, told], 5)] == [0, 1, 1, 0, 4]
+
+
+@pytest.mark.parametrize("form", [as_object, as_dicts])
+def test_a_loop_continues_behind_batches_that_do_not_tell(form: Any) -> None:
+    loader = DeviceLoader(batches(form))
+    for number, _ in enumerate(loader, 1):
+        if number == 2:
+            break
+    later = DeviceLoader(batches(form))
+    later.load_state_dict(loader.state_dict())
+    assert [rows_of(batch).tolist() for batch in later] == plain_rows(form)[2:]

@@ -1,0 +1,63 @@
+"""Streams of webdataset: each sample once, whoever splits the shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from modes import PROCESSES_2, THREADS_2, Mode
+from torch.utils.data import DataLoader
+
+from unisono import DeviceLoader
+
+webdataset: Any = pytest.importorskip("webdataset")
+
+COUNT = 37
+SHARDS = 6
+
+
+@pytest.fixture(scope="module")
+def urls(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder: Path = tmp_path_factory.mktemp("shards")
+    for shard in range(SHARDS):
+        with webdataset.TarWriter(str(folder / f"{shard}.tar")) as tar:
+            for number in range(shard, COUNT, SHARDS):
+                tar.write({"__key__": f"{number:04}", "cls": str(number)})
+    return f"{folder}/{{0..{SHARDS - 1}}}.tar"
+
+
+def label(sample: dict[str, Any]) -> float:
+    """A fraction, by which streams cannot be told apart at a glance."""
+    return float(sample["cls"])
+
+
+def dataset_of(urls: str, shuffles: bool, **options: Any) -> Any:
+    dataset = webdataset.WebDataset(urls, shardshuffle=SHARDS if shuffles else False, **options)
+    return (dataset.shuffle(10) if shuffles else dataset).map(label)
+
+
+def delivered(mode: Mode, urls: str, workers: int, shuffles: bool, **options: Any) -> list[float]:
+    def body() -> list[float]:
+        iterator = iter(DeviceLoader(DataLoader(dataset_of(urls, shuffles, **options), 4, num_workers=workers)))
+        return [sample for batch in iterator for sample in batch[: iterator.valid_samples].tolist()]
+
+    return sorted(sample for each in mode.run(body) for sample in each)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("shuffles", [False, True])
+def test_what_is_split_by_node_in_processes_is_cut_once(urls, workers, shuffles):
+    found = delivered(PROCESSES_2, urls, workers, shuffles, nodesplitter=webdataset.split_by_node)
+    assert found == list(range(COUNT))
+
+
+def test_what_has_no_nodesplitter_is_cut_by_loader_workers(urls):
+    assert delivered(PROCESSES_2, urls, 2, True) == list(range(COUNT))
+    assert delivered(THREADS_2, urls, 2, True) == list(range(COUNT))
+
+
+def test_a_shuffle_of_ones_own_in_the_loops_process_is_refused(urls):
+    assert delivered(THREADS_2, urls, 0, False) == list(range(COUNT))
+    with pytest.raises(RuntimeError, match="the ranks read different streams"):
+        delivered(THREADS_2, urls, 0, True)

@@ -1,0 +1,179 @@
+"""Models that change while they train: layers frozen and unfrozen, heads put in; buffers; losses that are sums."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from modes import FAMILY, PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from twin import Plain, State, assert_all_are, loader_of, model, seeded, sgd
+
+from unisono import Accelerator
+
+ALL = [
+    (SOLO, "ddp"),
+    (THREADS_2, "ddp"),
+    (THREADS_3, "ddp"),
+    *((PROCESSES_2, each) for each in ("ddp", "zero1", "fsdp")),
+]
+EVERYWHERE = pytest.mark.parametrize(("mode", "strategy"), ALL, ids=[f"{mode}-{name}" for mode, name in ALL])
+pytestmark = pytest.mark.skipif(FAMILY != "cpu", reason="these are of processes whose tensors torch's groups take")
+
+
+def whole(accelerator: Any, network: nn.Module) -> State:
+    return accelerator.state_dict(network) if isinstance(accelerator, Accelerator) else network.state_dict()
+
+
+def frozen_in_the_second_epoch(accelerator: Any, loader: DataLoader[Any]) -> State:
+    network = model()
+    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
+    layers = [each for each in network.modules() if isinstance(each, nn.Linear)]
+    for epoch in range(3):
+        for parameter in layers[0].parameters():
+            parameter.requires_grad_(epoch != 1)
+        for inputs, targets, _ in loader:
+            accelerator.backward(F.mse_loss(network(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+    return whole(accelerator, network)
+
+
+def frozen_between_microbatches(accelerator: Any, loader: DataLoader[Any]) -> State:
+    """Whose second layer is thawed for every other step; all of it within an accumulation counts."""
+    network = model()
+    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
+    layers = [each for each in network.modules() if isinstance(each, nn.Linear)]
+    layers[-1].requires_grad_(False)
+    for _ in range(2):
+        for inputs, targets, _ in loader:
+            accelerator.backward(F.mse_loss(network(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+            if getattr(accelerator, "sync_gradients", True):
+                layers[-1].requires_grad_(not layers[-1].weight.requires_grad)
+    return whole(accelerator, network)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@EVERYWHERE
+def test_layers_that_are_frozen_and_unfrozen_train_as_on_one_device(mode: Mode, strategy: str, accumulate: int) -> None:
+    for lines in (frozen_in_the_second_epoch, frozen_between_microbatches):
+        ranks = mode.run(
+            lambda lines=lines: lines(
+                Accelerator(strategy=strategy, gradient_accumulation_steps=accumulate), loader_of(23, 3)
+            )
+        )
+        expected = lines(Plain(), loader_of(23, 3 * mode.ranks * accumulate))
+        assert_all_are([each for each in ranks if each], expected)
+
+
+def with_another_head(accelerator: Any, loader: DataLoader[Any]) -> State:
+    """A new head on each rank, with values of its own; rank zero's count."""
+    network = nn.Sequential(seeded(nn.Linear(5, 4).double()), nn.Tanh(), seeded(nn.Linear(4, 2).double(), 1))
+    rank = getattr(accelerator, "process_index", 0)
+    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
+    for epoch in range(2):
+        if epoch:
+            head = seeded(nn.Linear(4, 2).double(), 2 + rank)
+            getattr(network, "module", network)[2] = head
+            optimizer.add_param_group({"params": list(head.parameters())})
+        for inputs, targets, _ in loader:
+            accelerator.backward(F.mse_loss(network(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+    return whole(accelerator, network)
+
+
+@pytest.mark.parametrize(("mode", "strategy"), [each for each in ALL if each[1] != "fsdp"], ids=lambda each: str(each))
+def test_a_head_that_is_put_in_has_rank_zeros_values_and_trains_as_on_one_device(mode: Mode, strategy: str) -> None:
+    ranks = mode.run(lambda: with_another_head(Accelerator(strategy=strategy), loader_of(23, 3)))
+    assert_all_are([each for each in ranks if each], with_another_head(Plain(), loader_of(23, 3 * mode.ranks)))
+
+
+def test_fsdp_refuses_parameters_that_are_put_in() -> None:
+    def body() -> str:
+        with pytest.raises(
+            RuntimeError, match=r"parameters of shapes \[2, 4\], \[2\] were put into the Sequential"
+        ) as error:
+            with_another_head(Accelerator(strategy="fsdp"), loader_of(23, 3))
+        return str(error.value)
+
+    assert all("put them in before" in told for told in PROCESSES_2.run(body))
+
+
+@pytest.mark.parametrize("mode", [THREADS_3, PROCESSES_2], ids=str)
+def test_a_layer_that_one_rank_alone_freezes_is_named(mode: Mode) -> None:
+    def body() -> None:
+        accelerator, network = Accelerator(), model()
+        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(24, 2))
+        for inputs, targets, _ in loader:
+            accelerator.backward(F.mse_loss(network(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+            if accelerator.process_index == 1:
+                next(network.parameters()).requires_grad_(False)
+
+    with pytest.raises(Exception, match=r"rank 1 .*new buckets for 3 trained parameters of the Sequential"):
+        mode.run(body)
+
+
+@EVERYWHERE
+def test_running_statistics_are_rank_zeros_on_all_ranks(mode: Mode, strategy: str) -> None:
+    def body() -> dict[str, torch.Tensor]:
+        network = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+        accelerator = Accelerator(strategy=strategy)
+        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(24, 2))
+        for inputs, targets, _ in loader:
+            accelerator.backward(F.mse_loss(network(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+        network.eval()
+        network(torch.zeros(2, 5, dtype=torch.float64))  # DDP sends them with the next forward pass
+        return {name: each.clone() for name, each in network.named_buffers()}
+
+    first, *others = mode.run(body)
+    assert first["1.num_batches_tracked"] == 12 / mode.ranks
+    assert first["1.running_mean"].abs().sum() > 0
+    for each in others:
+        assert all(torch.equal(each[name], first[name]) for name in first)
+
+
+def summed(accelerator: Any, loader: DataLoader[Any]) -> State:
+    network = model()
+    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
+    for _ in range(2):
+        for inputs, targets, _ in loader:
+            count = getattr(loader, "valid_samples", len(inputs)) or len(inputs)
+            accelerator.backward(1e-3 * F.mse_loss(network(inputs), targets, reduction="sum"))
+            assert count == len(inputs)
+            optimizer.step()
+            optimizer.zero_grad()
+    return whole(accelerator, network)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("samples", [24, 23, 19])
+@EVERYWHERE
+def test_a_loss_that_is_a_sum_has_the_gradient_of_the_sum(
+    mode: Mode, strategy: str, samples: int, accumulate: int
+) -> None:
+    ranks = mode.run(
+        lambda: summed(
+            Accelerator(strategy=strategy, loss_reduction="sum", gradient_accumulation_steps=accumulate),
+            loader_of(samples, 2),
+        )
+    )
+    assert_all_are([each for each in ranks if each], summed(Plain(), loader_of(samples, 2 * mode.ranks * accumulate)))
+
+
+def test_a_sum_has_no_weight_and_no_other_reduction_exists() -> None:
+    accelerator, network = Accelerator(loss_reduction="sum"), model()
+    network = accelerator.prepare(network)
+    with pytest.raises(ValueError, match="loss_reduction='sum' adds losses up as they are; leave out weight="):
+        accelerator.backward(network(torch.ones(1, 5).double()).sum(), weight=3)
+    with pytest.raises(ValueError, match="loss_reduction='max' does not exist; choose one of mean, sum"):
+        Accelerator(loss_reduction="max")  # type: ignore[arg-type]

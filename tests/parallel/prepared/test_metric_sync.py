@@ -1,0 +1,54 @@
+"""torchmetrics: a prepared metric is that of all ranks, in every mode, with equal or different states."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode
+from torch.utils.data import DataLoader, TensorDataset
+
+from unisono import Accelerator
+
+torchmetrics = pytest.importorskip("torchmetrics")
+
+MODES = pytest.mark.parametrize("mode", [SOLO, THREADS_2, THREADS_3, PROCESSES_2], ids=str)
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.rand(43, generator=generator, dtype=torch.float64)
+    return TensorDataset(scores, (torch.rand(43, generator=generator) < scores).long())
+
+
+@MODES
+def test_a_metric_is_that_of_all_samples_once_on_each_rank(mode: Mode) -> None:
+    def body() -> list[float]:
+        accelerator = Accelerator()
+        auroc, mean, loader = accelerator.prepare(
+            torchmetrics.classification.BinaryAUROC(), torchmetrics.SumMetric(), DataLoader(data(), batch_size=4)
+        )
+        for scores, labels in loader:
+            count = loader.valid_samples
+            if count:
+                auroc.update(scores[:count], labels[:count])
+                mean.update(scores[:count])
+        return [float(auroc.compute()), float(mean.compute())]
+
+    scores, labels = data().tensors
+    auroc = torchmetrics.classification.BinaryAUROC()
+    auroc.update(scores, labels)
+    expected = [float(auroc.compute()), float(scores.sum())]
+    assert mode.run(body) == [pytest.approx(expected, rel=1e-6)] * mode.ranks
+
+
+@MODES
+def test_metrics_of_a_collection_gather_states_of_different_sizes(mode: Mode) -> None:
+    def body() -> list[float]:
+        accelerator = Accelerator()
+        collection = accelerator.prepare(torchmetrics.MetricCollection({"rows": torchmetrics.CatMetric()}))
+        if accelerator.process_index or mode.ranks == 1:  # rank zero has nothing
+            collection.update(torch.arange(accelerator.process_index + 1.0))
+        return sorted(collection.compute()["rows"].flatten().tolist())
+
+    expected = sorted(float(each) for rank in range(mode.ranks > 1, mode.ranks) for each in range(rank + 1))
+    assert mode.run(body) == [expected] * mode.ranks

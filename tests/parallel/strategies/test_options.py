@@ -1,0 +1,106 @@
+"""The options of the strategies: each does what it says, or is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from modes import PROCESSES_2, THREADS_2, Mode
+from torch import nn
+from torch.nn import functional as F
+from twin import Plain, State, assert_all_are, loader_of, seeded, sgd
+
+from unisono import Accelerator, strategies
+from unisono.parallel.strategies.choosing import STRATEGIES, options_of
+from unisono.strategies import DDP, FSDP, ZeRO1
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(*(seeded(nn.Linear(5, 5).double(), number) for number in range(4)), nn.Linear(5, 2).double())
+
+
+def trained(accelerator: Any, loader: Any) -> State:
+    network = seeded(wide())
+    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
+    for inputs, targets, _ in loader:
+        accelerator.backward(F.mse_loss(network(inputs), targets.to(inputs.dtype)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return accelerator.state_dict(network) if isinstance(accelerator, Accelerator) else network.state_dict()
+
+
+@pytest.mark.parametrize("name", sorted(STRATEGIES))
+def test_a_name_stands_for_the_defaults(name: str) -> None:
+    assert options_of(name) == type(options_of(name))()
+    assert options_of(name).name == name
+    assert type(options_of(name)) in vars(strategies).values()
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        DDP(bucket_cap_mb=1e-4),
+        ZeRO1(bucket_cap_mb=1e-4),
+        FSDP(units=(nn.Linear,)),
+        FSDP(units=()),
+        FSDP(offload=True),
+        FSDP(reduce_dtype=torch.float64),
+    ],
+    ids=str,
+)
+def test_what_changes_the_way_only_changes_no_weight(chosen: Any) -> None:
+    ranks = PROCESSES_2.run(lambda: trained(Accelerator(strategy=chosen), loader_of(23, 3)))
+    assert_all_are([each for each in ranks if each], trained(Plain(), loader_of(23, 6)))
+
+
+def test_units_of_fsdp_may_compute_in_a_narrower_type() -> None:
+    def body() -> tuple[torch.dtype, State]:
+        accelerator = Accelerator(strategy=FSDP(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+        seen: list[torch.dtype] = []
+        network = seeded(wide()).float()
+        network[0].register_forward_hook(lambda _, inputs, output: seen.append(output.dtype))
+        network, optimizer = accelerator.prepare(network, sgd(network.parameters()))
+        network(torch.ones(2, 5)).float().sum().backward()
+        optimizer.step()
+        return seen[0], accelerator.state_dict(network)
+
+    (dtype, state), _ = PROCESSES_2.run(body)
+    assert dtype is torch.bfloat16
+    assert {each.dtype for each in state.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize(("mode", "strategy"), [(THREADS_2, DDP), (PROCESSES_2, DDP), (PROCESSES_2, ZeRO1)])
+def test_running_statistics_stay_each_ranks_own_where_they_are_not_shared(mode: Mode, strategy: Any) -> None:
+    def body(shares: bool) -> torch.Tensor:
+        accelerator = Accelerator(strategy=strategy(broadcast_buffers=shares))
+        network = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).double()
+        network, loader = accelerator.prepare(network, loader_of(8, 2))
+        for inputs, _, _ in loader:
+            accelerator.backward(network(inputs).sum())
+        network.eval()
+        network(torch.zeros(1, 5, dtype=torch.float64))
+        return accelerator.unwrap_model(network)[1].running_mean.clone()
+
+    apart = mode.run(lambda: body(False))
+    assert not torch.equal(apart[0], apart[1])
+    together = mode.run(lambda: body(True))
+    assert torch.equal(together[0], together[1])
+
+
+def test_bad_options_are_refused() -> None:
+    with pytest.raises(ValueError, match="bucket_cap_mb=0 is no size; pass a positive number of MiB"):
+        DDP(bucket_cap_mb=0)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        DDP().bucket_cap_mb = 3  # type: ignore[misc]
+    with pytest.raises(ValueError, match=r"scaler_options=.*are for mixed_precision='fp16', and it is 'no'"):
+        Accelerator(scaler_options={"init_scale": 2.0})
+    with pytest.raises(ValueError, match="scaler_options have no 'scale'; torch's GradScaler takes init_scale"):
+        Accelerator(mixed_precision="fp16", scaler_options={"scale": 2.0})
+
+
+def test_the_scaler_begins_with_the_scale_that_was_asked_for() -> None:
+    scaler = Accelerator(mixed_precision="fp16", scaler_options={"init_scale": 1024.0, "growth_interval": 7}).scaler
+    assert scaler is not None
+    assert (scaler.get_scale(), scaler.get_growth_interval()) == (1024.0, 7)

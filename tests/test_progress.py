@@ -1,0 +1,253 @@
+"""`unisono.tqdm`: rank zero's bar, right on a terminal, through the pipe of a worker, and in a log."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from modes import HOST, SOLO, THREADS_2, Mode
+
+import unisono
+from unisono import terminal
+from unisono.launch.watching.lines import LineMixer
+
+PATIENCE_S = 60
+FORMAT = "{desc} {n_fmt}/{total_fmt}"
+
+SCRIPT = f"""
+import sys
+import unisono
+
+def work(*_):
+    def bar(count, name, **options):
+        return unisono.tqdm(range(count), desc=name, bar_format={FORMAT!r}, **options)
+    for epoch in bar(2, "epochs", mininterval=MININTERVAL):
+        for _ in bar(3, "batches", leave=False, mininterval=MININTERVAL):
+            pass
+        if unisono.rank():
+            print("a line of another rank", file=sys.stderr)
+        unisono.barrier()
+    for _ in bar(4, "again", mininterval=MININTERVAL):
+        pass
+
+if __name__ == "__main__":
+    START
+    print("the caller is done", file=sys.stderr)
+"""
+PLAIN, SPAWN, MARKED = (
+    "work()",
+    "unisono.spawn(work, nprocs=2, backend='cpu', num_threads=1)",
+    "unisono.spawn(work, nprocs=2, backend='cpu', num_threads=1, prefix=True)",
+)
+THREADS = (
+    "import torch; unisono.DataParallel(torch.nn.Identity(), ['cpu:0', 'cpu:1']).run_on_replicas(lambda *_: work())"
+)
+RUN = ["-m", "unisono", "run", "-n", "2", "--backend", "cpu"]
+
+
+def command(directory: Path, start: str | list[str], mininterval: float | None) -> list[str]:
+    """What runs the script; a list is the command in front of it."""
+    begin = start if isinstance(start, str) else PLAIN
+    text = SCRIPT.replace("START", begin)
+    text = text.replace(", mininterval=MININTERVAL", "" if mininterval is None else f", mininterval={mininterval}")
+    path = directory / "script.py"
+    path.write_text(text)
+    return [sys.executable, *([] if isinstance(start, str) else start), str(path)]
+
+
+def environ() -> dict[str, str]:
+    """With the package that is tested, wherever the script lies."""
+    return {**os.environ, "PYTHONPATH": str(Path(unisono.__file__).parent.parent)}
+
+
+def on_terminal(arguments: list[str]) -> str:
+    """What a command writes to a terminal of 60 columns."""
+    import fcntl
+    import pty
+    import struct
+    import termios
+
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+    process = subprocess.Popen(
+        arguments, stdin=slave, stdout=slave, stderr=slave, start_new_session=True, env=environ()
+    )
+    os.close(slave)
+    found, deadline = b"", time.monotonic() + PATIENCE_S
+    try:
+        while time.monotonic() < deadline:
+            if not select.select([master], [], [], 1.0)[0]:
+                continue
+            try:
+                data = os.read(master, 65536)
+            except OSError:  # the last one has closed it
+                break
+            found += data
+        assert process.wait(PATIENCE_S) == 0, found
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)
+    return found.decode()
+
+
+def in_log(arguments: list[str]) -> list[str]:
+    """The lines that a command writes to a pipe."""
+    run = subprocess.run(arguments, capture_output=True, timeout=PATIENCE_S, check=True, env=environ())
+    assert run.stdout == b""
+    return run.stderr.decode().splitlines(keepends=True)
+
+
+def screen(written: str) -> list[str]:
+    """The lines that a terminal shows of what was written to it; it has room for all."""
+    lines, row, column = [""], 0, 0
+    for piece in re.findall(r"\x1b\[A|\n|\r|[^\x1b\n\r]+", written):
+        if piece == "\n":
+            row += 1
+            lines += [""] * (row == len(lines))
+        elif piece == "\r":
+            column = 0
+        elif piece == "\x1b[A":
+            row -= 1
+        else:
+            lines[row] = lines[row].ljust(column)[:column] + piece + lines[row][column + len(piece) :]
+            column += len(piece)
+    return [line.rstrip() for line in lines if line.strip()]
+
+
+OTHERS = "[rank 1] a line of another rank"
+
+
+@pytest.mark.parametrize("start", [SPAWN, RUN], ids=["spawn", "run"])
+def test_a_workers_bar_moves_on_one_line_of_the_callers_terminal(start: str | list[str], tmp_path: Path) -> None:
+    written = on_terminal(command(tmp_path, start, 0))
+    assert "\x1b" not in written, "the cursor leaves no line: others write there"
+    bars = re.findall(r"\[rank 0\] (\w+ \d/\d) *\r", written)
+    for number in range(3):
+        assert f"batches {number + 1}/3" in bars
+    assert bars.count("batches 0/3") == 2
+    shown = screen(written)
+    of_bars = [line for line in shown if line.startswith("[rank 0]") and "done" not in line]
+    assert of_bars[-1] == "[rank 0] again 4/4"
+    assert "[rank 0] epochs 2/2" in of_bars
+    assert shown.count(OTHERS) == 2
+    assert not [line for line in shown if re.fullmatch(r"\[rank \d\]", line)], "a mark with nothing behind it"
+    assert not any("[rank 1] epochs" in line or "[rank 1] batches" in line for line in shown)
+
+
+def test_a_plain_scripts_bars_are_tqdms_own_on_a_terminal(tmp_path: Path) -> None:
+    written = on_terminal(command(tmp_path, PLAIN, 0))
+    assert screen(written) == ["epochs 2/2", "again 4/4", "the caller is done"]
+    assert "\x1b[A" in written, "a nested bar has a line of its own"
+
+
+def test_of_threads_rank_zero_draws_alone(tmp_path: Path) -> None:
+    shown = in_log(command(tmp_path, THREADS, None))
+    assert [line for line in shown if "another rank" not in line] == [
+        "epochs 2/2\n",
+        "again 4/4\n",
+        "the caller is done\n",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("start", "mark"), [(PLAIN, ""), (SPAWN, "[rank 0] "), (MARKED, "[rank 0] "), (RUN, "[rank 0] ")], ids=repr
+)
+def test_a_log_has_a_line_for_each_bar_that_stays_and_no_empty_one(
+    start: str | list[str], mark: str, tmp_path: Path
+) -> None:
+    lines = in_log(command(tmp_path, start, None))
+    assert [line for line in lines if line.startswith(mark) and "/" in line] == [
+        f"{mark}epochs 2/2\n",
+        f"{mark}again 4/4\n",
+    ]
+    assert [line for line in lines if re.fullmatch(r"(\[rank \d\])?\s*", line)] == []
+    assert len([line for line in lines if "a line of another rank" in line]) == 2 * bool(mark)
+
+
+# By itself, where what is written is seen.
+
+
+@pytest.fixture
+def written(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[], str]]:
+    yield lambda: capsys.readouterr().err
+    terminal.set_columns(0)
+
+
+def test_a_log_tells_of_progress_when_it_is_time(written: Callable[[], str]) -> None:
+    for number in unisono.tqdm(range(3), desc="often", mininterval=0, bar_format=FORMAT):
+        assert number < 3
+    bar = unisono.tqdm(total=1000, desc="rarely", bar_format=FORMAT + "{postfix}")
+    for number in range(1000):
+        bar.update()
+        bar.set_postfix(loss=number)  # which draws each time, where bars move
+    bar.close()
+    assert written() == "often 0/3\noften 1/3\noften 2/3\noften 3/3\noften 3/3\nrarely 1000/1000, loss=999\n"
+
+
+def test_a_bar_that_is_erased_or_makes_room_leaves_no_mark(written: Callable[[], str]) -> None:
+    terminal.set_columns(60)
+    for _ in unisono.tqdm(range(2), desc="outer", mininterval=0, bar_format=FORMAT):
+        with unisono.tqdm(total=1, desc="inner", leave=False, bar_format=FORMAT) as inner:
+            inner.write("a line")
+    pieces = re.findall(r"[^\r\n]*[\r\n]", written())
+    mixer = LineMixer()
+    mixed = b"".join(mixer.add("worker", b"[rank 0] ", piece.encode()) for piece in pieces)
+    assert re.findall(r"\[rank 0\] *[\r\n]", mixed.decode()) == []
+    after = mixed + mixer.add("other", b"[rank 1] ", b"of another\n")
+    assert screen(after.decode().replace("\n", "\r\n"))[-2:] == ["[rank 0] outer 2/2", "[rank 1] of another"]
+
+
+@pytest.mark.parametrize("columns", [30, 60, 200])
+def test_a_bar_in_a_pipe_fits_the_callers_terminal(columns: int, written: Callable[[], str]) -> None:
+    terminal.set_columns(columns)
+    list(unisono.tqdm(range(2)))
+    widths = {len(line.rstrip()) + len("[rank 0] ") for line in re.split(r"[\r\n]", written()) if line.strip()}
+    assert max(widths) < columns
+    assert max(widths) > columns - 4
+
+
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
+def test_it_is_iterable_and_updated_alike_on_every_rank(mode: Mode) -> None:
+    def body() -> tuple[list[int], int, bool]:
+        with HOST:
+            bar = unisono.tqdm(torch.arange(3), file=io.StringIO())
+            seen = [int(each) for each in bar]
+        with unisono.tqdm(total=4, file=io.StringIO()) as counted:
+            counted.update(4)
+            counted.set_description("fine")
+        return seen, len(bar), bool(bar.disable and counted.n == 4)
+
+    found = mode.run(body)
+    assert [each[:2] for each in found] == [([0, 1, 2], 3)] * mode.ranks
+
+
+def test_a_file_of_ones_own_and_disable_are_as_in_tqdm() -> None:
+    stream = io.StringIO()
+    list(unisono.tqdm(range(2), "named", file=stream, bar_format=FORMAT))
+    list(unisono.tqdm(range(2), file=stream, disable=True))
+    list(unisono.tqdm(range(2), file=stream, disable=None))  # which is True where there is no terminal
+    assert stream.getvalue() == "named 2/2\n"
+
+
+def test_without_tqdm_it_says_what_to_install() -> None:
+    script = """
+import sys
+sys.modules["tqdm"] = None
+import unisono
+try:
+    unisono.tqdm(range(3))
+except ImportError as error:
+    print(error)
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert run.stdout == "unisono.tqdm needs tqdm, which is not installed; pip install tqdm\n", run.stderr

@@ -1,0 +1,378 @@
+"""Trackers: one run of rank zero's, a file of JSON lines always, libraries where they are asked for, and one's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from modes import PROCESSES_2, SOLO, THREADS_2, Mode
+
+from unisono import Accelerator, Tracker
+from unisono.errors import ClosedError, UnisonoError
+from unisono.tracking.jsonl import JsonLines
+
+ALL = pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
+
+
+class Noting:
+    """A tracker of a user's own."""
+
+    def __init__(self, name: str = "noting", breaks: str = "") -> None:
+        self.name, self.breaks = name, breaks
+        self.seen: list[Any] = []
+
+    def log(self, values: Mapping[str, Any], step: int | None) -> None:
+        self.seen.append((dict(values), step))
+        if "log" in self.breaks:
+            raise ConnectionError(f"{self.name} has no network")
+
+    def close(self) -> None:
+        self.seen.append("closed")
+        if "close" in self.breaks:
+            raise OSError(f"{self.name} cannot write")
+
+
+def records(directory: Path, name: str = "metrics.jsonl") -> list[Any]:
+    return [json.loads(line) for line in (directory / name).read_text().splitlines()]
+
+
+def begun(directory: Path, *own: Any) -> Accelerator:
+    accelerator = Accelerator(log_with=list(own), project_dir=directory)
+    accelerator.init_trackers("digits")
+    return accelerator
+
+
+@ALL
+def test_rank_zero_alone_writes_and_the_same_calls_do_nothing_elsewhere(mode: Mode, tmp_path: Path) -> None:
+    def body() -> tuple[list[Any], list[str], Any]:
+        own = Noting()
+        accelerator = Accelerator(log_with=own, project_dir=tmp_path)
+        accelerator.init_trackers("digits", {"lr": 0.1, "device": accelerator.device})
+        for step in range(3):
+            accelerator.log({"loss": torch.tensor(float(accelerator.process_index)), "step": step}, step)
+        names = [type(each).__name__ for each in accelerator.trackers]
+        accelerator.get_tracker("noting").log({"more": 1}, 7)
+        accelerator.end_training()
+        return own.seen, names, accelerator.trackers
+
+    first, *others = mode.run(body)
+    seen = [({"loss": 0.0, "step": step}, step) for step in range(3)]
+    assert first == ([*seen, ({"more": 1}, 7), "closed"], ["JsonLines", "Noting"], [])
+    assert others == [([], [], [])] * (mode.ranks - 1)
+    head, *lines = records(tmp_path / "digits")
+    assert head["project"] == "digits"
+    assert head["config"]["lr"] == 0.1
+    assert [(each["values"], each["step"]) for each in lines] == seen
+    assert [each.name for each in (tmp_path / "digits").iterdir()] == ["metrics.jsonl"]
+
+
+def test_numbers_texts_and_tensors_of_one_element_are_logged_as_plain_values(tmp_path: Path) -> None:
+    own = Noting()
+    accelerator = begun(tmp_path, own)
+    values = {
+        "tensor": torch.ones(1, 1, requires_grad=True),
+        "whole": torch.tensor(3, dtype=torch.int32),
+        "half": torch.tensor(0.5, dtype=torch.bfloat16),
+        "flag": torch.tensor(True),
+        "float32": np.float32(0.25),
+        "bool": np.bool_(False),
+        "array": np.array([2]),
+        "text": "best",
+        "nan": float("nan"),
+        "low": -float("inf"),
+    }
+    accelerator.log(values, torch.tensor(4))
+    accelerator.end_training()
+    (plain, step), _ = own.seen
+    expected = {"tensor": 1.0, "whole": 3, "half": 0.5, "flag": True, "float32": 0.25, "bool": False, "array": 2}
+    assert {key: plain[key] for key in expected} == expected
+    assert {type(each) for each in plain.values()} == {float, int, bool, str}
+    assert (plain["text"], step, type(step)) == ("best", 4, int)
+    _, line = records(tmp_path / "digits")
+    assert line["values"] == {**expected, "text": "best", "nan": "NaN", "low": "-Infinity"}
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "words"),
+    [
+        ({"fine": 1, "loss": torch.ones(3)}, ValueError, r"'loss' with 3 elements, of shape \(3,\).*loss\.mean\(\)"),
+        ({"loss": torch.ones(0)}, ValueError, "'loss' with 0 elements"),
+        ({"loss": None}, TypeError, "'loss' of type NoneType"),
+        ({"loss": {"train": 1.0}}, TypeError, "'loss' of type dict.*key of its own"),
+        ({"loss": 1j}, TypeError, "'loss' of type complex"),
+        ({"loss": torch.tensor(1j)}, TypeError, "'loss' of type complex"),
+        ({3: 1.0}, TypeError, "the key 3, a int"),
+        ([("loss", 1.0)], TypeError, "a mapping from names to values, and got a list"),
+    ],
+    ids=["many", "none", "None", "dict", "complex", "complex tensor", "key", "no mapping"],
+)
+def test_what_cannot_be_logged_is_refused_by_its_key_and_nothing_is_written(
+    values: Any, error: type[Exception], words: str, tmp_path: Path
+) -> None:
+    own = Noting()
+    accelerator = begun(tmp_path, own)
+    with pytest.raises(error, match=words):
+        accelerator.log(values)
+    with pytest.raises(TypeError, match=r"step=1\.5 is a float"):
+        accelerator.log({"loss": 1.0}, 1.5)  # type: ignore[arg-type]
+    accelerator.end_training()
+    assert own.seen == ["closed"]
+    assert len(records(tmp_path / "digits")) == 1
+
+
+def test_calls_out_of_order_are_errors_that_say_what_to_call(tmp_path: Path) -> None:
+    accelerator = Accelerator(project_dir=tmp_path)
+    accelerator.end_training()
+    for call in (lambda: accelerator.log({"loss": 1.0}), lambda: accelerator.get_tracker("jsonl")):
+        with pytest.raises(UnisonoError, match=r"before init_trackers\(\); call accelerator\.init_trackers"):
+            call()
+    accelerator.init_trackers("digits")
+    with pytest.raises(UnisonoError, match=r"trackers are open already; end their run by end_training\(\)"):
+        accelerator.init_trackers("digits")
+    with pytest.raises(ValueError, match="there is no tracker 'wandb'; there are 'jsonl'"):
+        accelerator.get_tracker("wandb")
+    accelerator.end_training()
+    accelerator.end_training()
+    with pytest.raises(ClosedError, match=r"log after end_training\(\); call init_trackers"):
+        accelerator.log({"loss": 1.0})
+
+
+def test_another_run_has_a_file_of_its_own_and_needs_trackers_that_are_not_closed(tmp_path: Path) -> None:
+    accelerator = begun(tmp_path)
+    accelerator.log({"run": 1})
+    accelerator.end_training()
+    accelerator.init_trackers("digits", {"run": 2})
+    assert accelerator.get_tracker("jsonl", unwrap=True) == tmp_path / "digits" / "metrics-2.jsonl"
+    accelerator.end_training()
+    assert records(tmp_path / "digits")[1]["values"] == {"run": 1}
+    assert [each["config"] for each in records(tmp_path / "digits", "metrics-2.jsonl")] == [{"run": 2}]
+    closed = begun(tmp_path, Noting())
+    closed.end_training()
+    with pytest.raises(ClosedError, match=r"end_training\(\) has closed noting; pass new ones"):
+        closed.init_trackers("digits")
+
+
+def test_a_tracker_that_fails_reaches_the_user_and_hides_no_other(tmp_path: Path) -> None:
+    first, second, third = Noting("first", "log"), Noting("second", "log close"), Noting("third", "close")
+    accelerator = begun(tmp_path, first, second, third)
+    with pytest.raises(ExceptionGroup) as several:
+        accelerator.log({"loss": 1.0}, 1)
+    assert [str(each) for each in several.value.exceptions] == ["first has no network", "second has no network"]
+    assert third.seen == [({"loss": 1.0}, 1)], "it is given what the others have failed to take"
+    assert len(records(tmp_path / "digits")) == 2
+    with pytest.raises(ExceptionGroup) as several:
+        accelerator.end_training()
+    assert [str(each) for each in several.value.exceptions] == ["second cannot write", "third cannot write"]
+    assert [each.seen[-1] for each in (first, second, third)] == ["closed"] * 3
+    assert accelerator.trackers == []
+
+    alone = begun(tmp_path, Noting("alone", "close"), Noting("other"))
+    with pytest.raises(OSError, match="alone cannot write") as error:
+        alone.end_training()
+    assert error.value.__notes__ == ["in the tracker 'alone'"]
+
+
+def test_a_full_disk_is_an_error_and_spoils_one_line_only(tmp_path: Path) -> None:
+    lines = JsonLines(tmp_path, "digits", {})
+    before = lines.path.stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before + 10, limits[1]))
+        with pytest.raises(OSError, match="too large"):
+            lines.log({"loss": 1.0}, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    lines.log({"loss": 2.0}, 2)
+    lines.close()
+    head, torn, last = lines.path.read_text().splitlines()
+    assert len(torn) == 10
+    assert (json.loads(head)["project"], json.loads(last)["values"]) == ("digits", {"loss": 2.0})
+
+
+def test_what_was_logged_is_read_after_the_process_was_killed(tmp_path: Path) -> None:
+    script = f"""
+import os, signal
+from unisono import Accelerator
+accelerator = Accelerator(project_dir={str(tmp_path)!r}, cpu=True)
+accelerator.init_trackers("digits", {{"lr": 0.1}})
+for step in range(100):
+    accelerator.log({{"loss": 1 / (1 + step)}}, step)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == -signal.SIGKILL
+    head, *lines = records(tmp_path / "digits")
+    assert head["config"] == {"lr": 0.1}
+    assert [(each["step"], each["values"]["loss"]) for each in lines] == [(s, 1 / (1 + s)) for s in range(100)]
+
+
+def test_each_accelerator_of_a_process_has_trackers_of_its_own(tmp_path: Path) -> None:
+    def body() -> None:
+        one, other = begun(tmp_path / "one"), begun(tmp_path / "other")
+        one.log({"number": 1})
+        other.log({"number": 2})
+        other.end_training()
+        one.log({"number": 3})
+        one.end_training()
+
+    THREADS_2.run(body)
+    lines = [records(tmp_path / name / "digits")[1:] for name in ("one", "other")]
+    found = [[each["values"]["number"] for each in some] for some in lines]
+    assert found == [[1, 3], [2]]
+
+
+class Half:
+    def log(self, values: Mapping[str, Any], step: int | None) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("log_with", "error", "words"),
+    [
+        ("comet_ml", ValueError, "'comet_ml' is unknown; pass 'tensorboard', 'wandb', 'mlflow', 'jsonl', 'all', or an"),
+        (Half(), TypeError, r"holds a Half; .*log\(values, step\) and close\(\)"),
+        ([Noting], TypeError, "holds the class Noting"),
+        ([Noting("a"), Noting("a")], ValueError, "two trackers called 'a'"),
+        (Noting("jsonl"), ValueError, "two trackers called 'jsonl'"),
+        (3, TypeError, "holds a int"),
+    ],
+    ids=["unknown", "half of one", "a class", "two of a name", "a taken name", "a number"],
+)
+def test_what_is_no_tracker_is_refused_when_the_accelerator_is_made(
+    log_with: Any, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        Accelerator(log_with=log_with)
+
+
+def test_a_library_that_is_not_installed_is_named_with_the_command_that_installs_it(tmp_path: Path) -> None:
+    script = """
+import sys
+from unisono import Accelerator
+try:
+    Accelerator(log_with=["jsonl", "wandb"], cpu=True)
+except ImportError as error:
+    print(error)
+Accelerator(log_with="all", cpu=True)
+"""
+    (tmp_path / "wandb").mkdir()  # as W&B leaves it where it has run: no package
+    blocked = f"""
+import importlib.util
+found = importlib.util.find_spec
+def without(name, *more):
+    spec = found(name, *more)
+    return None if name in ("wandb", "mlflow", "tensorboard") and spec is not None and spec.origin else spec
+importlib.util.find_spec = without
+{script}"""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    run = subprocess.run(
+        [sys.executable, "-c", blocked], capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environ
+    )
+    assert run.stdout == "log_with='wandb' needs a package that is not installed; pip install wandb\n", run.stderr
+
+
+def test_a_run_is_described_by_a_mapping_and_options_are_for_libraries(tmp_path: Path) -> None:
+    accelerator = Accelerator(project_dir=tmp_path)
+    with pytest.raises(TypeError, match=r"config is a list; pass a mapping: vars\(config\)"):
+        accelerator.init_trackers("digits", [1])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="project_name=''"):
+        accelerator.init_trackers("")
+    with pytest.raises(ValueError, match="init_kwargs has options for 'wandv'"):
+        accelerator.init_trackers("digits", init_kwargs={"wandv": {}})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_library_that_cannot_begin_leaves_nothing_open(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    own = Noting()
+    accelerator = Accelerator(log_with=["tensorboard", own], project_dir=tmp_path)
+    with pytest.raises(TypeError, match="no_such_option"):
+        accelerator.init_trackers("digits", init_kwargs={"tensorboard": {"no_such_option": 1}})
+    assert (accelerator.trackers, own.seen) == ([], [])
+    accelerator.init_trackers("digits")
+    accelerator.end_training()
+
+
+CONFIG = {"lr": 0.1, "optimizer": {"name": "sgd", "betas": [0.9, 0.99]}, "device": torch.device("cpu")}
+
+
+def log_three_steps(log_with: str, directory: Path) -> Any:
+    """The library's own object; the run has ended."""
+    accelerator = Accelerator(log_with=log_with, project_dir=directory)
+    accelerator.init_trackers("digits", CONFIG)
+    made = accelerator.get_tracker(log_with, unwrap=True)
+    for step in range(3):
+        accelerator.log({"loss": torch.tensor(1 / (1 + step)), "note": f"step {step}"}, step)
+    accelerator.end_training()
+    assert len(records(directory / "digits")) == 4
+    return made
+
+
+def test_tensorboard_shows_what_was_logged(tmp_path: Path) -> None:
+    log_three_steps("tensorboard", tmp_path)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "digits"))
+    events.Reload()
+    found = [(each.step, each.value) for each in events.Scalars("loss")]
+    assert found == [(step, pytest.approx(1 / (1 + step))) for step in range(3)]
+    texts = [each.tensor_proto.string_val[0] for each in events.Tensors("note/text_summary")]
+    assert texts == [b"step 0", b"step 1", b"step 2"]
+    shown = str(events.summary_metadata["_hparams_/session_start_info"].plugin_data.content)
+    assert "optimizer.name" in shown
+    assert "sgd" in shown
+
+
+# These leave services, files and variables behind, so each has a process of its own.
+
+
+def run_by_itself(log_with: str, directory: Path, **environ: str) -> None:
+    script = f"""
+import torch
+from unisono import Accelerator
+accelerator = Accelerator(log_with={log_with!r}, project_dir={str(directory)!r}, cpu=True)
+accelerator.init_trackers("digits", {{"lr": 0.1, "optimizer": {{"betas": [0.9, 0.99]}}}})
+for step in range(3):
+    accelerator.log({{"loss": torch.tensor(1 / (1 + step)), "note": f"step {{step}}"}}, step)
+accelerator.end_training()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=100, env={**os.environ, **environ})
+    assert len(records(directory / "digits")) == 4
+
+
+@pytest.mark.slow
+def test_wandb_keeps_what_was_logged(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    run_by_itself("wandb", tmp_path, WANDB_MODE="offline", WANDB_SILENT="true")
+    (kept,) = (tmp_path / "digits").glob("wandb/offline-run-*/run-*.wandb")
+    content = kept.read_bytes()
+    for words in (b"digits", b"optimizer", b"loss", b"0.3333", *(b'"step %d"' % step for step in range(3))):
+        assert words in content
+
+
+@pytest.mark.slow
+def test_mlflow_keeps_what_was_logged(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    place = tmp_path / "mlruns"
+    run_by_itself("mlflow", tmp_path, MLFLOW_ALLOW_FILE_STORE="true", MLFLOW_TRACKING_URI=place.as_uri())
+    (losses,) = place.glob("*/*/metrics/loss")
+    found = [(int(line.split()[2]), float(line.split()[1])) for line in losses.read_text().splitlines()]
+    assert found == [(step, pytest.approx(1 / (1 + step))) for step in range(3)]
+    run = losses.parent.parent
+    assert (run / "tags" / "note").read_text() == "step 2"
+    assert (run / "params" / "optimizer.betas").read_text() == "[0.9, 0.99]"
+    assert "name: digits" in (run.parent / "meta.yaml").read_text()
+    assert "status: 3" in (run / "meta.yaml").read_text(), "it has finished"
+
+
+def test_a_tracker_is_known_by_its_two_methods() -> None:
+    assert isinstance(Noting(), Tracker)
+    assert not isinstance(Half(), Tracker)

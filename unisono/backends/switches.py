@@ -1,0 +1,178 @@
+"""torch's switches: what a program sets once and expects to hold wherever it computes, read here and set elsewhere.
+
+They are the process's, but for the grad, inference and autocast modes, which are the calling thread's. None of them
+starts a device's runtime.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch._tensor_str
+import torch.multiprocessing
+import torch.utils.deterministic
+
+Switch = tuple[Callable[[], Any], Callable[[Any], object]]
+"""How it is read, and how it is set to what was read."""
+
+_AUTOCAST = ("cpu", "cuda", "mps", "xpu")
+_FP32_PLACES = [  # in this order: to set a wider one sets those below it
+    ("generic", "all"),
+    *((family, operation) for family in ("cuda", "mkldnn") for operation in ("all", "matmul", "conv", "rnn")),
+]
+_COMPILER = ("torch._dynamo.config", "torch._inductor.config", "torch._functorch.config")
+_DENORMAL = 1e-310
+_modes = ExitStack()  # entered, and never left
+
+
+def _attribute(place: str, name: str) -> Switch:
+    owner = attrgetter(place)(torch)
+    return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
+
+
+def _default_device() -> str:
+    return torch.get_default_device().type  # without its index: each rank has its own
+
+
+def _deterministic_algorithms() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _set_deterministic_algorithms(value: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
+
+
+def _fp32_precision() -> list[str]:
+    return [torch._C._get_fp32_precision_getter(*place) for place in _FP32_PLACES]
+
+
+def _set_fp32_precision(values: list[str]) -> None:
+    for place, value in zip(_FP32_PLACES, values, strict=True):
+        torch._C._set_fp32_precision_setter(*place, value)
+
+
+def _anomaly_detection() -> tuple[bool, bool]:
+    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+
+
+def _set_anomaly_detection(value: tuple[bool, bool]) -> None:
+    torch.autograd.set_detect_anomaly(*value)
+
+
+def _set_inference_mode(is_on: bool) -> None:
+    if is_on:
+        _modes.enter_context(torch.inference_mode())
+
+
+def _autocast() -> list[Any]:
+    families = [(torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in _AUTOCAST]
+    return [*families, torch.is_autocast_cache_enabled()]
+
+
+def _set_autocast(values: list[Any]) -> None:
+    *families, is_cached = values
+    for family, (is_on, dtype) in zip(_AUTOCAST, families, strict=True):
+        torch.set_autocast_enabled(family, is_on)
+        torch.set_autocast_dtype(family, dtype)
+    torch.set_autocast_cache_enabled(is_cached)
+
+
+def _flush_denormal() -> bool:
+    """torch does not say, so it is tried; it sets a register of the thread, which Python's numbers obey too."""
+    return math.prod([_DENORMAL, 1.0]) == 0.0
+
+
+def _print_options() -> dict[str, Any]:
+    return asdict(torch._tensor_str.PRINT_OPTS)
+
+
+def _set_print_options(options: dict[str, Any]) -> None:
+    for name, value in options.items():
+        setattr(torch._tensor_str.PRINT_OPTS, name, value)
+
+
+def _compiler() -> dict[str, dict[str, Any]]:
+    """What was changed of torch.compile's settings, where it is imported."""
+    found = {}
+    for name in _COMPILER:
+        if name in sys.modules and (changed := sys.modules[name]._get_dict(skip_default=True)):
+            found[name] = changed
+    return found
+
+
+def _set_compiler(changed: dict[str, dict[str, Any]]) -> None:
+    for module, settings in changed.items():
+        __import__(module)
+        for name, value in settings.items():
+            setattr(sys.modules[module], name, value)
+
+
+def _generator() -> bytes:
+    """The state of the CPU's generator; bytes, since a tensor would take ten milliseconds to be unpickled."""
+    return torch.get_rng_state().numpy().tobytes()
+
+
+def _set_generator(state: bytes) -> None:
+    torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+SWITCHES: dict[str, Switch] = {
+    "torch.manual_seed": (_generator, _set_generator),
+    "torch.set_default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "torch.set_default_device": (_default_device, torch.set_default_device),
+    "torch.use_deterministic_algorithms": (_deterministic_algorithms, _set_deterministic_algorithms),
+    "torch.utils.deterministic.fill_uninitialized_memory": _attribute(
+        "utils.deterministic", "fill_uninitialized_memory"
+    ),
+    "torch.set_float32_matmul_precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "torch.backends.fp32_precision": (_fp32_precision, _set_fp32_precision),  # after the older way to say it
+    "torch.backends.cudnn.enabled": _attribute("backends.cudnn", "enabled"),
+    "torch.backends.cudnn.benchmark": _attribute("backends.cudnn", "benchmark"),
+    "torch.backends.cudnn.benchmark_limit": _attribute("backends.cudnn", "benchmark_limit"),
+    "torch.backends.cudnn.deterministic": _attribute("backends.cudnn", "deterministic"),
+    "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction": _attribute(
+        "backends.cuda.matmul", "allow_fp16_reduced_precision_reduction"
+    ),
+    "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction": _attribute(
+        "backends.cuda.matmul", "allow_bf16_reduced_precision_reduction"
+    ),
+    "torch.backends.cuda.matmul.allow_fp16_accumulation": _attribute("backends.cuda.matmul", "allow_fp16_accumulation"),
+    "torch.backends.cuda.enable_flash_sdp": (
+        torch.backends.cuda.flash_sdp_enabled,
+        torch.backends.cuda.enable_flash_sdp,
+    ),
+    "torch.backends.cuda.enable_mem_efficient_sdp": (
+        torch.backends.cuda.mem_efficient_sdp_enabled,
+        torch.backends.cuda.enable_mem_efficient_sdp,
+    ),
+    "torch.backends.cuda.enable_math_sdp": (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    "torch.backends.cuda.enable_cudnn_sdp": (
+        torch.backends.cuda.cudnn_sdp_enabled,
+        torch.backends.cuda.enable_cudnn_sdp,
+    ),
+    "torch.backends.mkldnn.enabled": _attribute("backends.mkldnn", "enabled"),
+    "torch.backends.mkldnn.deterministic": _attribute("backends.mkldnn", "deterministic"),
+    "torch.backends.opt_einsum.enabled": _attribute("backends.opt_einsum", "enabled"),
+    "torch.backends.opt_einsum.strategy": _attribute("backends.opt_einsum", "strategy"),
+    "torch.backends.quantized.engine": _attribute("backends.quantized", "engine"),
+    "torch.set_flush_denormal": (_flush_denormal, torch.set_flush_denormal),
+    "torch.set_grad_enabled": (torch.is_grad_enabled, torch._C._set_grad_enabled),
+    "torch.inference_mode": (torch.is_inference_mode_enabled, _set_inference_mode),
+    "torch.autocast": (_autocast, _set_autocast),
+    "torch.autograd.set_detect_anomaly": (_anomaly_detection, _set_anomaly_detection),
+    "torch.set_warn_always": (torch.is_warn_always_enabled, torch.set_warn_always),
+    "torch.set_printoptions": (_print_options, _set_print_options),
+    "torch.multiprocessing.set_sharing_strategy": (
+        torch.multiprocessing.get_sharing_strategy,
+        torch.multiprocessing.set_sharing_strategy,
+    ),
+    "torch._dynamo.config": (_compiler, _set_compiler),
+}
+"""By the name under which a program sets it; those of torch.compile stand under the first of their modules."""

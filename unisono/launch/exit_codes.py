@@ -1,0 +1,24 @@
+"""The exit codes of a run: of `unisono run`, and in the files of a run that a script's `spawn` has made."""
+
+from __future__ import annotations
+
+from unisono.errors import STOP_EXIT_CODE, StoppedError, WorkerDiedError
+
+INTERRUPTED = 130  # 128 + SIGINT
+
+
+def exit_code_of(error: BaseException | None) -> int:
+    """The exit code of a run that ended with an error, or without.
+
+    0 where all is well; n where a worker ended by `sys.exit(n)`, modulo 256 and never 0; 128 + n where signal n ended
+    it; 143 after an agreed stop, 130 after Ctrl-C; 1 for any other error.
+    """
+    if error is None:
+        return 0
+    if isinstance(error, StoppedError):
+        return STOP_EXIT_CODE
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    if isinstance(error, WorkerDiedError) and error.exit_code:
+        return 128 - error.exit_code if error.exit_code < 0 else error.exit_code % 256 or 1
+    return 1

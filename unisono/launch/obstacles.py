@@ -1,0 +1,102 @@
+"""What in a call cannot be pickled: looked for after pickling has failed, since a pickler does not say where it was.
+
+From the part that fails, the search goes on to what fails in it, and ends at what has no such part: the open file, the
+lock, the generator.
+"""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Iterator, Mapping, Sequence, Set
+from functools import partial
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+from unisono.pickling import codes_in, dumps_call
+
+_GLOBAL = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME")
+
+
+def is_picklable(part: Any) -> bool:
+    """Whether it can be sent to workers."""
+    try:
+        dumps_call(type, (part,))
+    except Exception:
+        return False
+    return True
+
+
+def describe_obstacle(part: Any) -> str:
+    """What in a part that is not picklable is to blame, as "; the function 'f' uses the global 'lock', a lock".
+
+    Empty where the part itself is.
+    """
+    where = ""
+    seen = {id(part)}
+    while found := next(_failing(part, seen), None):
+        where, part = found
+        seen.add(id(part))
+    return f"; {where}, a {type(part).__name__}" if where else ""
+
+
+def _failing(part: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    for where, inner in _parts_of(part):
+        if id(inner) not in seen and not is_picklable(inner):
+            yield where, inner
+
+
+def _parts_of(part: Any) -> Iterator[tuple[str, Any]]:
+    """What is pickled with it, and where it is."""
+    if isinstance(part, FunctionType):
+        yield from _parts_of_function(part)
+    elif isinstance(part, type):
+        yield from ((f"the class {part.__qualname__!r} has {name!r}", each) for name, each in vars(part).items())
+    elif isinstance(part, MethodType):
+        yield from [("the method belongs to an object", part.__self__), ("a method's function", part.__func__)]
+    elif isinstance(part, partial):
+        yield from [("it calls", part.func), ("it holds arguments", (part.args, part.keywords))]
+    elif isinstance(part, Mapping):
+        yield from ((f"it holds {key!r}", each) for key, each in part.items())
+    elif isinstance(part, Sequence | Set) and not isinstance(part, str | bytes):
+        yield from ((f"it holds element {place}", each) for place, each in enumerate(part))
+    else:
+        held = getattr(part, "__dict__", {})
+        yield from ((f"the {type(part).__name__} has the attribute {name!r}", each) for name, each in held.items())
+        yield "its class", type(part)
+
+
+def _parts_of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    name = function.__qualname__
+    for each in _globals_in(function):
+        yield f"the function {name!r} uses the global {each!r}", function.__globals__[each]
+    for free, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        if (value := _contents(cell)) is not None:
+            yield f"the function {name!r} uses the variable {free!r} of the function around it", value
+    for place, value in enumerate(function.__defaults__ or ()):
+        yield f"the function {name!r} has a default for its argument {_argument(function, place)!r}", value
+    for each, value in (function.__kwdefaults__ or {}).items():
+        yield f"the function {name!r} has a default for its argument {each!r}", value
+    for each, value in vars(function).items():
+        yield f"the function {name!r} has the attribute {each!r}", value
+
+
+def _globals_in(function: FunctionType) -> list[str]:
+    named = {
+        instruction.argval
+        for code in codes_in(function.__code__)
+        for instruction in dis.get_instructions(code)
+        if instruction.opname in _GLOBAL
+    }
+    return sorted(named & function.__globals__.keys())
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing has been assigned yet
+        return None
+
+
+def _argument(function: FunctionType, place: int) -> str:
+    count = function.__code__.co_argcount
+    return function.__code__.co_varnames[count - len(function.__defaults__ or ()) + place]

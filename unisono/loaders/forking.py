@@ -1,0 +1,197 @@
+"""Forking loader workers from a process of many threads, so that none of them waits for ever for a lock.
+
+A forked process has one thread, but all locks as they were: one that another thread held stays locked in it for good.
+torch's loader workers begin with `torch.manual_seed` and numpy's. The locks that these need are held by whoever draws,
+and by whoever seeds: two replicas that seed and begin a loop at once were enough for a worker that waited for ever.
+
+So loader workers are forked by one thread at a time. It holds those locks that python can hold during the fork, and
+waits for who draws from torch's generator, whose lock it cannot hold. Then each worker takes all of them once, and
+reports to its parent. One that does not report is killed, and forked again.
+
+*Threads:* any; one at a time is in `one_at_a_time`. `Worker.run` is in the forked process.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import itertools
+import mmap
+import multiprocessing
+import os
+import select
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import context
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils.data.graph_settings
+
+from unisono.backends.seeding import seeding_locks
+from unisono.errors import BusyError
+from unisono.loaders import fetching
+
+_PATIENCE_S = (1.0, 2.0, 4.0, 8.0, 15.0)  # a slow machine may exceed the first ones, at no harm
+_LOCK_S = 1.0
+_STACK_S = 2.0
+_SIGNAL = getattr(signal, "SIGRTMIN", 34) + 9  # nobody's
+_LAST = "_worker_loop"
+_OURS = f"{Path(__file__).parent}/"
+
+_Process: Any = getattr(context, "ForkProcess", object)  # Windows has none
+_Context: Any = getattr(context, "ForkContext", object)
+
+_lock = threading.Lock()
+_forking: int | None = None  # the thread that forks a loader worker
+_held: list[Any] = []  # the locks that it holds meanwhile
+
+
+class Worker(_Process):  # type: ignore[misc]
+    """A forked process that is started when it has taken the locks that it needs."""
+
+    _report: int = -1  # the end of a pipe, in which it writes
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._cell = mmap.mmap(-1, 8)  # both processes see it
+        self.stacks = tempfile.TemporaryFile()  # noqa: SIM115 - it is closed with this
+
+    @property
+    def place(self) -> int:
+        """Which sample of its batch, or of its stream, the process is at."""
+        return int.from_bytes(self._cell[:8], sys.byteorder)
+
+    @staticmethod
+    def _Popen(process: Any) -> Any:  # noqa: N802 - multiprocessing's name
+        for patience_s in _PATIENCE_S:
+            popen = _forked(process, patience_s)
+            if popen is not None:
+                return popen
+        raise RuntimeError(
+            f"a loader worker was forked {len(_PATIENCE_S)} times and did not begin: each time another thread of this "
+            "process held a lock that it needs (of torch's or numpy's generators, of stdout or stderr); let no thread "
+            "draw or print all the time beside the loop, or pass multiprocessing_context='forkserver', or num_workers=0"
+        )
+
+    def run(self) -> None:
+        """Take each lock once that is needed before the user's code runs, report, and begin."""
+        torch.manual_seed(0)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed(0)
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None and not stream.closed:
+                stream.flush()
+        fetching.at = memoryview(self._cell).cast("q")
+        faulthandler.register(_SIGNAL, self.stacks, all_threads=False)
+        os.write(self._report, b".")
+        os.close(self._report)
+        super().run()
+
+
+class Context(_Context):  # type: ignore[misc]
+    """As multiprocessing's "fork", with workers that have reported."""
+
+    Process = Worker
+
+
+def context_of(given: Any) -> Any:
+    """The multiprocessing context for a DataLoader whose own is `given`: None, a name, or a context."""
+    method = given if isinstance(given, str) else (given or multiprocessing).get_start_method()
+    return Context() if method == "fork" else given
+
+
+def stack_of(worker: Any) -> str:
+    """Where a loader worker is now, as lines to follow a message; nothing where it cannot tell."""
+    if not isinstance(worker, Worker) or not worker.is_alive():
+        return ""
+    worker.stacks.seek(0)
+    worker.stacks.truncate()
+    os.kill(worker.pid, _SIGNAL)
+    deadline = time.monotonic() + _STACK_S
+    while time.monotonic() < deadline:
+        time.sleep(0.01)
+        worker.stacks.seek(0)
+        text = worker.stacks.read().decode(errors="replace")
+        if _LAST in text:  # the loop that every loader worker is in
+            lines = text[: text.index(_LAST)].splitlines()[1:-1]
+            return ", in (most recent call first):\n" + "\n".join(_without_ours(lines))
+    return ""
+
+
+def _without_ours(lines: list[str]) -> list[str]:
+    """The lines of a stack up to the first of this package's."""
+    return list(itertools.takewhile(lambda line: _OURS not in line, lines)) or lines
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """For the block, no other thread starts loader workers: they would inherit each other's pipes half made.
+
+    Raises:
+        BusyError: another thread has been starting its own for minutes.
+    """
+    if not _lock.acquire(timeout=2 * sum(_PATIENCE_S)):
+        raise BusyError("another thread of this process has been starting loader workers for a minute")
+    try:
+        yield
+    finally:
+        _lock.release()
+
+
+def _forked(process: Any, patience_s: float) -> Any:
+    """The process's Popen, when the process has reported or died; None, and it is gone, where it is stuck."""
+    global _forking
+    from multiprocessing.popen_fork import Popen  # here: Windows has none
+
+    reading, writing = os.pipe()
+    process._report = writing
+    popen: Any = None
+    try:
+        _forking = threading.get_ident()
+        popen = Popen(process)
+        _forking = None
+        os.close(writing)
+        writing = -1
+        if select.select([reading], [], [], patience_s)[0]:
+            popen, begun = None, popen
+            return begun
+        return None
+    finally:
+        _forking = None
+        os.close(reading)
+        if writing >= 0:
+            os.close(writing)
+        if popen is not None:
+            popen.kill()
+            popen.wait()
+
+
+def _locks() -> Iterator[Any]:
+    """The locks of python's that a loader worker needs before its first line."""
+    if (numpy := sys.modules.get("numpy")) is not None:
+        yield numpy.random.get_bit_generator().lock
+    yield from seeding_locks()
+
+
+def _hold_locks() -> None:
+    """Before such a fork. Behind the last line, no other thread runs python before it."""
+    if _forking != threading.get_ident():
+        return
+    _held.extend(lock for lock in _locks() if lock.acquire(timeout=_LOCK_S))
+    torch.default_generator.get_state()
+
+
+def _release_locks() -> None:
+    """After it, in both processes."""
+    while _forking == threading.get_ident() and _held:
+        _held.pop().release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_hold_locks, after_in_parent=_release_locks, after_in_child=_release_locks)

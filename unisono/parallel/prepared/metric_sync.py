@@ -1,0 +1,40 @@
+"""torchmetrics' metrics: their states are gathered over the ranks of a world, threads or processes, when they compute.
+
+By themselves they know torch.distributed only, so that on threads each replica would compute a metric of its own part.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from unisono.parallel.collectives import all_gather_object
+from unisono.parallel.strategies.sharded import loaded_class
+from unisono.world import World
+
+
+def is_metric(each: Any) -> bool:
+    """Whether it is a torchmetrics `Metric` or `MetricCollection`."""
+    kinds = loaded_class("torchmetrics", "Metric"), loaded_class("torchmetrics", "MetricCollection")
+    return any(isinstance(each, kind) for kind in kinds if kind)
+
+
+def synchronize_metric(metric: nn.Module, world: World) -> None:
+    """Let the metric, or those in a collection, gather over the ranks of that world, when they compute."""
+    for each in metric.modules():
+        if isinstance(each, loaded_class("torchmetrics", "Metric")):
+            each.dist_sync_fn = partial(_gather_state, world)
+            each.distributed_available_fn = partial(_has_peers, world)
+
+
+def _has_peers(world: World) -> bool:
+    return world.world_size > 1
+
+
+def _gather_state(world: World, own: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+    """Every rank's tensor of a metric's state, in rank order. They may differ in shape, and be empty."""
+    parts: list[torch.Tensor] = all_gather_object(own.detach().cpu(), world)
+    return [part.to(own.device) for part in parts]

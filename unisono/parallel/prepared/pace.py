@@ -1,0 +1,145 @@
+"""What a learning rate schedule counts, and how far one optimizer step takes it.
+
+A plain script makes its schedule from `len(loader)`, in batches of the loader as it wrote it: one device takes one for
+each step. R ranks take R of them in a round, and k microbatches make a step, so a step is up to R k of them:
+
+    "batch"        the batches that the step was made of: the schedule was built from the plain loader's length
+    "device_step"  k of these: what one device would have taken for one step; Accelerate's convention
+    "step"         1: the schedule was built from the number of steps that this run takes
+
+Which of them a schedule counts is known where all are the same, or where its own length is a multiple of one only
+among the lengths that the script could have built it from. Else the user says it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Literal, NamedTuple, get_args
+
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LambdaLR,
+    LinearLR,
+    OneCycleLR,
+    PolynomialLR,
+    SequentialLR,
+)
+
+Unit = Literal["batch", "device_step", "step"]
+
+
+class Taken(NamedTuple):
+    """What an optimizer has stepped on so far.
+
+    Attributes:
+        steps: that it took.
+        batches: of loaders as the user wrote them.
+        device_steps: that one device would have taken.
+    """
+
+    steps: int = 0
+    batches: int = 0
+    device_steps: int = 0
+
+    def after_step(self, batches: int, microbatches: int) -> Taken:
+        """With one more step, on so many batches; `microbatches` make a step of one device."""
+        device_steps = math.ceil(batches / microbatches)
+        return Taken(self.steps + 1, self.batches + batches, self.device_steps + device_steps)
+
+    def since(self, before: Taken, unit: Unit) -> int:
+        """How far a call goes that comes once for the steps since `before`: as one device's calls would have, which
+        come once for as many of its own steps."""
+        counted = {"batch": self.batches - before.batches, "device_step": self.device_steps - before.device_steps}
+        steps = self.steps - before.steps
+        return round(counted.get(unit, steps) / steps) if steps else 1
+
+
+class Lengths(NamedTuple):
+    """Of an epoch.
+
+    Attributes:
+        batches: of the loader as the user wrote it.
+        rounds: of the prepared loader: its length.
+    """
+
+    batches: int
+    rounds: int
+
+    def steps(self, microbatches: int) -> int:
+        """How many optimizer steps these ranks take."""
+        return math.ceil(self.rounds / microbatches)
+
+    def device_steps(self, microbatches: int) -> int:
+        """How many one device would take."""
+        return math.ceil(self.batches / microbatches)
+
+
+def check_unit(unit: Any) -> None:
+    """
+    Raises:
+        ValueError: a schedule cannot count that.
+    """
+    if unit is not None and unit not in get_args(Unit):
+        raise ValueError(f"schedule_unit={unit!r} does not exist; choose one of {', '.join(get_args(Unit))}, or None")
+
+
+def unit_of(scheduler: Any, lengths: Lengths, microbatches: int, is_later: bool) -> Unit:
+    """What the schedule counts.
+
+    Args:
+        lengths: of the loader that the loop runs over.
+        microbatches: of a step.
+        is_later: when the scheduler was prepared, the length of a prepared loader had been asked for.
+
+    Raises:
+        ValueError: it is not known; the message names the lengths.
+    """
+    steps = lengths.steps(microbatches)
+    if lengths.batches == steps:
+        return "step"
+    total = length_of(scheduler)
+    counted: dict[int, Unit] = {lengths.device_steps(microbatches): "device_step", lengths.batches: "batch"}
+    if is_later:
+        counted = {lengths.rounds: "batch", steps: "step"}
+    fitting = [unit for epoch, unit in counted.items() if total is not None and total % epoch == 0]
+    if len(fitting) != 1 or (is_later and fitting[0] != "step"):
+        raise ValueError(_unknown(scheduler, total, lengths, microbatches))
+    return fitting[0]
+
+
+def length_of(scheduler: Any) -> int | None:
+    """After how many steps the schedule ends; None where it has no end, or does not tell."""
+    if isinstance(scheduler, OneCycleLR):
+        return scheduler.total_steps
+    if isinstance(scheduler, CosineAnnealingLR):
+        return scheduler.T_max
+    if isinstance(scheduler, LinearLR | PolynomialLR):
+        return scheduler.total_iters
+    if isinstance(scheduler, SequentialLR):
+        last = length_of(scheduler._schedulers[-1])
+        return None if last is None else scheduler._milestones[-1] + last
+    if isinstance(scheduler, LambdaLR):  # transformers' schedules are these
+        told = {_told_length(each) for each in scheduler.lr_lambdas}
+        return told.pop() if len(told) == 1 else None
+    return None
+
+
+def _told_length(function: Any) -> int | None:
+    keywords: Mapping[str, Any] = function.keywords if isinstance(function, partial) else {}
+    total = keywords.get("num_training_steps")
+    return total if isinstance(total, int) else None
+
+
+def _unknown(scheduler: Any, total: int | None, lengths: Lengths, microbatches: int) -> str:
+    ends = "has no length that can be read" if total is None else f"ends after {total} steps"
+    steps, device_steps = lengths.steps(microbatches), lengths.device_steps(microbatches)
+    counted = f" ({device_steps} steps of {microbatches} microbatches)" if microbatches > 1 else ""
+    between = f"'device_step' if from {device_steps}, " if microbatches > 1 else ""
+    ways = f"'batch' if it was built from {lengths.batches}, {between}'step' if from {steps}"
+    return (
+        f"the {type(scheduler).__name__} {ends}, and it is not known what it counts: an epoch has {lengths.batches} "
+        f"batches of the loader as you wrote it{counted}, and {steps} optimizer steps on these ranks; pass "
+        f"Accelerator(schedule_unit=...): {ways}"
+    )

@@ -1,0 +1,43 @@
+"""tqdm for any number of ranks, and for wherever its output comes out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from importlib import import_module
+from typing import Any
+
+from unisono.terminal import columns_behind_pipe
+from unisono.world import World, current_world
+
+
+def tqdm(iterable: Iterable[Any] | None = None, *args: Any, world: World | None = None, **options: Any) -> Any:
+    """A progress bar of tqdm's, which rank zero draws; on the others the same object draws nothing.
+
+        for batch in unisono.tqdm(loader, desc="train"):
+
+    On a terminal and in a notebook it is `tqdm.auto.tqdm`. In a worker it is a bar on one line, which moves where the
+    caller has a terminal; of nested bars the line shows the one that moved last. Elsewhere, in a log, it is a line
+    every 30 seconds (`mininterval=`), and one at the end.
+
+    Args:
+        iterable, args, options: as for tqdm.
+        world: None takes the current one.
+
+    Raises:
+        ImportError: tqdm is not installed.
+    """
+    try:
+        bars = import_module("unisono.progress_bars")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "tqdm":
+            raise
+        raise ImportError("unisono.tqdm needs tqdm, which is not installed; pip install tqdm", name="tqdm") from error
+    if (world or current_world()).rank != 0:
+        return bars.LogBar(iterable, *args, **{**options, "disable": True})
+    file = options.get("file") or sys.stderr
+    if bars.is_notebook() or (hasattr(file, "isatty") and file.isatty()):
+        return bars.auto.tqdm(iterable, *args, **options)
+    if file is sys.stderr and (columns := columns_behind_pipe()):
+        return bars.PipedBar(iterable, *args, **{"ncols": bars.width_within(columns), **options})
+    return bars.LogBar(iterable, *args, **options)

@@ -1,0 +1,98 @@
+"""Metrics in a file of JSON lines, which needs no library and outlives any death of the process.
+
+The first line is the run's: its project, its configuration, when it began. Each `log` is one line more::
+
+    {"project": "digits", "config": {"lr": 0.1}, "started": "2026-01-31T12:00:00+00:00"}
+    {"step": 1, "time": 0.734, "values": {"loss": 2.31}}
+
+*Threads:* one at a time.
+
+Invariants:
+1. When `log` returns, its line has been handed to the operating system: killing the process loses none.
+2. A line that could be written in part only, by a full disk, is ended before the next one, so it spoils no other.
+3. No file of an earlier run is touched.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from io import FileIO
+from itertools import count
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from unisono.tracking.tracker import Value
+
+
+class JsonLines:
+    """The file `metrics.jsonl` of a run; `metrics-2.jsonl` and so on where earlier runs have left theirs.
+
+    A number that JSON has no name for is a text: "NaN", "Infinity", "-Infinity".
+
+    Attributes:
+        path: of the file.
+    """
+
+    name = "jsonl"
+
+    def __init__(self, directory: Path, project: str, config: Mapping[str, Any]) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.path, self._file = _create(directory)
+        self._is_torn = False
+        self._began = monotonic()
+        started = datetime.now(UTC).isoformat(timespec="seconds")
+        try:
+            self._write({"project": project, "config": _named(config), "started": started})
+        except BaseException:
+            self._file.close()
+            raise
+
+    @property
+    def tracker(self) -> Path:
+        """What `get_tracker("jsonl", unwrap=True)` gives."""
+        return self.path
+
+    def log(self, values: Mapping[str, Value], step: int | None) -> None:
+        """Write one line.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        elapsed_s = round(monotonic() - self._began, 3)
+        self._write({"step": step, "time": elapsed_s, "values": _named(values)})
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        text = json.dumps(record, default=str, allow_nan=False)
+        line = b"\n" * self._is_torn + text.encode() + b"\n"
+        self._is_torn = True
+        while line:
+            line = line[self._file.write(line) :]
+        self._is_torn = False
+
+
+def _create(directory: Path) -> tuple[Path, FileIO]:
+    for number in count(1):
+        path = directory / ("metrics.jsonl" if number == 1 else f"metrics-{number}.jsonl")
+        with suppress(FileExistsError):
+            return path, FileIO(path, "xb")
+    raise AssertionError("unreachable")
+
+
+def _named(value: Any) -> Any:
+    """The value with names for the numbers that JSON lacks; keys are texts."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {str(key): _named(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_named(each) for each in value]
+    return value

@@ -1,0 +1,199 @@
+"""The trackers of one Accelerator, from `init_trackers` to `end_training`: which ones, and in which order.
+
+Who owns what: this owns the trackers that it makes, and closes those of the user with them. Ranks other than zero have
+none, and every method does nothing there.
+
+*Threads:* the one of the rank's loop.
+
+Invariants:
+1. Each tracker gets each `log` and each end, whatever the others raise; then that is raised.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from unisono.errors import ClosedError, UnisonoError
+from unisono.tracking.jsonl import JsonLines
+from unisono.tracking.libraries import LIBRARIES, is_installed
+from unisono.tracking.tracker import Tracker, name_of, plain_step, plain_values
+
+logger = logging.getLogger(__name__)
+
+LogWith = str | Tracker | Sequence[str | Tracker] | None
+
+_DIRECTORY = "runs"
+
+
+class Trackers:
+    """
+    Args:
+        log_with, project_dir: as for the Accelerator.
+        is_main_process: whether this is rank zero.
+
+    Attributes:
+        opened: the trackers, while they are open.
+
+    Raises:
+        TypeError, ValueError: `log_with` holds what is no tracker, or no known name.
+        ImportError: the library of a name is not installed.
+    """
+
+    def __init__(self, log_with: LogWith, project_dir: str | os.PathLike[str] | None, is_main_process: bool) -> None:
+        self._names, self._own = _choose(log_with)
+        self._is_default = project_dir is None
+        self._directory = Path(_DIRECTORY if project_dir is None else project_dir)
+        self._is_main_process = is_main_process
+        self._has_ended = False
+        self.opened: list[Tracker] = []
+
+    def open(
+        self,
+        project_name: str,
+        config: Mapping[str, Any] | None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None,
+    ) -> None:
+        """As `Accelerator.init_trackers`."""
+        if not self._is_main_process:
+            return
+        config, options = _check_run(project_name, config, init_kwargs)
+        if self.opened:
+            raise UnisonoError(
+                f"init_trackers({project_name!r}), but trackers are open already; end their run by end_training() first"
+            )
+        if self._has_ended and self._own:
+            raise ClosedError(
+                f"end_training() has closed {', '.join(map(name_of, self._own))}; pass new ones to a new Accelerator"
+            )
+        directory = self._directory / project_name
+        if self._is_default:
+            logger.info("trackers write to %s; pass project_dir= for another place", directory.absolute())
+        try:
+            self.opened.append(JsonLines(directory, project_name, config))
+            for name in self._names:
+                self.opened.append(LIBRARIES[name](directory, project_name, config, options.get(name, {})))
+            self.opened.extend(self._own)
+        except BaseException:
+            opened, self.opened = self.opened, []
+            _for_each(opened, lambda tracker: tracker.close())
+            raise
+
+    def log(self, values: Mapping[str, Any], step: int | None) -> None:
+        """As `Accelerator.log`."""
+        if self._is_main_process:
+            self._check_open("log")
+            plain, number = plain_values(values), plain_step(step)
+            _for_each(self.opened, lambda tracker: tracker.log(dict(plain), number))
+
+    def get(self, name: str, unwrap: bool) -> Any:
+        """As `Accelerator.get_tracker`."""
+        if not self._is_main_process:
+            return Nowhere()
+        self._check_open("get_tracker")
+        for tracker in self.opened:
+            if name_of(tracker) == name:
+                return getattr(tracker, "tracker", tracker) if unwrap else tracker
+        names = ", ".join(map(repr, map(name_of, self.opened)))
+        raise ValueError(f"there is no tracker {name!r}; there are {names}; pass log_with= for others")
+
+    def close(self) -> None:
+        """As `Accelerator.end_training`."""
+        opened, self.opened = self.opened, []
+        self._has_ended = self._has_ended or bool(opened)
+        _for_each(opened, lambda tracker: tracker.close())
+
+    def _check_open(self, called: str) -> None:
+        if self.opened:
+            return
+        if self._has_ended:
+            raise ClosedError(f"{called} after end_training(); call init_trackers(project_name) to begin another run")
+        raise UnisonoError(f"{called} before init_trackers(); call accelerator.init_trackers(project_name) first")
+
+
+class Nowhere:
+    """What `get_tracker` gives on the ranks that have no trackers: nothing comes of it."""
+
+    name = "nowhere"
+
+    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def _choose(log_with: Any) -> tuple[list[str], list[Tracker]]:
+    """The names of libraries, each once, and the user's own trackers."""
+    asked = [] if log_with is None else list(log_with) if isinstance(log_with, list | tuple | set) else [log_with]
+    names: dict[str, None] = {}
+    own: list[Tracker] = []
+    for each in asked:
+        if isinstance(each, str):
+            names.update(dict.fromkeys(_libraries_of(each)))
+        elif isinstance(each, Tracker) and not isinstance(each, type):
+            own.append(each)
+        else:
+            what = f"the class {each.__name__}" if isinstance(each, type) else f"a {type(each).__name__}"
+            raise TypeError(
+                f"log_with holds {what}; pass {_known()}, or an object with the methods log(values, step) and close()"
+            )
+    taken = [*names, JsonLines.name]
+    for tracker in own:
+        if name_of(tracker) in taken:
+            raise ValueError(f"log_with holds two trackers called {name_of(tracker)!r}; give one another `name`")
+        taken.append(name_of(tracker))
+    return list(names), own
+
+
+def _libraries_of(name: str) -> list[str]:
+    name = name.lower()
+    if name == "all":
+        return list(filter(is_installed, LIBRARIES))
+    if name == JsonLines.name:  # which there is always
+        return []
+    if name not in LIBRARIES:
+        raise ValueError(
+            f"log_with={name!r} is unknown; pass {_known()}, or an object with the methods log(values, step) and "
+            "close()"
+        )
+    if not is_installed(name):
+        raise ImportError(f"log_with={name!r} needs a package that is not installed; pip install {name}", name=name)
+    return [name]
+
+
+def _known() -> str:
+    return ", ".join(map(repr, [*LIBRARIES, JsonLines.name, "all"]))
+
+
+def _check_run(
+    project_name: str, config: Mapping[str, Any] | None, init_kwargs: Mapping[str, Mapping[str, Any]] | None
+) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Any]]]:
+    if not isinstance(project_name, str) or not project_name:
+        raise TypeError(f"project_name={project_name!r}; pass the name of the project, a text")
+    if config is not None and not isinstance(config, Mapping):
+        raise TypeError(f"config is a {type(config).__name__}; pass a mapping: vars(config), for an argparse.Namespace")
+    options = init_kwargs or {}
+    if unknown := [name for name in options if name not in LIBRARIES]:
+        raise ValueError(
+            f"init_kwargs has options for {unknown[0]!r}; it takes those of {', '.join(map(repr, LIBRARIES))}"
+        )
+    return config or {}, options
+
+
+def _for_each(trackers: Sequence[Tracker], act: Callable[[Tracker], None]) -> None:
+    """Act on each, then raise what was raised: an error in its own type, several as a group."""
+    errors: list[Exception] = []
+    for tracker in trackers:
+        try:
+            act(tracker)
+        except Exception as error:
+            error.add_note(f"in the tracker {name_of(tracker)!r}")
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors.pop()
+    if errors:
+        raise ExceptionGroup(f"{len(errors)} trackers failed", errors)
