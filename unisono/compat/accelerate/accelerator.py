@@ -315,7 +315,7 @@ class Accelerator(Native):
         """As the `ProjectConfiguration` has it; trackers write to `project_dir`."""
         return self.project_configuration.logging_dir
 
-    def log(  # type: ignore[override]
+    def log(
         self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None
     ) -> None:
         """As the native one.
