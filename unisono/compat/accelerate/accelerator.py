@@ -39,6 +39,7 @@ from unisono.compat.accelerate.utils.other import extract_model_from_parallel, s
 from unisono.parallel.collectives import all_gather_object
 from unisono.parallel.prepared.metrics import NoSuchBatchError
 from unisono.parallel.prepared.model import PreparedModel
+from unisono.parallel.prepared.pace import Unit
 from unisono.tree import leaves
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,8 @@ class Accelerator(Native):
         mixed_precision: "no", "fp16" or "bf16"; None takes ACCELERATE_MIXED_PRECISION, or "no".
         fsdp_plugin: strategy="fsdp".
         rng_types: has no effect: orders are functions of the seed.
+        schedule_unit: as for the native one, where it cannot be found out what a schedule counts; "device_step" is what
+            Accelerate takes it for.
         step_scheduler_with_optimizer: False leaves schedulers as they are: each of their steps counts.
 
     Attributes:
@@ -89,6 +92,8 @@ class Accelerator(Native):
         dynamo_plugin: TorchDynamoPlugin | None = None,
         deepspeed_plugins: Any = None,
         parallelism_config: Any = None,
+        *,
+        schedule_unit: Unit | None = None,
     ) -> None:
         precision = str(mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no")
         refuse_arguments(
@@ -113,6 +118,7 @@ class Accelerator(Native):
             world=world,
             strategy=handlers.ddp_options() if fsdp_plugin is None else fsdp_options(fsdp_plugin),
             scaler_options=handlers.scaler_options() if precision == "fp16" else None,
+            schedule_unit=schedule_unit,
             log_with=_names(log_with),
             project_dir=project.project_dir,
         )
