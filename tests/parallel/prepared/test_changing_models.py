@@ -177,3 +177,22 @@ def test_a_sum_has_no_weight_and_no_other_reduction_exists() -> None:
         accelerator.backward(network(torch.ones(1, 5).double()).sum(), weight=3)
     with pytest.raises(ValueError, match="loss_reduction='max' does not exist; choose one of mean, sum"):
         Accelerator(loss_reduction="max")  # type: ignore[arg-type]
+
+
+def never_zeroed(accelerator: Any, loader: DataLoader[Any]) -> State:
+    """Gradients add up over the steps, as in torch."""
+    network = model()
+    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
+    for inputs, targets, _ in loader:
+        accelerator.backward(1e-2 * F.mse_loss(network(inputs), targets))
+        optimizer.step()
+    return whole(accelerator, network)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@EVERYWHERE
+def test_gradients_that_are_never_zeroed_add_up_over_the_steps(mode: Mode, strategy: str, accumulate: int) -> None:
+    ranks = mode.run(
+        lambda: never_zeroed(Accelerator(strategy=strategy, gradient_accumulation_steps=accumulate), loader_of(23, 2))
+    )
+    assert_all_are([each for each in ranks if each], never_zeroed(Plain(), loader_of(23, 2 * mode.ranks * accumulate)))

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from unisono.parallel.agreement import broadcast_together, check_agreement
 from unisono.parallel.gradients import reduce_gradients, scale_gradients
 from unisono.parallel.ledger import Ledger, Step
+from unisono.parallel.weakly import weakly
 from unisono.world import World
 
 
@@ -55,6 +56,8 @@ class Engine:
         self.hooks: dict[torch.Tensor, RemovableHandle] = {}
         self.passing: Any = None
         self._world, self._ledger, self._shares_buffers = world, ledger, shares_buffers
+        self._reduced_in: Step | None = None
+        self._earlier: dict[torch.Tensor, torch.Tensor] = {}  # gradients of steps before, which were not zeroed
         self._stepped: WeakSet[Optimizer] = WeakSet()  # since the last backward pass
         self._tree: list[nn.Module] = []  # all parts of the module
         self._children = [-1]  # their children, by identity
@@ -103,11 +106,24 @@ class Engine:
                 "differentiated again from torch.autograd.grad(..., create_graph=True), and call backward() on a loss "
                 "of it"
             )
-        if self.is_reduced and self._ledger.held_factor() not in (0, 1):
+        if self.is_reduced and self._ledger.is_mean and self._reduced_in is not self._ledger.step:
+            self._set_aside()
+        elif self.is_reduced and self._ledger.held_factor() not in (0, 1):
             scale_gradients(self.trained(), 1 / self._ledger.held_factor())  # the further reduction undoes it
         self.is_held, self.is_reduced = self._world.comm.size > 1 or self._ledger.every > 1, False
         self._stepped.clear()
         self.prepare(reduces and not self.is_local)
+
+    def _set_aside(self) -> None:
+        """Keep gradients of an earlier step, which nobody has zeroed, out of the reduction of this one."""
+        for each in self.trained():
+            if each.grad is not None:
+                self._earlier[each], each.grad = each.grad, None
+
+    def _add_earlier(self) -> None:
+        while self._earlier:
+            each, earlier = self._earlier.popitem()
+            each.grad = earlier if each.grad is None else each.grad + earlier
 
     def pass_by(self) -> None:
         """A backward pass has come to the model that leaves nothing in `.grad`, as `torch.autograd.grad` does."""
@@ -118,6 +134,8 @@ class Engine:
     def finish(self) -> None:
         """The backward pass that reduces has ended. A collective."""
         self._settle(self.complete)
+        if self._earlier:  # when torch's own last callback, which may come after this one, has left the gradients
+            torch.autograd.Variable._execution_engine.queue_callback(weakly(self._add_earlier))
         if not self.is_local:
             self.share_buffers()
 
@@ -138,13 +156,14 @@ class Engine:
     def reduce(self) -> None:
         """For a step that finds gradients of this rank alone. A collective."""
         self._settle(self.reduce_late)
+        self._add_earlier()
 
     def _settle(self, reduce: Callable[[], None]) -> None:
         if self.is_local:
             scale_gradients(self.trained(), self._ledger.held_factor())
         else:
             reduce()
-        self.is_held, self.is_reduced = False, True
+        self.is_held, self.is_reduced, self._reduced_in = False, True, self._ledger.step
 
     def adopt(self, part: float) -> None:
         """Reduce gradients that no backward pass has left: those of `torch.autograd.grad`, assigned by hand.
@@ -176,6 +195,7 @@ class Engine:
     def forget(self) -> None:
         """The gradients are zero."""
         self.is_held = self.is_reduced = False
+        self._earlier.clear()
 
     def has_assigned(self, optimizer: Optimizer) -> bool:
         """Whether there are gradients that no backward pass has left since that optimizer's last step."""
