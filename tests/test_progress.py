@@ -159,6 +159,7 @@ def test_of_threads_rank_zero_draws_alone(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("start", "mark"), [(PLAIN, ""), (SPAWN, "[rank 0] "), (MARKED, "[rank 0] "), (RUN, "[rank 0] ")], ids=repr
 )

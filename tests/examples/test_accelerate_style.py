@@ -32,6 +32,7 @@ def test_any_ranks_and_batches_train_what_one_device_does(
         torch.testing.assert_close(dict(own), dict(weights), rtol=0, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_the_script_runs_in_workers() -> None:
     command = [sys.executable, "-m", "unisono", "run", "-n", "2", str(SCRIPT), "--num_epochs", "1", "--cpu"]
     output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout

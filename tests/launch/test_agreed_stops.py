@@ -300,6 +300,7 @@ def test_an_agreed_stop_whose_save_fails_is_not_restarted(line, ear):
     assert caught.value.__notes__[0].endswith("restart 0")
 
 
+@pytest.mark.slow
 def test_an_agreed_stop_of_an_inner_group_passes_through_the_outer_one():
     def inner(index):
         should_stop()

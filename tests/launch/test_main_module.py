@@ -88,6 +88,7 @@ def test_a_spawn_at_the_import_of_its_own_module_is_an_error_and_no_endless_tree
         assert script.survivors() == []
 
 
+@pytest.mark.slow
 def test_groups_in_groups_come_to_an_end(tmp_path, monkeypatch):
     """Where a module that a worker imports later spawns at its top level, each group would start further ones."""
 

@@ -104,6 +104,7 @@ def test_nothing_survives_an_interrupt_while_the_workers_start(tmp_path, hear):
         assert script.leftovers() == []
 
 
+@pytest.mark.slow
 def test_nothing_survives_when_the_caller_of_nested_workers_is_killed(tmp_path, hear):
     source = "spawn(lambda index: spawn(work, nprocs=2) if index == 0 else stand_still(), nprocs=2)"
     with run(source, tmp_path) as script:

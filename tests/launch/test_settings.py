@@ -174,6 +174,7 @@ for method in "zygote", "spawn":
 """
 
 
+@pytest.mark.slow
 def test_workers_are_started_with_the_flags_of_the_callers_interpreter(tmp_path):
     flags = ["-W", "error::ImportWarning", "-X", "utf8", "-X", "own=3", "-X", "dev", "-O"]
     done = subprocess.run([sys.executable, *flags, "-c", STARTED], cwd=tmp_path, capture_output=True, text=True)
@@ -223,6 +224,7 @@ def test_a_filter_for_a_warning_of_the_scripts_own_holds(tmp_path):
         assert running.end() == (0, "[True, True]\n", "")
 
 
+@pytest.mark.slow
 def test_workers_draw_numbers_of_numpy_of_their_own_where_the_caller_has_drawn_none(tmp_path):
     source = """
 import sys

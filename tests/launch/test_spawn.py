@@ -156,6 +156,7 @@ def test_worlds_of_one_nest():
     assert spawn(outer, nprocs=1) == [True]
 
 
+@pytest.mark.slow
 def test_workers_can_spawn_and_their_zygote_goes_with_them():
     def inner(index, outer_rank):
         total = current_world().comm.all_reduce(torch.tensor([index + 1]))
@@ -273,6 +274,7 @@ def test_a_forked_child_of_the_caller_spawns_from_a_zygote_of_its_own(line, ear)
         context.join()
 
 
+@pytest.mark.slow
 def test_a_path_entry_that_is_no_string_is_ignored_as_python_does(monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path, Path("/nowhere")])
     nursery._close()

@@ -485,6 +485,7 @@ class Blocks(Numbers):
         return super().__getitem__(index)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
 def test_the_users_time_out_names_the_worker_the_sample_and_the_line(persistent):
     data = DataLoader(Blocks(6), batch_size=2, num_workers=2, timeout=1, persistent_workers=persistent)

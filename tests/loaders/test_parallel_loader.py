@@ -851,7 +851,7 @@ def refused(error: type[Exception], words: str, **arguments: Any) -> Any:
         refused(TypeError, "seed='a' is a str; pass a whole number, or None for the loader's own", seed="a"),
         refused(TypeError, "seed=1.5 is a float", seed=1.5),
         refused(TypeError, "seed=True is a bool", seed=True),
-        refused(ValueError, "split='ranks' is unknown; choose one of 'device', 'global'", split="ranks"),
+        refused(ValueError, "split='ranks' is unknown; choose one of 'rank', 'global'", split="ranks"),
         refused(ValueError, "tail='keep' is unknown; choose one of 'split', 'drop', 'pad', 'error'", tail="keep"),
         refused(TypeError, "batchdim=None is a NoneType; pass a dimension", batchdim=None),
         refused(TypeError, "batchdim=False is a bool", batchdim=False),

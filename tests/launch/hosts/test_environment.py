@@ -130,6 +130,7 @@ def test_a_worker_of_spawn_is_announced_nothing():
     assert announced_place({**TORCHRUN, OUTER_DIRECTORY: "/tmp/x"}) is None
 
 
+@pytest.mark.slow
 def test_what_a_rank_has_started_itself_is_not_that_rank(monkeypatch):
     for name, value in POD.items():
         monkeypatch.setenv(name, value)

@@ -72,6 +72,7 @@ def test_a_signal_to_everything_at_once_leaves_the_zygote_to_serve(signum):
     assert nursery.zygote_pid() == zygote
 
 
+@pytest.mark.slow
 def test_a_zygote_that_died_between_two_spawns_is_replaced():
     spawn(lambda index: index, nprocs=2)
     zygote = psutil.Process(nursery.zygote_pid())
@@ -238,6 +239,7 @@ os.execv(sys.executable, [sys.executable, "-c", inner])
 """
 
 
+@pytest.mark.slow
 def test_a_caller_whose_standard_streams_are_closed_can_spawn(tmp_path):
     with Script(CLOSED, tmp_path, "file") as script:
         assert script.end() == (0, "", "")

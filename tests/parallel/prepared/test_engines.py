@@ -81,22 +81,6 @@ def test_a_step_without_gradients_is_an_error_that_says_so(strategy):
     PROCESSES_2.run(body)
 
 
-def test_a_layer_frozen_on_the_way_is_named_before_replicas_go_apart():
-    def body():
-        accelerator, network = Accelerator(), wide()
-        network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1))
-        for number in range(3):
-            if number == 2:
-                network.get_submodule("1").requires_grad_(False)
-            optimizer.zero_grad()
-            network(torch.full((4, 10), 1.0 + accelerator.world.rank)).mean().backward()
-            optimizer.step()
-
-    expected = "gave no gradient to '1.weight', '1.bias' of the Sequential"
-    with pytest.raises(RuntimeError, match=rf"{expected}.*DDP\(find_unused_parameters=True\)"):
-        PROCESSES_2.run(body)
-
-
 def test_a_layer_frozen_on_the_way_is_left_out_where_unused_ones_are_looked_for():
     def body():
         accelerator, network = Accelerator(strategy=DDP(find_unused_parameters=True)), wide()

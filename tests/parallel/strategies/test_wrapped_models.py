@@ -69,6 +69,7 @@ def trained(network: Any, strategy: str) -> State:
     return accelerator.state_dict(network)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "strategy"),
     [(SOLO, "ddp"), (THREADS_2, "ddp"), (PROCESSES_2, "ddp"), (PROCESSES_2, "zero1"), (PROCESSES_2, "fsdp")],

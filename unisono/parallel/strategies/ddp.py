@@ -6,6 +6,7 @@ backward pass begins, so forward passes run as if it were not, and the reducer i
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,11 @@ from unisono.strategies import DDP
 from unisono.tree import tensors
 from unisono.world import World
 
+_SYNCS_BUFFERS = next(
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")  # which newer versions of torch deprecate
+    if name in inspect.signature(DistributedDataParallel).parameters
+)
 _FORWARD_PASSES = 16  # that one backward pass goes through, at most, where unused parameters are to be found
 
 
@@ -77,11 +83,12 @@ class ReplicatedEngine(Engine):
         options = self._options
         self._names = {each: name for name, each in self.module.named_parameters() if each.requires_grad}
         self._has_reduced = False
+        more: dict[str, Any] = {} if options.broadcast_buffers else {_SYNCS_BUFFERS: False}
         self._replicated = DistributedDataParallel(
             self.module,
             find_unused_parameters=options.find_unused_parameters,
             bucket_cap_mb=options.bucket_cap_mb,  # a fraction will do
-            broadcast_buffers=options.broadcast_buffers,
+            **more,
         )
         self._averager = attach_hook(
             self._replicated,

@@ -30,7 +30,6 @@ def check_elementwise(optimizer: Optimizer, strategy: str, is_declared: bool, ta
     refused = _OVER_ALL if takes_whole else _OVER_ALL | _OVER_EACH
     if kind in refused:
         what = "all parameters as one vector" if kind in _OVER_ALL else "each parameter as a whole"
-        named = {"zero1": "ZeRO1", "fsdp": "FSDP"}[strategy]
         raise TypeError(
             f"strategy={strategy!r} divides {cut} by ranks, and {type(optimizer).__name__} takes {what}; take "
             "strategy='ddp', or an optimizer that treats each element for itself"
@@ -46,6 +45,7 @@ def check_elementwise(optimizer: Optimizer, strategy: str, is_declared: bool, ta
             "make it with fused=False"
         )
     if kind is None and not is_declared:
+        named = {"zero1": "ZeRO1", "fsdp": "FSDP"}[strategy]
         raise TypeError(
             f"strategy={strategy!r} divides {cut} by ranks, and {type(optimizer).__name__} is none of torch.optim's, "
             "so that nobody knows whether it looks at several of them together, as a norm over all does; if it treats "

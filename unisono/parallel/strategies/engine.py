@@ -73,13 +73,18 @@ class Engine:
         """Before a forward pass with gradients: notice that parameters were frozen or unfrozen, or put in since; these
         get rank zero's values. A collective then."""
         trained = self.trained()
-        if list(map(id, trained)) != list(map(id, self._trained)):
+        if list(map(id, trained)) != list(map(id, self._trained)) and not self._runs_with_others():
             self._trained = trained
             if self._world.comm.size > 1:
                 self._world.comm.announce(f"new buckets for {len(trained)} trained parameters of the {self.name}")
                 self._world.comm.barrier()  # where one rank alone does so, it is named here
                 self.adapt([each for each in trained if each not in self._known])
             self._known.update(dict.fromkeys(trained))
+
+    def _runs_with_others(self) -> bool:
+        """Whether `torch.func.functional_call` has put tensors in the places of parameters, for this call."""
+        found = [each for part in self._tree for each in part._parameters.values()]
+        return any(each is not None and not isinstance(each, nn.Parameter) for each in found)
 
     def adapt(self, new: Sequence[torch.Tensor]) -> None:
         """Other parameters are trained from now on.
