@@ -189,6 +189,7 @@ BUILT = {
         milestones=[4],
     ),
 }
+MARKED = [name if name in ("one cycle", "warm-up") else pytest.param(name, marks=pytest.mark.slow) for name in BUILT]
 MODES = pytest.mark.parametrize("mode", fitting(SOLO, THREADS_2, THREADS_3, PROCESSES_2), ids=str)
 
 
@@ -232,7 +233,7 @@ def ends_of_steps(ranks, accumulate=1):
     return [epoch * BATCHES + end for epoch in range(EPOCHS) for end in ends]
 
 
-@pytest.mark.parametrize("name", BUILT)
+@pytest.mark.parametrize("name", MARKED)
 @MODES
 def test_a_schedule_built_from_the_plain_length_has_one_devices_rates(mode: Mode, name: str) -> None:
     found = mode.run(lambda: rates_in(lambda optimizer, loader: BUILT[name](optimizer, EPOCHS * len(loader))))
@@ -240,7 +241,7 @@ def test_a_schedule_built_from_the_plain_length_has_one_devices_rates(mode: Mode
     assert found == [pytest.approx([plain[end] for end in ends_of_steps(mode.ranks)], abs=1e-12)] * mode.ranks
 
 
-@pytest.mark.parametrize("name", BUILT)
+@pytest.mark.parametrize("name", MARKED)
 @MODES
 def test_a_schedule_built_from_the_prepared_length_ends_with_the_loop(mode: Mode, name: str) -> None:
     found = mode.run(lambda: rates_in(lambda optimizer, loader: BUILT[name](optimizer, EPOCHS * len(loader)), "later"))
