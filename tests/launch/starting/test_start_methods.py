@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from faults import Line, Script, stand_still, survivors
 
+from unisono.backends.switches import SWITCHES
 from unisono.errors import WorkerDiedError
 from unisono.launch.spawn import spawn
 from unisono.launch.starting import nursery
@@ -56,7 +57,8 @@ def test_what_starts_fresh_interpreters_has_imported_nothing():
         parent = Path(f"/proc/{os.getppid()}/maps").read_text()
         return "libtorch" in parent, os.environ.get("OPENBLAS_NUM_THREADS"), "torch._dynamo" in sys.modules
 
-    assert spawn(look, nprocs=2, start_method="spawn") == [(False, os.environ.get("OPENBLAS_NUM_THREADS"), False)] * 2
+    carried = any(SWITCHES["torch._dynamo.config"][0]().values())  # what the caller has changed there, a worker has too
+    assert spawn(look, nprocs=2, start_method="spawn") == [(False, os.environ.get("OPENBLAS_NUM_THREADS"), carried)] * 2
 
 
 def test_an_error_and_a_death_are_told_as_ever():
