@@ -27,7 +27,7 @@ test-all: $(VENV)/.test
 # A process has one number of virtual devices. What runs in worker processes does not depend on it.
 test-xla: $(XLA)/.test
 	CPU_NUM_DEVICES=2 $(ON_XLA) -m any_family
-	CPU_NUM_DEVICES=2 $(ON_XLA) tests/xla tests/compat
+	CPU_NUM_DEVICES=2 $(ON_XLA) tests/xla tests/compat --ignore tests/compat/accelerate
 	CPU_NUM_DEVICES=2 $(ON_XLA) tests/examples/test_torch_xla_style.py -k "xla_devices or original"
 	CPU_NUM_DEVICES=4 $(ON_XLA) -m any_family -k threads-4
 	CPU_NUM_DEVICES=4 $(ON_XLA) tests/xla/test_xla_replicas.py tests/xla/test_xla_compilations.py
