@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import MethodType
-from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.optim import Optimizer
@@ -35,8 +35,10 @@ from unisono.parallel.strategies.sharded import clip_grad_norm
 from unisono.timeline import REDUCE, STEP
 from unisono.world import World
 
+K = TypeVar("K")
+
 _engines: WeakKeyDictionary[Engine, tuple[str, ...]] = WeakKeyDictionary()  # of all prepared models of this process
-_steppers: WeakSet[Stepper] = WeakSet()
+_steppers: WeakKeyDictionary[Stepper, None] = WeakKeyDictionary()
 
 
 class Stepper:
@@ -86,7 +88,7 @@ class Stepper:
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
         optimizer.zero_grad = MethodType(zero, optimizer)  # type: ignore[method-assign]
         by_hand.prepared.add(optimizer)
-        _steppers.add(self)
+        _steppers[self] = None
 
     def train(self, engine: Engine) -> None:
         """A model that has some of the optimizer's parameters is prepared."""
@@ -296,10 +298,15 @@ def watch(engine: Engine, done_in_steps: Sequence[str] = ()) -> None:
     _engines[engine] = tuple(done_in_steps)
 
 
+def _alive(table: WeakKeyDictionary[K, Any]) -> list[K]:
+    """The keys. Other ranks' threads may add theirs meanwhile: a copy of the references is made in one piece."""
+    return [each for reference in table.keyrefs() if (each := reference()) is not None]
+
+
 def release_engines_of(module: nn.Module) -> None:
     """What an earlier `prepare` has put behind this module, or a part of it, is to do nothing any more."""
     own = set(module.parameters())
-    for engine in list(_engines):
+    for engine in _alive(_engines):
         if not engine.is_released and any(each in own for each in engine.module.parameters()):
             engine.release()
 
@@ -312,7 +319,7 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
             f"the {type(optimizer).__name__} steps on gradients that unisono.backward() has left and that are this "
             "rank's alone; call unisono.optimizer_step(optimizer), which reduces them first"
         )
-    suspects = list(_engines.items())
+    suspects = [(engine, _engines.get(engine, ())) for engine in _alive(_engines)]
     if not suspects:
         return
     places = {id(each) for each in own}
@@ -345,7 +352,7 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
 
 def _is_stepping(engine: Engine) -> bool:
     """Whether a prepared optimizer's step has called this one's: SAM's, or that of a rank's part."""
-    return any(each.is_stepping(engine) for each in list(_steppers))
+    return any(each.is_stepping(engine) for each in _alive(_steppers))
 
 
 # No decorator: it would put a handle in the function's place, and an optimizer's class that travels brings the hooks of
