@@ -226,8 +226,11 @@ class _Registry:
 
     def forget(self, made: Any) -> None:
         """What this was made of counts as prepared no more."""
-        for each in [known for known, was in self._known.items() if was() is made or known is made]:
-            del self._known[each]
+        for reference in self._known.keyrefs():  # a copy: other ranks' threads may add theirs meanwhile
+            known = reference()
+            was = None if known is None else self._known.get(known)
+            if was is not None and (was() is made or known is made):
+                self._known.pop(known, None)
 
 
 _all_prepared = _Registry()
