@@ -358,7 +358,7 @@ def test_a_prepared_model_trains_as_one_device_does_with_even_batches(mode):
         accelerator = Accelerator()
         net = model()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-        net, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(data(12), batch_size=12 // size // 2))
+        net, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(data(48), batch_size=48 // size // 2))
         for x, *_ in loader:
             optimizer.zero_grad()
             accelerator.backward(nt_xent(*functional.all_gather_samples((net(x), net(x * 1.1 + 0.1)))))
@@ -366,7 +366,7 @@ def test_a_prepared_model_trains_as_one_device_does_with_even_batches(mode):
         return accelerator.unwrap_model(net).state_dict()
 
     size = mode.ranks
-    assert_all_are(mode.run(train), simclr_steps(12, 12 // size // 2 * size))
+    assert_all_are(mode.run(train), simclr_steps(48, 48 // size // 2 * size))
 
 
 def train_simclr(samples: int, strategy: Any = "ddp") -> dict[str, torch.Tensor]:
