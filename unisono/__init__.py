@@ -2,7 +2,7 @@
 
 The names below are the public ones. Each is imported from its module when it is first used, so that `import unisono`
 costs nothing. Five modules have public names of their own: `unisono.errors`, `unisono.functional` (collectives with
-gradients), `unisono.placement` (explicit moves between devices) , `unisono.precision` and
+gradients), `unisono.placement` (explicit moves between devices), `unisono.precision` and
 `unisono.strategies` (options of the Accelerator's).
 """
 
