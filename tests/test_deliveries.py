@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from hypothesis import given
@@ -268,3 +270,29 @@ def test_outputs_without_gradients_are_of_the_batch_that_the_inputs_lie_in(deliv
             deliveries.know_computed(tensor + 0, [others])
             assert deliveries.find_rows([outputs[:, 0], "text"], 4) == [batch]
             assert deliveries.find_rows(outputs[:3], 3) == deliveries.find_rows(others, 4) == []
+
+
+def test_a_loop_that_the_garbage_collector_ends_while_another_begins_is_not_taken_for_it(deliveries):
+    class Left:
+        """Of a cycle, as what holds an iterator's frame is: ended when the collector comes."""
+
+        def __init__(self, loop):
+            self.loop, self.own = loop, self
+
+        def __del__(self):
+            deliveries.end(self.loop)
+
+    left = deliveries.begin()
+    deliveries.add(left, torch.ones(2), 2, 2)
+    threshold = gc.get_threshold()
+    gc.collect()
+    gc.disable()
+    Left(left)
+    gc.set_threshold(1)  # at the next allocation, which is that of the loop that begins
+    try:
+        gc.enable()
+        begun = deliveries.begin()
+    finally:
+        gc.set_threshold(*threshold)
+    assert begun is not left and not left.is_open and begun.num_batches == 0
+    assert deliveries.recent() == [left, begun]

@@ -8,7 +8,8 @@ several may be, nothing is told unless all count the same.
 
 This is the one thing that passes between `loaders` and `parallel`, which do not know each other.
 
-*Threads:* a rank's loops run in one thread at a time.
+*Threads:* a rank's loops run in one thread at a time. Only `end` may be called from any, and in the midst of the rest:
+the garbage collector ends loops that were left.
 """
 
 from __future__ import annotations
@@ -153,17 +154,18 @@ class Deliveries:
         lengths: Callable[[], tuple[int, int] | None] = lambda: None,
     ) -> Loop:
         """A loop begins, inside those that are open; the arguments are those of `Loop`."""
-        self._loops.insert(0, Loop(ends_here, lengths))
-        return self._loops[0]
+        loop, ended = Loop(ends_here, lengths), [each for each in self._loops if not each.is_open]
+        forgotten = set(ended[:-REMEMBERED])
+        self._loops = [loop, *(each for each in self._loops if each not in forgotten)]
+        untrained = {each for each in ended if not each.is_trained}
+        if any(each.loop in untrained for each in self._received):
+            self._received = deque((each for each in self._received if each.loop not in untrained), maxlen=_KEPT)
+        return loop
 
-    def end(self, ended: Loop) -> None:
+    @staticmethod
+    def end(loop: Loop) -> None:
         """That loop has ended, or was left. Idempotent."""
-        if ended.is_open:
-            ended.is_open = False
-            old = [each for each in self._loops if not each.is_open][:-REMEMBERED]
-            self._loops = [each for each in self._loops if each not in old]
-            if not ended.is_trained:
-                self._received = deque((each for each in self._received if each.loop is not ended), maxlen=_KEPT)
+        loop.is_open = False  # and no more: what it leaves is cleared away when the next one begins
 
     def add(
         self,
