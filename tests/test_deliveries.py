@@ -294,5 +294,7 @@ def test_a_loop_that_the_garbage_collector_ends_while_another_begins_is_not_take
         begun = deliveries.begin()
     finally:
         gc.set_threshold(*threshold)
-    assert begun is not left and not left.is_open and begun.num_batches == 0
+    assert begun is not left
+    assert not left.is_open
+    assert begun.num_batches == 0
     assert deliveries.recent() == [left, begun]

@@ -11,10 +11,10 @@ microbatches); these live as long as it does.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial, wraps
-from typing import Any, Literal, ParamSpec, TypeVar
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from unisono.foreign_names import advice_on
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader
-from unisono.parallel import collectives
+from unisono.parallel.collectives import all_gather_samples
 from unisono.parallel.ledger import Ledger
 from unisono.parallel.microbatches import Microbatches
 from unisono.parallel.nested import gather_nested, pad_nested, reduce_nested
@@ -47,18 +47,15 @@ from unisono.parallel.prepared.preparing import Prepared
 from unisono.parallel.prepared.scaler import LossScaler
 from unisono.parallel.strategies.choosing import options_of, strategy_class, strategy_in
 from unisono.parallel.strategies.states import load_model_state, load_optimizer_state, model_state, optimizer_state
-from unisono.parallel.turns import Trigger, first_alone, split_between
+from unisono.parallel.turns import RankView, Trigger
 from unisono.protocols import ReduceOp
 from unisono.strategies import Choice
-from unisono.tracking.tracker import Tracker
+from unisono.tracking.tracked import Tracked
 from unisono.tracking.trackers import LogWith, Trackers
 from unisono.world import World, current_world
 
-P = ParamSpec("P")
-T = TypeVar("T")
 
-
-class Accelerator:
+class Accelerator(RankView, Tracked):
     """Runs a plain training loop on one device, on the threads of a DataParallel, or in spawned workers.
 
         accelerator = Accelerator()
@@ -255,67 +252,6 @@ class Accelerator:
         nothing counted in it (all weights were 0)."""
         return any(each.was_skipped for each in self._prepared.steppers())
 
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is rank zero: the one that prints and saves."""
-        return self.world.rank == 0
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is the first rank of its machine."""
-        return self.world.local_rank == 0
-
-    @property
-    def process_index(self) -> int:
-        """The rank, 0 to `num_processes - 1`; of a thread, where ranks are threads."""
-        return self.world.rank
-
-    @property
-    def local_process_index(self) -> int:
-        """The rank among those of this machine."""
-        return self.world.local_rank
-
-    @property
-    def num_processes(self) -> int:
-        """The number of ranks: processes, or threads."""
-        return self.world.world_size
-
-    def wait_for_everyone(self) -> None:
-        """Return when every rank has called it; as `unisono.barrier`."""
-        collectives.barrier(self.world)
-
-    def main_process_first(self) -> AbstractContextManager[None]:
-        """A block that rank zero runs first, alone; the others enter it when rank zero has left it."""
-        return first_alone(self.is_main_process, self.world)
-
-    def local_main_process_first(self) -> AbstractContextManager[None]:
-        """The same for the first rank of each machine, and the others of that machine."""
-        return first_alone(self.is_local_main_process, self.world)
-
-    def on_main_process(self, function: Callable[P, T]) -> Callable[P, T | None]:
-        """Decorator: the function runs on rank zero; elsewhere it returns None."""
-
-        @wraps(function)
-        def on_rank_zero(*args: P.args, **kwargs: P.kwargs) -> T | None:
-            return function(*args, **kwargs) if self.is_main_process else None
-
-        return on_rank_zero
-
-    @contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This rank's part of the inputs, for inference: in rank order, each element once.
-
-        Args:
-            inputs: a list, a tuple, a tensor, a `datasets.Dataset`, or a dict of such of equal lengths. The first ranks
-                get one element more, where they do not divide evenly.
-            apply_padding: repeat the last element, so that all parts are equally long, as `gather` asks for.
-
-        Raises:
-            TypeError: the inputs are none of these.
-            ValueError: lengths in a dict differ; or padding is asked for and there is no element.
-        """
-        yield split_between(inputs, self.world, apply_padding)
-
     def set_trigger(self) -> None:
         """Let `check_trigger` report True on all ranks: one of them has to stop, say."""
         self._trigger.set()
@@ -386,7 +322,7 @@ class Accelerator:
         """
         kept, count = valid_rows(values, valid_samples, self.world)
         with torch.no_grad():
-            return collectives.all_gather_samples(kept, count, world=self.world)
+            return all_gather_samples(kept, count, world=self.world)
 
     def reduce(self, values: Any, reduction: ReduceOp = "mean", scale: float = 1.0) -> Any:
         """The reduction over all ranks, times `scale`: new tensors, in the same nesting.
@@ -413,64 +349,6 @@ class Accelerator:
         """`print` on rank zero."""
         if self.world.rank == 0:
             print(*values, **options)
-
-    def init_trackers(
-        self,
-        project_name: str,
-        config: Mapping[str, Any] | None = None,
-        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
-    ) -> None:
-        """Begin a run of all trackers, which write to `project_dir / project_name`; on other ranks than zero, nothing.
-
-        Args:
-            config: what the run was made with, in the first line of its file, and where a library shows it.
-            init_kwargs: what a library takes beside, by its name: `{"wandb": {"tags": ["baseline"]}}` goes to
-                `wandb.init`, "tensorboard" to torch's `SummaryWriter`, "mlflow" to `mlflow.start_run`.
-
-        Raises:
-            UnisonoError: a run has begun, and `end_training` has not ended it.
-            OSError: a file cannot be made; and what a library raises.
-        """
-        self._trackers.open(project_name, config, init_kwargs)
-
-    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Give values to all trackers. Rank zero's count; the others' are not looked at.
-
-        Args:
-            values: numbers, tensors of one element, and texts, by name.
-            step: of the training; None leaves it to the tracker.
-
-        Raises:
-            UnisonoError: `init_trackers` was not called; ClosedError: `end_training` was.
-            TypeError, ValueError: a value is something else; the message names its key.
-        """
-        self._trackers.log(values, step)
-
-    @property
-    def trackers(self) -> list[Tracker]:
-        """The trackers of the run, a file of JSON lines first; none before and after it, and on other ranks."""
-        return list(self._trackers.opened)
-
-    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker of that name; on other ranks than zero, one that does nothing.
-
-        Args:
-            name: "jsonl", "tensorboard", "wandb", "mlflow", or the `name` or class of an object.
-            unwrap: give the library's own object, its `tracker`: a SummaryWriter, a Run, an ActiveRun.
-
-        Raises:
-            ValueError: there is none of that name.
-            UnisonoError: as for `log`.
-        """
-        return self._trackers.get(name, unwrap)
-
-    def end_training(self) -> None:
-        """End the run: close all trackers. Call it when all is logged; once more, it does nothing.
-
-        Raises:
-            Exception: what a tracker has raised, behind the end of all others; of several, an ExceptionGroup.
-        """
-        self._trackers.close()
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """The module that was prepared."""

@@ -1,19 +1,101 @@
-"""What ranks do in turns, or in parts: one of them first, each with its elements, one of them giving a sign."""
+"""Which rank this is, under the field's names, and what ranks do in turn: one first, each with its elements, one that
+raises a flag.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from unisono.parallel.collectives import all_reduce, barrier
 from unisono.world import World
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class RankView:
+    """The facts of a rank, and its turns.
+
+    Attributes:
+        world: the rank's; set by the subclass.
+    """
+
+    world: World
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank zero: the one that prints and saves."""
+        return self.world.rank == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first rank of its machine."""
+        return self.world.local_rank == 0
+
+    @property
+    def process_index(self) -> int:
+        """The rank, 0 to `num_processes - 1`; of a thread, where ranks are threads."""
+        return self.world.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """The rank among those of this machine."""
+        return self.world.local_rank
+
+    @property
+    def num_processes(self) -> int:
+        """The number of ranks: processes, or threads."""
+        return self.world.world_size
+
+    def wait_for_everyone(self) -> None:
+        """Return when every rank has called it; as `unisono.barrier`."""
+        barrier(self.world)
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """A block that rank zero runs first, alone; the others enter it when rank zero has left it."""
+        return _first_alone(self.is_main_process, self.world)
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """The same for the first rank of each machine, and the others of that machine."""
+        return _first_alone(self.is_local_main_process, self.world)
+
+    def on_main_process(self, function: Callable[P, T]) -> Callable[P, T | None]:
+        """Decorator: the function runs on rank zero; elsewhere it returns None."""
+        return where(lambda: self.is_main_process, function)
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """This rank's part of the inputs, for inference: in rank order, each element once.
+
+        Args:
+            inputs: a list, a tuple, a tensor, a `datasets.Dataset`, or a dict of such of equal lengths. The first ranks
+                get one element more, where they do not divide evenly.
+            apply_padding: repeat the last element, so that all parts are equally long, as `gather` asks for.
+
+        Raises:
+            TypeError: the inputs are none of these.
+            ValueError: lengths in a dict differ; or padding is asked for and there is no element.
+        """
+        yield split_between(inputs, self.world, apply_padding)
+
+
+def where(holds: Callable[[], bool], function: Callable[P, T]) -> Callable[P, T | None]:
+    """The function, where the condition holds when it is called; elsewhere it returns None."""
+
+    @wraps(function)
+    def chosen(*args: P.args, **kwargs: P.kwargs) -> T | None:
+        return function(*args, **kwargs) if holds() else None
+
+    return chosen
+
 
 @contextmanager
-def first_alone(is_first: bool, world: World) -> Iterator[None]:
+def _first_alone(is_first: bool, world: World) -> Iterator[None]:
     """A block that some ranks run first, and the others when these have left it. Where it fails on a first rank, the
     others learn of it as soon as that rank ends."""
     if not is_first:
@@ -45,7 +127,7 @@ class Trigger:
 
 
 def split_between(inputs: Any, world: World, apply_padding: bool = False) -> Any:
-    """As `Accelerator.split_between_processes`."""
+    """As `RankView.split_between_processes`."""
     if isinstance(inputs, Mapping):
         lengths = {key: len(each) for key, each in inputs.items()}
         if len(set(lengths.values())) > 1:

@@ -6,9 +6,8 @@ their own. A process that torchrun has started joins its world when it first ask
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial, wraps
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar, NoReturn, ParamSpec, TypeVar
 from weakref import ref
 
@@ -19,8 +18,7 @@ from unisono.backends import CPU, resolve_device
 from unisono.compat.absent import refuse
 from unisono.compat.accelerate.utils.dataclasses import DistributedType
 from unisono.launch.hosts.joining import join_world
-from unisono.parallel.collectives import barrier
-from unisono.parallel.turns import first_alone, split_between
+from unisono.parallel.turns import RankView, where
 from unisono.world import World, current_world, solo_world
 
 P = ParamSpec("P")
@@ -35,7 +33,7 @@ def joined_world() -> World:
     return current_world()
 
 
-class PartialState:
+class PartialState(RankView):
     """The facts of a rank.
 
     Args:
@@ -85,61 +83,24 @@ class PartialState:
         return _OF_SEVERAL.get(family, DistributedType.MULTI_CPU)
 
     @property
-    def num_processes(self) -> int:
-        return self.world.world_size
-
-    @property
-    def process_index(self) -> int:
-        return self.world.rank
-
-    @property
-    def local_process_index(self) -> int:
-        return self.world.local_rank
-
-    @property
     def use_distributed(self) -> bool:
         return self.world.world_size > 1
-
-    @property
-    def is_main_process(self) -> bool:
-        return self.world.rank == 0
-
-    @property
-    def is_local_main_process(self) -> bool:
-        return self.world.local_rank == 0
 
     @property
     def is_last_process(self) -> bool:
         return self.world.rank == self.world.world_size - 1
 
-    def wait_for_everyone(self) -> None:
-        barrier(self.world)
-
-    @contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """As `unisono.Accelerator.split_between_processes`."""
-        yield split_between(inputs, self.world, apply_padding)
-
-    def main_process_first(self) -> AbstractContextManager[None]:
-        return first_alone(self.is_main_process, self.world)
-
-    def local_main_process_first(self) -> AbstractContextManager[None]:
-        return first_alone(self.is_local_main_process, self.world)
-
-    def on_main_process(self, function: Callable[P, T]) -> Callable[P, T | None]:
-        return _where(lambda: self.is_main_process, function)
-
     def on_local_main_process(self, function: Callable[P, T]) -> Callable[P, T | None]:
-        return _where(lambda: self.is_local_main_process, function)
+        return where(lambda: self.is_local_main_process, function)
 
     def on_last_process(self, function: Callable[P, T]) -> Callable[P, T | None]:
-        return _where(lambda: self.is_last_process, function)
+        return where(lambda: self.is_last_process, function)
 
     def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
         """Decorator: the function runs on that rank, and in a world of one; elsewhere it returns None."""
         if function is None:
             return partial(self.on_process, process_index=process_index)
-        return _where(lambda: self.process_index == process_index or not self.use_distributed, function)
+        return where(lambda: self.process_index == process_index or not self.use_distributed, function)
 
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
@@ -147,7 +108,7 @@ class PartialState:
         """The same for the rank of that number on each machine."""
         if function is None:
             return partial(self.on_local_process, local_process_index=local_process_index)
-        return _where(lambda: self.local_process_index == local_process_index or not self.use_distributed, function)
+        return where(lambda: self.local_process_index == local_process_index or not self.use_distributed, function)
 
     def print(self, *values: Any, **options: Any) -> None:
         if self.is_local_main_process:
@@ -283,11 +244,3 @@ class _Told:
 def is_initialized() -> bool:
     """Whether it is known which rank this is."""
     return True
-
-
-def _where(is_meant: Callable[[], bool], function: Callable[P, T]) -> Callable[P, T | None]:
-    @wraps(function)
-    def there(*args: P.args, **kwargs: P.kwargs) -> T | None:
-        return function(*args, **kwargs) if is_meant() else None
-
-    return there
