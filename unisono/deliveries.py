@@ -8,12 +8,13 @@ several may be, nothing is told unless all count the same.
 
 This is the one thing that passes between `loaders` and `parallel`, which do not know each other.
 
-*Threads:* a rank's loops run in one thread at a time. Only `end` may be called from any, and in the midst of the rest:
-the garbage collector ends loops that were left.
+*Threads:* the passes of a rank, and what is asked about its batches, are of one thread. Loops may begin and draw in
+several. `end` may come in the midst of anything, in any thread: the garbage collector ends loops that were left.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from itertools import count
@@ -140,6 +141,7 @@ class Deliveries:
         self._loops: list[Loop] = []  # that are open, and the last ones that have ended; by their latest batches
         self._by_memory: StorageMap[list[Batch]] = StorageMap(_are_waiting)  # the latest last
         self._received: deque[Batch] = deque(maxlen=_KEPT)  # from the oldest that waits for a pass
+        self._changing = threading.Lock()  # for what is replaced, or read to be changed; never held by `end`
         self._used: Batch | None = None  # by the last pass
         self._used_at = 0
 
@@ -154,12 +156,14 @@ class Deliveries:
         lengths: Callable[[], tuple[int, int] | None] = lambda: None,
     ) -> Loop:
         """A loop begins, inside those that are open; the arguments are those of `Loop`."""
-        loop, ended = Loop(ends_here, lengths), [each for each in self._loops if not each.is_open]
-        forgotten = set(ended[:-REMEMBERED])
-        self._loops = [loop, *(each for each in self._loops if each not in forgotten)]
-        untrained = {each for each in ended if not each.is_trained}
-        if any(each.loop in untrained for each in self._received):
-            self._received = deque((each for each in self._received if each.loop not in untrained), maxlen=_KEPT)
+        loop = Loop(ends_here, lengths)
+        with self._changing:
+            ended = [each for each in self._loops if not each.is_open]
+            forgotten = set(ended[:-REMEMBERED])
+            self._loops = [loop, *(each for each in self._loops if each not in forgotten)]
+            untrained = {each for each in ended if not each.is_trained}
+            if any(each.loop in untrained for each in self._received):
+                self._received = deque((each for each in self._received if each.loop not in untrained), maxlen=_KEPT)
         return loop
 
     @staticmethod
@@ -188,12 +192,13 @@ class Deliveries:
         """
         loop.rows.count(samples, repeated, is_told)
         loop.is_evaluation = loop.is_evaluation and not torch.is_grad_enabled()
-        if self._loops[-1:] != [loop]:
-            self._loops = [*(each for each in self._loops if each is not loop), loop]
         batch = Batch(loop, samples, total, mark, repeated, dealt, is_told)
-        self.know(values, batch)
         loop.kinds.setdefault(batch.counts, batch)
-        self._received.append(batch)
+        with self._changing:
+            if self._loops[-1:] != [loop]:
+                self._loops = [*(each for each in self._loops if each is not loop), loop]
+            self.know(values, batch)
+            self._received.append(batch)
         return batch
 
     def know(self, values: Any, batch: Batch) -> None:
@@ -270,7 +275,7 @@ class Deliveries:
         it is the batch of the pass before: a second view of it, noise of its size. After a loop that is over and all
         stepped on, it is any of its batches, replayed, or one from elsewhere: none, where these count the same.
         """
-        unused = [each for each in self._received if each.is_waiting]
+        unused = [each for each in list(self._received) if each.is_waiting]
         waiting = [each for each in unused if each.loop.is_trained]
         waiting = [each for each in waiting if each.loop.is_open] or waiting
         used = self._used
@@ -290,7 +295,7 @@ class Deliveries:
         Args:
             at: a batch's, or 0.
         """
-        trained = [each for each in self._received if each.loop.is_trained]
+        trained = [each for each in list(self._received) if each.loop.is_trained]
         found = [each for each in trained if each.loop.is_open] or [
             each for each in trained if each.loop is trained[-1].loop
         ]
