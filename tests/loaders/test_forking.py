@@ -93,6 +93,17 @@ def test_a_thread_that_seeds_does_not_stop_the_workers():
             assert sorted(one_pass()) == list(range(COUNT))
 
 
+def test_a_thread_that_shares_tensors_does_not_stop_the_workers():
+    def share_at_length() -> None:
+        with torch.storage._share_memory_lock:  # as `share_memory_` does
+            threading.Event().wait(0.01)
+        threading.Event().wait(0.001)
+
+    with beside(share_at_length):
+        for _ in range(3):
+            assert sorted(one_pass()) == list(range(COUNT))
+
+
 def test_a_lock_of_torchs_that_is_always_held_is_told_of(monkeypatch):
     monkeypatch.setattr(forking, "_PATIENCE_S", (0.1, 0.1))
     with torch.cuda._initialization_lock, pytest.raises(RuntimeError, match="did not begin"):

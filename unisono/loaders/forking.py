@@ -1,8 +1,9 @@
 """Forking loader workers from a process of many threads, so that none of them waits for ever for a lock.
 
 A forked process has one thread, but all locks as they were: one that another thread held stays locked in it for good.
-torch's loader workers begin with `torch.manual_seed` and numpy's. The locks that these need are held by whoever draws,
-and by whoever seeds: two replicas that seed and begin a loop at once were enough for a worker that waited for ever.
+torch's loader workers begin with `torch.manual_seed` and numpy's, and send tensors through shared memory. The locks that
+these need are held by whoever draws, seeds or shares a tensor: two replicas that seed and begin a loop at once were
+enough for a worker that waited for ever.
 
 So loader workers are forked by one thread at a time. It holds those locks that python can hold during the fork, and
 waits for who draws from torch's generator, whose lock it cannot hold. Then each worker takes all of them once, and
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.storage
 import torch.utils.data.graph_settings
 
 from unisono.backends.seeding import seeding_locks
@@ -81,6 +83,8 @@ class Worker(_Process):  # type: ignore[misc]
 
     def run(self) -> None:
         """Take each lock once that is needed before the user's code runs, report, and begin."""
+        with torch.storage._share_memory_lock:
+            torch.storage._share_memory_map.clear()  # of what threads were sharing that do not exist here
         torch.manual_seed(0)
         if (numpy := sys.modules.get("numpy")) is not None:
             numpy.random.seed(0)
@@ -177,6 +181,7 @@ def _locks() -> Iterator[Any]:
     if (numpy := sys.modules.get("numpy")) is not None:
         yield numpy.random.get_bit_generator().lock
     yield from seeding_locks()
+    yield torch.storage._share_memory_lock
 
 
 def _hold_locks() -> None:
