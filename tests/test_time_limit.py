@@ -48,7 +48,7 @@ def test_fails_among_processes():
     spawn(say, nprocs=2)
     raise AssertionError
 
-@pytest.mark.timeout(15)
+@pytest.mark.timeout(10)
 def test_hangs_in_a_worker():
     spawn(stand_in_a_worker, nprocs=2)
 
@@ -79,6 +79,7 @@ def reports_of(directory: Path) -> dict[str, str]:
     return {"": run.stdout, **dict(zip(found[1::2], found[2::2], strict=True))}
 
 
+@pytest.mark.slow
 @pytest.mark.waits_long
 def test_hung_tests_fail_alone_and_report_where_each_thread_stood(tmp_path: Path) -> None:
     reports = reports_of(tmp_path)

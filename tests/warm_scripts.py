@@ -38,7 +38,7 @@ from unisono.launch.starting import nursery, wire
 MARK = "UNISONO_TEST_RUN"  # in the environment of all processes of a script
 COMMAND = "import sys\nfrom unisono.cli.main import main\nsys.exit(main(sys.argv[1:]))\n"  # a script that is `unisono`
 _BLANK = "0" * 32
-_IMPORTED = ("torch._dynamo", "torch.utils.data", "unisono.launch.worker", "faults")
+_IMPORTED = ("torch._dynamo", "torch.utils.data", "sklearn.datasets", "unisono.launch.worker", "faults")
 
 _STARTING = ("spawn", "launch", "unisono.cli")  # one of these words is in every script that starts workers
 

@@ -47,6 +47,7 @@ def findings(done: subprocess.CompletedProcess[str]) -> dict[str, list[dict[str,
     return found
 
 
+@pytest.mark.slow
 def test_two_real_workers_meet_and_a_machine_without_a_problem_is_fine():
     began = time.monotonic()
     done = ask("--json")

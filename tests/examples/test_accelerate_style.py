@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import sklearn.datasets  # noqa: F401 - here, since it sets environment variables
 import torch
+import warm_scripts
 from modes import PROCESSES_2, SOLO, THREADS_2, Mode
 
 SCRIPT = Path(__file__).parent.parent.parent / "examples" / "accelerate_style.py"
@@ -33,7 +32,8 @@ def test_any_ranks_and_batches_train_what_one_device_does(
 
 
 @pytest.mark.slow
-def test_the_script_runs_in_workers() -> None:
-    command = [sys.executable, "-m", "unisono", "run", "-n", "2", str(SCRIPT), "--num_epochs", "1", "--cpu"]
-    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
+def test_the_script_runs_in_workers(tmp_path: Path) -> None:
+    (command := tmp_path / "unisono.py").write_text(warm_scripts.COMMAND)
+    code, output, errors = warm_scripts.complete(command, "run", "-n", "2", str(SCRIPT), "--num_epochs", "1", "--cpu")
+    assert code == 0, errors
     assert output.count("epoch 0: ") == 1, "rank zero alone prints"

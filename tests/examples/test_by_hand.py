@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import sklearn.datasets  # noqa: F401 - here, since it sets environment variables
 import torch
+import warm_scripts
 from modes import PROCESSES_2, SOLO, Mode
 
 SCRIPT = Path(__file__).parent.parent.parent / "examples" / "by_hand.py"
@@ -35,8 +34,8 @@ def test_both_ways_give_the_same_bits(mode: Mode, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 def test_the_script_tells_that_both_agree() -> None:
-    command = [sys.executable, str(SCRIPT), "--devices", "2", "--epochs", "2"]
-    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
+    code, output, errors = warm_scripts.complete(SCRIPT, "--devices", "2", "--epochs", "1")
+    assert code == 0, errors
     assert output.count("the same weights both ways") == 1, "rank zero alone prints"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm_scripts
 
 SCRIPT = Path(__file__).parent.parent.parent / "examples" / "train_digits.py"
 
@@ -105,8 +105,8 @@ def test_every_mode_gives_the_losses_and_weights_of_one_device(
 @pytest.mark.parametrize("mode", ["solo", "processes", "threads"])
 def test_the_script_trains_and_leaves_a_picture(mode: str, tmp_path: Path) -> None:
     picture = tmp_path / "deep" / "digits.png"
-    command = [sys.executable, str(SCRIPT), "--mode", mode, "--epochs", "1", "--picture", str(picture)]
-    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
+    code, output, errors = warm_scripts.complete(SCRIPT, "--mode", mode, "--epochs", "1", "--picture", str(picture))
+    assert code == 0, errors
     assert output.count("epoch  1") == 1, "rank zero alone prints"
     for words in ("waiting", "moving", "computing", "reducing", "stepping", "samples/s", "test accuracy", str(picture)):
         assert words in output

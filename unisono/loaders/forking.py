@@ -1,9 +1,9 @@
 """Forking loader workers from a process of many threads, so that none of them waits for ever for a lock.
 
 A forked process has one thread, but all locks as they were: one that another thread held stays locked in it for good.
-torch's loader workers begin with `torch.manual_seed` and numpy's, and send tensors through shared memory. The locks that
-these need are held by whoever draws, seeds or shares a tensor: two replicas that seed and begin a loop at once were
-enough for a worker that waited for ever.
+torch's loader workers begin with `torch.manual_seed` and numpy's, and send tensors through shared memory. The locks
+that these need are held by whoever draws, seeds or shares a tensor: two replicas that seed and begin a loop at once
+were enough for a worker that waited for ever.
 
 So loader workers are forked by one thread at a time. It holds those locks that python can hold during the fork, and
 waits for who draws from torch's generator, whose lock it cannot hold. Then each worker takes all of them once, and
