@@ -11,7 +11,9 @@ import gc  # noqa: E402
 gc.disable()  # until all is imported and collected: it would be a fifth of that time
 
 import os  # noqa: E402
+import re  # noqa: E402
 import sys  # noqa: E402
+from collections.abc import Iterator  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -45,10 +47,27 @@ def pytest_collection() -> None:
         warm()
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # around that which looks at markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Begin with what takes long by waiting: at the end, the other processes would have nothing to do beside it."""
+    _mark_more_ranks_as_slow(items)
+    yield
     items.sort(key=lambda item: item.get_closest_marker("waits_long") is None)
+
+
+def _mark_more_ranks_as_slow(items: list[pytest.Item]) -> None:
+    """Of a test that runs on two ranks and on more of the same kind, the fast tests have the two."""
+    modes = {item: re.findall(r"(threads|processes)-(\d+)", item.name) for item in items}
+    on_two = {
+        (item.parent, item.name.partition("[")[0], kind)
+        for item in items
+        for kind, count in modes[item]
+        if count == "2"
+    }
+    for item in items:
+        where = item.parent, item.name.partition("[")[0]
+        if any(int(count) > 2 and (*where, kind) in on_two for kind, count in modes[item]):
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:

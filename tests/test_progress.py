@@ -127,7 +127,7 @@ def screen(written: str) -> list[str]:
 OTHERS = "[rank 1] a line of another rank"
 
 
-@pytest.mark.parametrize("start", [SPAWN, RUN], ids=["spawn", "run"])
+@pytest.mark.parametrize("start", [SPAWN, pytest.param(RUN, marks=pytest.mark.slow)], ids=["spawn", "run"])
 def test_a_workers_bar_moves_on_one_line_of_the_callers_terminal(start: str | list[str], tmp_path: Path) -> None:
     written = on_terminal(command(tmp_path, start, 0))
     assert "\x1b" not in written, "the cursor leaves no line: others write there"
@@ -144,12 +144,14 @@ def test_a_workers_bar_moves_on_one_line_of_the_callers_terminal(start: str | li
     assert not any("[rank 1] epochs" in line or "[rank 1] batches" in line for line in shown)
 
 
+@pytest.mark.slow
 def test_a_plain_scripts_bars_are_tqdms_own_on_a_terminal(tmp_path: Path) -> None:
     written = on_terminal(command(tmp_path, PLAIN, 0))
     assert screen(written) == ["epochs 2/2", "again 4/4", "the caller is done"]
     assert "\x1b[A" in written, "a nested bar has a line of its own"
 
 
+@pytest.mark.slow
 def test_of_threads_rank_zero_draws_alone(tmp_path: Path) -> None:
     shown = in_log(command(tmp_path, THREADS, None))
     assert [line for line in shown if "another rank" not in line] == [
@@ -240,6 +242,7 @@ def test_a_file_of_ones_own_and_disable_are_as_in_tqdm() -> None:
     assert stream.getvalue() == "named 2/2\n"
 
 
+@pytest.mark.slow
 def test_without_tqdm_it_says_what_to_install() -> None:
     script = """
 import sys

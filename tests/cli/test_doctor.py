@@ -89,6 +89,7 @@ def in_namespaces(*commands: str) -> list[str]:
     pytest.skip("needs the right to make name spaces")
 
 
+@pytest.mark.slow
 def test_a_shared_memory_of_the_size_that_docker_gives_is_a_warning():
     done = ask("--quick", "--json", before=in_namespaces("mount -t tmpfs -o size=64m tmpfs /dev/shm"))
     [found] = findings(done)["shared memory"]

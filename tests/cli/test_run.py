@@ -387,6 +387,7 @@ def test_help_and_version_need_no_torch():
         assert words in found.stdout
 
 
+@pytest.mark.slow
 def test_the_package_can_be_run_as_a_module(tmp_path):
     found = subprocess.run(
         [sys.executable, "-m", "unisono", "run", "gone.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60

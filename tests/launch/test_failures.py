@@ -221,6 +221,7 @@ def test_a_rank_that_returns_early_leaves_the_others_with_an_error(soon):
     assert "ranks [1] had returned without an error" in caught.value.__notes__
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_work_in_flight_does_not_keep_the_others_for_ever():
     def work(index):
         comm = current_world().comm

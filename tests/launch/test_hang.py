@@ -149,6 +149,7 @@ def test_what_the_workers_do_when_they_are_stopped_does_not_hide_the_hang(soon):
         spawn(work, nprocs=2, hang_timeout_s=1.0)
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_one_that_has_returned_is_told_within_seconds_though_another_is_busy():
     def work(index):
         if index == 1:

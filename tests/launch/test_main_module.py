@@ -78,6 +78,7 @@ spawn(work, nprocs=2)
 """
 
 
+@pytest.mark.slow
 def test_a_spawn_at_the_import_of_its_own_module_is_an_error_and_no_endless_tree(tmp_path):
     (tmp_path / "imported.py").write_text(IMPORTED)
     with Script("import imported", tmp_path, "file") as script:

@@ -257,6 +257,7 @@ def test_stop_right_after_the_start_stops():
     assert time.monotonic() - began < 4  # no signal was lost, which would have cost the grace of 5 s
 
 
+@pytest.mark.slow
 def test_a_forked_child_of_the_caller_spawns_from_a_zygote_of_its_own(line, ear):
     context = spawn(lambda index: threading.Event().wait(), nprocs=2, join=False)
     child = os.fork()

@@ -333,7 +333,7 @@ def change_count(worker: int) -> None:
     info.dataset.count += 100
 
 
-@pytest.mark.parametrize(("context", "num_workers"), [("fork", 2), ("spawn", 1)])
+@pytest.mark.parametrize(("context", "num_workers"), [("fork", 2), pytest.param("spawn", 1, marks=pytest.mark.slow)])
 def test_a_worker_sees_the_users_dataset_and_its_worker_init_fn_may_change_it(context, num_workers):
     loader = DataLoader(
         Informed(4),
@@ -496,6 +496,7 @@ def test_the_users_time_out_names_the_worker_the_sample_and_the_line(persistent)
     assert re.search(words + r"test_fetching.py\", line \d+ in __getitem__$", str(told.value), re.DOTALL)
 
 
+@pytest.mark.slow
 def test_a_dataset_that_blocks_is_warned_of(monkeypatch, caplog):
     monkeypatch.setattr("unisono.loaders.workers._LONG_S", 0.3)
     with pytest.raises(RuntimeError, match="timed out"):
@@ -696,7 +697,7 @@ def test_a_thousand_early_ends_leave_nothing():
         gc.enable()
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_early_ends_with_workers_leave_nothing(persistent):
     loader = DeviceLoader(DataLoader(Numbers(1000), batch_size=2, num_workers=2, persistent_workers=persistent))
 

@@ -113,6 +113,7 @@ def test_where_the_batches_do_not_fit_it_is_said_before_and_when_it_fails(storie
         assert "fewer num_workers, a smaller prefetch_factor" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", ["one by one", "one by one, by a collate_fn of one's own"])
 def test_where_those_on_their_way_fit_those_that_wait_for_the_loop_are_taken_out(stories, made):
     assert stories[made] == [list(range(40)), []]

@@ -167,6 +167,7 @@ def test_many_shapes_that_share_a_graph_do_not_pass_the_gate_one_by_one():
     assert backend.forward == 2
 
 
+@pytest.mark.slow
 def test_a_compiled_model_runs_while_another_one_compiles():
     """Of what a thread traces, torch lets some things be seen by all threads."""
 
@@ -390,6 +391,8 @@ def test_distributed_data_parallel_over_a_compiled_module_reduces_as_over_a_plai
 @pytest.mark.timeout(300)
 def test_inductor_compiles_the_model_of_four_threads_once(monkeypatch):
     monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "0")  # inductor sets it, and leaves it behind
+    monkeypatch.setattr(torch._inductor.config, "cpp_cache_precompile_headers", False)  # which pays for many kernels
+    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)
     replicas = DataParallel(Net(), FOUR)
     each_its_own(replicas.models)
     expected = [steps(copy.deepcopy(model), [5, 5]) for model in replicas.models]

@@ -242,6 +242,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.slow
 def test_a_torch_without_the_key_is_told_of_once_and_replicas_run_all_the_same():
     ran = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr

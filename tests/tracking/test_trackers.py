@@ -199,6 +199,7 @@ def test_a_full_disk_is_an_error_and_spoils_one_line_only(tmp_path: Path) -> Non
     assert (json.loads(head)["project"], json.loads(last)["values"]) == ("digits", {"loss": 2.0})
 
 
+@pytest.mark.slow
 def test_what_was_logged_is_read_after_the_process_was_killed(tmp_path: Path) -> None:
     script = f"""
 import os, signal

@@ -196,6 +196,7 @@ def test_lines_of_many_workers_are_never_mixed(shown, run):
     assert len(lines) == 4 * 3000
 
 
+@pytest.mark.slow
 def test_ten_megabytes_pass_at_once_and_whole(shown, run):
     output = Output(PLAIN, run, *shown.fds)
     code = """

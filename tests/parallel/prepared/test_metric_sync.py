@@ -41,6 +41,7 @@ def test_a_metric_is_that_of_all_samples_once_on_each_rank(mode: Mode) -> None:
     assert mode.run(body) == [pytest.approx(expected, rel=1e-6)] * mode.ranks
 
 
+@pytest.mark.slow
 @MODES
 def test_metrics_of_a_collection_gather_states_of_different_sizes(mode: Mode) -> None:
     def body() -> list[float]:

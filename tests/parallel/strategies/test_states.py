@@ -155,16 +155,9 @@ def saved_under_each_strategy(mode: Mode) -> dict[tuple[str, str], Saved]:
     return {key: through_a_file(saved) for key, saved in first.items()}
 
 
-@pytest.mark.parametrize(
-    ("savers", "loaders"),
-    [
-        pytest.param(PROCESSES_2, PROCESSES_2, marks=pytest.mark.slow),
-        (PROCESSES_2, PROCESSES_4),
-        pytest.param(PROCESSES_4, PROCESSES_2, marks=pytest.mark.slow),
-        pytest.param(PROCESSES_4, PROCESSES_4, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("loaders", [PROCESSES_2, PROCESSES_4], ids=str)
+@pytest.mark.parametrize("savers", [PROCESSES_2, PROCESSES_4], ids=str)
 def test_what_one_strategy_saves_is_the_plain_state_and_goes_on_under_each_other_one(savers, loaders):
     every = saved_under_each_strategy(savers)
     for (strategy, name), saved in every.items():
@@ -243,6 +236,7 @@ class Half(nn.Module):
         self.fast = torch.compile(nn.Linear(2, 2))
 
 
+@pytest.mark.slow
 def test_names_lose_the_prefixes_of_wrappers_and_of_nothing_else():
     def body() -> list[str]:
         names = ["module.weight", "module.bias", "fast.weight", "fast.bias"]
