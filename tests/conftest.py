@@ -50,24 +50,29 @@ def pytest_collection() -> None:
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around that which looks at markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Begin with what takes long by waiting: at the end, the other processes would have nothing to do beside it."""
-    _mark_more_ranks_as_slow(items)
+    _mark_variants_as_slow(items)
     yield
     items.sort(key=lambda item: item.get_closest_marker("waits_long") is None)
 
 
-def _mark_more_ranks_as_slow(items: list[pytest.Item]) -> None:
-    """Of a test that runs on two ranks and on more of the same kind, the fast tests have the two."""
-    modes = {item: re.findall(r"(threads|processes)-(\d+)", item.name) for item in items}
-    on_two = {
-        (item.parent, item.name.partition("[")[0], kind)
-        for item in items
-        for kind, count in modes[item]
-        if count == "2"
-    }
+def _mark_variants_as_slow(items: list[pytest.Item]) -> None:
+    """The fast tests have two ranks where the same test runs on more of the same kind, and ddp where it takes other
+    strategies, too."""
+    variants: dict[tuple[object, str], set[str]] = {}
     for item in items:
-        where = item.parent, item.name.partition("[")[0]
-        if any(int(count) > 2 and (*where, kind) in on_two for kind, count in modes[item]):
+        variants.setdefault((item.parent, item.name.partition("[")[0]), set()).update(_variants_in(item))
+    for item in items:
+        others = variants[item.parent, item.name.partition("[")[0]]
+        if any(_plain_variant(each) in others - {each} for each in _variants_in(item)):
             item.add_marker(pytest.mark.slow)
+
+
+def _variants_in(item: pytest.Item) -> list[str]:
+    return re.findall(r"threads-\d+|processes-\d+|ddp|zero1|fsdp", item.name.partition("[")[2])
+
+
+def _plain_variant(name: str) -> str:
+    return re.sub(r"\d+", "2", name) if "-" in name else "ddp"
 
 
 def pytest_collection_finish() -> None:
