@@ -47,6 +47,7 @@ from typing import NoReturn
 import psutil
 
 from unisono.launch.starting import wire
+from unisono.launch.starting.huge_pages import collapse_memory
 from unisono.launch.starting.interpreter import interpreter_command
 from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.launch.starting.reaping import (
@@ -293,6 +294,7 @@ def _preload() -> None:
     with contextlib.suppress(Exception):
         for name in _PRELOADED:
             importlib.import_module(name)
+        collapse_memory()
 
 
 def main(control_fd: int, caller: int, start_method: str) -> NoReturn:

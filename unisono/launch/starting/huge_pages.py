@@ -1,0 +1,43 @@
+"""Huge pages for a process that forks often: a fork copies the page table, and a huge page is one entry in it, not 512.
+
+Of a zygote with torch imported that is a third of what a worker costs before its first line. A worker that writes into
+a huge page gets one small page of its own, as ever. Linux takes this request from 6.1 on, whatever its setting of
+transparent huge pages; elsewhere, and where memory is too scattered, nothing happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+_MADV_COLLAPSE = 25  # of <linux/mman.h>
+_HUGE = 2 << 20  # bytes; where huge pages are larger, the kernel refuses
+_MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) rw-p \S+ \S+ 0 *(\[heap\])?$")
+
+
+def collapse_memory() -> None:
+    """Let the heap, and what else has no file, lie in huge pages. Takes about 0.1 s for 200 MB; best effort."""
+    with contextlib.suppress(OSError, AttributeError):
+        madvise = ctypes.CDLL(None).madvise
+        madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        for begin, end in _dense_mappings(Path("/proc/self/smaps").read_text()):
+            first, last = -(-begin // _HUGE) * _HUGE, end // _HUGE * _HUGE
+            for place in range(first, last, _HUGE):  # one by one: the first that cannot be would end the request
+                madvise(place, _HUGE, _MADV_COLLAPSE)
+
+
+def _dense_mappings(smaps: str) -> Iterator[tuple[int, int]]:
+    """The mappings without a file of which at least half is in memory: others would grow."""
+    mapping: tuple[int, int] | None = None
+    for line in smaps.splitlines():
+        if found := _MAPPING.match(line):
+            mapping = int(found[1], 16), int(found[2], 16)
+        elif mapping is not None and line.startswith("Rss:"):
+            if 2 * 1024 * int(line.split()[1]) >= mapping[1] - mapping[0]:
+                yield mapping
+            mapping = None
+        elif not line[:1].isupper():  # the first line of another mapping
+            mapping = None
