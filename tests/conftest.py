@@ -57,14 +57,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
 
 
 def _mark_variants_as_slow(items: list[pytest.Item]) -> None:
-    """The fast tests have two ranks where the same test runs on more of the same kind, and ddp where it takes other
-    strategies, too."""
+    """Of a test that runs in many ways the fast tests have the cheap ones: two ranks where more of the same kind are
+    there, threads beside processes, ddp beside other strategies. Marked with `every_mode` it keeps threads and
+    processes."""
     variants: dict[tuple[object, str], set[str]] = {}
     for item in items:
         variants.setdefault((item.parent, item.name.partition("[")[0]), set()).update(_variants_in(item))
     for item in items:
         others = variants[item.parent, item.name.partition("[")[0]]
-        if any(_plain_variant(each) in others - {each} for each in _variants_in(item)):
+        if any(others & _cheaper(each, item) for each in _variants_in(item)):
             item.add_marker(pytest.mark.slow)
 
 
@@ -72,8 +73,14 @@ def _variants_in(item: pytest.Item) -> list[str]:
     return re.findall(r"threads-\d+|processes-\d+|ddp|zero1|fsdp", item.name.partition("[")[2])
 
 
-def _plain_variant(name: str) -> str:
-    return re.sub(r"\d+", "2", name) if "-" in name else "ddp"
+def _cheaper(variant: str, item: pytest.Item) -> set[str]:
+    """The variants that a fast run has in this one's place."""
+    kind, _, count = variant.partition("-")
+    if not count:
+        return {"ddp"} - {variant}
+    if kind == "processes" and item.get_closest_marker("every_mode") is None:
+        return {"threads-2", "threads-3", "threads-4"}
+    return {f"{kind}-2"} - {variant}
 
 
 def pytest_collection_finish() -> None:

@@ -20,6 +20,8 @@ from modes import FAMILY
 
 from unisono.protocols import Communicator
 
+pytestmark = pytest.mark.every_mode
+
 OPS = ("sum", "mean", "min", "max", "product")
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)

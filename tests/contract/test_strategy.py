@@ -39,7 +39,10 @@ AMONG_PROCESSES = [name for name in STRATEGIES if name != "spmd"]  # which is on
 PLACES = [(SOLO, "ddp"), (THREADS_2, "ddp"), (THREADS_3, "fsdp"), *((PROCESSES_2, name) for name in AMONG_PROCESSES)]
 everywhere = pytest.mark.parametrize(("mode", "strategy"), PLACES, ids=[f"{mode}-{name}" for mode, name in PLACES])
 
-pytestmark = pytest.mark.skipif(FAMILY != "cpu", reason="the strategies of XLA are held to account in tests/xla")
+pytestmark = [
+    pytest.mark.skipif(FAMILY != "cpu", reason="the strategies of XLA are held to account in tests/xla"),
+    pytest.mark.every_mode,
+]
 
 CASE = Case(samples=23, batch=3, accumulate=2)  # the last batch is uneven, and its step has one microbatch
 

@@ -10,7 +10,7 @@ import unisono
 from unisono.comm.solo import SoloCommunicator
 from unisono.world import thread_worlds
 
-pytestmark = pytest.mark.any_family
+pytestmark = [pytest.mark.any_family, pytest.mark.every_mode]
 
 
 @pytest.fixture(params=scaling(SOLO, THREADS_2, THREADS_3, PROCESSES_2), ids=str)

@@ -15,6 +15,8 @@ from unisono.errors import CollectiveMismatchError
 from unisono.parallel import gradients
 from unisono.parallel.gradients import reduce_gradients
 
+pytestmark = pytest.mark.every_mode
+
 PAIR = [0.25, 0.75]
 
 

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from modes import PROCESSES_2, SOLO, THREADS_4, Mode, scaling
 from twin import Case, assert_all_are, plain_run
 
+pytestmark = pytest.mark.every_mode
+
 PROCESSES_3, PROCESSES_4 = Mode("processes", 3), Mode("processes", 4)
 
 

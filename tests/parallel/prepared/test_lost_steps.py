@@ -13,6 +13,8 @@ from twin import Case, loader_of, mean_loss, model, sgd
 from unisono import Accelerator, all_gather, barrier, rank
 from unisono.errors import BrokenWorldError, CollectiveMismatchError
 
+pytestmark = pytest.mark.every_mode
+
 CASE = Case(samples=48, batch=2)
 AT = 4  # the batch at which rank 1 does it
 GOES_ON, LEAVES_OUT, LEAVES_LOOP, RETURNS = "goes on", "leaves out", "leaves loop", "returns"
