@@ -42,6 +42,7 @@ check: $(VENV)/.test $(VENV)/.check
 bench: $(VENV)/.bench
 	$(BIN)/python bench/launch.py
 	$(BIN)/python bench/restart.py
+	$(BIN)/python bench/checkpoint.py
 	$(BIN)/python bench/failures.py
 	$(BIN)/python bench/idle_memory.py
 	$(BIN)/python bench/checked.py

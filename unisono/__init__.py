@@ -1,9 +1,9 @@
 """Unisono: multi-device data-parallel training for PyTorch. One script, any number of devices, the same result.
 
 The names below are the public ones. Each is imported from its module when it is first used, so that `import unisono`
-costs nothing. Five modules have public names of their own: `unisono.errors`, `unisono.functional` (collectives with
-gradients), `unisono.placement` (explicit moves between devices), `unisono.precision` and
-`unisono.strategies` (options of the Accelerator's).
+costs nothing. Six modules have public names of their own: `unisono.checkpoint` (saving and loading, `serialize`),
+`unisono.errors`, `unisono.functional` (collectives with gradients), `unisono.placement` (explicit moves between
+devices), `unisono.precision` and `unisono.strategies` (options of the Accelerator's).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from unisono import checkpoint as checkpoint
     from unisono import errors as errors
     from unisono import functional as functional
     from unisono import placement as placement
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from unisono import strategies as strategies
     from unisono.accelerator import Accelerator as Accelerator
     from unisono.backends import available_devices as available_devices
+    from unisono.checkpoint.checkpointer import Checkpointer as Checkpointer
     from unisono.launch.context import ProcessContext as ProcessContext
     from unisono.launch.hosts.joining import join_world as join_world
     from unisono.launch.spawn import spawn as spawn
@@ -60,6 +62,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "unisono.accelerator": ["Accelerator"],
     "unisono.backends": ["available_devices"],
+    "unisono.checkpoint.checkpointer": ["Checkpointer"],
     "unisono.launch.context": ["ProcessContext"],
     "unisono.launch.hosts.joining": ["join_world"],
     "unisono.launch.starting.nursery": ["warm"],
@@ -94,7 +97,7 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-_MODULES = ["errors", "functional", "placement", "precision", "strategies"]
+_MODULES = ["checkpoint", "errors", "functional", "placement", "precision", "strategies"]
 """Those whose names are public under the module's."""
 
 __all__ = sorted(_HOME_OF)

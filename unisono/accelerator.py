@@ -20,6 +20,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from unisono.checkpoint.methods import CheckpointMethods
+from unisono.checkpoint.prepared import PreparedStates
 from unisono.foreign_names import advice_on
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader
@@ -55,7 +57,7 @@ from unisono.tracking.trackers import LogWith, Trackers
 from unisono.world import World, current_world
 
 
-class Accelerator(RankView, Tracked):
+class Accelerator(RankView, Tracked, CheckpointMethods):
     """Runs a plain training loop on one device, on the threads of a DataParallel, or in spawned workers.
 
         accelerator = Accelerator()
@@ -94,7 +96,9 @@ class Accelerator(RankView, Tracked):
             error where it matters and cannot be known.
         log_with: where `log` writes, beside a file of JSON lines: "tensorboard", "wandb", "mlflow", "all" (those that
             are installed), objects with the methods of `unisono.Tracker`, or a list of these.
-        project_dir: the directory of what trackers write; None takes "runs" in the working directory.
+        project_dir: the directory of what trackers write, and of checkpoints; None takes "runs" in the working
+            directory.
+        total_limit: how many numbered checkpoints stay; None keeps all.
         world: None takes the current one.
 
     Attributes:
@@ -127,6 +131,7 @@ class Accelerator(RankView, Tracked):
         schedule_unit: Unit | None = None,
         log_with: LogWith = None,
         project_dir: str | os.PathLike[str] | None = None,
+        total_limit: int | None = None,
         world: World | None = None,
     ) -> None:
         check_arguments(mixed_precision, max_grad_norm, nan_guard)
@@ -169,6 +174,7 @@ class Accelerator(RankView, Tracked):
             seed=seed,
         )
         self._prepared = Prepared(maker, partial(_prepared_loader, self.world, device_placement, seed), schedule_unit)
+        self._states = PreparedStates(self._prepared, self._microbatches, self.scaler, project_dir, total_limit)
 
     def prepare(self, *objects: Any) -> Any:
         """Models, optimizers, loaders, schedulers, lists of them and None, each prepared: in the order in which they
@@ -349,6 +355,18 @@ class Accelerator(RankView, Tracked):
         """`print` on rank zero."""
         if self.world.rank == 0:
             print(*values, **options)
+
+    def end_training(self) -> None:
+        """End the run: close all trackers, and wait for a checkpoint that is under way. Once more, it does nothing.
+
+        Raises:
+            Exception: what a tracker has raised, after the end of all others; of several, an ExceptionGroup. What a
+                save has failed with.
+        """
+        try:
+            super().end_training()
+        finally:
+            self._states.close()
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """The module that was prepared."""

@@ -15,10 +15,15 @@ Who is to blame is told by the type::
     ├── WorkerHungError           no rank makes progress; `ranks` are the late ones, `stacks` all
     ├── UnpicklableError          a function or a result cannot travel between processes
     ├── RemoteError               a worker raised an exception that cannot be rebuilt in this process
-    └── StateError (ValueError)   a loader cannot go on from this state
-        ├── StateVersionError     it was written by another version
-        ├── StateLengthError      its dataset had another length
-        └── StateSeedError        its order had another seed
+    ├── StateError (ValueError)   a loader cannot go on from this state
+    │   ├── StateVersionError     it was written by another version
+    │   ├── StateLengthError      its dataset had another length
+    │   └── StateSeedError        its order had another seed
+    └── CheckpointError           a checkpoint cannot be saved or loaded
+        ├── NoCheckpointError       there is none
+        ├── DamagedCheckpointError  it is not what was written
+        ├── CheckpointVersionError  a newer unisono has written it
+        └── CheckpointMismatchError (ValueError)  it is of other objects than it is loaded into
 
     RemoteTraceback (Exception)   never raised: the `__cause__` of an exception that crossed a process
     StoppedError (SystemExit)     the ranks agreed to stop early, by `should_stop`; ends a script with code 143
@@ -137,6 +142,26 @@ class StateLengthError(StateError):
 
 class StateSeedError(StateError):
     """The state was taken in an order with another seed."""
+
+
+class CheckpointError(UnisonoError):
+    """A checkpoint, or serialized bytes, cannot be saved or loaded."""
+
+
+class NoCheckpointError(CheckpointError):
+    """There is no checkpoint where one was asked for."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """What was read is not what was written; the message names the file."""
+
+
+class CheckpointVersionError(CheckpointError):
+    """A newer version has written it."""
+
+
+class CheckpointMismatchError(CheckpointError, ValueError):
+    """The checkpoint is of other objects, another model for one, than it is loaded into."""
 
 
 class RemoteTraceback(Exception):  # noqa: N818 - a carrier of text, not an error of its own

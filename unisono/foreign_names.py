@@ -4,7 +4,7 @@ from __future__ import annotations
 
 _PREPARE = "prepare() takes models, optimizers, loaders and schedulers, together or one by one"
 _ON_RANKS = "write `if accelerator.process_index == n:`, or decorate with on_main_process"
-_STATES = "save state_dict(model) and state_dict(optimizer) with the state_dict() of loaders and schedulers"
+_REGISTERED = "register_for_checkpointing() takes objects whose state_dict() and load_state_dict() are called then"
 _OTHER_ENGINES = "DeepSpeed, Megatron and pipelines are not joined; strategy= is 'ddp', 'zero1', 'fsdp' or 'spmd'"
 _MESH = "there is one axis, data parallel: process_index and num_processes"
 _NO_CALLBACKS = "the loop is yours: call the function where the event happens"
@@ -26,7 +26,6 @@ _ADVICE = {
     "is_fsdp2": "strategy='fsdp' is FSDP2",
     "is_last_process": "compare: process_index == num_processes - 1",
     "join_uneven_inputs": "leave it out: all ranks take equally many steps, and uneven batches are weighed exactly",
-    "load_state": _STATES,
     "logging_dir": "read project_dir",
     "lomo_backward": "let the optimizer step after backward(loss)",
     "maybe_context_parallel": _MESH,
@@ -43,11 +42,9 @@ _ADVICE = {
     "prepare_optimizer": _PREPARE,
     "prepare_scheduler": _PREPARE,
     "profile": "use torch.profiler.profile(); unisono.print_report() says where the time of the loop went",
-    "register_for_checkpointing": _STATES,
-    "register_load_state_pre_hook": _STATES,
-    "register_save_state_pre_hook": _STATES,
-    "save_iteration": _STATES,
-    "save_state": _STATES,
+    "register_load_state_pre_hook": _REGISTERED,
+    "register_save_state_pre_hook": _REGISTERED,
+    "save_iteration": "save_state() numbers checkpoints by what lies in the directory",
     "save": "write `if accelerator.is_main_process: torch.save(...)`",
     "save_model": "save accelerator.state_dict(model) on rank zero; every rank calls state_dict",
     "should_save_model": "every rank calls state_dict(model), and rank zero, is_main_process, saves it",

@@ -46,7 +46,8 @@ class Trackers:
     def __init__(self, log_with: LogWith, project_dir: str | os.PathLike[str] | None, is_main_process: bool) -> None:
         self._names, self._own = _choose(log_with)
         self._is_default = project_dir is None
-        self._directory = Path(_DIRECTORY if project_dir is None else project_dir)
+        self._given = "" if project_dir is None else os.fspath(project_dir)
+        self._directory = Path(self._given or _DIRECTORY)
         self._is_main_process = is_main_process
         self._has_ended = False
         self.opened: list[Tracker] = []
@@ -69,6 +70,8 @@ class Trackers:
             raise ClosedError(
                 f"end_training() has closed {', '.join(map(name_of, self._own))}; pass new ones to a new Accelerator"
             )
+        if "://" in self._given:
+            raise ValueError(f"project_dir={self._given!r} is a URL, and trackers write files; pass a path for them")
         directory = self._directory / project_name
         if self._is_default:
             logger.info("trackers write to %s; pass project_dir= for another place", directory.absolute())

@@ -31,6 +31,7 @@ from unisono.compat.accelerate.utils import (
     InitProcessGroupKwargs,
     KwargsHandler,
     ProfileKwargs,
+    ProjectConfiguration,
     TorchDynamoPlugin,
     set_seed,
 )
@@ -346,3 +347,40 @@ def test_what_a_lambda_counts_can_be_said_as_accelerate_takes_it() -> None:
         else:
             with pytest.raises(ValueError, match=words):
                 train(accelerator, model, loader, optimizer, scheduler)
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("mode", fitting(SOLO, THREADS_2), ids=str)
+def test_a_script_goes_on_from_its_saved_state_and_skips_what_was_trained_on(
+    mode: Mode, stateful: bool, tmp_path: Path
+) -> None:
+    def train(stop: int | None) -> tuple[list[float], list[str]]:
+        configuration = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=1)
+        loading = DataLoaderConfiguration(use_stateful_dataloader=stateful)
+        accelerator = Accelerator(project_config=configuration, dataloader_config=loading)
+        model = nn.Linear(1, 1)
+        data = DataLoader(TensorDataset(torch.arange(24.0)[:, None]), 12 // accelerator.num_processes, shuffle=True)
+        model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.0), data)
+        seen, batches = [], loader
+        if stop is None:
+            accelerator.load_state()
+            batches = loader if stateful else accelerator.skip_first_batches(loader, 1)
+        for (values,) in batches:
+            model(values).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += accelerator.gather(values).flatten().tolist()
+            accelerator.save_state("not looked at")
+            if stop:
+                break
+        return seen, sorted(each.name for each in (tmp_path / "checkpoints").iterdir())
+
+    seen, _ = mode.run(lambda: train(1))[0]
+    rest, names = mode.run(lambda: train(None))[0]
+    assert sorted(seen + rest) == list(range(24))
+    assert names == ["checkpoint_1", "latest"]
+
+
+def test_saving_without_a_directory_is_refused_in_words() -> None:
+    with pytest.raises(ValueError, match="got no output_dir"):
+        Accelerator().save_state()

@@ -121,6 +121,7 @@ class Accelerator(Native):
             schedule_unit=schedule_unit,
             log_with=_names(log_with),
             project_dir=project.project_dir,
+            total_limit=project.total_limit,
         )
         self._has_warned = False
         self._moves, self._steps_scheduler, self._handlers = device_placement, step_scheduler_with_optimizer, handlers
@@ -315,6 +316,35 @@ class Accelerator(Native):
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
+
+    def save_state(  # type: ignore[override]
+        self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any
+    ) -> str:
+        """As the native one; where checkpoints are named automatically, `output_dir` is not looked at."""
+        is_named = self.project_configuration.automatic_checkpoint_naming
+        if output_dir is None and not is_named:
+            raise ValueError(
+                "save_state() got no output_dir; pass one, or ProjectConfiguration(automatic_checkpoint_naming=True)"
+            )
+        saved = super().save_state(None if is_named else output_dir)
+        self.project_configuration.iteration += 1
+        return str(saved)
+
+    def load_state(self, input_dir: str | None = None, **options: Any) -> None:  # type: ignore[override]
+        """As the native one; None takes the latest of those that were named automatically.
+
+        Loaders begin the epoch that they were in, and scripts skip what was trained on (`skip_first_batches`); with
+        `use_stateful_dataloader` they continue after the last batch.
+        """
+        super().load_state(input_dir)
+        if not self.use_stateful_dataloader:
+            for loader in self._prepared.loaders():
+                loader.set_epoch(loader.epoch)
+
+    @property
+    def save_iteration(self) -> int:
+        """How many were saved; they are numbered by what lies in the directory."""
+        return self.project_configuration.iteration
 
     @property
     def logging_dir(self) -> str | None:

@@ -41,6 +41,7 @@ class Prepared:
         self._maker = maker
         self._make_loader, self._schedule_unit = make_loader, schedule_unit
         self._loaders: WeakSet[Any] = WeakSet()
+        self._in_order: list[ref[Any]] = []  # the loaders and schedulers
 
     def prepare(self, objects: Sequence[Any]) -> list[Any]:
         """Each object prepared, in its place. Where one cannot be, nothing has changed.
@@ -68,6 +69,7 @@ class Prepared:
                 made[id(each)] = loader = self._make_loader(each)
                 _all_prepared[each] = _all_prepared[loader] = loader
                 self._loaders.add(loader)
+                self._in_order.append(ref(loader))
         return [_rebuilt(each, made) for each in objects]
 
     def models(self) -> list[PreparedModel]:
@@ -81,6 +83,15 @@ class Prepared:
     def steppers(self) -> list[Stepper]:
         """Those of the prepared optimizers."""
         return [stepper for each in self._steppers if (stepper := each()) is not None]
+
+    def schedulers(self) -> list[PreparedScheduler]:
+        """The prepared schedulers."""
+        found = [each() for each in self._in_order]
+        return [each for each in found if isinstance(each, PreparedScheduler)]
+
+    def loaders(self) -> list[Any]:
+        """The prepared loaders."""
+        return [each for reference in self._in_order if (each := reference()) is not None and each in self._loaders]
 
     def clip_norm(
         self, parameters: nn.Module | Iterable[torch.Tensor], max_norm: float, norm_type: float
@@ -122,6 +133,7 @@ class Prepared:
             _all_prepared.forget(model)
         self._models.clear()
         self._steppers.clear()
+        self._in_order.clear()
         self._maker.passes.microbatches.ledger.clear()
 
     def _check(self, where: str, each: Any, before: list[Any], together: list[Any], places: Places) -> None:
@@ -196,6 +208,7 @@ class Prepared:
         is_later = any(getattr(each, "length_was_asked", False) for each in self._loaders)
         prepared = PreparedScheduler(scheduler, stepper, self._schedule_unit, is_later)
         _all_prepared[scheduler] = prepared
+        self._in_order.append(ref(prepared))
         return prepared
 
 

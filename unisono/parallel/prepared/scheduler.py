@@ -113,6 +113,10 @@ class PreparedScheduler:
         self.scheduler.load_state_dict(state)
         self._epoch = self._last_epoch()
 
+    def follow(self) -> None:
+        """The optimizer has taken up the steps of another run."""
+        self._asked, self._taken = self._stepper.num_asked, self._stepper.taken
+
     def _last_epoch(self) -> int | None:
         return getattr(self.scheduler, "last_epoch", None)  # a ChainedScheduler has none
 

@@ -75,21 +75,20 @@ class ReplicatedEngine(Engine):
         self._finds_unused = options.find_unused_parameters
         self._outputs: list[list[torch.Tensor]] = []  # of the forward passes since the last backward pass
         self._is_finished = True
-        self._will_rebuild = False  # buckets, in the next forward pass: after the first reduction
         self._wrap()
 
     def _wrap(self) -> None:
         """Give the parameters that are trained now to a reducer. A collective; all ranks get rank zero's values."""
         options = self._options
         self._names = {each: name for name, each in self.module.named_parameters() if each.requires_grad}
-        self._has_reduced = False
         more: dict[str, Any] = {} if options.broadcast_buffers else {_SYNCS_BUFFERS: False}
-        self._replicated = DistributedDataParallel(
+        self._replicated = _Ordered(
             self.module,
             find_unused_parameters=options.find_unused_parameters,
             bucket_cap_mb=options.bucket_cap_mb,  # a fraction will do
             **more,
         )
+        self._replicated.fill_buckets()
         self._averager = attach_hook(
             self._replicated,
             options.comm_hook,
@@ -108,10 +107,8 @@ class ReplicatedEngine(Engine):
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._is_finished and torch._C._current_graph_task_id() < 0:  # in no backward pass
             raise RuntimeError(failed_before(self.name))
-        rebuilds = self._will_rebuild and torch.is_grad_enabled()
-        if rebuilds or self._replicated.will_sync_module_buffers():
+        if self._replicated.will_sync_module_buffers():
             self._world.comm.announce(f"a forward pass of the {self.name}")
-            self._will_rebuild = self._will_rebuild and not rebuilds
         with self._replicated.no_sync():
             result = self._replicated(*args, **kwargs)
         if self._finds_unused and torch.is_grad_enabled():
@@ -124,8 +121,6 @@ class ReplicatedEngine(Engine):
             self._world.comm.announce(f"the gradients of {self._ledger.place()}")
             ddp = self._replicated
             ddp.require_forward_param_sync = True  # the next forward pass begins with rank zero's buffers
-            ddp.reducer._rebuild_buckets()
-            self._will_rebuild, self._has_reduced = not self._has_reduced, True
             ddp.reducer.prepare_for_backward([each for found in self._outputs for each in found])
             self._is_finished = False
         self._outputs = []
@@ -142,6 +137,23 @@ class ReplicatedEngine(Engine):
 
     def _note_finish(self) -> None:
         self._is_finished = True
+
+
+class _Ordered(DistributedDataParallel):
+    """Its buckets are those of the parameters, from the last to the first, in each step of each run.
+
+    torch's are so until the first step, and then follow the order in which gradients came in it. What is added up in
+    which order follows the buckets: a resumed run would have other bits than the one that was not stopped.
+    """
+
+    def _build_params_for_reducer(self) -> tuple[list[Any], list[bool]]:
+        parameters, are_sparse = super()._build_params_for_reducer()
+        return (parameters, are_sparse) if self.find_unused_parameters else (parameters[::-1], are_sparse[::-1])
+
+    def fill_buckets(self) -> None:
+        """Make the buckets that stay. A collective. Where parameters may be unused, they are made already."""
+        self.reducer._push_all_rebuilt_params()
+        self.reducer._rebuild_buckets()
 
 
 def own_steps_contradict(what: str) -> str:

@@ -232,6 +232,14 @@ class Engine:
         """Where gradients arrive in a backward pass, and hooks see them."""
         return self._trained
 
+    def named_leaves(self) -> dict[str, torch.Tensor]:
+        """The same by their names in the module. A collective."""
+        return {name: each for name, each in self.module.named_parameters() if each.requires_grad}
+
+    def take_up(self, begun: Begun) -> None:
+        """Go on in the midst of a step, whose gradients so far are in `.grad`."""
+        self.is_held, self.is_reduced, self.begun = True, False, begun
+
 
 def is_left_at(leaf: torch.Tensor) -> bool:
     """Whether the backward pass that runs leaves a gradient in this leaf's `.grad`."""

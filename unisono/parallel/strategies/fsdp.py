@@ -16,7 +16,14 @@ from unisono.parallel.strategies.ddp import failed_before
 from unisono.parallel.strategies.elementwise import check_elementwise
 from unisono.parallel.strategies.engine import Engine, is_left_at, is_taken_from
 from unisono.parallel.strategies.rebinding import Rebinding
-from unisono.parallel.strategies.sharded import check_shardable, scale_sums, shard, units_in, whole_parameters
+from unisono.parallel.strategies.sharded import (
+    check_shardable,
+    named_whole_parameters,
+    scale_sums,
+    shard,
+    units_in,
+    whole_parameters,
+)
 from unisono.parallel.strategies.strategy import Strategy
 from unisono.parallel.weakly import weakly
 from unisono.strategies import FSDP
@@ -145,6 +152,11 @@ class ShardedEngine(Engine):
 
     def leaves(self) -> list[torch.Tensor]:
         return [each for each in self._whole if each.requires_grad]
+
+    def named_leaves(self) -> dict[str, torch.Tensor]:
+        self._world.comm.announce(f"the gradients that the {self.name} holds")
+        found = named_whole_parameters(self._sharded)
+        return {name: each for name, each in found.items() if each.requires_grad}
 
     def _watch(self, module: nn.Module, args: Any, outputs: Any) -> None:
         """Let the outputs announce their backward pass: before FSDP2's own hooks on them gather parameters."""

@@ -114,6 +114,17 @@ def whole_parameters(model: nn.Module) -> list[nn.Parameter]:
     return list(found)
 
 
+def named_whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The same with their names in the model. A collective."""
+    found: dict[str, torch.Tensor] = {}
+    unit: Any
+    for unit in units_in(model):
+        unit.unshard()
+        found.update((name, each) for name, each in model.named_parameters() if not is_distributed(each))
+        unit.reshard()
+    return found
+
+
 def is_sharded(model: nn.Module) -> bool:
     """Whether `shard`, or torch's `fully_shard`, was applied to the model or to a part of it."""
     return bool(units_in(model))
@@ -131,6 +142,13 @@ def sharded_like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, parameter.placements)
+
+
+def with_part(tensor: DTensor, part: torch.Tensor) -> DTensor:
+    """A tensor of which ranks have parts as of this one; this rank's is `part`, wherever that lies."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(part, tensor._spec, requires_grad=False)  # `from_local` would move it to the mesh's devices
 
 
 def loaded_class(module: str, name: str) -> Any:

@@ -13,8 +13,8 @@ soon as it has come; what the others pass is not looked at.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -29,9 +29,11 @@ from unisono.parallel.strategies.zero1 import is_divided, load_local, numbered
 from unisono.world import World, current_world
 
 K = TypeVar("K", bound=Hashable)
+Copy = Callable[[torch.Tensor], torch.Tensor]
+"""Makes a copy in main memory."""
 
 
-def model_state(model: nn.Module, world: World | None = None) -> dict[str, Any]:
+def model_state(model: nn.Module, world: World | None = None, copy: Copy | None = None) -> dict[str, Any]:
     """The model's `state_dict`, plain: whole tensors on the host, names without the prefixes of wrappers.
 
     Parameters that are tied are one tensor in it. Buffers are rank zero's.
@@ -39,6 +41,7 @@ def model_state(model: nn.Module, world: World | None = None) -> dict[str, Any]:
     Args:
         model: as it is, wrapped, compiled or sharded.
         world: None takes the current one.
+        copy: makes rank zero's copies; None makes new ones.
 
     Returns:
         On rank zero the state, which shares no memory with the model; on others an empty dict.
@@ -52,7 +55,7 @@ def model_state(model: nn.Module, world: World | None = None) -> dict[str, Any]:
     for name, value in model.state_dict().items():
         key = id(named.get(name, value))
         if key not in plain:
-            plain[key] = _whole(value, world)
+            plain[key] = _whole(value, world, copy)
         state[plain_name(model, name)] = plain[key]
     return state if world.rank == 0 else {}
 
@@ -68,19 +71,22 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], world: World | 
     own = model.state_dict()
     names = {plain_name(model, name): name for name in own}
     loaded = {}
-    for name, value in _broadcast(state, world):
+    for name, value in broadcast_entries(state, world):
         known = names.get(name, name)
         loaded[known] = _cut_like(own[known], value) if is_distributed(own.get(known)) else value
     model.load_state_dict(loaded)
 
 
-def optimizer_state(optimizer: Optimizer, models: Sequence[nn.Module], world: World | None = None) -> dict[str, Any]:
+def optimizer_state(
+    optimizer: Optimizer, models: Sequence[nn.Module], world: World | None = None, copy: Copy | None = None
+) -> dict[str, Any]:
     """The state that a plain optimizer over the same parameters, in the same groups, would give.
 
     Args:
         optimizer: plain, over a sharded model, or a ZeroRedundancyOptimizer.
         models: whose parameters it has.
         world: None takes the current one.
+        copy: as for `model_state`.
 
     Returns:
         On rank zero the state, which shares no memory with the optimizer; on others an empty dict.
@@ -96,13 +102,33 @@ def optimizer_state(optimizer: Optimizer, models: Sequence[nn.Module], world: Wo
         # Not `consolidate_state_dict`, by which every rank gets every state whole, and rank zero keeps a copy.
         own = _entries_of(optimizer.optim, optimizer)
         roots = range(world.comm.size)
-        entries = {key: _whole(value, world) for root in roots for key, value in _broadcast(own, world, root)}
+        entries = {
+            key: _whole(value, world, copy) for root in roots for key, value in broadcast_entries(own, world, root)
+        }
     else:
-        entries = {key: _whole(value, world) for key, value in _entries_of(optimizer, optimizer).items()}
+        entries = {key: _whole(value, world, copy) for key, value in _entries_of(optimizer, optimizer).items()}
     if world.rank != 0:
         return {}
-    groups = copy.deepcopy(numbered(optimizer.param_groups))
-    return {"state": _by_parameter(dict(sorted(entries.items()))), "param_groups": groups}
+    return {"state": by_parameter(dict(sorted(entries.items()))), "param_groups": groups_of(optimizer)}
+
+
+def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The parameter groups of a plain state; copies."""
+    return deepcopy(numbered(optimizer.param_groups))
+
+
+def model_parts(model: nn.Module, world: World) -> dict[str, Any]:
+    """What this rank writes of a plain state where all do at once: its parts, and on rank zero what is whole."""
+    state = {plain_name(model, name): value for name, value in model.state_dict().items()}
+    return {name: value for name, value in state.items() if world.rank == 0 or is_distributed(value)}
+
+
+def optimizer_parts(optimizer: Optimizer, world: World) -> dict[tuple[int, str], Any]:
+    """The same of an optimizer's, by the parameter's number and the name of the value."""
+    if is_divided(optimizer):
+        return _entries_of(optimizer.optim, optimizer)
+    entries = _entries_of(optimizer, optimizer)
+    return {key: value for key, value in entries.items() if world.rank == 0 or is_distributed(value)}
 
 
 def load_optimizer_state(
@@ -126,10 +152,10 @@ def load_optimizer_state(
     parameters = parameters_of(optimizer)
     kept = set(parameters_of(optimizer.optim) if is_divided(optimizer) else parameters)
     entries = {}
-    for (number, name), value in _broadcast(_flat(state) if world.rank == 0 else {}, world):
+    for (number, name), value in broadcast_entries(_flat(state) if world.rank == 0 else {}, world):
         if parameters[number] in kept:
             entries[number, name] = _cut_like(parameters[number], value)
-    loaded = {"state": _by_parameter(entries), "param_groups": groups}
+    loaded = {"state": by_parameter(entries), "param_groups": groups}
     if is_divided(optimizer):
         load_local(optimizer, loaded)
     else:
@@ -148,13 +174,13 @@ def plain_name(model: nn.Module, name: str) -> str:
     return ".".join(kept)
 
 
-def _whole(value: Any, world: World) -> Any:
+def _whole(value: Any, world: World, copy: Copy | None = None) -> Any:
     """A copy on rank zero's host, of sharded tensors the whole; collective for these."""
     if is_distributed(value):
         value = value.full_tensor()
     if world.rank != 0:
         return None
-    return _on_host(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+    return (copy or _on_host)(value) if isinstance(value, torch.Tensor) else deepcopy(value)
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -179,7 +205,7 @@ class _Form:
     dtype: torch.dtype
 
 
-def _broadcast(entries: Mapping[K, Any], world: World, root: int = 0) -> Iterator[tuple[K, Any]]:
+def broadcast_entries(entries: Mapping[K, Any], world: World, root: int = 0) -> Iterator[tuple[K, Any]]:
     """The entries of that rank, on each rank, one by one; copies. Tensors come on the rank's device; numbers, as of
     steps, where they were."""
 
@@ -211,7 +237,8 @@ def _flat(state: Mapping[str, Any]) -> dict[tuple[int, str], Any]:
     }
 
 
-def _by_parameter(entries: Mapping[tuple[int, str], Any]) -> dict[int, dict[str, Any]]:
+def by_parameter(entries: Mapping[tuple[int, str], Any]) -> dict[int, dict[str, Any]]:
+    """An optimizer's values, as a plain state has them."""
     state: dict[int, dict[str, Any]] = {}
     for (number, name), value in entries.items():
         state.setdefault(number, {})[name] = value

@@ -1,0 +1,465 @@
+"""Checkpoints by hand: what is kept, what is raised and when, and what does not fit."""
+
+from __future__ import annotations
+
+import collections
+import json
+import logging
+import pickle
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from file_faults import at_each_operation, fail_at
+from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode, fitting
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from unisono import Accelerator, Checkpointer, DataParallel, ParallelLoader, current_world
+from unisono.checkpoint.checkpointer import load, save
+from unisono.checkpoint.manifest import Manifest
+from unisono.errors import (
+    BrokenWorldError,
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointVersionError,
+    ClosedError,
+    CollectiveMismatchError,
+    DamagedCheckpointError,
+    NoCheckpointError,
+    StateSeedError,
+)
+
+SEVERAL = pytest.mark.parametrize("mode", fitting(THREADS_3, PROCESSES_2), ids=str)
+
+
+def names_in(root: Path) -> list[str]:
+    return sorted(each.name for each in root.iterdir())
+
+
+class Anything:
+    """Has whatever state it is given."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def test_the_last_few_are_kept_and_latest_names_the_last(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, keep=2, every=3, model=nn.Linear(2, 2)) as checkpointer:
+        assert [checkpointer.step() for _ in range(10)] == [False, False, True] * 3 + [False]
+    assert names_in(tmp_path) == ["checkpoint_6", "checkpoint_9", "latest"]
+    assert (tmp_path / "latest").read_text() == "checkpoint_9"
+    with pytest.raises(ClosedError):
+        checkpointer.step()
+
+
+def test_latest_says_which_one_is_taken(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, keep=None, every=1, counted=Anything()) as checkpointer:
+        for number in range(3):
+            checkpointer._objects["counted"].state = number
+            checkpointer.step()
+    found = Anything()
+    assert load(tmp_path, counted=found).step == 3
+    (tmp_path / "latest").write_text("checkpoint_2")
+    assert (load(tmp_path, counted=found).step, found.state) == (2, 1)
+    (tmp_path / "latest").unlink()
+    assert load(tmp_path, counted=found).step == 3
+
+
+def test_an_asynchronous_save_holds_what_was_there_when_it_was_called(tmp_path: Path) -> None:
+    model = nn.Linear(300, 300)
+    before = model.weight.detach().clone()
+    gate = threading.Event()
+    with Checkpointer(tmp_path, model=model) as checkpointer:
+        checkpointer.step()
+        with at_each_operation(lambda n, name, operation, args, kwargs: (gate.wait(), operation(*args, **kwargs))[1]):
+            checkpointer.save()
+            with torch.no_grad():
+                model.weight.zero_()
+            gate.set()
+            checkpointer.wait()
+    again = nn.Linear(300, 300)
+    load(tmp_path, model=again)
+    assert torch.equal(again.weight, before)
+
+
+def test_the_memory_of_one_save_serves_the_next(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, every=1, model=nn.Linear(30, 30)) as checkpointer:
+        checkpointer.step()
+        checkpointer.wait()
+        places = [each.data_ptr() for each in checkpointer._saver._memory._used]
+        checkpointer.step()
+        checkpointer.wait()
+        assert sorted(each.data_ptr() for each in checkpointer._saver._memory._used) == sorted(places)
+
+
+@pytest.mark.parametrize("ask", ["step", "save", "wait", "close", "load"])
+def test_what_an_asynchronous_save_fails_with_is_raised_by_the_next_call(tmp_path: Path, ask: str) -> None:
+    checkpointer = Checkpointer(tmp_path, model=nn.Linear(2, 2))
+    with at_each_operation(fail_at(4)):
+        checkpointer.save()
+        checkpointer._saver._writer._thread.join()
+    with pytest.raises(OSError, match="Input/output error"):
+        getattr(checkpointer, ask)()
+    if ask != "close":
+        checkpointer.save()
+        checkpointer.close()
+        assert names_in(tmp_path) == [f"checkpoint_{checkpointer.num_steps}", "latest"]
+
+
+def test_an_error_that_nobody_asks_for_is_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpointer = Checkpointer(tmp_path, model=nn.Linear(2, 2))
+    with at_each_operation(fail_at(4)):
+        checkpointer.save()
+        checkpointer._saver._writer._thread.join()
+    assert "checkpoint_0 at step 0 has failed: OSError" in caplog.text
+
+
+@pytest.mark.any_family
+@pytest.mark.parametrize("mode", fitting(THREADS_3), ids=str)
+def test_a_failed_save_is_raised_on_all_ranks(tmp_path: Path, mode: Mode) -> None:
+    (tmp_path / "file").write_text("")
+
+    def body() -> str:
+        with pytest.raises(OSError) as caught:
+            save(tmp_path / "file" / "below", model=nn.Linear(2, 2))
+        return str(caught.value)
+
+    assert len(set(mode.run(body))) == 1
+
+
+@SEVERAL
+def test_saving_on_one_rank_only_is_an_error_that_names_the_others(tmp_path: Path, mode: Mode) -> None:
+    def body() -> None:
+        if current_world().rank == 0:
+            save(tmp_path / "one", model=nn.Linear(2, 2))
+        else:
+            current_world().comm.barrier()
+
+    with pytest.raises(CollectiveMismatchError, match=r"save_state at step 0"):
+        mode.run(body)
+
+    def leaves() -> None:
+        if current_world().rank == 0:
+            save(tmp_path / "one", model=nn.Linear(2, 2))
+
+    if mode.name == "threads":  # of processes it takes five seconds until one that has left is named
+        with pytest.raises((BrokenWorldError, CollectiveMismatchError), match=r"ranks? [12].* ha(s|ve) left"):
+            mode.run(leaves)
+    assert not (tmp_path / "one").exists()
+
+
+@SEVERAL
+def test_ranks_at_different_steps_do_not_save(tmp_path: Path, mode: Mode) -> None:
+    def body() -> None:
+        save(tmp_path / "one", step=current_world().rank, model=nn.Linear(2, 2))
+
+    with pytest.raises(CollectiveMismatchError, match="save_state at step"):
+        mode.run(body)
+
+
+@pytest.mark.any_family
+@pytest.mark.parametrize("mode", fitting(SOLO, THREADS_3), ids=str)
+def test_the_best_is_kept(tmp_path: Path, mode: Mode) -> None:
+    def body() -> list[bool]:
+        kept = Anything()
+        found = []
+        with Checkpointer(tmp_path / "all", kept=kept) as checkpointer:
+            for score in (1.0, 0.5, 2.0, float("nan"), 2.0):
+                kept.state = score
+                found.append(checkpointer.save(tmp_path / "best", score=score) is not None)
+            assert checkpointer.load(tmp_path / "best").score == 2.0
+        return found
+
+    assert mode.run(body) == [[True, False, True, False, False]] * mode.ranks
+    assert not (tmp_path / "all").exists()
+
+
+def test_a_directory_of_something_else_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.tex").write_text("years of work")
+    with pytest.raises(FileExistsError, match="is no checkpoint"):
+        save(tmp_path / "thesis", model=nn.Linear(2, 2))
+    with Checkpointer(tmp_path / "all", model=nn.Linear(2, 2)) as checkpointer:
+        checkpointer.save()
+    with pytest.raises(FileExistsError, match=r"holds numbered checkpoints.*all/best"):
+        save(tmp_path / "all", model=nn.Linear(2, 2))
+
+
+def test_where_there_is_none_that_is_told(tmp_path: Path) -> None:
+    assert load(tmp_path / "none", must_exist=False, model=nn.Linear(2, 2)) is None
+    with pytest.raises(NoCheckpointError, match=r"there is no checkpoint at .*none"):
+        load(tmp_path / "none", model=nn.Linear(2, 2))
+
+
+def test_another_model_is_named_by_its_first_differences(tmp_path: Path) -> None:
+    saved = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    save(tmp_path / "one", model=saved, optimizer=torch.optim.SGD(saved.parameters()))
+    other = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4))
+    before = other[0].weight.detach().clone()
+    with pytest.raises(CheckpointMismatchError) as caught:
+        load(tmp_path / "one", model=other)
+    assert "missing in the checkpoint: 1.running_mean, 1.running_var, 1.num_batches_tracked" in str(caught.value)
+    assert "of another shape: 0.weight (saved [3, 2], here [4, 2])" in str(caught.value)
+    assert torch.equal(other[0].weight, before)
+    with pytest.raises(CheckpointMismatchError, match=r"has no network: it holds model, optimizer"):
+        load(tmp_path / "one", network=saved)
+    with pytest.raises(CheckpointMismatchError, match=r"model is a optimizer|model is an? optimizer"):
+        load(tmp_path / "one", model=torch.optim.SGD(saved.parameters()))
+    with pytest.raises(CheckpointMismatchError, match=r"groups of \[4\] parameters.*groups of \[2\]"):
+        load(tmp_path / "one", model=saved, optimizer=torch.optim.SGD(saved[0].parameters()))
+
+
+def test_a_part_may_be_loaded_and_what_is_left_out_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(2, 2)
+    save(tmp_path / "one", model=model, more=Anything(3))
+    load(tmp_path / "one", model=model)
+    assert "also holds more, which was not loaded" in caplog.text
+
+
+def test_a_newer_version_is_refused_with_its_origin(tmp_path: Path) -> None:
+    save(tmp_path / "one", model=nn.Linear(2, 2))
+    file = tmp_path / "one" / "manifest.json"
+    known = json.loads(file.read_bytes())
+    manifest = Manifest.from_bytes(file.read_bytes(), file)
+    data = json.loads(manifest.to_bytes())
+    assert data == known
+    import unisono.checkpoint.manifest as home
+
+    before, home.VERSION = home.VERSION, 2
+    try:
+        file.write_bytes(manifest.to_bytes())
+    finally:
+        home.VERSION = before
+    with pytest.raises(CheckpointVersionError, match=r"version 2 of the format.*reads version 1"):
+        load(tmp_path / "one", model=nn.Linear(2, 2))
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return print, ("run",)
+
+
+def test_a_file_that_would_run_code_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from unisono.checkpoint.directory import Place, commit, new_mark
+    from unisono.checkpoint.files import write_file
+
+    def write(directory: Path) -> Any:
+        return {"state.pt": write_file(directory / "state.pt", pickle.dumps(Evil()))}
+
+    save(tmp_path / "good", model=nn.Linear(2, 2))
+    manifest = Manifest.from_bytes((tmp_path / "good" / "manifest.json").read_bytes(), tmp_path)
+    commit(Place(tmp_path / "bad"), write, manifest, new_mark())
+    with pytest.raises(DamagedCheckpointError, match="no plain data"):
+        load(tmp_path / "bad", model=nn.Linear(2, 2))
+    assert "run" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"net": Evil()}, r"thing.state_dict\(\)\['net'\] is a test_checkpointer.Evil"),
+        ({"a": [1, {2: numpy.ones(3)}]}, r"\['a'\]\[1\]\[2\] is a numpy array"),
+        ({"f": len}, "builtin_function_or_method"),
+    ],
+)
+def test_what_is_no_plain_data_is_refused_when_it_is_saved(tmp_path: Path, state: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        save(tmp_path / "one", thing=Anything(state))
+    assert not (tmp_path / "one").exists()
+
+
+def test_plain_data_comes_back_with_its_types(tmp_path: Path) -> None:
+    state = {
+        "containers": [(1, 2), {3}, collections.OrderedDict(a=1), collections.Counter("aab"), {(1, "b"): None}],
+        "numbers": [True, 1, 2.5, 1j, b"bytes", float("inf")],
+        "tensors": [torch.ones(2, dtype=torch.bfloat16), torch.zeros(()), torch.tensor([1 + 2j]).conj()],
+        "numpy": numpy.float64(0.5),
+    }
+    save(tmp_path / "one", thing=Anything(state))
+    found = Anything()
+    load(tmp_path / "one", thing=found)
+    assert found.state["containers"] == state["containers"]
+    assert [type(each) for each in found.state["containers"]] == [type(each) for each in state["containers"]]
+    assert found.state["numbers"] == state["numbers"]
+    assert all(torch.equal(a, b) for a, b in zip(found.state["tensors"], state["tensors"], strict=True))
+    assert found.state["numpy"] == 0.5
+
+
+@pytest.mark.parametrize("wrong", [3, "text", object()])
+def test_what_has_no_state_is_refused_at_once(tmp_path: Path, wrong: Any) -> None:
+    with pytest.raises(TypeError, match=r"thing is a .* which has no state_dict"):
+        Checkpointer(tmp_path, thing=wrong)
+    with pytest.raises(TypeError, match="object 0 is a"):
+        Accelerator().register_for_checkpointing(wrong)
+
+
+@pytest.mark.parametrize(("name", "count"), [("keep", 0), ("every", -1), ("keep", True), ("every", 1.5)])
+def test_counts_are_whole_numbers(tmp_path: Path, name: str, count: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"{name}={count}"):
+        Checkpointer(tmp_path, **{name: count})
+
+
+def draw() -> list[float]:
+    device = current_world().device
+    own = [torch.rand(()).item(), torch.rand((), device=device).item()]
+    return own if current_world().rank else [*own, random.random(), numpy.random.random()]
+
+
+@pytest.mark.any_family
+@pytest.mark.parametrize("mode", fitting(SOLO, THREADS_3, PROCESSES_2), ids=str)
+def test_each_ranks_generators_go_on_where_they_stood(tmp_path: Path, mode: Mode) -> None:
+    def body() -> tuple[Any, Any, bool]:
+        extra = torch.Generator().manual_seed(current_world().rank)
+        save(tmp_path / "one", extra=extra)
+        first = [*draw(), torch.rand((), generator=extra).item()]
+        load(tmp_path / "one", extra=extra)
+        return first, [*draw(), torch.rand((), generator=extra).item()], False
+
+    found = mode.run(body)
+    for first, second, _ in found:
+        assert first == second
+    assert len({tuple(first) for first, _, _ in found}) == mode.ranks
+
+
+def test_generators_that_cannot_mean_the_same_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    THREADS_3.run(lambda: save(tmp_path / "one", thing=Anything(1)))
+    with caplog.at_level(logging.WARNING):
+        load(tmp_path / "one", thing=Anything())
+    assert "saved by 3 ranks, loaded by 1" in caplog.text
+    assert "those of ranks [1, 2] are left out" in caplog.text
+    save(tmp_path / "two", thing=Anything(1))
+
+    def drawn() -> float:
+        load(tmp_path / "two", thing=Anything())
+        return torch.rand(()).item()
+
+    first, second = THREADS_2.run(drawn), THREADS_2.run(drawn)
+    assert first == second, "the new seeds are the same each time"
+    assert len(set(first)) == 2
+    assert "the random generators of rank 1 begin with new seeds" in caplog.text
+
+
+def test_a_loader_of_another_order_is_refused(tmp_path: Path) -> None:
+    data = DataLoader(TensorDataset(torch.arange(8.0)), 2)
+    save(tmp_path / "one", loader=ParallelLoader(data, ["cpu:0"], seed=1))
+    with pytest.raises(StateSeedError, match="seed 1"):
+        load(tmp_path / "one", loader=ParallelLoader(data, ["cpu:0"], seed=2))
+
+
+def test_on_threads_each_replica_saves_in_its_loop(tmp_path: Path) -> None:
+    data = DataLoader(TensorDataset(torch.arange(24.0)[:, None]), 2, shuffle=True)
+    replicas = DataParallel(nn.Linear(1, 1), ["cpu:0", "cpu:1"])
+    loader = ParallelLoader(data, replicas.devices, seed=0)
+
+    def first(model: nn.Module, batches: Any, device: Any, context: Any) -> list[float]:
+        seen = []
+        for number, (values,) in enumerate(batches):
+            seen += values.flatten().tolist()
+            if number == 2:
+                save(tmp_path / "one", model=model, loader=batches)
+                break
+        return seen
+
+    seen = [each for found in replicas(first, loader) for each in found]
+    again = ParallelLoader(data, replicas.devices, seed=0)
+    load(tmp_path / "one", loader=again)
+    rest = replicas(lambda model, batches, *_: [values.flatten().tolist() for (values,) in batches], again)
+    seen += [each for found in rest for values in found for each in values]
+    assert sorted(seen) == list(range(24))
+
+
+def test_a_reduced_gradient_that_was_not_stepped_on_is_refused(tmp_path: Path) -> None:
+    accelerator = Accelerator(project_dir=tmp_path)
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    accelerator.backward(model(torch.ones(3, 2)).mean())
+    with pytest.raises(CheckpointError, match=r"between the last backward\(\) of a step and optimizer.step\(\)"):
+        accelerator.save_state()
+    optimizer.step()
+    assert accelerator.save_state() == tmp_path / "checkpoints" / "checkpoint_0"
+
+
+def test_numbered_states_go_on_counting_and_the_limit_holds(tmp_path: Path) -> None:
+    for _ in range(2):
+        accelerator = Accelerator(project_dir=tmp_path, total_limit=2)
+        accelerator.prepare(nn.Linear(2, 1))
+        accelerator.save_state()
+        accelerator.save_state()
+    assert names_in(tmp_path / "checkpoints") == ["checkpoint_2", "checkpoint_3", "latest"]
+
+
+def test_the_next_optimizer_step_raises_what_a_save_has_failed_with(tmp_path: Path) -> None:
+    accelerator = Accelerator(project_dir=tmp_path)
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    with at_each_operation(fail_at(6)):
+        accelerator.save_state(is_async=True)
+        accelerator._states._saver._writer._thread.join()
+    model(torch.ones(3, 2)).mean().backward()
+    with pytest.raises(OSError, match="Input/output error"):
+        optimizer.step()
+
+
+def test_an_average_of_the_weights_is_saved_with_the_rest(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    average.update_parameters(model)
+    accelerator = Accelerator(project_dir=tmp_path)
+    accelerator.prepare(model)
+    accelerator.register_for_checkpointing(average)
+    accelerator.save_state()
+    expected = average.module.weight.detach().clone()
+    with torch.no_grad():
+        average.module.weight.zero_()
+    accelerator.load_state()
+    assert torch.equal(average.module.weight, expected)
+
+
+def test_the_loss_scale_is_saved(tmp_path: Path) -> None:
+    def accelerator() -> tuple[Accelerator, nn.Module]:
+        made = Accelerator(mixed_precision="fp16", project_dir=tmp_path, scaler_options={"init_scale": 8.0})
+        model = nn.Linear(2, 1)
+        return made, made.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+
+    first, (model, optimizer) = accelerator()
+    first.backward(model(torch.full((3, 2), float("inf"))).mean())
+    optimizer.step()
+    assert first.optimizer_step_was_skipped
+    first.save_state()
+    second, held = accelerator()
+    second.load_state()
+    assert second.scaler.get_scale() == first.scaler.get_scale() == 4.0
+    assert held is not None
+
+
+def test_loading_amid_an_accumulation_drops_what_it_has_so_far(tmp_path: Path) -> None:
+    accelerator = Accelerator(project_dir=tmp_path, gradient_accumulation_steps=2)
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    accelerator.save_state()
+
+    def step() -> torch.Tensor:
+        for number in (1, 2):
+            with accelerator.accumulate():
+                accelerator.backward(model(torch.full((3, 2), float(number))).mean())
+                optimizer.step()
+        return model.weight.detach().clone()
+
+    expected = step()
+    accelerator.load_state()
+    with accelerator.accumulate():
+        accelerator.backward(model(torch.full((3, 2), 100.0)).mean())
+        optimizer.step()
+    accelerator.load_state()
+    assert torch.equal(step(), expected)

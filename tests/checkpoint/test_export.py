@@ -1,0 +1,85 @@
+"""A checkpoint's model as one file for plain torch, and the command that writes it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from modes import PROCESSES_2
+from torch import nn
+
+from unisono import Accelerator
+from unisono.checkpoint.checkpointer import save
+from unisono.cli.main import main
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        self.last.weight = self.first.weight
+
+
+@pytest.mark.parametrize("name", ["torch", "safetensors"])
+def test_the_file_is_the_models_state_dict(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model = Tied()
+    save(tmp_path / "one", model=model, optimizer=torch.optim.SGD(model.parameters()))
+    out = tmp_path / "out"
+    assert main(["checkpoint", "export", str(tmp_path / "one"), str(out), "--format", name]) == 0
+    assert capsys.readouterr().out == f"{out}: model of {tmp_path / 'one'}\n"
+    state = torch.load(out) if name == "torch" else pytest.importorskip("safetensors.torch").load_file(out)
+    assert state.keys() == model.state_dict().keys()
+    Tied().load_state_dict(state)
+    assert torch.equal(state["last.weight"], model.first.weight)
+    assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("is_sharded", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_what_fsdp_has_saved_is_exported_whole(tmp_path: Path, is_sharded: bool) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        accelerator = Accelerator(strategy="fsdp", project_dir=tmp_path)
+        model = accelerator.prepare(nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)))
+        accelerator._states._saver._sharded = is_sharded
+        accelerator.register_for_checkpointing(torch.Generator())
+        accelerator.save_state()
+        assert model is not None
+
+    PROCESSES_2.run(body)
+    assert (tmp_path / "checkpoints/checkpoint_0/shards").exists() == is_sharded
+    assert main(["checkpoint", "export", str(tmp_path / "checkpoints"), str(tmp_path / "model.pt")]) == 0
+    torch.manual_seed(0)
+    expected = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)).state_dict()
+    torch.testing.assert_close(torch.load(tmp_path / "model.pt"), dict(expected), rtol=0, atol=0)
+
+
+def test_what_cannot_be_exported_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(*arguments: str) -> str:
+        assert main(["checkpoint", "export", str(tmp_path / "one"), str(tmp_path / "out"), *arguments]) == 1
+        assert not (tmp_path / "out").exists()
+        return capsys.readouterr().err
+
+    assert "there is no checkpoint at" in refused()
+    model = nn.Linear(2, 2)
+    save(tmp_path / "one", model=model, second=nn.Linear(1, 1), optimizer=torch.optim.SGD(model.parameters()))
+    assert "holds 2 models; say which object is meant: model, second, optimizer" in refused()
+    assert "has no 'third' with one state; it holds model, second, optimizer" in refused("--object", "third")
+    pytest.importorskip("safetensors")
+    assert "safetensors hold tensors only" in refused("--object", "optimizer", "--format", "safetensors")
+
+
+def test_show_lists_them_and_finds_the_damaged_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in (1, 2):
+        save(tmp_path / f"checkpoint_{number}", step=number, model=nn.Linear(2, 2))
+    assert main(["checkpoint", "show", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "checkpoint_1  step 1, by 1 ranks" in shown
+    assert "model            model (Linear)" in shown
+    file = tmp_path / "checkpoint_2" / "state.pt"
+    data = bytearray(file.read_bytes())
+    data[random.Random(0).randrange(len(data))] ^= 1
+    file.write_bytes(data)
+    assert main(["checkpoint", "show", str(tmp_path)]) == 1
+    assert "damaged: " in capsys.readouterr().out

@@ -1,0 +1,259 @@
+"""A save that is killed, or that the disk fails, at any of its file operations leaves a whole checkpoint."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from file_faults import (
+    PowerCuts,
+    at_each_operation,
+    count_operations,
+    fail_at,
+    in_child,
+    kill_at,
+    write_tree,
+)
+
+from unisono.checkpoint.checkpointer import Checkpointer, load, save
+from unisono.errors import CheckpointError, NoCheckpointError
+from unisono.outcome import Outcome
+
+
+class Counted:
+    """A number, and a tensor full of it."""
+
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number, "values": torch.full((5000,), self.number)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert torch.equal(state["values"], torch.full((5000,), state["number"])), "a mixture of two"
+        self.number = state["number"]
+
+
+def save_numbered(root: Path, number: int, keep: int | None = 2) -> None:
+    checkpointer = Checkpointer(root, keep, is_async=False, counted=Counted(number))
+    checkpointer.num_steps = number
+    checkpointer.save()
+
+
+def save_best(root: Path, number: int) -> None:
+    save(root / "best", counted=Counted(number))
+
+
+def loaded(path: Path) -> int:
+    counted = Counted(-1)
+    load(path, counted=counted)
+    return counted.number
+
+
+WAYS = pytest.mark.parametrize(("way", "place"), [(save_numbered, "."), (save_best, "best")], ids=["numbered", "best"])
+EVERY = pytest.mark.parametrize("every", [12, pytest.param(1, marks=pytest.mark.slow)])
+Way = Callable[[Path, int], None]
+
+
+def each_killed(root: Path, way: Way, number: int, every: int) -> Iterator[Path]:
+    """Copies of the directory, in each of which a save was killed at another one of its file operations."""
+    counted = Path(shutil.copytree(root, root.with_name("count")))
+    operations = count_operations(lambda: way(counted, number))
+    assert operations > 20
+    for at in range(1, operations + 1, every):
+        copied = Path(shutil.copytree(root, root.with_name(f"killed-{at}")))
+
+        def killed(copied: Path = copied, at: int = at) -> None:
+            with at_each_operation(kill_at(at)):
+                way(copied, number)
+
+        assert in_child(killed) == -signal.SIGKILL
+        yield copied
+        shutil.rmtree(copied)
+
+
+@WAYS
+@EVERY
+def test_a_kill_at_a_file_operation_leaves_the_one_before_or_the_new_one(
+    tmp_path: Path, way: Way, place: str, every: int
+) -> None:
+    for before in (1, 2):
+        way(tmp_path / "root", before)
+    taken = []
+    for root in each_killed(tmp_path / "root", way, 3, every):
+        taken.append(loaded(root / place))
+        way(root, 4)
+        assert loaded(root / place) == 4
+        assert not list(root.glob(".*")), "wrecks are cleared away"
+    assert taken == sorted(taken), "once it is there, it is there"
+    assert set(taken) == {2, 3}
+
+
+@pytest.mark.slow
+def test_a_kill_in_the_first_save_leaves_none_or_a_whole_one(tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir()
+    found = []
+    for root in each_killed(tmp_path / "root", save_numbered, 1, every=2):
+        taken = load(root, must_exist=False, counted=Counted())
+        found.append(0 if taken is None else loaded(root))
+        if taken is None:
+            with pytest.raises(NoCheckpointError, match="there is no checkpoint at"):
+                loaded(root)
+    assert found == sorted(found)
+    assert set(found) == {0, 1}
+
+
+@WAYS
+def test_a_power_cut_after_any_file_operation_leaves_the_one_before_or_the_new_one(
+    tmp_path: Path, way: Way, place: str
+) -> None:
+    for before in (1, 2):
+        way(tmp_path / "root", before)
+    cuts = PowerCuts(tmp_path / "root")
+    with at_each_operation(cuts.act):
+        way(tmp_path / "root", 3)
+    found = []
+    for number, tree in enumerate(cuts.states):
+        write_tree(tmp_path / f"cut-{number}", tree)
+        found.append(loaded(tmp_path / f"cut-{number}" / place))
+    assert len(found) > 10
+    assert set(found) == {2, 3}
+    assert found[0] == 2
+    assert found[-1] == 3
+
+
+@pytest.mark.slow
+def test_kills_at_random_moments_leave_a_whole_checkpoint(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    last = 0
+    for _ in range(40):
+        ready, told = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                number = last
+                while True:
+                    number += 1
+                    save_numbered(tmp_path, number)
+                    os.write(told, number.to_bytes(4))
+            finally:
+                os._exit(1)
+        os.close(told)
+        first = int.from_bytes(os.read(ready, 4))
+        signal.sigtimedwait([], draw.random() * 0.02)  # a moment that nothing marks
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        done = first
+        while word := os.read(ready, 4):
+            done = int.from_bytes(word)
+        os.close(ready)
+        last = loaded(tmp_path)
+        assert done <= last <= done + 1
+
+
+@WAYS
+def test_an_error_of_the_disk_is_raised_and_what_was_there_still_loads(tmp_path: Path, way: Way, place: str) -> None:
+    way(tmp_path / "count", 1)
+    operations = count_operations(lambda: way(tmp_path / "count", 2))
+    for number in range(1, operations + 1, 11):
+        root = tmp_path / str(number)
+        way(root, 1)
+        with at_each_operation(fail_at(number, errno.ENOSPC)):
+            error = Outcome.capture(way, root, 2).error
+        if error is None:
+            assert loaded(root / place) == 2, "what failed was only to clear away"
+        else:
+            assert isinstance(error, OSError)
+            assert error.errno == errno.ENOSPC
+            assert loaded(root / place) in (1, 2)
+        way(root, 3)
+        assert loaded(root / place) == 3
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system takes root")
+def test_a_full_disk_is_an_error_and_leaves_what_was_there(tmp_path: Path) -> None:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", tmp_path], capture_output=True).returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        number = 0
+        with pytest.raises(OSError, match="No space left on device"):
+            while True:
+                save_numbered(tmp_path, number + 1, keep=None)
+                number += 1
+        assert loaded(tmp_path) == number > 1
+        assert not list(tmp_path.glob(".*")), "it gives back what it has taken"
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_a_directory_that_may_not_be_written_is_an_error_that_names_it(tmp_path: Path) -> None:
+    save_numbered(tmp_path, 1)
+    tmp_path.chmod(0o555)
+
+    def refused() -> None:
+        if os.geteuid() == 0:
+            os.setuid(65534)
+        with pytest.raises(PermissionError, match="saving-checkpoint_2"):
+            save_numbered(tmp_path, 2)
+
+    closed = [each for each in tmp_path.parents if not each.stat().st_mode & 0o001]  # to whom is not the owner
+    for each in closed:
+        each.chmod(each.stat().st_mode | 0o011)
+    try:
+        assert in_child(refused) == 0
+        assert loaded(tmp_path) == 1
+    finally:
+        for each in closed:
+            each.chmod(each.stat().st_mode & ~0o011)
+        tmp_path.chmod(0o755)
+
+
+def damage(path: Path, draw: random.Random, how: str) -> None:
+    data = bytearray(path.read_bytes())
+    if how == "flip":
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+    elif how == "cut":
+        del data[draw.randrange(len(data)) :]
+    path.unlink()
+    if how != "gone":
+        path.write_bytes(data)
+
+
+@pytest.mark.parametrize("how", ["flip", "cut", "gone"])
+@pytest.mark.parametrize("file", ["state.pt", "manifest.json"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
+    tmp_path: Path, how: str, file: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    draw = random.Random(1)
+    for number in range(1, 9):
+        save_numbered(tmp_path, number, keep=2)
+        caplog.clear()
+        if number > 1:
+            damage(tmp_path / f"checkpoint_{number}" / file, draw, how)
+            assert loaded(tmp_path) == number - 1
+            told = [each.getMessage() for each in caplog.records]
+            assert f"checkpoint_{number}" in told[0]
+            assert file in told[0]
+            assert f"checkpoint_{number - 1}, of step {number - 1}" in told[1]
+            with pytest.raises(CheckpointError, match=f"checkpoint_{number}.*{file}"):
+                loaded(tmp_path / f"checkpoint_{number}")
+            save_numbered(tmp_path, number, keep=2)
+
+
+def test_where_all_are_damaged_each_is_named(tmp_path: Path) -> None:
+    for number in (1, 2):
+        save_numbered(tmp_path, number)
+        damage(tmp_path / f"checkpoint_{number}" / "state.pt", random.Random(0), "cut")
+    with pytest.raises(CheckpointError, match=r"is whole: .*checkpoint_2: state.pt has \d+ bytes .*checkpoint_1"):
+        loaded(tmp_path)
+    with pytest.raises(CheckpointError, match="is whole"):
+        load(tmp_path, must_exist=False, counted=Counted())

@@ -1,0 +1,233 @@
+"""A resumed run is the run that was never stopped: the same bits on as many ranks, each sample once on any number."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_4, Mode
+from resumable import EPOCHS, SAMPLES, Ledger, Points, Run, assert_each_once, leave_after
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from unisono import Accelerator, current_world, should_stop, spawn
+from unisono.errors import StoppedError, WorkerDiedError
+
+PROCESSES_4 = Mode("processes", 4)
+EXACTLY = {"rtol": 0, "atol": 0}
+
+
+def first(results: list) -> tuple:
+    return results[0]
+
+
+@pytest.mark.parametrize(
+    ("mode", "strategy", "batches", "accumulates"),
+    [
+        (SOLO, "ddp", 5, 1),
+        (THREADS_2, "ddp", 2, 3),
+        pytest.param(PROCESSES_2, "ddp", 6, 3, marks=pytest.mark.slow),
+        pytest.param(THREADS_4, "ddp", 7, 1, marks=pytest.mark.slow),
+        pytest.param(PROCESSES_4, "ddp", 2, 1, marks=pytest.mark.slow),
+        pytest.param(PROCESSES_2, "zero1", 6, 3, marks=pytest.mark.slow),
+        pytest.param(PROCESSES_2, "fsdp", 3, 3, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_on_as_many_ranks_the_bits_are_the_same(
+    tmp_path: Path, mode: Mode, strategy: str, batches: int, accumulates: int
+) -> None:
+    common = {"strategy": strategy, "dropout": 0.5, "workers": 1, "accumulates": accumulates}
+    weights, ledger = first(mode.run(Run(tmp_path / "whole", **common)))
+    mode.run(Run(tmp_path / "parts", **common, after=leave_after(batches, is_async=True)))
+    resumed, own = first(mode.run(Run(tmp_path / "parts", **common)))
+    assert_each_once(own)
+    assert own.losses == ledger.losses
+    torch.testing.assert_close(resumed, weights, **EXACTLY)
+
+
+@pytest.mark.parametrize(
+    ("mode", "strategy", "then", "to", "accumulates"),
+    [
+        (SOLO, "ddp", THREADS_4, "ddp", 3),
+        (THREADS_4, "ddp", SOLO, "ddp", 1),
+        (PROCESSES_2, "fsdp", THREADS_2, "ddp", 3),
+        pytest.param(THREADS_4, "ddp", Mode("threads", 8), "ddp", 1, marks=pytest.mark.slow),
+        pytest.param(PROCESSES_4, "ddp", PROCESSES_2, "zero1", 1, marks=pytest.mark.slow),
+        pytest.param(PROCESSES_2, "zero1", PROCESSES_2, "fsdp", 3, marks=pytest.mark.slow),
+        pytest.param(PROCESSES_4, "ddp", Mode("processes", 8), "ddp", 3, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_on_another_number_of_ranks_each_sample_counts_once_and_the_losses_agree(
+    tmp_path: Path, mode: Mode, strategy: str, then: Mode, to: str, accumulates: int
+) -> None:
+    weights, ledger = first(SOLO.run(Run(tmp_path / "whole", accumulates=accumulates)))
+    mode.run(Run(tmp_path / "parts", strategy, accumulates=accumulates, workers=0, after=leave_after(2)))
+    resumed, own = first(then.run(Run(tmp_path / "parts", to, accumulates=accumulates)))
+    assert_each_once(own)
+    torch.testing.assert_close(torch.tensor(own.losses), torch.tensor(ledger.losses), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(resumed, weights, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_parts_that_all_ranks_write_are_the_same_checkpoint(tmp_path: Path, strategy: str) -> None:
+    def after(accelerator: Accelerator, count: int) -> bool:
+        if count == 2:
+            accelerator._states._saver._sharded = True
+            accelerator.save_state(is_async=True)
+        return count == 2
+
+    weights, _ = first(SOLO.run(Run(tmp_path / "whole", accumulates=3)))
+    PROCESSES_2.run(Run(tmp_path / "parts", strategy, accumulates=3, after=after))
+    assert len(list((tmp_path / "parts/checkpoints/checkpoint_0/shards").glob("*.distcp"))) == 2
+    resumed, own = first(SOLO.run(Run(tmp_path / "parts", accumulates=3)))
+    assert_each_once(own)
+    torch.testing.assert_close(resumed, weights, rtol=1e-9, atol=1e-12)
+
+
+def killed_at(batches: int, rank: int) -> Callable[[Accelerator, int], None]:
+    """Save behind each second batch; that rank dies of SIGKILL behind the given one of its first life."""
+
+    def after(accelerator: Accelerator, count: int) -> None:
+        if count % 2 == 0:
+            accelerator.save_state(is_async=True)
+        if count == batches and current_world().restart_count == 0 and current_world().rank == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return after
+
+
+@pytest.mark.parametrize(
+    ("ranks", "batches", "rank"),
+    [(2, 5, 1), pytest.param(4, 3, 0, marks=pytest.mark.slow), pytest.param(4, 7, 2, marks=pytest.mark.slow)],
+)
+def test_a_worker_that_is_killed_costs_no_bit_when_the_group_is_restarted(
+    tmp_path: Path, ranks: int, batches: int, rank: int
+) -> None:
+    common = {"dropout": 0.5, "workers": 1}
+    weights, ledger = first(Mode("processes", ranks).run(Run(tmp_path / "whole", **common)))
+    run = Run(tmp_path / "parts", **common, after=killed_at(batches, rank))
+    with pytest.raises(WorkerDiedError, match="SIGKILL"):
+        spawn(lambda _: run(), nprocs=ranks, num_threads=1)
+    resumed, own = spawn(lambda _: run(), nprocs=ranks, num_threads=1, max_restarts=1)[0]
+    assert_each_once(own)
+    assert own.losses == ledger.losses
+    torch.testing.assert_close(resumed, weights, **EXACTLY)
+
+
+LIVES = 4
+
+
+class Number:
+    """Counts the saves."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+def live(index: int, root: Path) -> int:
+    """Save the next numbers, by all ranks at once, until a random moment kills one of them; not so in the last life."""
+    life = current_world().restart_count
+    draw = random.Random(life)
+    accelerator = Accelerator(strategy="fsdp", project_dir=root, total_limit=2)
+    accelerator._states._saver._sharded = True
+    model, number = accelerator.prepare(nn.Linear(300, 300)), Number()
+    accelerator.register_for_checkpointing(number)
+    if accelerator.load_state(must_exist=False) is not None:
+        whole = accelerator.state_dict(model)
+        assert all(bool((each == number.value).all()) for each in whole.values()), "a mixture of two saves"
+    killed, after_s = draw.randrange(2), 0.3 * draw.random()
+    for saved in range(1000 if life < LIVES else 2):
+        number.value += 1
+        with torch.no_grad():
+            for each in model.parameters():
+                each.fill_(number.value)
+        accelerator.save_state(is_async=saved > 0)
+        if life < LIVES and index == killed and not saved:  # the first one has imported what takes long
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, after_s + 0.001)
+    accelerator.end_training()
+    return number.value
+
+
+@pytest.mark.slow
+def test_kills_at_random_moments_leave_a_whole_checkpoint_of_what_all_ranks_write(tmp_path: Path) -> None:
+    first, second = spawn(live, args=(tmp_path,), nprocs=2, num_threads=1, max_restarts=LIVES)
+    assert first == second > LIVES
+
+
+def evaluate(index: int, path: Path, stops: bool) -> tuple[list[int], list[int]]:
+    """Train and evaluate for two epochs, counting; SIGTERM comes in the second evaluation, and a checkpoint is made."""
+    should_stop()
+    torch.manual_seed(0)
+    accelerator, seen = Accelerator(seed=0, project_dir=path), Ledger()
+    model = nn.Linear(6, 1).double()
+    loaders = [DataLoader(Points(False), 12, shuffle=True, num_workers=1), DataLoader(Points(False), 12, num_workers=1)]
+    model, optimizer, loader, tests = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), *loaders)
+    trained = Ledger()
+    accelerator.register_for_checkpointing(seen, trained)
+    accelerator.load_state(must_exist=False)
+    while tests.epoch < EPOCHS:
+        if loader.epoch == tests.epoch:
+            epoch = loader.epoch
+            for points, targets, numbers in loader:
+                optimizer.zero_grad()
+                F.mse_loss(model(points), targets).backward()
+                optimizer.step()
+                trained.seen[epoch] += accelerator.gather_for_metrics(numbers).tolist()
+        epoch = tests.epoch
+        for step, (_, _, numbers) in enumerate(tests):
+            seen.seen[epoch] += accelerator.gather_for_metrics(numbers).tolist()
+            if stops and (epoch, step, index) == (1, 1, 1):
+                os.kill(os.getpid(), signal.SIGTERM)
+            if should_stop():
+                accelerator.save_state()
+                return seen.seen, trained.seen
+    return seen.seen, trained.seen
+
+
+@pytest.mark.slow
+def test_a_run_that_is_asked_to_stop_while_it_evaluates_goes_on_there(tmp_path: Path) -> None:
+    with pytest.raises(StoppedError) as stopped:
+        spawn(evaluate, args=(tmp_path, True), nprocs=2, num_threads=1)
+    seen, _ = stopped.value.results[0]
+    assert len(seen[0]) == SAMPLES > len(seen[1]) > 0
+    found = spawn(evaluate, args=(tmp_path, False), nprocs=2, num_threads=1)
+    for each in found[0]:
+        assert [sorted(numbers) for numbers in each] == [list(range(SAMPLES))] * EPOCHS
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+def test_sigterm_to_a_worker_ends_all_with_one_checkpoint_from_which_they_go_on(tmp_path: Path) -> None:
+    def after(accelerator: Accelerator, count: int) -> bool:
+        if count == 3 and accelerator.process_index == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if is_over := should_stop():
+            accelerator.save_state()
+        return is_over
+
+    weights, ledger = first(PROCESSES_2.run(Run(tmp_path / "whole", dropout=0.5)))
+    run = Run(tmp_path / "parts", dropout=0.5, after=after)
+    should = lambda _: (should_stop(), run())[1]  # noqa: E731
+    with pytest.raises(StoppedError) as stopped:
+        spawn(should, nprocs=2, num_threads=1)
+    _, left = stopped.value.results[0]
+    assert 3 <= len(left.losses) <= 4
+    resumed, own = first(PROCESSES_2.run(Run(tmp_path / "parts", dropout=0.5)))
+    assert_each_once(own, EPOCHS)
+    assert own.losses == ledger.losses
+    torch.testing.assert_close(resumed, weights, **EXACTLY)

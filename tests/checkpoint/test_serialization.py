@@ -1,0 +1,121 @@
+"""Objects as bytes: what went in comes out, and wrong bytes are told so."""
+
+from __future__ import annotations
+
+import collections
+import math
+import struct
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from unisono.checkpoint.serialization import deserialize, serialize
+from unisono.errors import CheckpointError, CheckpointVersionError, DamagedCheckpointError
+
+DTYPES = [
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool),
+    *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.float8_e4m3fn),
+]
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        same = a.dtype == b.dtype and a.shape == b.shape and a.requires_grad == b.requires_grad and type(a) is type(b)
+        return same and torch.equal(
+            a.float() if a.dtype.itemsize == 1 else a, b.float() if b.dtype.itemsize == 1 else b
+        )
+    if isinstance(a, dict):
+        return type(a) is type(b) and list(a) == list(b) and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
+    return type(a) is type(b) and (a == b or (a != a and b != b))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)], ids=str)
+def test_a_tensor_of_any_type_and_shape_comes_back(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = (torch.rand(shape) * 3).to(dtype)
+    assert equal(tensor, deserialize(serialize(tensor)))
+
+
+def test_containers_keep_their_types_order_and_sharing() -> None:
+    shared = torch.randn(3, requires_grad=True)
+    value = {
+        "b": [1, -(2**80), 2.5, math.inf, math.nan, True, None, "ü\n", b"\0\xff", bytearray(b"x"), 1 - 2j],
+        "a": ((shared,), Pair(shared, nn.Parameter(torch.ones(2), requires_grad=False))),
+        3: collections.OrderedDict([(("k", 1), {1, 2}), (None, frozenset({"x"}))]),
+        "torch": [torch.float16, torch.Size([1, 2]), torch.device("cpu")],
+        "strided": torch.arange(12.0).reshape(3, 4).T[::2],
+    }
+    found = deserialize(serialize(value))
+    assert equal(found, value)
+    assert found["a"][0][0] is found["a"][1].first
+    assert found["a"][1].first.is_leaf
+
+
+def test_a_module_is_its_state() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    again = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    again.load_state_dict(deserialize(serialize({"model": model}))["model"])
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+
+
+def test_tensors_are_made_on_the_device_that_is_asked_for() -> None:
+    data = serialize(torch.ones(2))
+    assert deserialize(data).device.type == "cpu"
+    assert deserialize(data, device="meta").device.type == "meta"
+    assert deserialize(data, device=None).device.type == "cpu"
+    with pytest.raises(CheckpointError, match="cannot be made on cuda:97"):
+        deserialize(data, device="cuda:97")
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ([object()], r"the object\[0\] is a builtins.object"),
+        ({"a": {"b": len}}, r"the object\['a'\]\['b'\] is a builtins.builtin"),
+        (torch.eye(2).to_sparse(), "layout torch.sparse_coo.*to_dense"),
+    ],
+)
+def test_what_cannot_be_serialized_is_named_with_its_place(value: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        serialize(value)
+
+
+def test_what_contains_itself_is_refused() -> None:
+    value: list[Any] = []
+    value.append(value)
+    with pytest.raises(TypeError, match="contains itself"):
+        serialize(value)
+
+
+def test_every_flipped_bit_and_every_cut_is_noticed() -> None:
+    data = serialize({"a": torch.arange(5), "b": [1.5]})
+    for place in range(len(data) * 8):
+        wrong = bytearray(data)
+        wrong[place // 8] ^= 1 << place % 8
+        with pytest.raises((DamagedCheckpointError, CheckpointVersionError)):
+            deserialize(wrong)
+    for length in range(len(data)):
+        with pytest.raises(DamagedCheckpointError):
+            deserialize(data[:length])
+    with pytest.raises(DamagedCheckpointError, match="bytes, and these are"):
+        deserialize(data + b"\0")
+
+
+def test_wrong_bytes_and_newer_ones_are_told_apart() -> None:
+    with pytest.raises(DamagedCheckpointError, match="do not begin with UNISONO"):
+        deserialize(b"something else that is long enough")
+    with pytest.raises(TypeError, match="is a str; pass the bytes"):
+        deserialize("text")
+    newer = bytearray(serialize(None))
+    newer[7:8] = struct.pack("B", 2)
+    with pytest.raises(CheckpointVersionError, match="version 2 of the format"):
+        deserialize(newer)

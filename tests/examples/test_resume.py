@@ -1,0 +1,38 @@
+"""The example that survives: killed by SIGTERM in mid-epoch, it goes on from there on another number of devices."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import sklearn.datasets  # noqa: F401 - here, since it sets environment variables
+import warm_scripts
+
+SCRIPT = Path(__file__).parent.parent.parent / "examples" / "resume.py"
+
+
+def test_it_has_fewer_than_60_lines() -> None:
+    assert len(SCRIPT.read_text().splitlines()) < 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL], ids=str)
+def test_a_run_that_is_ended_goes_on_to_the_end_on_another_number_of_devices(tmp_path: Path, signum: int) -> None:
+    def arguments(devices: int, epochs: int) -> list[str]:
+        return ["--devices", str(devices), "--directory", str(tmp_path), "--epochs", str(epochs), "--backend", "cpu"]
+
+    checkpoints = tmp_path / "checkpoints"
+    with warm_scripts.run(SCRIPT, *arguments(2, 200)) as script:
+        while script.poll() is None and not (checkpoints / "latest").exists():
+            signal.sigtimedwait([], 0.01)
+        script.send_signal(signum)
+        code = script.wait(60)
+        output = script.communicate(60)
+    assert code in (143, -signum), output
+    saved = int((checkpoints / "latest").read_text().rpartition("_")[2])
+    code, output, errors = warm_scripts.complete(SCRIPT, *arguments(1, 6))
+    assert code == 0, errors
+    assert re.search(r"test accuracy \d\d\.\d\d%", output)
+    assert int((checkpoints / "latest").read_text().rpartition("_")[2]) > saved

@@ -1,0 +1,8 @@
+"""Checkpoints, of which a kill at any moment leaves a good one, for any number of devices; and objects as bytes."""
+
+from unisono.checkpoint.checkpointer import Checkpointer as Checkpointer
+from unisono.checkpoint.checkpointer import load as load
+from unisono.checkpoint.checkpointer import save as save
+from unisono.checkpoint.saver import Loaded as Loaded
+from unisono.checkpoint.serialization import deserialize as deserialize
+from unisono.checkpoint.serialization import serialize as serialize

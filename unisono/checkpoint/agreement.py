@@ -1,0 +1,85 @@
+"""What ranks agree on before a checkpoint is written, and after it is read.
+
+*Threads:* the ranks' own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unisono.checkpoint.directory import Place, check_place, find
+from unisono.checkpoint.manifest import Manifest
+from unisono.checkpoint.remote import Location, score_at
+from unisono.checkpoint.writing import Writer
+from unisono.errors import CheckpointError, CollectiveMismatchError
+from unisono.outcome import Outcome
+from unisono.world import World
+
+
+def agreed(ask: Callable[[], Any], world: World) -> Any:
+    """What rank zero finds, on all ranks; or the error, on all of them."""
+    outcome: Outcome[Any] = Outcome.capture(ask) if world.rank == 0 else Outcome()
+    if outcome.error is not None and not isinstance(outcome.error, Exception):
+        raise outcome.error
+    found, error = world.comm.broadcast_object((outcome.value, outcome.error))
+    if error is not None:
+        raise outcome.error or error
+    return found if world.rank else outcome.value
+
+
+def taken_failure(writer: Writer) -> BaseException | None:
+    """What an earlier save has failed with, for all ranks to raise."""
+    failure, writer.failure = writer.failure, None
+    return failure
+
+
+def check_ranks(ranks: Sequence[Mapping[str, Any]]) -> None:
+    """Raise what an earlier save has failed with on any rank; refuse ranks that stand at different steps.
+
+    Raises:
+        CollectiveMismatchError: they do.
+    """
+    for each in ranks:
+        if each["failure"] is not None:
+            raise each["failure"]
+    steps = [each["step"] for each in ranks]
+    if len(set(steps)) > 1:
+        raise CollectiveMismatchError(
+            f"the ranks stand at different steps: {steps}, by rank; save after the same step on all of them"
+        )
+
+
+def chosen_place(place: Place | Callable[[], Place], score: float | None) -> Place | None:
+    """Where the checkpoint goes; None where the one there has as good a score."""
+    chosen = place() if callable(place) else place
+    if isinstance(chosen.path, Path):
+        check_place(chosen)
+    if score is None:
+        return chosen
+    known = _score_at(chosen.path)
+    return chosen if score == score and (known is None or score > known) else None
+
+
+def _score_at(path: Location) -> float | None:
+    if not isinstance(path, Path):
+        return score_at(path)
+    try:
+        return find(path)[1].score
+    except CheckpointError:
+        return None
+
+
+def new_manifest(step: int, score: float | None, world: World, kinds: dict[str, list[str]]) -> Manifest:
+    """But for its files."""
+    versions = {"torch": str(torch.__version__)}
+    try:
+        versions["unisono"] = version("unisono")
+    except PackageNotFoundError:
+        versions["unisono"] = ""
+    return Manifest(step, score, world.world_size, time.time(), kinds, versions)

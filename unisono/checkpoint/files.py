@@ -1,0 +1,158 @@
+"""Files that are there after a crash, or not there at all: written, synced and renamed by single operations.
+
+*Threads:* any; nothing is shared.
+
+Invariants:
+1. What `write_file` and `CheckedFile.close` have returned from is on the disk; its name is after `sync_directory`.
+2. A directory goes away by a rename first: nobody finds half of it under its own name.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+_PIECE = 1 << 22  # bytes read at once
+
+
+class Checksum(NamedTuple):
+    """Of a file's contents.
+
+    Attributes:
+        size: in bytes.
+        crc: its CRC-32.
+    """
+
+    size: int = 0
+    crc: int = 0
+
+    def of_more(self, data: bytes | memoryview) -> Checksum:
+        """With these bytes behind those before."""
+        return Checksum(self.size + len(data), zlib.crc32(data, self.crc))
+
+
+class CheckedFile:
+    """A new file that counts its checksum as it is written; a context manager. What `torch.save` needs of a file.
+
+    Attributes:
+        checksum: of what was written.
+        failure: the first error of the system.
+
+    Raises:
+        OSError: as `os.open`, `os.write` and `os.fsync`; the file is there already.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.checksum = Checksum()
+        self.failure: OSError | None = None
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Write all of it."""
+        rest = memoryview(data).cast("B")
+        self.checksum = self.checksum.of_more(rest)
+        size = len(rest)
+        try:
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+        except OSError as error:
+            self.failure = self.failure or error
+            raise
+        return size
+
+    def flush(self) -> None:
+        """Nothing waits here."""
+
+    def close(self) -> None:
+        """Return when the disk has it."""
+        file, self._file = self._file, -1
+        if file >= 0:
+            try:
+                os.fsync(file)
+            finally:
+                os.close(file)
+
+    def __enter__(self) -> CheckedFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        elif self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def write_file(path: Path, data: bytes) -> Checksum:
+    """A new file with that content, on the disk."""
+    with CheckedFile(path) as file:
+        file.write(data)
+    return file.checksum
+
+
+def write_tensors(path: Path, value: Any) -> Checksum:
+    """A new file, as `torch.save` writes it, on the disk."""
+    with CheckedFile(path) as file:
+        try:
+            torch.save(value, file)  # type: ignore[arg-type] # it writes, and that is all that is asked
+        except RuntimeError as error:
+            raise file.failure or error from None  # torch's own is of what it could not clear up then
+    return file.checksum
+
+
+def replace_file(path: Path, data: bytes, mark: str) -> None:
+    """Put that content in the place of the file's, in one moment.
+
+    Args:
+        mark: in the name of the file that takes its place.
+    """
+    new = path.with_name(f".{path.name}-{mark}")
+    write_file(new, data)
+    os.replace(new, path)
+    sync_directory(path.parent)
+
+
+def make_directories(path: Path) -> None:
+    """The directory with its parents, each known to the disk."""
+    if path.is_dir():
+        return
+    make_directories(path.parent)
+    try:
+        os.mkdir(path)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Return when the disk has the names in the directory."""
+    directory = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def checksum_of(path: Path) -> Checksum:
+    """Of a file that is there; all of it is read."""
+    checksum = Checksum()
+    with path.open("rb", buffering=0) as file:
+        buffer = memoryview(bytearray(_PIECE))
+        while count := file.readinto(buffer):
+            checksum = checksum.of_more(buffer[:count])
+    return checksum
+
+
+def remove_directory(path: Path, mark: str) -> None:
+    """Remove it with all that is in it; first its name, in one moment."""
+    gone = path if path.name.startswith(".") else path.with_name(f".removing-{path.name}-{mark}")
+    if gone != path:
+        os.rename(path, gone)
+        sync_directory(path.parent)
+    shutil.rmtree(gone)

@@ -1,0 +1,107 @@
+"""The random generators of a rank, in a checkpoint: python's, numpy's, torch's, and that of the device.
+
+On threads, torch's is the replica's own; python's and numpy's belong to the process, and rank zero's count.
+
+*Threads:* the rank's own.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from unisono.comm.operations import name_ranks
+from unisono.randomness import seed_of
+from unisono.world import World
+
+logger = logging.getLogger(__name__)
+
+
+def generator_states(world: World) -> dict[str, Any]:
+    """Where this rank's generators stand: plain data."""
+    version, words, gauss = random.getstate()
+    states: dict[str, Any] = {
+        "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
+        "torch": torch.get_rng_state(),
+    }
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, *place = numpy.random.get_state()
+        states["numpy"] = [kind, torch.tensor(keys.astype("int64")), *map(float, place)]
+    if world.backend.seeded_state(0, world.device) is not None:
+        states["device"] = [world.device.type, world.backend.rng_state(world.device)]
+    return states
+
+
+def keep_device_generator(states: Mapping[str, Any], world: World) -> None:
+    """Let a lazy device draw as if nothing had been saved: each graph that runs changes its seed."""
+    if world.backend.is_lazy and "device" in states:
+        world.backend.set_rng_state(states["device"][1], world.device)
+
+
+def restore_generators(saved: Sequence[Mapping[str, Any]], world: World) -> None:
+    """Let this rank's generators go on where the saved rank's of the same number stood.
+
+    On another number of ranks that is not the same run any more: a log line says which generators begin anew, or are
+    left out.
+    """
+    if len(saved) != world.world_size and world.rank == 0:
+        logger.warning("%s", _changed(len(saved), world.world_size))
+    if world.rank < len(saved):
+        _restore(saved[world.rank], world)
+        return
+    seed = seed_of("resumed", zlib.crc32(bytes(saved[0]["torch"].tolist())), world.rank)
+    if _owns_process(world):
+        random.seed(seed)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed(seed & 0xFFFFFFFF)
+    _seed_torch(seed, world)
+
+
+def _changed(saved: int, now: int) -> str:
+    text = f"saved by {saved} ranks, loaded by {now}: what is drawn at random (dropout) will differ from there on; "
+    if now > saved:
+        return text + f"the random generators of {name_ranks(range(saved, now))} begin with new seeds"
+    return text + f"those of {name_ranks(range(now, saved))} are left out"
+
+
+def _restore(states: Mapping[str, Any], world: World) -> None:
+    if _owns_process(world):
+        version, words, gauss = states["python"]
+        random.setstate((version, tuple(words.tolist()), gauss))
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and "numpy" in states:
+            kind, keys, place, has_gauss, cached = states["numpy"]
+            numpy.random.set_state((kind, keys.numpy().astype("uint32"), int(place), int(has_gauss), cached))
+    torch.set_rng_state(states["torch"])
+    if "device" in states and states["device"][0] == world.device.type:
+        world.backend.set_rng_state(states["device"][1], world.device)
+    elif "device" in states or world.backend.seeded_state(0, world.device) is not None:
+        if world.rank == 0:
+            saved = states["device"][0] if "device" in states else "a device that draws from torch's"
+            logger.warning(
+                "saved on %s, loaded on %s: the devices' random generators are not the same, and begin with new seeds",
+                saved,
+                world.device.type,
+            )
+        seed = seed_of("resumed", zlib.crc32(bytes(states["torch"].tolist())), world.rank)
+        if (state := world.backend.seeded_state(seed, world.device)) is not None:
+            world.backend.set_rng_state(state, world.device)
+
+
+def _seed_torch(seed: int, world: World) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    torch.set_rng_state(generator.get_state())
+    if (state := world.backend.seeded_state(seed, world.device)) is not None:
+        world.backend.set_rng_state(state, world.device)
+
+
+def _owns_process(world: World) -> bool:
+    """Whether python's and numpy's generators are this rank's: of threads they are the first one's."""
+    return world.is_of_processes or world.local_rank == 0

@@ -1,0 +1,113 @@
+"""The gradients of a step that has begun, in a checkpoint: what its microbatches have left so far, and what they claim.
+
+Rank r holds the sum over its microbatches of part * scale * gradient, where the part has the number of ranks R in it
+(`parallel/ledger.py`), and the reduction divides by R. So what R ranks held is, on S ranks, their sum times S / R; rank
+zero gets it. On R ranks each gets its own, to the bit.
+
+*Threads:* the rank's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from unisono.deliveries import Batch, Loop
+from unisono.errors import CheckpointError
+from unisono.parallel.ledger import Claim, Ledger, Step
+from unisono.parallel.microbatches import Microbatches
+from unisono.parallel.strategies.engine import Begun, Engine
+from unisono.parallel.strategies.states import broadcast_entries, plain_name
+from unisono.world import World
+
+Held = dict[str, torch.Tensor]
+"""Gradients by "<place of the model>/<name of the parameter>"."""
+
+
+def claims_of(ledger: Ledger, engines: Sequence[Engine]) -> dict[str, Any] | None:
+    """The microbatches of the step that has begun; None between steps.
+
+    Raises:
+        CheckpointError: its gradients are reduced, and no optimizer has stepped on them.
+    """
+    step = ledger.step
+    if not step.is_open or not ledger.count:
+        return None
+    if any(each.is_reduced for each in engines) or step.is_full:
+        raise CheckpointError(
+            "save_state was called between the last backward() of a step and optimizer.step(): gradients that are "
+            "reduced are not saved; call it after optimizer.step(), or after one of the step's earlier microbatches"
+        )
+    claims = [
+        [each.samples, each.total, each.is_given, None if each.batch is None else each.batch.dealt]
+        for each in step.claims.values()
+    ]
+    return {"number": step.number, "claims": claims, "is_sum": ledger.is_sum}
+
+
+def held_gradients(engines: Sequence[Engine]) -> Held:
+    """This rank's. A collective under strategy "fsdp"."""
+    return {
+        f"{place}/{plain_name(engine.module, name)}": each.grad
+        for place, engine in enumerate(engines)
+        for name, each in engine.named_leaves().items()
+        if each.grad is not None
+    }
+
+
+def take_up_step(
+    saved: Sequence[Mapping[str, Any]],
+    held: Sequence[Mapping[str, torch.Tensor]] | None,
+    microbatches: Microbatches,
+    engines: Sequence[Engine],
+    world: World,
+) -> None:
+    """Go on in the midst of the step that was saved. A collective.
+
+    Args:
+        saved: what `claims_of` gave, of each rank that has saved.
+        held: their gradients, on rank zero; None on the others.
+    """
+    own = _shared_out(saved, held, world)
+    for place, engine in enumerate(engines):
+        for name, each in engine.named_leaves().items():
+            gradient = own.get(f"{place}/{plain_name(engine.module, name)}")
+            each.grad = None if gradient is None else gradient.to(each.device)
+    ledger = microbatches.ledger
+    ledger.step = _step(saved, world, ledger.is_sum)
+    microbatches.num_asked = 1
+    for engine in engines:
+        engine.take_up(Begun(ledger.step, ledger.count, 0))
+
+
+def _shared_out(
+    saved: Sequence[Any], held: Sequence[Mapping[str, torch.Tensor]] | None, world: World
+) -> dict[str, torch.Tensor]:
+    """This rank's part of the gradients."""
+    if len(saved) == world.world_size:
+        own: dict[str, torch.Tensor] = {}
+        for rank in range(world.world_size):
+            entries = dict(broadcast_entries(held[rank] if held is not None else {}, world))
+            own = entries if rank == world.rank else own
+        return own
+    world.comm.barrier()
+    if held is None:
+        return {}
+    factor = 1.0 if saved[0]["is_sum"] else world.world_size / len(saved)
+    names = dict.fromkeys(name for each in held for name in each)
+    return {name: sum(each[name] for each in held if name in each) * factor for name in names}  # type: ignore[misc]
+
+
+def _step(saved: Sequence[Mapping[str, Any]], world: World, is_sum: bool) -> Step:
+    """The step as it stood, with claims of this number of ranks."""
+    loop, is_same = Loop(), len(saved) == world.world_size
+    step = Step(saved[0]["number"])
+    for place, (_, total, is_given, dealt) in enumerate(saved[0]["claims"]):
+        samples = saved[world.rank]["claims"][place][0] if is_same else total * (world.rank == 0)
+        if dealt is None and not is_given and not is_same:  # of no loader: each rank's counted one
+            samples, total = 1, world.world_size
+        batch = None if dealt is None else Batch(loop, int(samples), int(total), 0, dealt=dealt)
+        step.claims[object()] = Claim(samples, total, batch, is_given)
+    return step

@@ -1,0 +1,105 @@
+"""The manifest: what a checkpoint consists of, and by which it is known to be whole.
+
+It is a file of JSON, written last: names, sizes and checksums of the other files, and facts for people and tools.
+It has a checksum of its own, so that a bit which flips in it is noticed, too.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from unisono.checkpoint.files import Checksum, checksum_of
+from unisono.errors import CheckpointVersionError, DamagedCheckpointError
+
+NAME = "manifest.json"
+FORMAT = "unisono checkpoint"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """
+    Attributes:
+        step: of the training, as the one who saved it counted.
+        score: by which the best checkpoint is kept; None without one.
+        world_size: how many ranks have saved it.
+        created: seconds since 1970.
+        objects: the kind and the class of each object in it, by name.
+        versions: of unisono and torch.
+        files: size and CRC-32 of each file, by its path in the checkpoint.
+    """
+
+    step: int
+    score: float | None
+    world_size: int
+    created: float
+    objects: Mapping[str, list[str]]
+    versions: Mapping[str, str]
+    files: Mapping[str, list[int]] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """What its file holds."""
+        known = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        return json.dumps({**known, "crc": _crc(known)}, indent=1).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, path: Path) -> Manifest:
+        """
+        Raises:
+            DamagedCheckpointError: it is none, or not what was written.
+            CheckpointVersionError: a newer unisono has written it.
+        """
+        try:
+            known = json.loads(data)
+            is_ours = isinstance(known, dict) and known.get("format") == FORMAT
+        except ValueError:
+            is_ours = False
+        if not is_ours or known.pop("crc", None) != _crc(known):
+            raise DamagedCheckpointError(f"{path}: its {NAME} is not what was written ({len(data)} bytes)")
+        if known["version"] != VERSION:
+            raise CheckpointVersionError(
+                f"{path} has version {known['version']} of the format, and this unisono reads version {VERSION}; it "
+                f"was written by unisono {known.get('versions', {}).get('unisono')}: load it with that one"
+            )
+        return cls(**{each.name: known[each.name] for each in fields(cls)})
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of the checkpoint at that path; its other files are not looked at.
+
+    Raises:
+        DamagedCheckpointError: there is none, or it cannot be read; CheckpointVersionError as for `from_bytes`.
+    """
+    try:
+        data = (path / NAME).read_bytes()
+    except OSError as error:
+        raise DamagedCheckpointError(f"{path} has no {NAME} that can be read ({error.strerror})") from error
+    return Manifest.from_bytes(data, path)
+
+
+def verify(path: Path) -> Manifest:
+    """Read the whole checkpoint, and compare it with its manifest.
+
+    Raises:
+        DamagedCheckpointError: it is not what was written; the message names the file. Or as for `read_manifest`.
+    """
+    manifest = read_manifest(path)
+    for name, (size, crc) in manifest.files.items():
+        try:
+            found = checksum_of(path / name)
+        except OSError as error:
+            raise DamagedCheckpointError(f"{path}: {name} cannot be read ({error.strerror})") from error
+        if found.size != size:
+            raise DamagedCheckpointError(f"{path}: {name} has {found.size} bytes of {size}")
+        if found != Checksum(size, crc):
+            raise DamagedCheckpointError(f"{path}: {name} has other contents than were written (its CRC-32 differs)")
+    return manifest
+
+
+def _crc(known: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(known, sort_keys=True).encode())

@@ -1,0 +1,122 @@
+"""The checkpoints of one Accelerator: all that it has prepared, what was registered, and where its loop stands.
+
+*Threads:* the rank's own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from unisono.checkpoint.checkpointer import check_count
+from unisono.checkpoint.directory import Place, numbered_in
+from unisono.checkpoint.held_gradients import claims_of, held_gradients, take_up_step
+from unisono.checkpoint.objects import kind_of
+from unisono.checkpoint.remote import Location, location
+from unisono.checkpoint.remote import numbered_in as numbered_at
+from unisono.checkpoint.saver import Extra, Loaded, Saver
+from unisono.parallel.microbatches import Microbatches
+from unisono.parallel.prepared.pace import Taken
+from unisono.parallel.prepared.preparing import Prepared
+from unisono.parallel.prepared.scaler import LossScaler
+from unisono.parallel.strategies.engine import Engine
+
+_FOLDER = "checkpoints"
+
+
+class PreparedStates:
+    """
+    Args:
+        prepared: what the Accelerator has prepared.
+        microbatches: of its steps.
+        scaler: of its loss.
+        project_dir: None takes "runs" in the working directory.
+        total_limit: how many numbered checkpoints stay; None keeps all.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        microbatches: Microbatches,
+        scaler: LossScaler | None,
+        project_dir: str | os.PathLike[str] | None,
+        total_limit: int | None,
+    ) -> None:
+        check_count(total_limit, "total_limit")
+        self._prepared, self._microbatches, self._scaler = prepared, microbatches, scaler
+        self._root, self._limit = location(project_dir or "runs") / _FOLDER, total_limit
+        self._registered: list[Any] = []
+        self._saver = Saver(microbatches.world)
+
+    def register(self, objects: Sequence[Any]) -> None:
+        """As `Accelerator.register_for_checkpointing`."""
+        for place, each in enumerate(objects):
+            kind_of(f"object {place}", each)
+        self._registered += [each for each in objects if not any(each is other for other in self._registered)]
+
+    def save(self, directory: str | os.PathLike[str] | None, score: float | None, is_async: bool) -> Location | None:
+        """As `Accelerator.save_state`."""
+        place = self._next_place if directory is None else Place(location(directory))
+        if is_async:
+            self._poll_in_steps()
+        claims = claims_of(self._microbatches.ledger, self._engines())
+        taken = [list(each.taken) for each in self._prepared.steppers()]
+        held = None if claims is None else held_gradients(self._engines())
+        extra = Extra({"taken": taken, "claims": claims}, held)
+        return self._saver.save(place, self._objects(), self._step(), score, is_async, extra)
+
+    def load(self, directory: str | os.PathLike[str] | None, must_exist: bool) -> Loaded | None:
+        """As `Accelerator.load_state`."""
+        path = self._root if directory is None else location(directory)
+        restored = self._saver.load(path, self._objects(), must_exist)
+        if restored is None:
+            return None
+        facts = restored.facts
+        for stepper, taken in zip(self._prepared.steppers(), facts[0]["taken"], strict=False):
+            stepper.taken = Taken(*taken)
+        for scheduler in self._prepared.schedulers():
+            scheduler.follow()
+        self._microbatches.restart()
+        for engine in self._engines():  # what this run has left is of no step of the loaded one
+            for each in [*engine.trained(), *engine.leaves()]:
+                each.grad = None
+            engine.forget()
+        if facts[0]["claims"] is not None:
+            claims = [each["claims"] for each in facts]
+            take_up_step(claims, restored.held, self._microbatches, self._engines(), self._microbatches.world)
+        return restored.loaded
+
+    def close(self) -> None:
+        """Wait for the save that is under way; raise what it has failed with."""
+        self._saver.close()
+
+    def _step(self) -> int:
+        return max((each.taken.steps for each in self._prepared.steppers()), default=0)
+
+    def _engines(self) -> list[Engine]:
+        return [each.engine for each in self._prepared.models()]
+
+    def _objects(self) -> dict[str, Any]:
+        """All that is saved, by name."""
+        kinds: dict[str, Sequence[Any]] = {
+            "model": self._prepared.models(),
+            "optimizer": [each.optimizer for each in self._prepared.steppers()],
+            "scheduler": self._prepared.schedulers(),
+            "loader": self._prepared.loaders(),
+            "registered": self._registered,
+        }
+        named = {f"{kind}_{place}": each for kind, found in kinds.items() for place, each in enumerate(found)}
+        return named if self._scaler is None else {**named, "scaler": self._scaler}
+
+    def _next_place(self) -> Place:
+        found = numbered_in(self._root) if isinstance(self._root, Path) else numbered_at(self._root)
+        number = max((number for number, _ in found), default=-1) + 1
+        return Place.numbered(self._root, number, self._limit)
+
+    def _poll_in_steps(self) -> None:
+        """Let the next step raise what an asynchronous save has failed with."""
+        for stepper in self._prepared.steppers():
+            if self._saver.poll not in stepper.checks:
+                stepper.checks.append(self._saver.poll)

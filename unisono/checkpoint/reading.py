@@ -1,0 +1,100 @@
+"""What is in a checkpoint, read on one process, whoever has written it.
+
+*Threads:* any.
+"""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unisono.backends import CPU
+from unisono.checkpoint.directory import STATE, find
+from unisono.checkpoint.manifest import Manifest
+from unisono.checkpoint.objects import DIVIDED, part_name
+from unisono.checkpoint.remote import Location, fetch
+from unisono.errors import DamagedCheckpointError
+from unisono.parallel.strategies.shards import read_shards
+from unisono.parallel.strategies.states import by_parameter
+
+SHARDS = "shards"
+
+
+@dataclass
+class Contents:
+    """
+    Attributes:
+        path, manifest: the checkpoint's.
+        kinds: of each object, its kind and class.
+        states: of each object, in plain form, on the host.
+        ranks: of each rank that has saved: "states" of its loaders, "generators", "extra".
+        held: the gradients of each of them, in a step that had begun; None between steps.
+    """
+
+    path: Location
+    manifest: Manifest
+    kinds: Mapping[str, Sequence[str]]
+    states: dict[str, Any]
+    ranks: Sequence[Mapping[str, Any]]
+    held: Sequence[Mapping[str, torch.Tensor]] | None
+
+
+def read_contents(path: Location) -> Contents:
+    """The checkpoint at that path, or the latest one in that directory; all of it is checked.
+
+    Raises:
+        NoCheckpointError, DamagedCheckpointError, CheckpointVersionError: as for `directory.find`.
+    """
+    if isinstance(path, Path):
+        return _read(path)
+    with tempfile.TemporaryDirectory(prefix="unisono-checkpoint-") as directory:
+        local, where = fetch(path, Path(directory))
+        contents = _read(local)
+    contents.path = where
+    return contents
+
+
+def _read(path: Path) -> Contents:
+    found, manifest = find(path)
+    try:
+        saved = torch.load(found / STATE, map_location=CPU, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise DamagedCheckpointError(f"{found}: {STATE} holds what is no plain data: {error}") from error
+    contents = Contents(found, manifest, saved["kinds"], saved["states"], saved["ranks"], saved.get("held"))
+    if "values" in saved:
+        _join_parts(contents, read_shards(found / SHARDS), saved["values"])
+    return contents
+
+
+def _join_parts(contents: Contents, parts: dict[str, torch.Tensor], values: Sequence[Mapping[str, Any]]) -> None:
+    """Put what all ranks have written into the plain states."""
+    held: list[dict[str, torch.Tensor]] = [{} for _ in contents.ranks]
+    keys: dict[str, dict[Any, Any]] = {name: {} for name, (kind, _) in contents.kinds.items() if kind in DIVIDED}
+    for name in [each for each in parts if each.startswith("held/")]:
+        _, rank, rest = name.split("/", 2)
+        held[int(rank)][rest] = parts.pop(name)
+    for full, each in parts.items():
+        name = next(name for name in keys if full.startswith(part_name(name, "")))
+        keys[name][_key(full[len(name) + 1 :], contents.kinds[name][0])] = each
+    for own in values:
+        for name, more in own.items():
+            keys[name].update(more)
+    for name, (kind, _) in contents.kinds.items():
+        if kind == "model":
+            contents.states[name] = {key: keys[name][key] for key in contents.states[name]}
+        elif kind == "optimizer":
+            contents.states[name]["state"] = by_parameter(dict(sorted(keys[name].items())))
+    contents.held = held if any(held) else None
+
+
+def _key(text: str, kind: str) -> Any:
+    if kind == "model":
+        return text
+    number, _, name = text.partition("/")
+    return int(number), name

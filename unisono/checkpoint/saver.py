@@ -1,0 +1,342 @@
+"""One rank's way into a checkpoint and out of it: what all ranks agree on, what is copied, who writes it.
+
+Rank zero writes one file, `state.pt`; where a large model, or its optimizer's state, is divided by ranks, all of them
+write their parts beside it, by torch.distributed.checkpoint. What is not rank zero's is gathered by the communicator.
+
+Who owns what: a `Saver` owns the host memory of its copies and the thread that writes them.
+
+*Threads:* the rank's own, and one that writes. Of several ranks in one process, each has a saver.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from unisono.checkpoint.agreement import agreed, check_ranks, chosen_place, new_manifest, taken_failure
+from unisono.checkpoint.directory import STATE, Place, commit, new_mark, saving_path
+from unisono.checkpoint.files import Checksum, checksum_of, sync_directory, write_tensors
+from unisono.checkpoint.generators import generator_states, keep_device_generator, restore_generators
+from unisono.checkpoint.manifest import Manifest
+from unisono.checkpoint.objects import (
+    Copy,
+    Objects,
+    check_fit,
+    describe,
+    divided_states,
+    kinds_of,
+    modules_of,
+    own_states,
+    restore,
+    whole_states,
+)
+from unisono.checkpoint.plain_data import as_plain
+from unisono.checkpoint.reading import SHARDS, Contents, read_contents
+from unisono.checkpoint.remote import Location, publish
+from unisono.checkpoint.staging import HostMemory, host_view
+from unisono.checkpoint.writing import Writer
+from unisono.errors import NoCheckpointError
+from unisono.launch.greetings import without_greetings
+from unisono.outcome import Outcome
+from unisono.parallel.strategies.sharded import is_sharded
+from unisono.parallel.strategies.shards import ShardGroup
+from unisono.parallel.strategies.states import broadcast_entries
+from unisono.parallel.strategies.zero1 import is_divided
+from unisono.world import World
+
+logger = logging.getLogger(__name__)
+
+SMALL = 256 << 20  # bytes of parameters: up to here rank zero writes all
+
+
+class Loaded(NamedTuple):
+    """What was loaded.
+
+    Attributes:
+        path: the checkpoint's.
+        step: of the training, as it was counted when it was saved.
+        world_size: how many ranks have saved it.
+        score: by which it was kept; None without one.
+    """
+
+    path: Location
+    step: int
+    world_size: int
+    score: float | None
+
+
+class Restored(NamedTuple):
+    """What was loaded, with what is not of objects.
+
+    Attributes:
+        facts: those of each rank's `Extra`.
+        held: the gradients of each rank's, on rank zero; None between steps.
+    """
+
+    loaded: Loaded
+    facts: Sequence[Any]
+    held: Sequence[Mapping[str, torch.Tensor]] | None
+
+
+class _Copied(NamedTuple):
+    """
+    Attributes:
+        contents: of `state.pt`.
+        parts: this rank's, where all ranks write at once.
+        values: among them, what is no tensor.
+    """
+
+    contents: dict[str, Any]
+    parts: dict[str, torch.Tensor] | None
+    values: dict[str, dict[Any, Any]] | None
+
+
+@dataclass(frozen=True)
+class Extra:
+    """What a rank adds to the states of objects.
+
+    Attributes:
+        facts: plain data, this rank's.
+        held: gradients of a step that has begun.
+    """
+
+    facts: Any = None
+    held: Mapping[str, torch.Tensor] | None = None
+
+
+class Saver:
+    """
+    Args:
+        world: the rank's.
+        sharded: all ranks write at once, where states are divided. None: where they are large, too.
+    """
+
+    def __init__(self, world: World, sharded: bool | None = None) -> None:
+        self.world = world
+        self._sharded = sharded
+        self._memory, self._writer = HostMemory(), Writer()
+        self._group: ShardGroup | None = None
+
+    # What is under way.
+
+    def poll(self) -> None:
+        """Raise the error of a save that has failed meanwhile; wait for none."""
+        self._writer.poll()
+
+    def wait(self) -> None:
+        """Wait for the save that is under way; raise its error."""
+        self._writer.wait()
+        self._writer.raise_failure()
+
+    def close(self) -> None:
+        """As `wait`, and give the host memory back."""
+        try:
+            self.wait()
+        finally:
+            self._memory = HostMemory()
+
+    # Saving.
+
+    def save(
+        self,
+        place: Place | Callable[[], Place],
+        objects: Objects,
+        step: int,
+        score: float | None = None,
+        is_async: bool = False,
+        extra: Extra | None = None,
+    ) -> Location | None:
+        """Save the objects. A collective.
+
+        Args:
+            place: where to; a function is asked on rank zero.
+            score: save only where it is higher than that of the checkpoint which is there. Rank zero's counts.
+            is_async: return when all is copied.
+
+        Returns:
+            The checkpoint's path; None where there is a better one.
+
+        Raises:
+            Exception: what an earlier save has failed with, on all ranks.
+            CollectiveMismatchError: other ranks do something else, or stand at another step.
+            OSError, CheckpointError, TypeError: it cannot be saved; on all ranks.
+        """
+        world, comm = self.world, self.world.comm
+        comm.announce(f"save_state at step {step}")
+        self._writer.wait()
+        own = self._own_part(objects, extra)
+        ranks = comm.all_gather_object({"step": step, "failure": taken_failure(self._writer), "rank": own})
+        check_ranks(ranks)
+        chosen, mark = agreed(lambda: (chosen_place(place, score), new_mark()), world)
+        if chosen is None:
+            return None
+        manifest = new_manifest(step, score, world, kinds_of(objects))
+        self._memory.restart()
+        copy = self._memory.copy if is_async else host_view
+        is_shared = isinstance(chosen.path, Path)  # by all ranks, as no store is
+        outcome = Outcome.capture(self._copy, objects, extra, [each["rank"] for each in ranks], copy, is_shared)
+        world.backend.synchronize(world.device)
+        keep_device_generator(own["generators"], world)
+        contents, parts = self._agreed_copy(outcome)
+        write = partial(self._write, chosen, contents, parts, manifest, mark)
+        if not is_async:
+            result = Outcome.capture(write)
+            for each in comm.all_gather_object(result.error):
+                if each is not None:
+                    raise result.error or each
+        elif contents is not None or parts is not None:
+            self._writer.start(write, f"saving {chosen.path} at step {step}")
+        path: Location = chosen.path
+        return path
+
+    def _own_part(self, objects: Objects, extra: Extra | None) -> dict[str, Any]:
+        """What this rank alone knows, plain."""
+        part: dict[str, Any] = {"states": own_states(objects), "generators": generator_states(self.world)}
+        part["extra"] = None if extra is None else extra.facts
+        plain: dict[str, Any] = as_plain(part, f"the state of rank {self.world.rank}", torch.Tensor.cpu)
+        return plain
+
+    def _copy(self, objects: Objects, extra: Extra | None, ranks: list[Any], copy: Copy, is_shared: bool) -> _Copied:
+        """What is to be written, in main memory."""
+        world = self.world
+        held = {} if extra is None or extra.held is None else extra.held
+        contents: dict[str, Any] = {"kinds": kinds_of(objects), "ranks": ranks, "held": None}
+        if is_shared and self._is_divided(objects):
+            if self._group is None:
+                with without_greetings():
+                    self._group = ShardGroup()
+            contents["states"], parts, values = divided_states(objects, world, copy)
+            parts.update((f"held/{world.rank}/{name}", copy(each)) for name, each in held.items())
+            return _Copied(contents, parts, values)
+        if extra is not None and extra.held is not None:
+            contents["held"] = self._gather_held(held, copy)
+        contents["states"] = whole_states(objects, world, copy)
+        return _Copied(contents, None, None)
+
+    def _gather_held(self, held: Mapping[str, torch.Tensor], copy: Copy) -> list[dict[str, torch.Tensor]]:
+        """The gradients that each rank holds, on rank zero. A collective."""
+        world, found = self.world, []
+        for root in range(world.world_size):
+            entries = broadcast_entries(held, world, root) if world.world_size > 1 else held.items()
+            found.append({name: copy(each) for name, each in entries if world.rank == 0})
+        return found
+
+    def _is_divided(self, objects: Objects) -> bool:
+        """Whether ranks write their parts at once. The same on all ranks."""
+        modules = modules_of(objects)
+        are_divided = any(map(is_sharded, modules)) or any(map(is_divided, objects.values()))
+        if not are_divided or not self.world.takes_engines:
+            return False
+        if self._sharded is not None:
+            return self._sharded
+        return sum(each.numel() * each.element_size() for module in modules for each in module.parameters()) > SMALL
+
+    def _agreed_copy(self, outcome: Outcome[_Copied]) -> tuple[dict[str, Any] | None, dict[str, torch.Tensor] | None]:
+        """What goes into `state.pt`, on rank zero, and this rank's parts; if all ranks have copied theirs."""
+        found = self.world.comm.all_gather_object((outcome.error, outcome.value and outcome.value.values))
+        for error, _ in found:
+            if error is not None:
+                raise outcome.error or error
+        copied = outcome.unwrap()
+        if copied.parts is not None:
+            copied.contents["values"] = [values for _, values in found]
+        return (copied.contents if self.world.rank == 0 else None), copied.parts
+
+    def _write(
+        self,
+        place: Place,
+        contents: dict[str, Any] | None,
+        parts: dict[str, torch.Tensor] | None,
+        manifest: Manifest,
+        mark: str,
+    ) -> None:
+        """This rank's part of the writing; on rank zero, the checkpoint."""
+        group = self._group if parts is not None else None
+        if contents is None:
+            if parts is not None and group is not None:
+                group.write(parts, saving_path(place, mark) / SHARDS)
+            return
+        has_met = False
+
+        def write(directory: Path) -> dict[str, Checksum]:
+            nonlocal has_met
+            files = {}
+            if parts is not None and group is not None:
+                os.mkdir(directory / SHARDS)
+                has_met = True
+                group.write(parts, directory / SHARDS)
+                files = {f"{SHARDS}/{each.name}": checksum_of(each) for each in (directory / SHARDS).iterdir()}
+                sync_directory(directory / SHARDS)
+            return {STATE: write_tensors(directory / STATE, contents), **files}
+
+        try:
+            (commit if isinstance(place.path, Path) else publish)(place, write, manifest, mark)
+        except BaseException:
+            if group is not None and not has_met:
+                group.abandon()
+            raise
+
+    # Loading.
+
+    def load(self, path: Location, objects: Objects, must_exist: bool = True) -> Restored | None:
+        """Load the objects. A collective.
+
+        Args:
+            path: of a checkpoint, or of a directory of numbered ones. Rank zero's counts.
+            must_exist: None is returned where there is none, and this is False.
+
+        Raises:
+            NoCheckpointError: there is none.
+            DamagedCheckpointError, CheckpointVersionError: as for `directory.find`.
+            CheckpointMismatchError: it is of other objects; nothing was loaded.
+        """
+        world = self.world
+        world.comm.announce("load_state")
+        self.wait()
+        contents: Contents | None = None
+
+        def read() -> dict[str, Any] | None:
+            nonlocal contents
+            try:
+                contents = read_contents(path)
+            except NoCheckpointError:
+                if must_exist:
+                    raise
+                return None
+            return _facts(contents)
+
+        facts = agreed(read, world)
+        if facts is None:
+            return None
+        check_fit(objects, facts["kinds"], facts["described"], str(facts["path"]))
+        if world.rank == 0 and (left := [name for name in facts["kinds"] if name not in objects]):
+            logger.warning("%s also holds %s, which was not loaded", facts["path"], ", ".join(left))
+        ranks = facts["ranks"]
+        own = ranks[world.rank] if world.rank < len(ranks) and len(ranks) == world.world_size else ranks[0]
+        restore(objects, contents.states if contents is not None else {}, facts["others"], own["states"], world)
+        restore_generators([each["generators"] for each in ranks], world)
+        manifest: Manifest = facts["manifest"]
+        if world.rank == 0:
+            logger.info("loaded %s, of step %d", facts["path"], manifest.step)
+        loaded = Loaded(facts["path"], manifest.step, len(ranks), manifest.score)
+        return Restored(loaded, [each["extra"] for each in ranks], contents.held if contents is not None else None)
+
+
+def _facts(contents: Contents) -> dict[str, Any]:
+    """What all ranks need to know."""
+    kinds = contents.kinds
+    return {
+        "path": contents.path,
+        "manifest": contents.manifest,
+        "kinds": kinds,
+        "ranks": contents.ranks,
+        "described": describe(contents.states, kinds),
+        "others": {name: state for name, state in contents.states.items() if kinds[name][0] == "state"},
+    }

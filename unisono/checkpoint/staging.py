@@ -1,0 +1,54 @@
+"""Host memory that one save after another copies into, so that the loop waits for the copy alone.
+
+*Threads:* the loop's copies; a writing thread reads meanwhile nothing but what was copied for it: the loop waits for it
+before it copies again.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from unisono.backends.movement import host_buffer
+from unisono.parallel.strategies.sharded import is_distributed, with_part
+
+
+class HostMemory:
+    """Copies of tensors in main memory, page-locked for CUDA. A save that copies the same tensors allocates nothing."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
+        self._used: list[torch.Tensor] = []
+
+    def restart(self) -> None:
+        """Nobody reads the copies any more: the next ones may lie there."""
+        self._free.clear()  # what the save before did not need is given back
+        for each in self._used:
+            self._free.setdefault((each.shape, each.dtype), []).append(each)
+        self._used.clear()
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy, which is there when the device has been synchronized; of a tensor that ranks share, of this part."""
+        if is_distributed(tensor):
+            return with_part(tensor, self.copy(tensor.to_local().detach()))
+        source = tensor.detach()
+        if source.layout is not torch.strided:
+            return source.cpu() if source.device != source.cpu().device else source.clone()
+        if source.is_conj() or source.is_neg():
+            source = source.resolve_conj().resolve_neg()
+        return self._buffer(source).copy_(source, non_blocking=True)
+
+    def _buffer(self, source: torch.Tensor) -> torch.Tensor:
+        free = self._free.get((source.shape, source.dtype), [])
+        buffer = free.pop() if free else host_buffer(source)
+        self._used.append(buffer)
+        return buffer
+
+
+def host_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in main memory, for who waits until it is written: itself, where it lies there alone."""
+    if is_distributed(tensor):
+        return with_part(tensor, host_view(tensor.to_local().detach()))
+    host = tensor.detach().cpu().resolve_conj().resolve_neg()
+    if host.layout is torch.strided and host.untyped_storage().nbytes() != host.numel() * host.element_size():
+        return host.clone()  # or all of the memory that it is a part of would be written
+    return host

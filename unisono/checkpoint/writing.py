@@ -1,0 +1,80 @@
+"""Saves that run beside the loop: one at a time, and none of their errors is lost.
+
+Who owns what: a `Writer` owns the thread of the save that is under way. It is no daemon, so a process that comes to its
+end waits for it.
+
+*Threads:* the loop calls; `run_save` is the thread's body, and hands an `Outcome` over.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from unisono.outcome import Outcome
+
+logger = logging.getLogger(__name__)
+
+
+class Writer:
+    """
+    Attributes:
+        failure: of the last save that was waited for, until `raise_failure`.
+    """
+
+    def __init__(self) -> None:
+        self.failure: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._ended: list[Outcome[Any]] = []
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, save: Callable[[], Any], what: str) -> None:
+        """Let a save run on a thread of its own. None may be under way."""
+        assert self._thread is None
+        self._thread = threading.Thread(
+            target=run_save, args=(save, what, self._ended), name="unisono-checkpoint", daemon=False
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when no save is under way."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            self._collect()
+
+    def poll(self) -> None:
+        """Raise the failure of a save that has ended, and wait for none."""
+        if self._thread is not None and not self._thread.is_alive():
+            self.wait()
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise what a save has failed with, once."""
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+
+    def _collect(self) -> None:
+        while self._ended:
+            error = self._ended.pop().error
+            self.failure = error or self.failure
+
+
+def run_save(save: Callable[[], Any], what: str, ended: list[Outcome[Any]]) -> None:
+    """Body of the thread: one `Outcome`. A failure is logged, too: perhaps nobody asks any more."""
+    outcome = Outcome.capture(save)
+    ended.append(outcome)
+    if outcome.error is not None:
+        logger.error(
+            "%s has failed: %s: %s; it is raised at the next step or save, or by close()",
+            what,
+            type(outcome.error).__name__,
+            outcome.error,
+        )

@@ -1,0 +1,85 @@
+"""`unisono checkpoint`: what lies in a directory of checkpoints, and a model from it as one file for plain torch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from unisono.errors import CheckpointError, DamagedCheckpointError
+
+_EXAMPLES = """
+examples:
+  unisono checkpoint show runs/checkpoints                  each checkpoint: its step, and whether it is whole
+  unisono checkpoint export runs/checkpoints model.pt       the latest one's model, for torch.load
+  unisono checkpoint export runs/best model.safetensors --format safetensors
+  unisono checkpoint export runs/checkpoints/checkpoint_200 ema.pt --object registered_0
+
+exit codes: 0 all is well; 1 a checkpoint is damaged, or cannot be read or written; 2 the command was given wrongly.
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command to those of `unisono`."""
+    parser = subparsers.add_parser(
+        "checkpoint",
+        help="look at checkpoints, and export a model for plain torch",
+        description="Look at checkpoints, and export a model for plain torch.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    shown = actions.add_parser("show", help="list checkpoints, and read each to see whether it is whole")
+    shown.add_argument("path", type=Path, help="a checkpoint, or a directory of numbered ones")
+    shown.set_defaults(run=show)
+    exported = actions.add_parser("export", help="write the state of a model, or of another object, as one file")
+    exported.add_argument("path", help="a checkpoint, or a directory of numbered ones; or a URL")
+    exported.add_argument("out", type=Path, help="the file; what is there is replaced")
+    exported.add_argument("--object", metavar="NAME", help="of the object, as `show` has it; else the only model")
+    exported.add_argument("--format", choices=["torch", "safetensors"], default="torch")
+    exported.set_defaults(run=export)
+
+
+def show(arguments: argparse.Namespace) -> int:
+    """Print a line for each checkpoint; 1 where one is damaged, or there is none."""
+    from unisono.checkpoint.directory import numbered_in
+    from unisono.checkpoint.manifest import verify
+
+    paths = [path for _, path in sorted(numbered_in(arguments.path))] or [arguments.path]
+    damaged = False
+    for path in paths:
+        try:
+            manifest = verify(path)
+        except DamagedCheckpointError as error:
+            print(f"{path}  damaged: {error}")
+            damaged = True
+            continue
+        except CheckpointError as error:
+            return _refuse(error)
+        when = datetime.fromtimestamp(manifest.created).isoformat(" ", "seconds")
+        score = "" if manifest.score is None else f", score {manifest.score:g}"
+        size = sum(size for size, _ in manifest.files.values())
+        print(f"{path}  step {manifest.step}{score}, by {manifest.world_size} ranks, {when}, {size:,} bytes")
+        for name, (kind, of) in manifest.objects.items():
+            print(f"    {name:<16} {kind} ({of})")
+    return int(damaged)
+
+
+def export(arguments: argparse.Namespace) -> int:
+    """Write the file, and say what it is of."""
+    from unisono.checkpoint.export import export as write
+    from unisono.checkpoint.remote import location
+
+    try:
+        path, name = write(location(arguments.path), arguments.out, arguments.object, arguments.format)
+    except (CheckpointError, OSError, ImportError) as error:
+        return _refuse(error)
+    print(f"{arguments.out}: {name} of {path}")
+    return 0
+
+
+def _refuse(error: Exception) -> int:
+    print(f"unisono checkpoint: {error}", file=sys.stderr)
+    return 1

@@ -1,0 +1,104 @@
+"""Files that all ranks write at once, each its parts of tensors: torch.distributed.checkpoint's.
+
+*Threads:* `write_shards` runs on each rank's writing thread, and meets the others' through a group of its own.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unisono.errors import CheckpointError, DamagedCheckpointError
+
+_SAFE: dict[str, set[str] | None] = {
+    "torch.distributed.checkpoint.metadata": None,
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "StorageMeta"},
+    "torch.serialization": {"_get_layout"},
+    "torch": None,
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath"},
+}
+"""What the metadata may name, by module; None stands for all classes of it."""
+
+
+class ShardGroup:
+    """The ranks' writing threads, as a process group of its own. Made by all ranks together."""
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo")
+
+    def write(self, parts: Mapping[str, torch.Tensor], directory: Path) -> None:
+        """Write this rank's parts; return when all ranks have. A collective of the writing threads.
+
+        Args:
+            parts: by names; what is whole is on one rank.
+            directory: on a file system that all ranks share; it is there on rank zero.
+
+        Raises:
+            CheckpointError: rank zero could not begin.
+            CheckpointException: of torch's: a rank could not write; on all of them.
+        """
+        if not self._all_are_ready(True):
+            raise CheckpointError(f"rank zero could not begin to write {directory}; its own error says why")
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        writer = FileSystemWriter(directory, sync_files=True)
+        save(dict(parts), storage_writer=writer, process_group=self._group)
+
+    def abandon(self) -> None:
+        """Instead of `write`: this rank has failed before, and the others are not to wait for it."""
+        self._all_are_ready(False)
+
+    def _all_are_ready(self, is_ready: bool) -> bool:
+        flag = torch.tensor(int(is_ready))
+        dist.all_reduce(flag, dist.ReduceOp.MIN, group=self._group)
+        return bool(flag)
+
+
+def read_shards(directory: Path) -> dict[str, torch.Tensor]:
+    """The tensors, whole, on the host. Called on one rank.
+
+    Raises:
+        DamagedCheckpointError: what the files say of themselves is no such thing.
+    """
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    class Reader(FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            with (directory / ".metadata").open("rb") as file:
+                found = _Metadata(file).load()
+            found.storage_meta = found.storage_meta or StorageMeta()
+            return found
+
+    reader = Reader(directory)
+    found = reader.read_metadata().state_dict_metadata
+    if not all(isinstance(each, TensorStorageMetadata) for each in found.values()):
+        raise DamagedCheckpointError(f"{directory} holds other things than tensors")
+    state = {name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in found.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # one rank alone is what is meant
+        load(state, storage_reader=reader, no_dist=True)
+    return state
+
+
+class _Metadata(pickle.Unpickler):
+    """Reads torch's metadata, and runs nothing else: it is a pickle."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        names = _SAFE.get(module, set())
+        if names is not None and name not in names:
+            raise DamagedCheckpointError(f"the metadata of a checkpoint names {module}.{name}, which is not run")
+        found = super().find_class(module, name)
+        is_plain = isinstance(found, torch.dtype | torch.layout | torch.memory_format) or found is torch.Size
+        if module == "torch" and not is_plain:
+            raise DamagedCheckpointError(f"the metadata of a checkpoint names torch.{name}, which is not run")
+        return found
