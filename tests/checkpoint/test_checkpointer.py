@@ -76,6 +76,20 @@ def test_latest_says_which_one_is_taken(tmp_path: Path) -> None:
     assert load(tmp_path, counted=found).step == 3
 
 
+def test_after_a_return_to_an_earlier_one_the_abandoned_ones_go_first(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, keep=2, every=10, counted=Anything(0)) as checkpointer:
+        for _ in range(30):
+            checkpointer.step()
+        assert checkpointer.load(tmp_path / "checkpoint_20").step == 20
+        checkpointer.num_steps = 4
+        checkpointer.save()
+        checkpointer.wait()
+        assert names_in(tmp_path) == ["checkpoint_30", "checkpoint_4", "latest"]
+        checkpointer.num_steps = 5
+        checkpointer.save()
+    assert names_in(tmp_path) == ["checkpoint_4", "checkpoint_5", "latest"]
+
+
 def test_an_asynchronous_save_holds_what_was_there_when_it_was_called(tmp_path: Path) -> None:
     model = nn.Linear(300, 300)
     before = model.weight.detach().clone()

@@ -21,6 +21,7 @@ Invariants:
 from __future__ import annotations
 
 import logging
+import math
 import os
 import platform
 import re
@@ -146,8 +147,8 @@ def _make(place: Place, write: Write, manifest: Manifest, mark: str) -> None:
 def _clear(place: Place, mark: str) -> None:
     """Remove what is not to be kept, and what crashes have left; a failure is told, and harms nothing."""
     root = place.path.parent
-    older = sorted(numbered_in(root), reverse=True)[place.keep :] if place.is_numbered and place.keep else []
-    gone = [path for _, path in older if path != place.path]
+    older = newest_first(root)[place.keep :] if place.is_numbered and place.keep else []
+    gone = [path for path in older if path != place.path]
     with suppress(OSError):  # another process may remove them, too
         gone += [path for path in root.glob(".*") if _is_left(path)]
     for path in gone:
@@ -188,6 +189,22 @@ def numbered_in(root: Path) -> Iterator[tuple[int, Path]]:
                 yield int(found[1]), path
 
 
+def newest_first(root: Path) -> list[Path]:
+    """The numbered checkpoints in the order in which they were saved: after a return to an earlier one, numbers are no
+    order. Damaged ones come last."""
+
+    def age(pair: tuple[int, Path]) -> tuple[float, int]:
+        number, path = pair
+        try:
+            return read_manifest(path).created, number
+        except DamagedCheckpointError:
+            return 0.0, number
+        except CheckpointError:  # of a newer version, which may not be removed for that
+            return math.inf, number
+
+    return [path for _, path in sorted(numbered_in(root), key=age, reverse=True)]
+
+
 def find(path: Path) -> tuple[Path, Manifest]:
     """The checkpoint at a path; of a directory of numbered ones, that which `latest` names, or else the newest.
 
@@ -222,7 +239,7 @@ def _candidates(path: Path) -> list[Path]:
     if (path / NAME).exists() or not list(numbered_in(path)):
         own = [path] if path.is_dir() and (any(path.iterdir())) and not _holds_wrecks_only(path) else []
         return [*own, *_whole(_wrecks(path))]
-    numbered = [each for _, each in sorted(numbered_in(path), reverse=True)]
+    numbered = newest_first(path)
     with suppress(OSError, UnicodeDecodeError):
         named = path / (path / LATEST).read_text().strip()
         numbered = [*(each for each in numbered if each == named), *(each for each in numbered if each != named)]
