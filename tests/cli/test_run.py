@@ -16,6 +16,7 @@ import pytest
 import warm_scripts
 from faults import SOON_S, Line, Script
 
+from unisono.backends.cores import allowed_cores, usable_cores
 from unisono.cli import run as command
 from unisono.cli.main import main
 from unisono.launch.hosts.environment import AgentPlace
@@ -74,6 +75,91 @@ def test_a_function_of_a_module_is_called_with_the_rank(run, script):
     code, output, _ = run("-n", "2", "--backend", "cpu", "--no-prefix", "jobs:train", "x")
     assert code == 0
     assert sorted(output.splitlines()) == ["trains 0 ['x']", "trains 1 ['x']"]
+
+
+def test_a_module_runs_as_python_m_runs_it(run, script, tmp_path):
+    script("", "package/__init__.py")
+    name = script(
+        "import sys, unisono\nprint(unisono.rank(), __name__, __spec__.name, sys.argv)", "package/training.py"
+    )
+    code, output, errors = run("--nproc_per_node=2", "--backend", "cpu", "--no_prefix", "-m", "package.training", "-m")
+    assert code == 0, errors
+    argv = [str(tmp_path / name), "-m"]
+    assert sorted(output.splitlines()) == [f"{rank} __main__ package.training {argv}" for rank in range(2)]
+
+
+def test_words_for_the_number_of_workers_are_those_of_torchrun(run, script):
+    name = script("import unisono\nprint(unisono.world_size())")
+    for word in ("cpu", "auto"):
+        code, output, errors = run("--nproc-per-node", word, "--backend", "cpu", "--standalone", "--no-prefix", name)
+        assert code == 0, errors
+        assert output.split() == [str(usable_cores())] * usable_cores()
+
+
+def test_threads_and_cores_of_workers_are_as_the_command_line_says(run, script):
+    name = script("import os, torch\nprint(torch.get_num_threads(), len(os.sched_getaffinity(0)))")
+    arguments = ["-n", "1", "--backend", "cpu", "--num-threads", "3", "--pin-cores", name]
+    code, output, errors = run(*arguments)
+    assert code == 0, errors
+    assert output.split() == ["3", str(sum(len(core.cpus) for core in allowed_cores()))]
+
+
+# Written for torchrun: nothing of this package in it.
+PLAIN = """
+import os, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+assert (rank, size) == (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) and dist.is_torchelastic_launched()
+assert {"LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"} < os.environ.keys()
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+model(torch.full((1, 2), float(rank + 1))).sum().backward()
+print("gradient", model.module.weight.grad.tolist())
+dist.destroy_process_group()
+dist.init_process_group("gloo", init_method="env://", rank=rank, world_size=size)
+try:
+    dist.init_process_group("gloo")
+except ValueError as error:
+    print(error)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_script_for_torchrun_runs_unchanged(tmp_path, num_workers):
+    (tmp_path / "plain.py").write_text(PLAIN)
+    (tmp_path / "launch.py").write_text(warm_scripts.COMMAND)
+    options = ["-n", str(num_workers), "--backend", "cpu", "--no-prefix"]
+    code, output, errors = warm_scripts.complete(
+        tmp_path / "launch.py", "run", *options, "plain.py", directory=tmp_path
+    )
+    assert code == 0, errors
+    mean = sum(range(1, num_workers + 1)) / num_workers
+    assert output.splitlines().count(f"gradient [[{mean}, {mean}]]") == num_workers
+    assert output.count("trying to initialize the default process group twice") == num_workers
+
+
+def test_the_output_of_a_single_worker_stays_a_terminal(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import sys\nprint([each.isatty() for each in (sys.stdin, sys.stdout, sys.stderr)])"
+    )
+    (tmp_path / "launch.py").write_text(
+        "import os, pty, sys\n"
+        "from unisono.cli.main import main\n"
+        "ours, theirs = pty.openpty()\n"
+        "kept = os.dup(1)\n"
+        "for number in range(3):\n"
+        "    os.dup2(theirs, number)\n"
+        "code = main(sys.argv[1:])\n"
+        "sys.stdout.flush()\n"
+        "os.write(kept, os.read(ours, 1000))\n"
+        "os._exit(code)\n"
+    )
+    for options, expected in [([], "[True, True, True]"), (["--max-restarts", "1"], "[False, True, False]")]:
+        arguments = ["run", "-n", "1", "--backend", "cpu", *options, "train.py"]
+        code, output, errors = warm_scripts.complete(tmp_path / "launch.py", *arguments, directory=tmp_path)
+        assert (code, output.strip()) == (0, expected), errors
 
 
 def test_spawn_in_a_script_runs_in_the_workers_that_are_there(run, script):
@@ -292,8 +378,11 @@ def test_the_exit_code_tells_of_a_stop(tmp_path, how, signum, code):
         (["train"], "'train' is neither a script"),
         (["train:"], "'train:' is neither a script"),
         (["nowhere.jobs:main"], "'nowhere.jobs:main': there is no module 'nowhere'"),
-        (["train:mian"], "'train:mian': train has no 'mian'; is it 'main'?"),
-        (["train:number"], "'train:number' is a int; name a function"),
+        (["train.py:main"], "'train.py:main': train is a module, and no package with 'train.py'; .* is train:function"),
+        (["-m", "train.py"], "'train.py': train is a module, .*; a script runs without -m"),
+        (["-m", "nowhere"], "'nowhere': there is no module 'nowhere'"),
+        (["--nproc-per-node", "gpu", "--backend", "cpu", "train.py"], "this machine has no accelerator of cpu"),
+        (["--pin-cores", "-n", "4000", "--backend", "cpu", "train.py"], "4000 workers cannot have a CPU of their own"),
         (["--backend", "abacus", "train.py"], "backend 'abacus' does not exist; choose one of"),
         (["--nnodes", "2", "train.py"], "--nnodes 2 needs --rdzv-endpoint host:port"),
         (["--nnodes", "2", "--rdzv-endpoint", "node1", "train.py"], "'node1' is no endpoint; pass host:port"),
@@ -318,7 +407,10 @@ def test_what_cannot_be_run_is_refused_before_anything_starts(run, script, argum
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["-n", "0", "t.py"], "'0' is not a whole number, 1 or greater"),
+        (["-n", "0", "t.py"], "'0' is neither a whole number, 1 or greater, nor auto, gpu or cpu"),
+        (["--num-threads", "0", "t.py"], "'0' is not a whole number, 1 or greater"),
+        (["--nproc_per_nod", "2", "t.py"], "usage: unisono run"),
+        (["--restarts", "2", "t.py"], "unisono run: error: unrecognized arguments: --restarts"),
         (["--nnodes", "2:1", "t.py"], "'2:1' is no number of machines"),
         (["--timeout", "-1", "t.py"], "'-1' is no positive number of seconds"),
         (["--timeout", "nan", "t.py"], "'nan' is no positive number"),
@@ -333,11 +425,19 @@ def test_a_malformed_option_is_refused_by_name(run, arguments, words):
     assert words in errors
 
 
-def test_a_module_that_cannot_import_what_it_needs_says_what(run, script):
-    script("import not_there_at_all", "broken.py")
-    code, _, errors = run("broken:main")
-    assert code == 2
-    assert "No module named 'not_there_at_all'" in errors
+@pytest.mark.parametrize(
+    ("text", "target", "words"),
+    [
+        ("import not_there_at_all", "broken:main", "No module named 'not_there_at_all'"),
+        ("def main(rank): pass", "named:mian", "unisono: 'named:mian': named has no 'mian'; is it 'main'?"),
+        ("number = 5", "counted:number", "unisono: 'counted:number' is a int; name a function"),
+    ],
+)
+def test_what_is_wrong_in_a_module_is_found_by_its_worker_and_not_before(run, script, text, target, words):
+    script(f"import os\nprint('imported in', os.environ['RANK'])\n{text}", f"{target.partition(':')[0]}.py")
+    code, output, errors = run("-n", "1", "--backend", "cpu", target)
+    assert (code, output) == (1, "imported in 0\n")
+    assert words in errors
 
 
 # Several machines: what is taken from where.

@@ -46,7 +46,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--endpoint", type=_parse_endpoint, metavar="HOST:PORT", help="a rendezvous endpoint, to be bound or reached"
     )
-    parser.set_defaults(run=run_doctor)
+    parser.set_defaults(run=run_doctor, parser=parser)
 
 
 def run_doctor(options: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
 """The command `unisono`: finds the subcommand and runs it.
 
-Each subcommand is a module with `add_parser(subparsers)`, which sets `run`, a function of the parsed arguments that
-returns an exit code.
+Each subcommand is a module with `add_parser(subparsers)`, which sets `parser`, and `run`, a function of the parsed
+arguments that returns an exit code.
 
 Exit codes: 0 all is well; 1 something failed; 2 the command was given wrongly; 130 after Ctrl-C; what a worker ended
 with, and 128 + n for signal n, where a worker ended the run.
@@ -30,7 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name in COMMANDS:
         import_module(f"unisono.cli.{name}").add_parser(subparsers)
-    parsed = parser.parse_args(arguments)
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        parsed.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         return int(parsed.run(parsed))
     except KeyboardInterrupt:

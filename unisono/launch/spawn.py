@@ -177,8 +177,9 @@ def spawn(
     needs_process = (
         max_restarts
         or pin_cores
+        or prefix
         or log_format != "text"
-        or any(each is not None for each in (start_method, num_threads, hang_timeout_s, log_dir, log_ranks, prefix))
+        or any(each is not None for each in (start_method, num_threads, hang_timeout_s, log_dir, log_ranks))
     )
     if count == 1 and join and not needs_process:
         return [_run_inline(fn, args, family)]

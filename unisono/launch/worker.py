@@ -47,6 +47,7 @@ from unisono.launch.imported_modules import adopt_globals, compare_modules, desc
 from unisono.launch.loggers import adopt_loggers
 from unisono.launch.pulse import beating
 from unisono.launch.reports import Kind, Reporter
+from unisono.launch.script_group import let_scripts_initialise
 from unisono.launch.settings import INTERPRETER, PROCESS, Settings, Value, adopt_settings, read_settings
 from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.launch.starting.reaping import name_process
@@ -141,6 +142,7 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         preemption.shield_loader_workers()  # none outlives this process, however it ends
         preemption.on_heed(lambda: reporter.send(Kind.HEEDS_STOP))
+        let_scripts_initialise()
         with beating(world, reporter, job.pulse_s):
             outcome = Outcome.capture(_call, job, world, reporter)
             if outcome.error is None:

@@ -23,6 +23,7 @@ from unisono.launch.hosts.addresses import address_towards, interface_of, is_thi
 from unisono.launch.hosts.elastic import ElasticOptions, rendezvous_settings, root_cause, run_elastic
 from unisono.launch.hosts.endpoint import local_address, serves_endpoint, split_endpoint, wait_served
 from unisono.launch.hosts.failure_file import Failure, write_failure
+from unisono.launch.target import Target
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="parent-death signals are Linux's"),
@@ -175,7 +176,7 @@ def run_member(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..
 
     def run(*argv: str, **changes: object) -> tuple[int, str, str]:
         handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
-        code = run_elastic(options(**changes), str(script), argv)
+        code = run_elastic(options(**changes), Target(str(script), argv))
         assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
         return code, *capfd.readouterr()
 

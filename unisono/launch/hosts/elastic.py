@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException, Std
@@ -33,6 +33,7 @@ from unisono.launch.hosts.endpoint import local_address, serves_endpoint, wait_s
 from unisono.launch.hosts.entry import SETTINGS, Settings
 from unisono.launch.hosts.failure_file import Failure, read_failure
 from unisono.launch.starting.marks import OUTER_DIRECTORY
+from unisono.launch.target import Target
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _AGENT_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher")
@@ -58,6 +59,8 @@ class ElasticOptions:
         timeout_s: of a collective, a last resort.
         grace_s: what workers have between SIGTERM and SIGKILL, when the agent or another worker has ended.
         is_checked: whether collectives are compared before they run.
+        num_threads: of each worker; None leaves that to the worker.
+        cores: the logical cores of each worker of this machine; None leaves them where the system puts them.
     """
 
     nproc: int
@@ -76,9 +79,11 @@ class ElasticOptions:
     timeout_s: float = 1800.0
     grace_s: float = 25.0
     is_checked: bool = False
+    num_threads: int | None = None
+    cores: list[set[int]] | None = None
 
 
-def run_elastic(options: ElasticOptions, target: str, argv: Sequence[str]) -> int:
+def run_elastic(options: ElasticOptions, target: Target) -> int:
     """Be this machine's agent until the run is over.
 
     Returns:
@@ -88,7 +93,7 @@ def run_elastic(options: ElasticOptions, target: str, argv: Sequence[str]) -> in
     with (
         _directory(options) as directory,
         _kept_handlers(),
-        _variables(_agent_variables(options, directory)),
+        _variables(_agent_variables(options, target, directory)),
         (wish := StopWish(options.grace_s)).heard(),
     ):
         _quieten()
@@ -96,7 +101,7 @@ def run_elastic(options: ElasticOptions, target: str, argv: Sequence[str]) -> in
         with contextlib.suppress(AttributeError):
             sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # the agent writes lines to it
         try:
-            _launch(options, _Logs(options, directory, wish), target, argv)
+            _launch(options, _Logs(options, directory, wish), target)
         except ChildFailedError as error:
             return _report(error.failures, options)
         except SignalException as stop:
@@ -130,26 +135,26 @@ def rendezvous_settings(options: ElasticOptions, is_host: bool) -> dict[str, str
     return {**chosen, **options.rdzv_conf}
 
 
-def _launch(options: ElasticOptions, logs: _Logs, target: str, argv: Sequence[str]) -> None:
+def _launch(options: ElasticOptions, logs: _Logs, target: Target) -> None:
     is_host = serves_endpoint(options.endpoint, options.node_rank)
     if "is_host" in options.rdzv_conf:
         is_host = options.rdzv_conf["is_host"].lower() in ("1", "true", "t", "yes", "y")  # as torch reads it
     try:
-        _launch_as(options, is_host, logs, target, argv)
+        _launch_as(options, is_host, logs, target)
     except RendezvousConnectionError:
         if not is_host:
             raise
-        _launch_as(options, False, logs, target, argv)  # another agent of this machine was faster
+        _launch_as(options, False, logs, target)  # another agent of this machine was faster
 
 
-def _launch_as(options: ElasticOptions, is_host: bool, logs: _Logs, target: str, argv: Sequence[str]) -> None:
+def _launch_as(options: ElasticOptions, is_host: bool, logs: _Logs, target: Target) -> None:
     settings = rendezvous_settings(options, is_host)
     if not is_host:
         wait_served(options.endpoint, float(settings.get("join_timeout", 600)))
     command = [
         "-m",
         "unisono.launch.hosts.entry",
-        *(text.replace("$", "$$") for text in [target, *argv]),
+        *(text.replace("$", "$$") for text in [target.name, *target.argv]),
     ]  # it fills in ${}
     ending = [signum for signum in _HANDLED if signum != signal.SIGTERM]
     patience_s = math.ceil(options.grace_s) + 2  # the guard of each worker sees to the grace itself
@@ -191,7 +196,7 @@ class _Logs(DefaultLogsSpecs):
         return found
 
 
-def _agent_variables(options: ElasticOptions, directory: str) -> dict[str, str | None]:
+def _agent_variables(options: ElasticOptions, target: Target, directory: str) -> dict[str, str | None]:
     """The agent's environment, which its workers inherit; None unsets."""
     address = options.local_addr or local_address(options.endpoint)
     interface = interface_of(address) if address is not None else None
@@ -202,8 +207,11 @@ def _agent_variables(options: ElasticOptions, directory: str) -> dict[str, str |
         grace_s=options.grace_s,
         backend=options.backend,
         is_checked=options.is_checked,
+        is_module=target.is_module,
+        cores=None if options.cores is None else [sorted(each) for each in options.cores],
     )
     return {
+        "OMP_NUM_THREADS": str(options.num_threads) if options.num_threads else os.environ.get("OMP_NUM_THREADS"),
         # Else the store lives from start to restart, and the new workers read the addresses of the dead in it.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         # Else gloo takes the interface that the host's name resolves to, often the loopback.

@@ -51,6 +51,8 @@ class Settings:
         grace_s: what a worker has after it was asked to end.
         backend: the device family; None picks one.
         is_checked: whether collectives are compared before they run.
+        is_module: whether the target is a module to run.
+        cores: the logical cores of each worker, by local rank; None leaves them where the system puts them.
     """
 
     agent: int
@@ -59,6 +61,8 @@ class Settings:
     grace_s: float
     backend: str | None
     is_checked: bool
+    is_module: bool
+    cores: list[list[int]] | None
 
     def to_text(self) -> str:
         return json.dumps(asdict(self))

@@ -21,7 +21,8 @@ from unisono.launch.hosts.host_lists import expand_counts, expand_hosts
 from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.world import is_slurm_step
 
-_TAKEN = "UNISONO_TAKEN"  # which process has taken which place
+TAKEN = "UNISONO_TAKEN"
+"""The variable that says which process has taken which place."""
 
 _TORCH_PORT = 29500  # torch's own default for MASTER_PORT
 
@@ -90,7 +91,7 @@ def announced_place(environ: Mapping[str, str] | None = None) -> Place | None:
     if OUTER_DIRECTORY in environ:
         return None
     place = _torchrun_place(environ) or _pod_place(environ) or _slurm_place(environ)
-    if place is None or _is_of_another(place, environ.get(_TAKEN, "")):
+    if place is None or _is_of_another(place, environ.get(TAKEN, "")):
         return None
     return _checked(place)
 
@@ -108,7 +109,7 @@ def within() -> Iterator[None]:
 
 def take(place: Place) -> None:
     """Say that this process has the place: what it starts inherits the variables, and is not that rank."""
-    os.environ[_TAKEN] = f"{os.getpid()} {_mark(place)}"
+    os.environ[TAKEN] = f"{os.getpid()} {_mark(place)}"
 
 
 def _is_of_another(place: Place, taken: str) -> bool:

@@ -34,7 +34,8 @@ from unisono.errors import UnisonoError
 from unisono.launch.hosts.entry import Settings
 from unisono.launch.hosts.failure_file import Failure, leave_mark, write_failure
 from unisono.launch.hosts.joining import depart, join_world
-from unisono.launch.hosts.target import exit_code_of, run_target
+from unisono.launch.script_group import let_scripts_initialise
+from unisono.launch.target import Target, exit_code_of, run_target
 from unisono.launch.worker import mark_records, tells_of_a_peer
 from unisono.outcome import Outcome
 from unisono.world import World
@@ -45,12 +46,13 @@ _LEAVE_S = 15  # how long a worker that has told its end may take to leave the w
 
 def run_member(target: str, argv: Sequence[str], settings: Settings, done: int) -> NoReturn:
     """Be the worker that the agent's variables describe; a byte on `done` says that it came to a good end."""
-    _prepare()
+    _prepare(settings)
     world: World | None = None
     error: BaseException | None = None
     try:
         world = join_world(timedelta(seconds=settings.timeout_s), settings.backend, checked=settings.is_checked)
-        run_target(world.rank, target, argv)
+        let_scripts_initialise()
+        run_target(world.rank, Target(target, tuple(argv), settings.is_module))
         threading._shutdown()  # type: ignore[attr-defined] # joins threads that are no daemons, as any end does
     except BaseException as failure:
         error = failure
@@ -73,8 +75,10 @@ def run_member(target: str, argv: Sequence[str], settings: Settings, done: int) 
     os._exit(0)
 
 
-def _prepare() -> None:
+def _prepare(settings: Settings) -> None:
     rank = int(os.environ["RANK"])
+    if settings.cores is not None:
+        os.sched_setaffinity(0, settings.cores[int(os.environ["LOCAL_RANK"])])
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)  # lines appear as they are written, also in a file

@@ -1,0 +1,33 @@
+"""How many workers a machine gets where a word, and no number, says so: torchrun's `auto`, `gpu` and `cpu`."""
+
+from __future__ import annotations
+
+from unisono.backends import CPU, NAMES, get_backend
+from unisono.backends.cores import usable_cores
+
+WORDS = ("auto", "gpu", "cpu")
+
+
+def workers_per_node(word: str, family: str | None = None) -> tuple[int, str]:
+    """The number of workers that one of `WORDS` means on this machine, and the family of their devices.
+
+    "gpu" is one per accelerator, "cpu" one per core that this process may use, "auto" the first where there are
+    accelerators, else the second.
+
+    Args:
+        family: of the devices, where it has been named.
+
+    Raises:
+        ValueError: "gpu", and there is no accelerator.
+    """
+    named = NAMES if family is None else (family,)
+    if word != CPU:
+        for backend in map(get_backend, named):
+            if backend.is_accelerated() and backend.is_available():
+                return backend.device_count(), backend.name
+    if word == "gpu":
+        raise ValueError(
+            f"--nproc-per-node gpu: this machine has no accelerator of {', '.join(named)}; `cpu` is one worker per "
+            "core, and a number is always possible"
+        )
+    return usable_cores(), CPU

@@ -1,0 +1,186 @@
+"""The options of `unisono run`: its own, and torchrun's, each with hyphens and with underscores."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from typing import Any
+
+_EXAMPLES = """
+examples:
+  unisono run train.py --epochs 3                    one worker per device of this machine
+  unisono run -n 4 --backend cpu train.py            four workers on the CPU
+  unisono run -n 2 -m package.training --epochs 3    a module, as `python -m` runs it
+  unisono run -n 2 package.training:main             main(rank) in two workers
+  unisono run -n 2 --max-restarts 3 --log-dir logs train.py
+
+on two machines, the same on each (node1 is one of them); with 1:2 one may come later, or be lost:
+  unisono run --nnodes 2 --rdzv-endpoint node1:29400 train.py
+  unisono run --nnodes 1:2 --max-restarts 3 --rdzv-endpoint node1:29400 train.py
+
+with SLURM, one agent per node; nothing else to be said:
+  srun --ntasks-per-node=1 unisono run train.py
+
+exit codes: 0 all is well; n when a worker ended by sys.exit(n), modulo 256 and never 0; 1 when it failed otherwise;
+128 + n when signal n ended it; 2 the command was given wrongly; 130 after Ctrl-C; 143 when the ranks stopped early, as
+they were asked to.
+"""
+_PORT = 29500  # torchrun's, where only --master-addr is given
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """The parser of `unisono run`, among those of `unisono`."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "run",
+        help="run a script as one worker per device, on one machine or several",
+        description="Run a script, a module or a function as one worker per device. Options stand before it; what "
+        "follows it is its own.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_workers(parser.add_argument_group("workers"))
+    _add_failing(parser.add_argument_group("failing and restarting"))
+    _add_output(parser.add_argument_group("output"))
+    _add_machines(parser.add_argument_group("more than one machine"))
+    parser.add_argument(
+        "target", help="script.py; with -m a module; or package.module:function, which is called with the rank"
+    )
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    return parser
+
+
+def endpoint_of(parsed: argparse.Namespace) -> str | None:
+    """Where the machines meet, as the command line says it; None where it does not."""
+    if parsed.rdzv_endpoint is None and parsed.master_addr is not None:
+        return f"{parsed.master_addr}:{parsed.master_port or _PORT}"
+    endpoint: str | None = parsed.rdzv_endpoint
+    return endpoint
+
+
+def _add(group: Any, *names: str, **settings: Any) -> None:
+    """Add an option; its second spelling, which torchrun takes, too, is not shown."""
+    group.add_argument(*names, **settings)
+    spelled = [f"--{name[2:].replace('-', '_')}" for name in names if "-" in name[2:]]
+    if spelled:
+        settings["dest"] = settings.get("dest", next(name for name in names if name[1] == "-")[2:].replace("-", "_"))
+        group.add_argument(*spelled, **{**settings, "help": argparse.SUPPRESS})
+
+
+def _add_workers(group: Any) -> None:
+    _add(
+        group,
+        *("-n", "--nproc", "--nproc-per-node"),
+        dest="nproc",
+        type=_workers,
+        metavar="N",
+        help="workers on this machine, else one per device; gpu: one per accelerator, cpu: one per core, auto: the "
+        "first that this machine has",
+    )
+    _add(group, "-m", "--module", action="store_true", help="the target is a module, which is run as `python -m` does")
+    _add(group, "--backend", metavar="B", help="the device family; else the first that has devices")
+    _add(
+        group, "--num-threads", type=_count, metavar="N", help="CPU threads of each worker; else its share of the cores"
+    )
+    _add(
+        group,
+        "--num-loader-workers",
+        type=_number,
+        default=0,
+        metavar="N",
+        help="of each worker's DataLoader, which then get their share of the cores, too",
+    )
+    _add(group, "--pin-cores", action="store_true", help="keep each worker to cores of its own")
+    _add(group, "--checked", action="store_true", help="several machines: compare each collective first")
+    _add(group, "--start-method", metavar="M", help="how workers are started on one machine; see `spawn`")
+
+
+def _add_failing(group: Any) -> None:
+    _add(group, "--max-restarts", type=_number, metavar="N", help="start all workers again, N times at most")
+    _add(
+        group,
+        "--timeout",
+        type=_seconds,
+        default=1800.0,
+        metavar="S",
+        help="what a collective waits at most (%(default)s)",
+    )
+    _add(group, "--hang-timeout", type=_seconds, metavar="S", help="stop when no rank makes progress for S seconds")
+    _add(group, "--grace", type=_seconds, metavar="S", help="between SIGTERM and SIGKILL (5; 25 with several machines)")
+
+
+def _add_output(group: Any) -> None:
+    _add(group, "--log-dir", metavar="DIR", help="keep each worker's output there, too")
+    _add(group, "--log-ranks", type=_ranks, metavar="R,..", help="show the output of these ranks only")
+    _add(
+        group,
+        "--log-format",
+        choices=["text", "json"],
+        default="text",
+        help="json: each line as an object with time, rank, stream and text",
+    )
+    _add(group, "--no-prefix", action="store_true", help="do not begin each line with its [rank 0]")
+
+
+def _add_machines(group: Any) -> None:
+    _add(group, "--standalone", action="store_true", help="one machine, whatever the environment says")
+    _add(group, "--nnodes", type=node_range, metavar="A[:B]", help="machines; with A:B any number between")
+    _add(group, "--node-rank", type=_number, metavar="R", help="the number of this one, where they have numbers")
+    _add(group, "--rdzv-endpoint", metavar="H:P", help="where they meet, host:port; the host is one of them")
+    _add(group, "--master-addr", metavar="H", help="the same as --rdzv-endpoint H:P, with")
+    _add(group, "--master-port", type=_count, metavar="P", help=f"the port ({_PORT})")
+    _add(group, "--rdzv-backend", choices=["c10d", "static"], help="is c10d here; static is taken for it")
+    _add(group, "--rdzv-id", metavar="ID", help="the name of the run, the same on all")
+    _add(group, "--rdzv-conf", type=_settings, default={}, metavar="K=V,..", help="settings of torch's rendezvous")
+    _add(group, "--local-addr", metavar="A", help="this machine's address for the others")
+
+
+def node_range(text: str) -> tuple[int, int]:
+    """A number of machines, or the least and the greatest: "1:2"."""
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= low <= high:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of machines; write 2, or 1:2 for one or two")
+    return low, high
+
+
+def _workers(text: str) -> int | str:
+    if text.isalpha():
+        return text  # auto, gpu or cpu: what each means is looked up, and refused, where torch has been imported
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number, 1 or greater, nor auto, gpu or cpu")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or greater")
+    return int(text)
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 0 or greater")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number of seconds")
+    return seconds
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    return tuple(_number(rank) for rank in text.split(","))
+
+
+def _settings(text: str) -> dict[str, str]:
+    pairs = [each.partition("=") for each in text.split(",") if each]
+    if not all(name and equals for name, equals, _ in pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list like last_call_timeout=5,keep_alive_interval=2")
+    return {name.strip(): value.strip() for name, _, value in pairs}

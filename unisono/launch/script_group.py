@@ -1,0 +1,48 @@
+"""Scripts that initialise torch's process group themselves, in a process that has joined its world already.
+
+What is written for torchrun, or for torch's own `spawn`, calls `init_process_group`, trains, and calls
+`destroy_process_group`. Here it gets the group that it asks for, with its own backend, time-out and options, in the
+place of ours: the ranks meet in the store that they share, and no port is opened. A script that asks `is_initialized()`
+first finds ours.
+
+*Threads:* the one that initialises groups.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+
+_OURS = (None, "env://")  # who says nothing else means the group that the launcher has announced
+
+
+def let_scripts_initialise() -> None:
+    """From now on the default process group of this process, which is there, may be initialised once more."""
+    ours = weakref.ref(dist.group.WORLD)
+    store = dist.distributed_c10d._get_default_store()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    original = dist.init_process_group
+    signature = inspect.signature(original)
+    numbers = itertools.count(1)
+
+    @functools.wraps(original)
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        asked = signature.bind(*args, **kwargs).arguments
+        if asked.get("store") is None and asked.get("init_method") in _OURS:
+            # A group that was destroyed has left its addresses in the store.
+            asked["store"] = dist.PrefixStore(f"unisono/group/{next(numbers)}", store)  # type: ignore[attr-defined]
+            asked["init_method"] = None
+            for name, own in (("rank", rank), ("world_size", world_size)):
+                if asked.get(name, -1) == -1:
+                    asked[name] = own
+        if dist.is_initialized() and dist.group.WORLD is ours():
+            dist.destroy_process_group()
+        original(**asked)
+
+    for module in (dist, dist.distributed_c10d):
+        module.init_process_group = init_process_group  # type: ignore[attr-defined] # of one of the two, mypy knows

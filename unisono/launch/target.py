@@ -1,0 +1,252 @@
+"""What `unisono run` is asked to run: a script, a module, or a function of a module.
+
+`script.py` runs as `python script.py` would run it: as `__main__`, with its arguments in `sys.argv` and its directory
+first in `sys.path`. A module runs as by `python -m`. `package.module:function` is imported and called with the rank, as
+`spawn` does; arguments follow in `sys.argv`.
+
+It has its world already; `unisono.spawn(fn)` and `unisono.join_world()` in it find that they are in one. What is
+written for torchrun finds torchrun's variables, and may initialise torch's process group itself (`script_group.py`).
+
+The command itself imports nothing of the user's: that is the workers' to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import runpy
+import socket
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+from unisono import preemption
+from unisono.errors import StoppedError, UnisonoError, WorkerDiedError
+from unisono.launch.hosts.environment import TAKEN, Place, announce, take
+from unisono.world import World, current_world
+
+_LOCAL = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is run.
+
+    Attributes:
+        name: as it was given: a script, a module, or `module:function`.
+        argv: its arguments.
+        is_module: whether the name is that of a module to run.
+    """
+
+    name: str
+    argv: tuple[str, ...] = ()
+    is_module: bool = False
+
+    @property
+    def is_script(self) -> bool:
+        return not self.is_module and (self.name.endswith((".py", ".pyc")) or os.path.isfile(self.name))
+
+
+def check_target(target: Target) -> None:
+    """Refuse a target that cannot be run, before anything is started, and without running any of it.
+
+    Raises:
+        ValueError: there is no such script, or the text is neither a script nor `module:function`.
+        ModuleNotFoundError: there is no such module.
+    """
+    if target.is_script:
+        if not os.path.isfile(target.name):
+            raise ValueError(f"there is no script {target.name!r} in {os.getcwd()}{_similar_files(target.name)}")
+        return
+    _set_first_path(os.getcwd())
+    if target.is_module:
+        _check_module(target.name, target.name)
+    else:
+        _check_module(_split(target.name)[0], target.name)
+
+
+def find_function(name: str) -> Any:
+    """The function that `package.module:function` names.
+
+    Raises:
+        UnisonoError: the module has no such function.
+        Exception: whatever its import raises.
+    """
+    module_name, path = _split(name)
+    found: Any = importlib.import_module(module_name)
+    for part in path.split("."):
+        if not hasattr(found, part):
+            close = difflib.get_close_matches(part, dir(found), 1)
+            hint = f"; is it {close[0]!r}?" if close else ""
+            raise UnisonoError(f"{name!r}: {module_name} has no {part!r}{hint}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise UnisonoError(f"{name!r} is a {type(found).__name__}; name a function that takes the rank")
+    return found
+
+
+def run_target(rank: int, target: Target) -> None:
+    """Run it in this process, which has its world; `sys.exit(0)` is a good end, as for any script.
+
+    So is an early end that the ranks have agreed on: whoever runs the target finds it noted (`preemption.is_agreed`).
+
+    Raises:
+        BaseException: what the target raised; SystemExit with another code than 0 too.
+    """
+    sys.argv[:] = [target.name, *target.argv]
+    announce(_place_of(current_world()))  # to `spawn` in the script
+    try:
+        if target.is_script:
+            _set_first_path(os.path.dirname(os.path.abspath(target.name)))
+            runpy.run_path(target.name, run_name="__main__")
+            return
+        _set_first_path(os.getcwd())
+        if target.is_module:
+            runpy.run_module(target.name, run_name="__main__", alter_sys=True)
+        else:
+            find_function(target.name)(rank)
+    except SystemExit as error:
+        is_stop = isinstance(error, StoppedError) and preemption.is_agreed()
+        if error.code not in (None, 0) and not is_stop:
+            raise
+    finally:
+        announce(None)
+
+
+def run_worker_target(rank: int, target: Target, variables: Mapping[str, str]) -> None:
+    """Run it as a worker of `spawn`, whose words about `sys.exit` are for functions: a script may call it.
+
+    Args:
+        variables: of the run, as `variables_of_run` gives them; those of this rank are added.
+
+    Raises:
+        WorkerDiedError: the target called `sys.exit` with another code than 0.
+        BaseException: what the target raised.
+    """
+    try:
+        with _environ({**variables, **_variables_of_rank(current_world())}):
+            take(_place_of(current_world(), variables))  # what the script starts is not this rank
+            run_target(rank, target)
+    except StoppedError:
+        raise
+    except SystemExit as error:
+        text = f"rank {rank} ended by sys.exit({error.code!r})"
+        raise WorkerDiedError(text, rank, exit_code_of(error)) from error
+
+
+def variables_of_run(run_id: str | None, max_restarts: int) -> dict[str, str]:
+    """Those of torchrun's variables that are the same for each rank of a run on this machine.
+
+    Libraries tell by them that torchrun has started the process. Nobody listens at the port: it is free, for scripts
+    that let rank zero serve something there.
+    """
+    with socket.socket() as probe:
+        probe.bind((_LOCAL, 0))
+        port = probe.getsockname()[1]
+    return {
+        "MASTER_ADDR": _LOCAL,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": run_id or "unisono",
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "ROLE_NAME": "default",
+    }
+
+
+def exit_code_of(error: SystemExit) -> int:
+    """What a process ends with by that failure: a byte, as the system keeps no more, but never 0."""
+    return error.code % 256 or 1 if isinstance(error.code, int) else 1
+
+
+def _variables_of_rank(world: World) -> dict[str, str]:
+    return {
+        **dict.fromkeys(("RANK", "ROLE_RANK"), str(world.rank)),
+        **dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE"), str(world.world_size)),
+        "LOCAL_RANK": str(world.local_rank),
+        "LOCAL_WORLD_SIZE": str(world.local_world_size),
+        "GROUP_RANK": str(world.node_rank),
+        "GROUP_WORLD_SIZE": str(world.world_size // world.local_world_size),
+        "TORCHELASTIC_RESTART_COUNT": str(world.restart_count),
+    }
+
+
+@contextmanager
+def _environ(variables: Mapping[str, str]) -> Iterator[None]:
+    """Have the variables in the block; what the script has changed of the others stays."""
+    before = {name: os.environ.get(name) for name in (*variables, TAKEN)}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _place_of(world: World, variables: Mapping[str, str] | None = None) -> Place:
+    variables = variables or {}
+    return Place(
+        "unisono run",
+        rank=world.rank,
+        world_size=world.world_size,
+        local_rank=world.local_rank,
+        local_world_size=world.local_world_size,
+        node_rank=world.node_rank,
+        address=variables.get("MASTER_ADDR", ""),
+        port=int(variables.get("MASTER_PORT", 0)),
+        restart_count=world.restart_count,
+    )
+
+
+def _split(name: str) -> tuple[str, str]:
+    module_name, _, path = name.partition(":")
+    if not module_name or not path:
+        raise ValueError(
+            f"{name!r} is neither a script (script.py) nor a function (package.module:function); -m runs a module"
+        )
+    return module_name, path
+
+
+def _check_module(name: str, target: str) -> None:
+    """Find a module without importing it or what it is in.
+
+    Raises:
+        ModuleNotFoundError: there is none; the message tells how far the name leads.
+    """
+    found: ModuleSpec | None = None
+    parts = name.split(".")
+    for count in range(1, len(parts) + 1):
+        path = ".".join(parts[:count])
+        if found is not None and found.submodule_search_locations is None:
+            hint = "a script runs without -m" if target == name else f"a function in it is {found.name}:function"
+            raise ModuleNotFoundError(f"{target!r}: {found.name} is a module, and no package with {path!r}; {hint}")
+        found = _spec_of(path, None if found is None else found.submodule_search_locations)
+        if found is None:
+            raise ModuleNotFoundError(
+                f"{target!r}: there is no module {path!r} here or in the import path; name it as in an import"
+            )
+
+
+def _spec_of(path: str, places: Sequence[str] | None) -> ModuleSpec | None:
+    specs = (finder.find_spec(path, places) for finder in sys.meta_path)
+    return next((spec for spec in specs if spec is not None), None)
+
+
+def _set_first_path(directory: str) -> None:
+    """Put it where `python` puts the directory of a script."""
+    if sys.path and sys.path[0] != directory:
+        sys.path.insert(0, directory)
+
+
+def _similar_files(target: str) -> str:
+    directory = os.path.dirname(target) or "."
+    if not os.path.isdir(directory):
+        return f"; there is no directory {directory!r} either"
+    close = difflib.get_close_matches(os.path.basename(target), os.listdir(directory), 1)
+    return f"; is it {os.path.join(os.path.dirname(target), close[0])!r}?" if close else ""
