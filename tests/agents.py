@@ -73,6 +73,11 @@ def two_networks() -> Iterator[tuple[str, str]]:
         subprocess.run(["ip", "link", "del", cables[0]], capture_output=True)
 
 
+def pull_cable(network: str) -> None:
+    """Take the link of a network down: what is sent is lost, and nobody is told."""
+    _ip("-n", network, "link", "set", "eth0", "down")
+
+
 def _ip(*arguments: str) -> None:
     try:
         found = subprocess.run(["ip", *arguments], capture_output=True, text=True)

@@ -149,6 +149,7 @@ def _elastic_options(parsed: argparse.Namespace, place: AgentPlace | None) -> El
         is_checked=parsed.checked,
         num_threads=pick_num_threads(parsed.num_threads, parsed.num_loader_workers, nproc),
         cores=pick_cores(parsed.pin_cores, nproc),
+        lost_after_s=parsed.lost_after,
     )
 
 

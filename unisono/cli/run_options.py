@@ -133,6 +133,14 @@ def _add_machines(group: Any) -> None:
     _add(group, "--rdzv-backend", choices=["c10d", "static"], help="is c10d here; static is taken for it")
     _add(group, "--rdzv-id", metavar="ID", help="the name of the run, the same on all")
     _add(group, "--rdzv-conf", type=_settings, default={}, metavar="K=V,..", help="settings of torch's rendezvous")
+    _add(
+        group,
+        "--lost-after",
+        type=_seconds,
+        default=60.0,
+        metavar="S",
+        help="go on without a machine that has been silent for S seconds (%(default)s), or end, where too few are left",
+    )
     _add(group, "--local-addr", metavar="A", help="this machine's address for the others")
 
 

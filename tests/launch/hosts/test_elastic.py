@@ -108,6 +108,7 @@ def test_a_lost_machine_is_given_up_after_seconds_unless_told_otherwise():
         "last_call_timeout": "2",
         "keep_alive_interval": "1",
         "keep_alive_max_attempt": "3",
+        "read_timeout": "60",
     }
     changed = rendezvous_settings(options(rdzv_conf={"last_call_timeout": "60", "is_host": "0"}), is_host=True)
     assert (changed["last_call_timeout"], changed["is_host"]) == ("60", "0")

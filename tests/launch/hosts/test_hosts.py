@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agents import agent, kill_all, two_networks
+from agents import agent, kill_all, pull_cable, two_networks
 from faults import Line, Script
 
 EPOCHS, SAMPLES = 2, 61
@@ -115,3 +115,52 @@ def test_training_goes_on_without_a_lost_machine_and_with_it_again_and_each_samp
         assert first.survivors() == [] == again.survivors()
     counts = Counter(tuple(entry) for entry in json.loads((tmp_path / "ledger").read_text()))
     assert counts == {(epoch, index): 1 for epoch in range(EPOCHS) for index in range(SAMPLES)}
+
+
+WAITING = """
+import os, sys
+from pathlib import Path
+import torch, unisono
+from faults import Line, stand_still
+line, host = Line(Path(sys.argv[1])), os.environ["HOST"]
+line.say("began", host, unisono.world_size(), unisono.current_world().restart_count)
+if unisono.world_size() == 2:
+    unisono.barrier()
+    if host == "2":
+        stand_still()
+    line.say("waits")
+    unisono.all_reduce(torch.ones(1))
+line.say("done", host)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", ["1:2", "2"])
+def test_a_machine_whose_link_is_down_is_given_up_after_the_time_that_was_set(
+    tmp_path: Path, networks: tuple[str, str], nodes: str
+) -> None:
+    (tmp_path / "wait.py").write_text(WAITING)
+    line = Line.at(tmp_path / "line")
+    command = ["run", "-n", "1", "--backend", "cpu", "--nnodes", nodes, "--rdzv-endpoint", "10.77.0.1:29400"]
+    command += ["--lost-after", "4", "--rdzv-conf", "last_call_timeout=8", str(tmp_path / "wait.py"), str(line.path)]
+
+    def host(number: int) -> Script:
+        return agent(tmp_path / f"host{number}", *command, network=networks[number - 1], HOST=str(number))
+
+    with line.hearing() as ear, host(1) as first, host(2) as second:
+        assert ear.hear_all(2) == [["began", "1", "2", "0"], ["began", "2", "2", "0"]]
+        assert ear.hear() == ["waits"]
+        pull_cable(networks[1])
+        lost_at = time.monotonic()
+        if nodes == "1:2":
+            assert ear.hear() == ["began", "1", "1", "1"]
+            assert ear.hear() == ["done", "1"]
+        code, _, errors = first.end()
+        assert time.monotonic() - lost_at < 30  # the collective waits for half an hour
+        assert code == (0 if nodes == "1:2" else 1), errors
+        assert "unisono: node 1 (" in errors
+        assert "has been silent for 4 s" in errors
+        cut_off, _, its_errors = second.end()
+        assert cut_off == 1, its_errors
+        assert "the machine that serves 10.77.0.1:29400 has been silent for 4 s" in its_errors
+        assert first.survivors() == [] == second.survivors()

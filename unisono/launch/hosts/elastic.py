@@ -28,10 +28,11 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from unisono.errors import STOP_EXIT_CODE, describe_exit
 from unisono.launch.hosts.addresses import interface_of
 from unisono.launch.hosts.agent_settings import agent_settings
-from unisono.launch.hosts.asking import StopWish
+from unisono.launch.hosts.asking import StopWish, kill_workers
 from unisono.launch.hosts.endpoint import local_address, serves_endpoint, wait_served
 from unisono.launch.hosts.entry import SETTINGS, Settings
-from unisono.launch.hosts.failure_file import Failure, read_failure
+from unisono.launch.hosts.failure_file import Failure, read_failure, write_failure
+from unisono.launch.hosts.neighbours import Neighbours
 from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.launch.target import Target
 
@@ -61,6 +62,7 @@ class ElasticOptions:
         is_checked: whether collectives are compared before they run.
         num_threads: of each worker; None leaves that to the worker.
         cores: the logical cores of each worker of this machine; None leaves them where the system puts them.
+        lost_after_s: how long a machine may be silent before the others go on without it.
     """
 
     nproc: int
@@ -81,6 +83,7 @@ class ElasticOptions:
     is_checked: bool = False
     num_threads: int | None = None
     cores: list[set[int]] | None = None
+    lost_after_s: float = 60.0
 
 
 def run_elastic(options: ElasticOptions, target: Target) -> int:
@@ -95,13 +98,14 @@ def run_elastic(options: ElasticOptions, target: Target) -> int:
         _kept_handlers(),
         _variables(_agent_variables(options, target, directory)),
         (wish := StopWish(options.grace_s)).heard(),
+        (logs := _Logs(options, directory, wish)).neighbours.attended(),
     ):
         _quieten()
         sys.stdout.flush()
         with contextlib.suppress(AttributeError):
             sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # the agent writes lines to it
         try:
-            _launch(options, _Logs(options, directory, wish), target)
+            _launch(options, logs, target)
         except ChildFailedError as error:
             return _report(error.failures, options)
         except SignalException as stop:
@@ -131,6 +135,8 @@ def rendezvous_settings(options: ElasticOptions, is_host: bool) -> dict[str, str
         # A machine that is gone is given up after interval x attempts. Torch: 5 x 3, so 46 s in all until work goes on.
         "keep_alive_interval": "1",
         "keep_alive_max_attempt": "3",
+        # How long the machine of the store may be silent; the others end then.
+        "read_timeout": str(math.ceil(options.lost_after_s)),
     }
     return {**chosen, **options.rdzv_conf}
 
@@ -179,13 +185,19 @@ def _launch_as(options: ElasticOptions, is_host: bool, logs: _Logs, target: Targ
 
 
 class _Logs(DefaultLogsSpecs):
-    """Where the workers' files go. Torch filters by local rank; the ranks themselves are known here only."""
+    """Where the workers' files go. Torch filters by local rank; the ranks themselves are known here only.
+
+    It is asked at each start of the workers, and so the one who knows of it.
+    """
 
     def __init__(self, options: ElasticOptions, directory: str, wish: StopWish) -> None:
         is_captured = options.prefix or options.log_dir is not None
         super().__init__(directory, tee=Std.ALL if is_captured else Std.NONE)
         self._ranks = options.log_ranks
         self._wish = wish
+        self._workers: list[tuple[Mapping[str, str], str]] = []  # variables, and where a failure is told
+        self._told = ""
+        self.neighbours = Neighbours(options.endpoint, options.lost_after_s, self._give_up, _end_alone)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         if self._ranks is not None:
@@ -193,7 +205,18 @@ class _Logs(DefaultLogsSpecs):
             self._local_ranks_filter = shown or {-1}  # an empty filter would show all
         found = super().reify(envs)
         self._wish.of(found.error_files.values())
+        self._workers = [(environ, found.error_files[local]) for local, environ in envs.items()]
+        self.neighbours.begin_round(envs[0])
         return found
+
+    def _give_up(self, reason: str) -> None:
+        """End the workers of this machine, which wait for one that is lost."""
+        if reason != self._told:
+            self._told = reason
+            _say(f"{reason}; the workers of this machine, which may wait for it, are ended")
+        for environ, path in self._workers:
+            write_failure(Failure.of(environ, os.getpid(), reason), path)
+        kill_workers()
 
 
 def _agent_variables(options: ElasticOptions, target: Target, directory: str) -> dict[str, str | None]:
@@ -302,6 +325,12 @@ def _report(failures: Mapping[int, ProcessFailure], options: ElasticOptions) -> 
         lines.append(f"its output is in {os.path.dirname(path)}")
     _say("\n  ".join(lines))
     return 128 - cause.exit_code if cause.exit_code < 0 else cause.exit_code
+
+
+def _end_alone(reason: str) -> None:
+    """End this agent, whose main thread waits in native code for an answer; the guards of its workers end with it."""
+    _say(f"{reason}; this agent and its workers end")
+    os._exit(1)
 
 
 def _say(text: str) -> None:

@@ -149,17 +149,7 @@ def _tell_failure(worker: int, status: int, is_secondary: bool) -> None:
     path = environ.get("TORCHELASTIC_ERROR_FILE", "")
     if not is_secondary and not os.path.exists(path):
         print(f"unisono: rank {environ['RANK']} (pid {worker}) {how}", file=sys.stderr, flush=True)
-    write_failure(
-        Failure(
-            rank=int(environ["RANK"]),
-            node_rank=int(environ["GROUP_RANK"]),
-            restart_count=int(environ["TORCHELASTIC_RESTART_COUNT"]),
-            pid=worker,
-            message=how,
-            exit_code=status or 1,
-            is_secondary=is_secondary,
-        )
-    )
+    write_failure(Failure.of(environ, worker, how, exit_code=status or 1, is_secondary=is_secondary))
 
 
 def _end_like(status: int) -> NoReturn:

@@ -45,14 +45,30 @@ class Failure:
     is_secondary: bool = False
     at: float = field(default_factory=time.time)
 
+    @classmethod
+    def of(cls, environ: Mapping[str, str], pid: int, message: str, **facts: Any) -> Failure:
+        """That of the worker with these variables."""
+        return cls(
+            rank=int(environ["RANK"]),
+            node_rank=int(environ["GROUP_RANK"]),
+            restart_count=int(environ["TORCHELASTIC_RESTART_COUNT"]),
+            pid=pid,
+            message=message,
+            **facts,
+        )
+
     @property
     def where(self) -> str:
         return f"rank {self.rank}, node {self.node_rank}, pid {self.pid}, restart {self.restart_count}"
 
 
-def write_failure(failure: Failure) -> None:
-    """Leave it where the agent looks; a failure that has been left there stays, for it was first."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+def write_failure(failure: Failure, path: str | None = None) -> None:
+    """Leave it where the agent looks; a failure that has been left there stays, for it was first.
+
+    Args:
+        path: of another worker's file; None takes this worker's.
+    """
+    path = path or os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or os.path.exists(path):
         return
     details = {"py_callstack": failure.traceback or failure.message, "timestamp": str(int(failure.at))}

@@ -116,19 +116,8 @@ def _tell(error: BaseException, code: int) -> None:
 
 
 def _leave_word(message: str, text: str, code: int, is_secondary: bool) -> None:
-    environ = os.environ
-    write_failure(
-        Failure(
-            rank=int(environ["RANK"]),
-            node_rank=int(environ["GROUP_RANK"]),
-            restart_count=int(environ["TORCHELASTIC_RESTART_COUNT"]),
-            pid=os.getpid(),
-            message=message,
-            traceback=text,
-            exit_code=code,
-            is_secondary=is_secondary,
-        )
-    )
+    told = {"traceback": text, "exit_code": code, "is_secondary": is_secondary}
+    write_failure(Failure.of(os.environ, os.getpid(), message, **told))
 
 
 def _has_failed_sibling() -> bool:
