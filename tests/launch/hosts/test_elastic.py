@@ -103,15 +103,15 @@ def options(**changes: object) -> ElasticOptions:
 
 
 def test_a_lost_machine_is_given_up_after_seconds_unless_told_otherwise():
-    assert rendezvous_settings(options(), is_host=True) == {
-        "is_host": "true",
+    assert rendezvous_settings(options()) == {
+        "is_host": "false",  # since it is served by this package
         "last_call_timeout": "2",
         "keep_alive_interval": "1",
         "keep_alive_max_attempt": "3",
         "read_timeout": "60",
     }
-    changed = rendezvous_settings(options(rdzv_conf={"last_call_timeout": "60", "is_host": "0"}), is_host=True)
-    assert (changed["last_call_timeout"], changed["is_host"]) == ("60", "0")
+    changed = rendezvous_settings(options(rdzv_conf={"last_call_timeout": "60", "is_host": "1"}))
+    assert (changed["last_call_timeout"], changed["is_host"]) == ("60", "false")
 
 
 # The first cause.

@@ -30,7 +30,7 @@ def address_towards(host: str, port: int) -> str | None:
     """
     for address in addresses_of(host):
         found = _source_towards(address, port)
-        if found is not None and _is_loopback(found) and not _is_loopback(host):
+        if found is not None and is_loopback(found) and not is_loopback(host):
             return _source_towards(_ANYWHERE, port) or found
         if found is not None:
             return found
@@ -45,7 +45,8 @@ def _source_towards(address: str, port: int) -> str | None:
     return None
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether it is an address, or the name, by which a machine means itself."""
     return host == "localhost" or host.startswith("127.") or host == "::1"
 
 

@@ -19,20 +19,22 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from unisono.errors import STOP_EXIT_CODE, describe_exit
 from unisono.launch.hosts.addresses import interface_of
 from unisono.launch.hosts.agent_settings import agent_settings
 from unisono.launch.hosts.asking import StopWish, kill_workers
-from unisono.launch.hosts.endpoint import local_address, serves_endpoint, wait_served
+from unisono.launch.hosts.endpoint import local_address, serves_endpoint, split_endpoint, wait_served
 from unisono.launch.hosts.entry import SETTINGS, Settings
 from unisono.launch.hosts.failure_file import Failure, read_failure, write_failure
 from unisono.launch.hosts.neighbours import Neighbours
+from unisono.launch.hosts.store_server import quieten_store, serve_store
 from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.launch.target import Target
 
@@ -101,6 +103,7 @@ def run_elastic(options: ElasticOptions, target: Target) -> int:
         (logs := _Logs(options, directory, wish)).neighbours.attended(),
     ):
         _quieten()
+        quieten_store()
         sys.stdout.flush()
         with contextlib.suppress(AttributeError):
             sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # the agent writes lines to it
@@ -125,11 +128,9 @@ def run_elastic(options: ElasticOptions, target: Target) -> int:
     return 0
 
 
-def rendezvous_settings(options: ElasticOptions, is_host: bool) -> dict[str, str]:
+def rendezvous_settings(options: ElasticOptions) -> dict[str, str]:
     """What the agents' meeting needs to be told."""
     chosen = {
-        # See `serves_endpoint`.
-        "is_host": str(is_host).lower(),
         # How long a meeting of enough agents waits for more; a machine that comes later joins by a restart. Torch: 30.
         "last_call_timeout": "2",
         # A machine that is gone is given up after interval x attempts. Torch: 5 x 3, so 46 s in all until work goes on.
@@ -138,25 +139,29 @@ def rendezvous_settings(options: ElasticOptions, is_host: bool) -> dict[str, str
         # How long the machine of the store may be silent; the others end then.
         "read_timeout": str(math.ceil(options.lost_after_s)),
     }
-    return {**chosen, **options.rdzv_conf}
+    # The store is served here, see `serves_endpoint`; torch would do so on all interfaces.
+    return {**chosen, **options.rdzv_conf, "is_host": "false"}
 
 
 def _launch(options: ElasticOptions, logs: _Logs, target: Target) -> None:
     is_host = serves_endpoint(options.endpoint, options.node_rank)
     if "is_host" in options.rdzv_conf:
         is_host = options.rdzv_conf["is_host"].lower() in ("1", "true", "t", "yes", "y")  # as torch reads it
-    try:
-        _launch_as(options, is_host, logs, target)
-    except RendezvousConnectionError:
-        if not is_host:
-            raise
-        _launch_as(options, False, logs, target)  # another agent of this machine was faster
-
-
-def _launch_as(options: ElasticOptions, is_host: bool, logs: _Logs, target: Target) -> None:
-    settings = rendezvous_settings(options, is_host)
-    if not is_host:
+    settings = rendezvous_settings(options)
+    store = None
+    if is_host:
+        host, port = split_endpoint(options.endpoint)
+        with contextlib.suppress(OSError):  # another agent of this machine was faster
+            store = serve_store(host, port, timedelta(seconds=options.lost_after_s), options.max_nodes == 1)
+    if store is None:
         wait_served(options.endpoint, float(settings.get("join_timeout", 600)))
+    try:
+        _launch_agent(options, settings, logs, target)
+    finally:
+        del store  # until here it is served
+
+
+def _launch_agent(options: ElasticOptions, settings: Mapping[str, str], logs: _Logs, target: Target) -> None:
     command = [
         "-m",
         "unisono.launch.hosts.entry",

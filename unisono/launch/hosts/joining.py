@@ -35,6 +35,7 @@ from unisono.launch.greetings import without_greetings
 from unisono.launch.hosts.addresses import address_towards, interface_of
 from unisono.launch.hosts.environment import Place, announced_place, take, within
 from unisono.launch.hosts.returning import returning_together
+from unisono.launch.hosts.store_server import quieten_store, serve_store
 from unisono.launch.worker import exit_error
 from unisono.outcome import Outcome, add_note_once
 from unisono.protocols import Backend
@@ -169,6 +170,7 @@ def _join(place: Place, backend: Backend, timeout: timedelta, is_checked: bool) 
         torch.set_num_threads(fair_num_threads(place.local_world_size))
     try:
         _name_interface(place)
+        quieten_store()
         _store = _store_of(place, timeout)
         with without_greetings():
             dist.init_process_group(
@@ -180,7 +182,7 @@ def _join(place: Place, backend: Backend, timeout: timedelta, is_checked: bool) 
             )
         comm = process_communicator(backend, device, _store, is_checked)
         comm.barrier()  # or a rank that is done soon would leave while a slow one still connects to it
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         error.add_note(
             f"rank {place.rank} of {place.world_size}, announced by {place.launcher}, could not meet its peers at "
             f"{place.address}:{place.port}; all of them must be running and reach that address"
@@ -208,17 +210,14 @@ def _name_interface(place: Place) -> None:
 
 
 def _store_of(place: Place, timeout: timedelta) -> dist.distributed_c10d.Store:
-    server = dist.TCPStore(  # type: ignore[attr-defined] # torch re-exports it silently
-        place.address,
-        place.port,
-        place.world_size,
-        is_master=place.rank == 0 and not place.is_store_there,
-        timeout=timeout,
-        multi_tenant=True,
-        wait_for_workers=False,
-    )
+    is_on_one_machine = place.local_world_size == place.world_size
+    if place.rank == 0 and not place.is_store_there:
+        server = serve_store(place.address, place.port, timeout, is_on_one_machine)
+    else:
+        server = dist.TCPStore(  # type: ignore[attr-defined] # torch re-exports it silently
+            place.address, place.port, None, False, timeout, wait_for_workers=False
+        )
     # torchrun's store outlives a restart with the addresses of the dead in it. On one machine the restarts are counted
     # alike; on several each agent counts its own, and there it is the agent's to serve a fresh store (ours does).
-    is_on_one_machine = place.local_world_size == place.world_size
     prefix = f"unisono/{place.restart_count}" if is_on_one_machine else "unisono"
     return dist.PrefixStore(prefix, server)  # type: ignore[attr-defined]
