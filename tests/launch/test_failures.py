@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from faults import SOON_S, stand_still, survivors
 
-from unisono.errors import BrokenWorldError, RemoteError, UnpicklableError, WorkerDiedError
+from unisono import Accelerator, is_rank_zero
+from unisono.errors import BrokenWorldError, CollectiveMismatchError, RemoteError, UnpicklableError, WorkerDiedError
 from unisono.launch import spawn as spawning
 from unisono.outcome import RemoteTraceback, this_process
 from unisono.world import current_world
@@ -270,6 +271,42 @@ def test_a_rank_that_ends_without_a_result_has_died(death, capfd, soon):
     assert ("Fatal Python error" in errors) == (death in ("SIGABRT", "SIGSEGV"))
     if "sys.exit" in death:
         assert "SystemExit" in str(caught.value.__cause__)
+
+
+def reduce_alone(index):
+    if index == 0:
+        dist.all_reduce(torch.ones(4))
+    dist.all_reduce(torch.ones(1000))
+
+
+def gather_alone(index):
+    accelerator = Accelerator(strategy="fsdp")
+    model = accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)))
+    accelerator.backward(model(torch.ones(2, 8)).sum())
+    if is_rank_zero():
+        next(model.parameters()).full_tensor()
+    accelerator.backward(model(torch.ones(2, 8)).sum())
+
+
+@pytest.mark.parametrize(
+    ("work", "calls"),
+    [
+        (reduce_alone, ["all_reduce", "all_reduce"]),
+        pytest.param(gather_alone, ["full_tensor", "(?:for|back)ward"], marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_lose_step_in_collectives_of_torch_are_named_with_their_calls(work, calls, soon):
+    with pytest.raises(CollectiveMismatchError) as caught:
+        spawn(work, nprocs=2)
+    text = str(caught.value)
+    lines = []
+    for rank, call in enumerate(calls):
+        found = re.search(rf'rank {rank} called {call}\(\) in {work.__name__} \("{__file__}", line (\d+)\)', text)
+        assert found is not None, text
+        lines.append(int(found[1]))
+    assert lines[0] < lines[1]
+    assert isinstance(caught.value.__cause__, WorkerDiedError)
+    assert caught.value.failures.keys() == {0, 1}
 
 
 def test_a_keyboard_interrupt_in_a_worker_reaches_the_caller(soon):

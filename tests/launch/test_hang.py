@@ -18,8 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from unisono.errors import WorkerDiedError, WorkerHungError
 from unisono.launch import spawn as spawning
-from unisono.launch.hang import HangWatch, hung_error, main_stack
+from unisono.launch.hang import HangWatch, hung_error
 from unisono.launch.reports import Pulse
+from unisono.launch.stacks import main_stack
 from unisono.loaders.parallel_loader import DeviceLoader
 from unisono.world import current_world
 

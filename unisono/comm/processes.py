@@ -55,6 +55,7 @@ _TORCH_OPS = {
 }
 _WIDER = {torch.int16: torch.int32}  # gloo has no 16 bit integers
 _ADVICE = "if none has failed, the ranks called different collectives, and join_world(checked=True) names the calls"
+_ADVICE_SHARED = "if none has failed, the ranks called different collectives of torch's own, which nobody compares"
 _FAILURE, _DEPARTED = "unisono/failure", "unisono/departed/{}"
 
 
@@ -242,7 +243,8 @@ class ProcessCommunicator:
                 return departure({rank: known.last_deed(rank) if known else "" for rank in first}), error
             if self._arrivals is not None and (missing := self._arrivals.missing(self.num_calls)):
                 return f"{name_ranks(missing)} did not come to it and may be gone, stuck or late ({error})", error
-        return f"a peer is gone or did not answer ({error}); {_ADVICE}", error
+        advice = _ADVICE_SHARED if isinstance(self._arrivals, SharedArrivals) else _ADVICE
+        return f"a peer is gone or did not answer ({error}); {advice}", error
 
     def _departed(self, store: dist.distributed_c10d.Store) -> list[int]:
         return [rank for rank in range(self.size) if store.check([_DEPARTED.format(rank)])]

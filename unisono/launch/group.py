@@ -47,6 +47,7 @@ SLOW_S = 2.0  # how long the workers may take to begin before a line says what t
 _END_S = 30.0  # how long the workers have, after the last outcome, for what their programs do at the end
 _SETTLE_S = 1.0  # how long a report of a broken world waits for the report of who broke it
 _LONG_S = 3600.0  # to wait at once: what waits for the next event takes no more than some weeks
+_KEPT_LINES = 400  # of stderr: all that is kept, where lines are short
 _STACKS_S = 0.5  # how long the workers of a group that hangs have to write their stacks
 
 
@@ -114,7 +115,7 @@ class Group:
                 self._monitor.close()  # before the directory is gone that it writes to
                 self._close_group()
                 self._output.close()
-        tails = {worker.rank: self._output.tail(worker.rank) for worker in self.workers}
+        tails = {worker.rank: self._output.tail(worker.rank, _KEPT_LINES) for worker in self.workers}
         return conclude(self.workers, tails, self.hung)
 
     def interrupt(self) -> None:
@@ -277,8 +278,8 @@ class Group:
             memory = self._oom_watch.verdict(self._monitor.curve(worker.rank)) if is_killed else ""
             memory = describe_mapped_memory() if status == -signal.SIGBUS else memory
             worker.outcome = Outcome.failure(death(worker, status, how, memory), self._where(worker))
-            if not worker.was_stopped:
-                self._note_failure(is_secondary=False)
+            if not worker.was_stopped:  # a transport's abort is explained by what its peers tell
+                self._note_failure(is_secondary=status == -signal.SIGABRT)
 
     def _where(self, worker: Worker) -> str:
         """As `str(world)` of that rank; device and node are those that it would have had."""

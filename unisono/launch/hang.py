@@ -9,21 +9,17 @@ collectives, and only where a rank waits in one, so that the report comes shortl
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
-from pathlib import Path
 
 from unisono.errors import WorkerHungError
 from unisono.launch.reports import Pulse
+from unisono.launch.stacks import frames_of, main_stack
 
 _RETURNED_S = 5.0  # who waits in a collective after a peer has returned may be moving the last of its data, no more
 _BEFORE = 0.8  # of the collectives' time-out: who waits gives up a little later, with less to tell
 
-_THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*$", re.MULTILINE)
-_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
-_PACKAGE = f"{Path(__file__).parent.parent}/"
 _WAITS_IN = ("/torch/distributed/", "/unisono/comm/", "/torch/autograd/graph.py")  # DDP reduces in the backward pass
 _STACK_LINES = 12
 
@@ -110,19 +106,13 @@ def hung_error(watch: HangWatch, stacks: Mapping[int, str], ranks: list[int]) ->
     return error
 
 
-def main_stack(stacks: str) -> str:
-    """The stack of the main thread, which faulthandler writes last."""
-    starts = [match.start() for match in _THREAD.finditer(stacks)]
-    return stacks[starts[-1] :].rstrip() if starts else stacks.rstrip()
-
-
 def _doing(rank: int, pulses: Mapping[int, Pulse], stacks: Mapping[int, str]) -> str:
     """The collective that a rank is in, in words: ours tell themselves, those of torch are found on the stack."""
     if (pulse := pulses.get(rank)) is not None and pulse.doing:
         return pulse.doing
-    frames = _FRAME.finditer(main_stack(stacks.get(rank, "")))
-    inside = takewhile(lambda frame: any(part in frame["file"] for part in _WAITS_IN), frames)
-    names = [frame["name"] for frame in inside if frame["name"] != "wrapper"]
+    frames = frames_of(main_stack(stacks.get(rank, "")))
+    inside = takewhile(lambda frame: any(part in frame.file for part in _WAITS_IN), frames)
+    names = [frame.name for frame in inside if frame.name != "wrapper"]
     return f"{names[-1]}()" if names else ""
 
 
@@ -131,12 +121,11 @@ def _places(ranks: list[int], stacks: Mapping[int, str]) -> str:
 
 
 def _place(stacks: str) -> str:
-    frames = list(_FRAME.finditer(main_stack(stacks)))
+    frames = frames_of(main_stack(stacks))
     if not frames:
         return "does not tell where it is: it is stopped, or its stack could not be had"
-    ours = [frame for frame in frames if "/lib/python" not in frame["file"]] or frames
-    own = next((frame for frame in ours if not frame["file"].startswith(_PACKAGE)), ours[0])
-    return f'is in {own["name"]} ("{own["file"]}", line {own["line"]})'
+    ours = [frame for frame in frames if "/lib/python" not in frame.file] or frames
+    return f"is in {next((frame for frame in ours if frame.is_users), ours[0])}"
 
 
 def _behind(pulses: Mapping[int, Pulse], ranks: list[int]) -> list[int]:

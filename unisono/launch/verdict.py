@@ -8,23 +8,28 @@ had last written to stderr, and which ranks were stopped because of it; `failure
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from unisono.errors import WorkerDiedError
+from unisono.errors import CollectiveMismatchError, RemoteTraceback, WorkerDiedError
 from unisono.launch.reports import Inbox
+from unisono.launch.stacks import describe_call, frames_of, main_stack, tracebacks_in
 from unisono.outcome import Outcome, add_note_once, first_cause
 
 _ADVICE: dict[int | None, str] = {
-    -signal.SIGABRT: "; torch.distributed's own collectives do that where ranks call them with different shapes",
     0: "; its result is missing, so this is no success: return from fn instead",
 }
 
 
 # Not SIGABRT, with which a transport may end the peers of a rank that has failed.
 _DEADLY = [-each for each in signal.Signals if each.name in ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")]
+_ABORTED = "gloo::EnforceNotMet"  # the transport ends the process where a peer sends what it does not expect
+_SIZES = re.compile(r"op\.nbytes\. (\d+) vs (\d+)")
+_WOKEN = re.compile(r"rank \d+ cannot complete ([^:]*?):")
+_TAIL = 20  # lines
 _NEWS_S = 1.0  # how long the news of a death takes at most
 
 
@@ -55,7 +60,7 @@ def conclude(workers: Sequence[Worker], tails: dict[int, list[str]], hung: BaseE
 
     Args:
         workers: in rank order, all ended; fewer than the group's when it was stopped in its start.
-        tails: the last lines that each rank wrote to stderr.
+        tails: the lines that each rank wrote last to stderr, as many as are kept.
         hung: the error of a group that was stopped because it hung.
     """
     outcomes = {worker.rank: worker.outcome for worker in workers if worker.outcome is not None}
@@ -68,6 +73,9 @@ def conclude(workers: Sequence[Worker], tails: dict[int, list[str]], hung: BaseE
     if hung is not None and all(outcome.is_secondary for outcome in own.values()):  # what followed was our making
         return Outcome(error=_with_failures(hung, errors))
     cause = _first_cause(own or failures)
+    if (lost := _lost_step(cause, failures, tails)) is not None:
+        failures[cause] = replace(failures[cause], error=lost)
+        errors[cause], tails = lost, {}
     error = failures[cause].error
     assert error is not None
     add_note_once(error, failures[cause].where)
@@ -76,10 +84,49 @@ def conclude(workers: Sequence[Worker], tails: dict[int, list[str]], hung: BaseE
     if stopped:
         reason = "because of it" if own else "at the request of the calling process"
         add_note_once(error, f"ranks {stopped} were stopped {reason}")
-    if tail := tails.get(cause):
+    if tail := tails.get(cause, [])[-_TAIL:]:
         add_note_once(error, f"the last lines of rank {cause} on stderr:\n" + "\n".join(f"  {line}" for line in tail))
     _with_failures(error, errors)
     return failures[cause]
+
+
+def _lost_step(
+    rank: int, failures: dict[int, Outcome[Any]], tails: dict[int, list[str]]
+) -> CollectiveMismatchError | None:
+    """The error of a rank whose transport has ended it, since it and a peer had called different collectives.
+
+    What is called here is compared before it is sent. Torch's own collectives, those of sharded tensors and of
+    checkpoints among them, are not; their calls are on the stack that the worker has written at its end.
+    """
+    died = failures[rank].error
+    text = "\n".join(tails.get(rank, []))
+    if not (isinstance(died, WorkerDiedError) and died.exit_code == -signal.SIGABRT and _ABORTED in text):
+        return None
+    deeds = {rank: f"called {describe_call(frames_of(main_stack(text))) or 'a collective of torch'}"}
+    deeds.update((peer, deed) for peer, each in failures.items() if peer != rank and (deed := _deed_in(each.error)))
+    told = [f"rank {each} {deed}" for each, deed in deeds.items()]
+    if len(told) == 1:
+        told.append("its peers called something else")
+    sizes = _SIZES.search(text)
+    lost = CollectiveMismatchError(
+        f"{' while '.join(told)}{f' ({sizes[1]} bytes came for {sizes[2]})' if sizes else ''}; every rank must call "
+        "the same collectives in the same order with the same shapes. Torch's own, which this one is, do not compare "
+        "them; full_tensor() of sharded parameters and functions that save checkpoints are among them: call them on "
+        "all ranks, and not in `if is_rank_zero():`"
+    )
+    lost.__cause__ = died
+    return lost
+
+
+def _deed_in(error: BaseException | None) -> str:
+    """What a rank did that was woken by the end of a peer; "" where that is not known."""
+    cause = getattr(error, "__cause__", None)
+    if isinstance(cause, RemoteTraceback):
+        for part in tracebacks_in(cause.text):
+            if call := describe_call(frames_of(part)[::-1]):
+                return f"called {call}"
+    found = _WOKEN.match(str(error))
+    return f"came to {found[1]}" if found else ""
 
 
 def _first_cause(own: dict[int, Outcome[Any]]) -> int:

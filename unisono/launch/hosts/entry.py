@@ -147,6 +147,8 @@ def _tell_failure(worker: int, status: int, is_secondary: bool) -> None:
     environ = os.environ
     how = describe_exit(status) if status else "exited with code 0 before the end of the script"
     path = environ.get("TORCHELASTIC_ERROR_FILE", "")
+    if status == -signal.SIGABRT:
+        how += "; torch's collectives do that where ranks call different ones, see its stack; --checked compares ours"
     if not is_secondary and not os.path.exists(path):
         print(f"unisono: rank {environ['RANK']} (pid {worker}) {how}", file=sys.stderr, flush=True)
     write_failure(Failure.of(environ, worker, how, exit_code=status or 1, is_secondary=is_secondary))

@@ -1,0 +1,66 @@
+"""Stacks of workers as text: which frames they have, and where the user's program calls into torch or this package.
+
+Faulthandler writes them with the most recent call first, tracebacks with the most recent call last.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGE = f"{Path(__file__).parent.parent}/"
+
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*$", re.MULTILINE)
+_FRAME = re.compile(r'^\s*File "(?P<file>.*)", line (?P<line>\d+),? in (?P<name>.+)$', re.MULTILINE)
+_TRACEBACK = "Traceback (most recent call last):"
+_WRAPPERS = ("wrapper", "wrapped", "inner", "decorate_context", "_call_impl", "_wrapped_call_impl")
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One line of a stack."""
+
+    file: str
+    line: int
+    name: str
+
+    @property
+    def is_users(self) -> bool:
+        """Whether it is neither of a library nor of this package."""
+        return "/lib/python" not in self.file and not self.file.startswith(PACKAGE)
+
+    def __str__(self) -> str:
+        return f'{self.name} ("{self.file}", line {self.line})'
+
+
+def main_stack(stacks: str) -> str:
+    """The stack of the main thread, which faulthandler writes last."""
+    starts = [match.start() for match in _THREAD.finditer(stacks)]
+    return stacks[starts[-1] :].rstrip() if starts else stacks.rstrip()
+
+
+def frames_of(stack: str) -> list[Frame]:
+    """The frames in a stack of one thread, in the order in which they stand there."""
+    return [Frame(each["file"], int(each["line"]), each["name"]) for each in _FRAME.finditer(stack)]
+
+
+def tracebacks_in(text: str) -> list[str]:
+    """The tracebacks of a chain of exceptions, that of the innermost cause first."""
+    return text.split(_TRACEBACK)[1:]
+
+
+def describe_call(frames: Iterable[Frame]) -> str:
+    """What the user's program has called there, and where, as `save() in main ("a.py", line 3)`; "" where it did not.
+
+    Args:
+        frames: the most recent call first.
+    """
+    called = ""
+    for frame in frames:
+        if frame.is_users:
+            return f"{called}() in {frame}" if called else ""
+        if frame.name not in _WRAPPERS:
+            called = frame.name
+    return ""
