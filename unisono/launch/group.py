@@ -27,7 +27,7 @@ import psutil
 
 from unisono.errors import UnisonoError, WorkerHungError, describe_exit
 from unisono.launch.exhaustion import describe_mapped_memory
-from unisono.launch.hang import HangWatch, hung_error
+from unisono.launch.hang import HangWatch, all_wait, hung_error
 from unisono.launch.notes import say_once, say_to_who_watches
 from unisono.launch.policy import Policy
 from unisono.launch.rendezvous import Rendezvous
@@ -48,6 +48,7 @@ _END_S = 30.0  # how long the workers have, after the last outcome, for what the
 _SETTLE_S = 1.0  # how long a report of a broken world waits for the report of who broke it
 _LONG_S = 3600.0  # to wait at once: what waits for the next event takes no more than some weeks
 _KEPT_LINES = 400  # of stderr: all that is kept, where lines are short
+_IDLE = 0.05  # of a CPU: what threads of a process that waits need, which look at the clock
 _STACKS_S = 0.5  # how long the workers of a group that hangs have to write their stacks
 
 
@@ -92,6 +93,8 @@ class Group:
         self._was_stopped = False  # by the caller, who gives the workers their grace
         self._slow_at: float | None = time.monotonic() + SLOW_S  # when to say that the start takes long
         self._stacks_due: float | None = None  # when the workers of a group that seems to hang will have told them
+        self._asked: dict[int, int] = {}  # how long the files of their stacks were before
+        self._cpu_s = 0.0  # what they had used of the CPU
 
     @property
     def is_stopping(self) -> bool:
@@ -198,7 +201,9 @@ class Group:
     def _hung_at(self) -> float | None:
         if self.is_stopping:
             return None
-        return self._hang_watch.deadline() if self._stacks_due is None else self._stacks_due
+        if self._stacks_due is not None:
+            return self._stacks_due
+        return min((each for each in (self._hang_watch.deadline(), self._hang_watch.doubt()) if each), default=None)
 
     def _read(self, worker: Worker) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -292,18 +297,29 @@ class Group:
 
     def _face_the_hang(self, now: float) -> None:
         """Ask for the stacks; a moment later, unless a rank has moved, say who is late and stop the group."""
-        running = self._running()
+        running, watch = self._running(), self._hang_watch
+        paths = {worker.rank: stacks_path(self._place.directory, worker.rank) for worker in running}
         if self._stacks_due is None:
             self._stacks_due = now + _STACKS_S
+            self._asked = {rank: path.stat().st_size for rank, path in paths.items() if path.exists()}
+            self._cpu_s = _cpu_seconds(running)
             self._signal(TELL_STACKS, running, to_sessions=False)
             return
         self._stacks_due = None
-        deadline = self._hang_watch.deadline()
-        if deadline is None or now < deadline:
+        is_over, is_in_doubt = (at is not None and now >= at for at in (watch.deadline(), watch.doubt()))
+        if not is_over and not is_in_doubt:
             return
-        paths = {worker.rank: stacks_path(self._place.directory, worker.rank) for worker in running}
-        stacks = {rank: path.read_text(errors="replace") for rank, path in paths.items() if path.exists()}
-        self.hung = hung_error(self._hang_watch, stacks, list(paths))
+        stacks = {
+            rank: paths[rank].read_bytes()[size:].decode(errors="replace")
+            for rank, size in self._asked.items()
+            if rank in paths
+        }
+        if not is_over:
+            watch.note_look()
+            is_idle = _cpu_seconds(running) - self._cpu_s < _IDLE * _STACKS_S * len(running)
+            if not (is_idle and all_wait(watch, stacks, list(paths))):
+                return
+        self.hung = hung_error(watch, stacks, list(paths), is_deadlock=not is_over)
         self._set_deadline(0.0)
 
     def _running(self) -> list[Worker]:
@@ -348,3 +364,13 @@ class Group:
                 self._selector.unregister(worker.pipe)
             os.close(worker.pipe)
             worker.pipe = -1
+
+
+def _cpu_seconds(workers: list[Worker]) -> float:
+    """What these have used of the CPU so far, together."""
+    total = 0.0
+    for worker in workers:
+        with contextlib.suppress(psutil.Error):
+            times = psutil.Process(worker.pid).cpu_times()
+            total += times.user + times.system
+    return total

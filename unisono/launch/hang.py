@@ -4,6 +4,10 @@ A group hangs when none of its ranks has made progress for too long. One slow ra
 say, its own batches are progress. How long is too long is the user's to say; unless told, it is the time-out of the
 collectives, and only where a rank waits in one, so that the report comes shortly before the transport gives up.
 
+Ranks that wait for one another for ever are found out sooner. When nobody has moved for some seconds, the stacks are
+looked at: where all ranks are in collectives, torch's own among them, and none uses the CPU, nothing is on its way. Of
+accelerators that is not known, which compute while their processes wait.
+
 *Threads:* the supervisor's.
 """
 
@@ -11,16 +15,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 
 from unisono.errors import WorkerHungError
 from unisono.launch.reports import Pulse
-from unisono.launch.stacks import frames_of, main_stack
+from unisono.launch.stacks import describe_call, frames_of, main_stack
 
 _RETURNED_S = 5.0  # who waits in a collective after a peer has returned may be moving the last of its data, no more
+_DOUBT_S = 10.0  # after which it is looked whether ranks wait for one another
 _BEFORE = 0.8  # of the collectives' time-out: who waits gives up a little later, with less to tell
 
 _WAITS_IN = ("/torch/distributed/", "/unisono/comm/", "/torch/autograd/graph.py")  # DDP reduces in the backward pass
+_DISPATCH = ("/torch/_ops.py", "/torch/_library/autograd.py")  # on the way from there into native code
+_ADVICE = "If this is how long it takes, pass a longer hang_timeout_s; collectives, batches and steps count as progress"
 _STACK_LINES = 12
 
 
@@ -38,6 +45,7 @@ class HangWatch:
     pulses: dict[int, Pulse] = field(default_factory=dict)  # of the ranks that have not ended
     returned: set[int] = field(default_factory=set)  # the ranks that take part no more
     _progress_at: float = 0.0
+    _looked_at: float = -1.0  # the beginning of the last standstill that was looked at
 
     def hear(self, rank: int, pulse: Pulse, now: float) -> None:
         """A rank's pulse has come."""
@@ -67,17 +75,36 @@ class HangWatch:
             return None
         return self._progress_at + self.limit_s
 
+    def doubt(self) -> float | None:
+        """When to look whether the ranks wait for one another, once in a standstill."""
+        is_of_accelerators = any(pulse.device_bytes is not None for pulse in self.pulses.values())
+        if not self.pulses or is_of_accelerators or self._looked_at == self._progress_at:
+            return None
+        return self._progress_at + _DOUBT_S
+
+    def note_look(self) -> None:
+        """It has been looked at, and nobody was to blame yet."""
+        self._looked_at = self._progress_at
+
     def _is_waiting(self) -> bool:
         return any(pulse.doing for pulse in self.pulses.values())
 
 
-def hung_error(watch: HangWatch, stacks: Mapping[int, str], ranks: list[int]) -> WorkerHungError:
+def all_wait(watch: HangWatch, stacks: Mapping[int, str], ranks: list[int]) -> bool:
+    """Whether every one of these ranks, which have not ended, is in a collective."""
+    return all(_doing(rank, watch.pulses, stacks) for rank in ranks)
+
+
+def hung_error(
+    watch: HangWatch, stacks: Mapping[int, str], ranks: list[int], is_deadlock: bool = False
+) -> WorkerHungError:
     """The error of a group that hangs.
 
     Args:
         watch: that has told so.
         stacks: each rank's stacks, as faulthandler writes them.
         ranks: those that have not ended.
+        is_deadlock: whether it is known that no time would help.
     """
     pulses = watch.pulses
     doing = {rank: _doing(rank, pulses, stacks) for rank in ranks}
@@ -96,8 +123,8 @@ def hung_error(watch: HangWatch, stacks: Mapping[int, str], ranks: list[int]) ->
         else:
             verdict = f"no rank is in a collective: {_places(ranks, stacks)}{behind}"
     error = WorkerHungError(
-        f"no rank has made progress for {watch.limit_s:.4g} s, and {verdict}. If this is how long it takes, pass a "
-        "longer hang_timeout_s; collectives, batches and steps count as progress",
+        f"no rank has made progress for {_DOUBT_S if is_deadlock else watch.limit_s:.4g} s, and {verdict}. "
+        + ("Every rank must call the same collectives in the same order" if is_deadlock else _ADVICE),
         late,
         dict(stacks),
     )
@@ -111,9 +138,10 @@ def _doing(rank: int, pulses: Mapping[int, Pulse], stacks: Mapping[int, str]) ->
     if (pulse := pulses.get(rank)) is not None and pulse.doing:
         return pulse.doing
     frames = frames_of(main_stack(stacks.get(rank, "")))
-    inside = takewhile(lambda frame: any(part in frame.file for part in _WAITS_IN), frames)
+    inner = dropwhile(lambda frame: frame.file.endswith(_DISPATCH), frames)
+    inside = takewhile(lambda frame: any(part in frame.file for part in _WAITS_IN), inner)
     names = [frame.name for frame in inside if frame.name != "wrapper"]
-    return f"{names[-1]}()" if names else ""
+    return describe_call(frames) or f"{names[-1]}()" if names else ""
 
 
 def _places(ranks: list[int], stacks: Mapping[int, str]) -> str:
