@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import signal
 import threading
 import time
+import weakref
 
 import psutil
 import pytest
@@ -17,6 +19,7 @@ from unisono.errors import UnisonoError, WorkerDiedError
 from unisono.launch import group as group_module
 from unisono.launch.spawn import spawn
 from unisono.launch.starting import nursery
+from unisono.launch.starting.zygote import Zygote
 from unisono.world import current_world
 
 
@@ -267,3 +270,21 @@ def test_forks_of_the_caller_wait_for_a_group_that_is_just_being_opened():
         assert not forked.wait(0.1)
     thread.join()
     assert codes == [0]
+
+
+def test_what_the_zygote_imports_after_its_first_workers_is_shared_with_the_next(monkeypatch):
+    monkeypatch.setattr(weakref.finalize, "_registry", {})  # whose members are left out of the ends of workers
+    zygote = object.__new__(Zygote)
+    zygote.start_method, zygote.is_frozen, zygote.has_preloaded = "spawn", True, False
+    zygote.preloading = threading.Thread(target=lambda: None)
+    zygote.preloading.start()
+    zygote.preloading.join()  # it has ended before the next fork
+    imported = [[] for _ in range(1000)]
+    try:
+        zygote._settle()
+        assert not any(each is imported for each in gc.get_objects())
+        fresh = [[]]
+        zygote._settle()  # nothing was imported since
+        assert any(each is fresh for each in gc.get_objects())
+    finally:
+        gc.unfreeze()

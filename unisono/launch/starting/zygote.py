@@ -83,6 +83,7 @@ class Zygote:
         self.control = control
         self.start_method = start_method
         self.preloading: threading.Thread | None = None
+        self.has_preloaded = False
         self.families: set[str] = set()  # of devices, whose modules are imported
         self.is_frozen = False  # all that is imported is out of the garbage collector's sight
         self.groups: dict[int, _Group] = {}  # by the socket's descriptor
@@ -168,16 +169,17 @@ class Zygote:
 
     def _settle(self) -> None:
         """Before a fork: no second thread, and what is imported stays shared with the workers."""
-        if self.preloading is not None and self.preloading.is_alive():
+        if self.preloading is not None and not self.has_preloaded:
             self.preloading.join()
+            self.has_preloaded = True
             self.is_frozen = False
         if not self.is_frozen:
             self.is_frozen = True
-            self._remember()
             for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
                 finalizer.atexit = False  # or each worker would undo at its end what is imported here, for milliseconds
             gc.freeze()  # what exists now is never written by a collection, so its pages stay shared
             gc.enable()
+            self._remember()
 
     def _remember(self) -> None:
         if self.start_method == "zygote":
