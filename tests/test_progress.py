@@ -127,7 +127,8 @@ def screen(written: str) -> list[str]:
 OTHERS = "[rank 1] a line of another rank"
 
 
-@pytest.mark.parametrize("start", [SPAWN, pytest.param(RUN, marks=pytest.mark.slow)], ids=["spawn", "run"])
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [SPAWN, RUN], ids=["spawn", "run"])
 def test_a_workers_bar_moves_on_one_line_of_the_callers_terminal(start: str | list[str], tmp_path: Path) -> None:
     written = on_terminal(command(tmp_path, start, 0))
     assert "\x1b" not in written, "the cursor leaves no line: others write there"

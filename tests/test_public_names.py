@@ -48,6 +48,7 @@ def test_a_name_is_the_object_of_its_home(name):
     assert value.__doc__
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", unisono._MODULES)
 def test_a_public_module_is_an_attribute_of_the_package(name):
     script = f"import sys, unisono; assert unisono.{name} is sys.modules['unisono.{name}'] and unisono.{name}.__doc__"

@@ -36,6 +36,7 @@ def test_a_seed_is_a_function_of_its_place_that_every_generator_takes(place):
     torch.Generator().manual_seed(seed)
 
 
+@pytest.mark.slow
 def test_a_seed_is_the_same_in_every_process():
     code = "from unisono.randomness import seed_of; print(seed_of(3, 1, 'samples'))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

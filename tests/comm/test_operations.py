@@ -105,6 +105,7 @@ def mismatch_of(*entries: Entry) -> CollectiveMismatchError:
     return mismatch_error({rank: deed_of(entry) for rank, entry in enumerate(entries)})
 
 
+@pytest.mark.slow
 def test_equal_calls_have_equal_digests_in_every_process_and_others_other_ones():
     program = (
         "import torch; from unisono.comm.operations import Call, deed_of, digest_of;"

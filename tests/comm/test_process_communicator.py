@@ -68,7 +68,7 @@ def test_the_reason_of_the_peer_that_failed_first_is_kept(store):
         (
             {},
             "a peer is gone or did not answer (Connection reset); if none has failed, the ranks called different "
-            "collectives, and join_world(checked=True) names the calls",
+            "collectives of torch's own, which nobody compares",
         ),
         ({"unisono/departed/0": b"1"}, "rank 0 has left this world after it called barrier(): "),
         (

@@ -15,6 +15,7 @@ from modes import PROCESSES_2, SOLO, Mode
 SCRIPT = Path(__file__).parent.parent.parent / "examples" / "by_hand.py"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [SOLO, PROCESSES_2], ids=str)
 def test_both_ways_give_the_same_bits(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPT.parent))

@@ -391,6 +391,7 @@ def test_a_failed_group_leaves_no_process(line, ear):
     assert survivors(pids) == []
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_blamed_though_a_peer_has_turned_the_news_into_an_error_of_its_own(soon):
     def work(index):
         current_world().comm.barrier()

@@ -61,6 +61,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way", ["file", *(pytest.param(each, marks=pytest.mark.slow) for each in ("command", "stdin"))]
 )

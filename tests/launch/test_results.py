@@ -135,6 +135,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_the_caller_holds_one_copy_of_a_result(tmp_path):
     with Script(MEMORY, tmp_path) as script:
         assert script.end() == (0, "done\n", "")

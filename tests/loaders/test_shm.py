@@ -97,6 +97,7 @@ def stories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[in
     return json.loads(run.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", ["by default_collate", "by a collate_fn of one's own"])
 def test_where_the_batches_do_not_fit_it_is_said_before_and_when_it_fails(stories, made):
     found, said = stories[made]

@@ -90,6 +90,7 @@ def steps(model: nn.Module, sizes: list[int]) -> list[torch.Tensor]:
     return [*(output.detach() for output in outputs), *(each.grad for each in model.parameters())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "graphs"),
     [([5], 1), ([5, 5, 5], 1), ([5, 6, 7, 8, 9], 2), ([5, 6, 7, 1], 3)],
@@ -365,6 +366,7 @@ def test_what_cannot_be_compiled_is_refused(module, options, words):
 # With torch's own machinery.
 
 
+@pytest.mark.slow
 def test_distributed_data_parallel_over_a_compiled_module_reduces_as_over_a_plain_one():
     def body() -> tuple[bool, tuple[int, int]]:
         def train(backend: Any) -> list[torch.Tensor]:

@@ -390,6 +390,8 @@ def test_a_report_of_a_run_without_loops_divides_nothing_by_zero() -> None:
 def test_a_missing_extra_is_told_with_the_pip_line(missing: str, call: str, tmp_path: Path) -> None:
     script = f"""
 import sys
+for name in [each for each in sys.modules if each.partition(".")[0] == {missing!r}]:
+    del sys.modules[name]
 sys.modules[{missing!r}] = None
 from unisono import Report, print_report, save_picture
 report = Report([])

@@ -254,6 +254,7 @@ def test_what_is_no_tracker_is_refused_when_the_accelerator_is_made(
         Accelerator(log_with=log_with)
 
 
+@pytest.mark.slow
 def test_a_library_that_is_not_installed_is_named_with_the_command_that_installs_it(tmp_path: Path) -> None:
     script = """
 import sys

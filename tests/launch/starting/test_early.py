@@ -21,6 +21,7 @@ print(started is not None and started.zygote_pid() is not None, "torch" in sys.m
 NOTEBOOK = "sys.modules['ipykernel'] = types.ModuleType('ipykernel')"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "environ", "is_started"),
     [

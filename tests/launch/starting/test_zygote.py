@@ -49,6 +49,7 @@ def running(line, ear):
     context.stop()
 
 
+@pytest.mark.slow
 def test_a_killed_zygote_is_an_error_and_the_next_spawn_works(running):
     context, pids = running
     zygote = nursery.zygote_pid()
@@ -65,6 +66,7 @@ def test_a_killed_zygote_is_an_error_and_the_next_spawn_works(running):
     assert nursery.zygote_pid() not in (None, zygote)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_to_everything_at_once_leaves_the_zygote_to_serve(signum):
     """As a scheduler sends it, or a terminal: it means the workers, and the zygote ends with its caller."""
@@ -86,6 +88,7 @@ def test_a_zygote_that_died_between_two_spawns_is_replaced():
     assert psutil.Process().num_fds() == fds
 
 
+@pytest.mark.slow
 def test_signals_that_the_caller_blocks_or_ignores_reach_the_workers_all_the_same(new_zygote, line, ear):
     blocked = {signal.SIGCHLD, signal.SIGINT, signal.SIGTERM}
     handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -134,6 +137,7 @@ def faulty(tmp_path, monkeypatch, new_zygote):
     return gate, count
 
 
+@pytest.mark.slow
 def test_a_zygote_that_ends_at_its_start_is_an_error(faulty):
     gate, _ = faulty
     gate.touch()
@@ -143,6 +147,7 @@ def test_a_zygote_that_ends_at_its_start_is_an_error(faulty):
     assert spawn(lambda index: index, nprocs=2) == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_fork_that_fails_stops_the_group_and_costs_no_descriptor(faulty):
     _, count = faulty
     assert spawn(lambda index: index, nprocs=2) == [0, 1]
@@ -162,6 +167,7 @@ def stand_still_at(index):
     stand_still()
 
 
+@pytest.mark.slow
 def test_a_zygote_that_dies_while_a_group_is_opened_is_an_error(monkeypatch):
     spawn(lambda index: index, nprocs=2)
     zygote = psutil.Process(nursery.zygote_pid())
@@ -191,6 +197,7 @@ dist.init_process_group = join_and_stand
 """
 
 
+@pytest.mark.slow
 def test_no_fn_begins_before_all_ranks_have_joined(tmp_path, monkeypatch, new_zygote, line, ear, gate, let_pass):
     """Or one that is short would leave while a slow peer still connects to it, which then could not join."""
     (tmp_path / "sitecustomize.py").write_text(SLOW_TO_JOIN.format(gate=str(gate.path)))

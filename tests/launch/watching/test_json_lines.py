@@ -23,6 +23,7 @@ from unisono.parallel.optimizer import backward
 from unisono.world import solo_world, use_world
 
 
+@pytest.mark.slow
 def test_each_line_of_a_worker_is_an_object(tmp_path):
     source = """
 import sys

@@ -135,6 +135,7 @@ def assert_same_bits(ranks: Sequence[Any]) -> None:
         torch.testing.assert_close(others, ranks[0], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("units", [(Block,), (), (Block, nn.Linear)], ids=["blocks", "one-piece", "nested"])
 def test_sharded_training_is_that_of_the_whole_batch_however_it_was_dealt(mode, units):
     def body() -> tuple[Named, bool, Named]:
