@@ -6,6 +6,7 @@ import gc
 import os
 import resource
 import signal
+import socket
 import threading
 import time
 import weakref
@@ -282,10 +283,10 @@ def test_forks_of_the_caller_wait_for_a_group_that_is_just_being_opened():
 def test_what_the_zygote_imports_after_its_first_workers_is_shared_with_the_next(monkeypatch):
     monkeypatch.setattr(weakref.finalize, "_registry", {})  # whose members are left out of the ends of workers
     zygote = object.__new__(Zygote)
-    zygote.start_method, zygote.is_frozen, zygote.has_preloaded = "spawn", True, False
-    zygote.preloading = threading.Thread(target=lambda: None)
-    zygote.preloading.start()
-    zygote.preloading.join()  # it has ended before the next fork
+    zygote.start_method, zygote.is_frozen = "spawn", True
+    zygote.working = threading.Thread(target=lambda: None)
+    zygote.working.start()
+    zygote.working.join()  # it has ended before the next fork
     imported = [[] for _ in range(1000)]
     try:
         zygote._settle()
@@ -295,3 +296,23 @@ def test_what_the_zygote_imports_after_its_first_workers_is_shared_with_the_next
         assert any(each is fresh for each in gc.get_objects())
     finally:
         gc.unfreeze()
+
+
+def test_a_zygote_that_has_forked_often_moves_its_memory_when_it_is_idle(monkeypatch):
+    done = []
+    monkeypatch.setattr("unisono.launch.starting.zygote.collapse_memory", lambda: done.append("moved"))
+    monkeypatch.setattr("unisono.launch.starting.zygote._preload", lambda: done.append("imported"))
+    control, other = socket.socketpair()
+    with control, other:
+        zygote = Zygote(control, os.getpid(), "zygote")
+        try:
+            for _ in range(2):
+                zygote._begin_work()
+            zygote.working.join()
+        finally:
+            zygote.selector.close()
+            for fd in (zygote.children_r, zygote.children_w, zygote.caller_fd):
+                os.close(fd)
+    assert done == ["imported", "moved"]
+    assert zygote.idle_work == []
+    assert zygote.forks_before_work > 0

@@ -24,7 +24,7 @@ workers (its end means: kill this group). On a group's socket:
 
 *Threads:* one; `serve` is a loop over a selector. It waits for nothing but the end of what it has killed. When it has
 been idle for the first time, a second thread imports what the first worker would else have to import, for more than a
-second: a fork waits for its end.
+second. When it has forked often and is idle again, one moves its memory into huge pages. A fork waits for its end.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ import sys
 import threading
 import traceback
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -65,6 +66,7 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signa
 # The first optimizer of a process imports torch._dynamo, for more than a second; the first with zero1 the last one.
 _PRELOADED = ("torch._dynamo", "unisono.accelerator", "torch.distributed.optim")
 _IDLE_S = 0.5  # without a request: the workers that were asked for have their cores by now
+_FORKS_WORTH_A_COLLAPSE = 16  # it costs about as much as it saves in so many
 
 
 @dataclass
@@ -82,8 +84,11 @@ class Zygote:
     def __init__(self, control: socket.socket, caller: int, start_method: str) -> None:
         self.control = control
         self.start_method = start_method
-        self.preloading: threading.Thread | None = None
-        self.has_preloaded = False
+        self.idle_work: list[Callable[[], None]] = []  # that is still to do
+        if start_method == "zygote":
+            self.idle_work += [_preload, collapse_memory]
+        self.forks_before_work = 0
+        self.working: threading.Thread | None = None
         self.families: set[str] = set()  # of devices, whose modules are imported
         self.is_frozen = False  # all that is imported is out of the garbage collector's sight
         self.groups: dict[int, _Group] = {}  # by the socket's descriptor
@@ -103,11 +108,9 @@ class Zygote:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())  # whatever the caller's thread had blocked
         while True:
-            is_fresh = self.start_method == "zygote" and self.preloading is None
-            ready = self.selector.select(_IDLE_S if is_fresh else None)
-            if is_fresh and not ready:
-                self.preloading = threading.Thread(target=_preload, name="unisono-preload")
-                self.preloading.start()
+            ready = self.selector.select(_IDLE_S if self.idle_work and self.forks_before_work <= 0 else None)
+            if not ready:
+                self._begin_work()
             for fd in (key.fd for key, _ in ready):
                 if fd == self.caller_fd or (fd == self.control.fileno() and not self._accept()):
                     self._end()
@@ -115,6 +118,14 @@ class Zygote:
                     self._reap()
                 elif fd in self.groups:
                     self._answer(self.groups[fd])
+
+    def _begin_work(self) -> None:
+        """Nothing has been asked of it for a while."""
+        if self.working is not None:
+            self.working.join()
+        self.working = threading.Thread(target=self.idle_work.pop(0), name="unisono-preload")
+        self.working.start()
+        self.forks_before_work = _FORKS_WORTH_A_COLLAPSE
 
     def _accept(self) -> bool:
         try:
@@ -152,6 +163,7 @@ class Zygote:
 
     def _fork(self, group: _Group, rank: int, job: str, fds: list[int]) -> None:
         self._settle()
+        self.forks_before_work -= 1
         # A signal to the child must neither run this process's handler in it, nor be lost: it waits for the child's.
         signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
         try:
@@ -169,9 +181,9 @@ class Zygote:
 
     def _settle(self) -> None:
         """Before a fork: no second thread, and what is imported stays shared with the workers."""
-        if self.preloading is not None and not self.has_preloaded:
-            self.preloading.join()
-            self.has_preloaded = True
+        if self.working is not None:
+            self.working.join()
+            self.working = None
             self.is_frozen = False
         if not self.is_frozen:
             self.is_frozen = True
@@ -296,7 +308,6 @@ def _preload() -> None:
     with contextlib.suppress(Exception):
         for name in _PRELOADED:
             importlib.import_module(name)
-        collapse_memory()
 
 
 def main(control_fd: int, caller: int, start_method: str) -> NoReturn:
