@@ -20,6 +20,7 @@ import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 from unisono import backends, warm  # noqa: E402
+from unisono.launch.starting.huge_pages import collapse_memory  # noqa: E402
 
 pytest_plugins = ["leak_police", "pytester", "running_again", "time_limit"]
 
@@ -85,4 +86,5 @@ def _cheaper(variant: str, item: pytest.Item) -> set[str]:
 def pytest_collection_finish() -> None:
     """What is imported stays: collections, and the forks of loader workers, need not go through it."""
     gc.freeze()
+    collapse_memory()
     gc.enable()

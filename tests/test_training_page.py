@@ -93,6 +93,7 @@ def run_script(text: str, directory: Path, *launcher: str) -> list[dict[str, tor
     return [torch.load(path) for path in sorted(directory.glob("weights-*.pt"))]
 
 
+@pytest.mark.slow
 def test_the_changed_script_trains_on_two_processes_what_the_plain_one_does(tmp_path: Path) -> None:
     (plain,) = run_script(side("-").replace("batch_size=10", "batch_size=20"), tmp_path / "plain")
     ranks = run_script(side("+"), tmp_path / "changed", "run", "--nproc", "2")

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.launch.starting import nursery, wire
+from unisono.launch.starting.huge_pages import collapse_memory
 
 MARK = "UNISONO_TEST_RUN"  # in the environment of all processes of a script
 COMMAND = "import sys\nfrom unisono.cli.main import main\nsys.exit(main(sys.argv[1:]))\n"  # a script that is `unisono`
@@ -188,6 +189,7 @@ def _serve(number: int) -> tuple[types.CodeType, dict[str, Any]]:
     for name in _IMPORTED:
         importlib.import_module(name)
     gc.freeze()  # or each script would go through all that is imported, and copy it
+    collapse_memory()
     ended_r, ended_w = os.pipe()
     os.set_blocking(ended_w, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)

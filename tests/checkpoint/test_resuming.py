@@ -104,6 +104,7 @@ def killed_at(batches: int, rank: int) -> Callable[[Accelerator, int], None]:
     return after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "batches", "rank"),
     [(2, 5, 1), pytest.param(4, 3, 0, marks=pytest.mark.slow), pytest.param(4, 7, 2, marks=pytest.mark.slow)],

@@ -60,6 +60,7 @@ def test_two_real_workers_meet_and_a_machine_without_a_problem_is_fine():
     assert took_s < 60  # on an idle machine it takes 5
 
 
+@pytest.mark.slow
 def test_what_is_wrong_with_a_machine_is_a_line_and_its_advice_the_next_one(tmp_path: Path):
     place = tmp_path / ("long" * 20)
     place.mkdir()

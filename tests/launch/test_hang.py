@@ -110,6 +110,7 @@ def test_a_rank_that_makes_progress_alone_is_no_hang():
     assert spawn(work, nprocs=2, hang_timeout_s=1.5) == [0, 1]
 
 
+@pytest.mark.slow
 def test_shortly_before_the_time_out_of_a_collective_the_late_rank_is_named_by_default(soon):
     def work(index):
         if index == 1:

@@ -160,6 +160,7 @@ SHOWN = [
 ]
 
 
+@pytest.mark.slow
 def test_the_output_is_shown_as_it_was_asked_for(tmp_path):
     with Script(SHOW.format(options=[options for options, _, _ in SHOWN]), tmp_path) as script:
         code, *found = script.end()

@@ -181,6 +181,7 @@ def test_workers_are_started_with_the_flags_of_the_callers_interpreter(tmp_path)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_setting_that_cannot_be_had_is_reported_once(monkeypatch, caplog):
     monkeypatch.setattr("unisono.launch.notes._said", set())
     monkeypatch.setitem(SETTINGS, "locale.setlocale", (lambda: "nowhere.at_all", lambda value: None))

@@ -120,6 +120,7 @@ def test_where_those_on_their_way_fit_those_that_wait_for_the_loop_are_taken_out
     assert stories[made] == [list(range(40)), []]
 
 
+@pytest.mark.slow
 def test_a_loader_worker_that_a_bus_error_ends_is_told_of_with_the_reason(stories):
     found, (error,) = stories["by the dataset"]
     assert found == []

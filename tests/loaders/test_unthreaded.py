@@ -40,6 +40,7 @@ class Stream(IterableDataset):
         return iter(range(7))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("options", [{}, {"tail": "drop"}, {"tail": "pad"}, {"split": "global"}])
 def test_the_batches_the_epochs_and_the_states_are_those_of_a_loader_that_reads_ahead(num_workers, options):

@@ -177,6 +177,7 @@ def test_launchers_call_the_function_on_each_rank() -> None:
     assert debug_launcher(work, (3,)) == [(0, 2, "no"), (3, 2, "no")]
 
 
+@pytest.mark.slow
 def test_batch_sizes_shrink_as_there() -> None:
     tried: list[int] = []
 

@@ -154,6 +154,7 @@ def test_however_batches_are_drawn_the_weights_are_those_of_one_device(mode: Mod
         assert_all_are([state], expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
 def test_under_every_strategy_they_are(strategy: str, accumulate: int) -> None:

@@ -38,6 +38,7 @@ def test_a_name_stands_for_the_defaults(name: str) -> None:
     assert type(options_of(name)) in vars(strategies).values()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "chosen",
     [

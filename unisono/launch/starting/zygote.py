@@ -123,7 +123,7 @@ class Zygote:
         """Nothing has been asked of it for a while."""
         if self.working is not None:
             self.working.join()
-        self.working = threading.Thread(target=self.idle_work.pop(0), name="unisono-preload")
+        self.working = threading.Thread(target=_work, args=[self.idle_work.pop(0)], name="unisono-preload")
         self.working.start()
         self.forks_before_work = _FORKS_WORTH_A_COLLAPSE
 
@@ -302,8 +302,13 @@ def _tell(group: _Group, message: dict[str, object]) -> None:
         wire.send(group.sock, message)
 
 
+def _work(work: Callable[[], None]) -> None:
+    """Body of the thread for what is done when nothing is asked of the zygote."""
+    work()
+
+
 def _preload() -> None:
-    """Body of the preloading thread."""
+    """Import what the first optimizer of a worker would import."""
     gc.disable()  # until the next fork
     with contextlib.suppress(Exception):
         for name in _PRELOADED:
