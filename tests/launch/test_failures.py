@@ -295,13 +295,16 @@ def gather_alone(index):
         pytest.param(gather_alone, ["full_tensor", "(?:for|back)ward"], marks=pytest.mark.slow),
     ],
 )
-def test_ranks_that_lose_step_in_collectives_of_torch_are_named_with_their_calls(work, calls, soon):
+@pytest.mark.parametrize("process_group", [None, "gloo"])
+def test_ranks_that_lose_step_in_collectives_of_torch_are_named_with_their_calls(work, calls, process_group, soon):
     with pytest.raises(CollectiveMismatchError) as caught:
-        spawn(work, nprocs=2)
+        spawn(work, nprocs=2, process_group=process_group)
     text = str(caught.value)
     lines = []
     for rank, call in enumerate(calls):
-        found = re.search(rf'rank {rank} called {call}\(\) in {work.__name__} \("{__file__}", line (\d+)\)', text)
+        found = re.search(
+            rf'rank {rank} called (?:[^"]* from )?{call}\(\) in {work.__name__} \("{__file__}", line (\d+)\)', text
+        )
         assert found is not None, text
         lines.append(int(found[1]))
     assert lines[0] < lines[1]
@@ -367,7 +370,7 @@ def test_a_world_of_one_fails_as_a_worker_does():
 def test_a_worker_that_cannot_join_its_peers_says_so(monkeypatch, soon):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     with pytest.raises(RuntimeError, match="nowhere0") as caught:
-        spawn(lambda index: None, nprocs=2)
+        spawn(lambda index: None, nprocs=2, process_group="gloo")
     told, limit, where = caught.value.__notes__[:3]
     assert re.fullmatch("rank [01] could not join the process group of its peers", told)
     assert limit.startswith("workers of one machine meet over its interface 'nowhere0', which is not there or is down")

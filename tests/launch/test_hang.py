@@ -20,8 +20,8 @@ from unisono.errors import WorkerDiedError, WorkerHungError
 from unisono.launch import spawn as spawning
 from unisono.launch.hang import HangWatch, all_wait, hung_error
 from unisono.launch.reports import Pulse
-from unisono.launch.stacks import main_stack
 from unisono.loaders.parallel_loader import DeviceLoader
+from unisono.stacks import main_stack
 from unisono.world import current_world
 
 spawn = partial(spawning.spawn, grace_s=60.0)  # workers that stand still in Python need none

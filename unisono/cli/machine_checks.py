@@ -20,6 +20,7 @@ import torch
 from unisono.backends import NAMES, get_backend
 from unisono.backends.cores import allowed_cores, cpu_quota, fair_num_threads, usable_cores
 from unisono.cli.findings import Finding, State
+from unisono.comm.fitting import group_backend
 from unisono.launch.hosts.disturbances import disturbances
 from unisono.launch.hosts.environment import announced_agent, announced_place
 from unisono.launch.watching.memory import memory_limit
@@ -64,7 +65,7 @@ def devices() -> Iterator[Finding]:
     for family in (each for each in families if each.is_available()):
         names = ", ".join(str(family.device(index)) for index in range(family.device_count()))
         more = "; logical: nprocs and devices may name more" if family.name == NAMES[-1] else ""
-        yield Finding("devices", "ok", f"{names} (collectives by {family.process_group_backend}){more}")
+        yield Finding("devices", "ok", f"{names} (collectives by {group_backend(family)}){more}")
     if missing := [each.name for each in families if not each.is_available()]:
         yield Finding("devices", "ok", f"no {', no '.join(missing)}")
 

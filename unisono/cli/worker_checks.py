@@ -14,6 +14,7 @@ import torch
 
 from unisono.backends import NAMES, get_backend
 from unisono.cli.findings import Finding
+from unisono.comm.fitting import group_backend
 from unisono.launch.hosts.environment import announced_agent, announced_place
 from unisono.launch.spawn import spawn
 from unisono.parallel.collectives import all_reduce
@@ -93,7 +94,7 @@ def _tried(family: Backend) -> Iterator[Finding]:
     yield Finding(
         "collectives",
         "ok",
-        f"all_reduce by {family.process_group_backend} between {NUM_WORKERS} on {family.name}: "
+        f"all_reduce by {group_backend(family)} between {NUM_WORKERS} on {family.name}: "
         f"4 B in {latency_s * 1e3:.2f} ms, {_LARGE_BYTES >> 20} MiB at {rate:.2f} GB/s",
     )
 

@@ -21,7 +21,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from unisono.comm.operations import digest_of
+from unisono.comm.operations import fitted
 
 _KEY = "unisono/arrived/{}"
 _KEPT = 32  # notes of a rank: a root that broadcasts may be so far ahead
@@ -59,7 +59,7 @@ class SharedArrivals:
         self._words = memoryview(self._bytes).cast("q")  # one aligned write, one aligned read
 
     def note(self, number: int, deed: str) -> dict[int, str]:
-        own = _fitted(deed)
+        own = fitted(deed, _NOTE - _HEAD)
         start = self._place(self._rank, number)
         self._words[start // 8] = 0
         self._bytes[start + _HEAD : start + _HEAD + len(own)] = own
@@ -90,15 +90,6 @@ class SharedArrivals:
 
     def _entered(self, rank: int) -> int:
         return max(self._words[self._place(rank, place) // 8] for place in range(_KEPT))
-
-
-def _fitted(deed: str) -> bytes:
-    """The text, cut where a note ends; what was cut off is told apart by a digest."""
-    text, room = deed.encode(), _NOTE - _HEAD
-    if len(text) <= room:
-        return text
-    digest = f"... ({digest_of(deed):x})".encode()
-    return text[: room - len(digest)] + digest
 
 
 class StoredArrivals:

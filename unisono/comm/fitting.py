@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from unisono.comm.hosted import HostedCommunicator
 from unisono.comm.processes import ProcessCommunicator, is_of_transport
+from unisono.comm.shared_memory import process_group as shared_memory
 from unisono.comm.threads import ThreadCommunicator
 from unisono.protocols import Backend, Communicator
 
@@ -41,6 +42,26 @@ def thread_communicators(
         join_devices(tuple(devices))
         return [XlaThreads(seat, settle) for seat, settle in zip(seats, settles, strict=True)]
     return [HostedCommunicator(seat, settle) for seat, settle in zip(seats, settles, strict=True)]
+
+
+def group_backend(backend: Backend, asked: str | None = None) -> str:
+    """The torch.distributed backend for a group of that family's processes: theirs, by shared memory where that is gloo.
+
+    Where ranks turn out to share no memory, as on several machines, a group of shared memory makes itself one of gloo.
+
+    Args:
+        asked: "gloo" in the place of shared memory, or of the family's own; None takes what is fastest.
+
+    Raises:
+        ValueError: there is no such way.
+    """
+    usual = backend.process_group_backend
+    if asked not in (None, "gloo"):
+        raise ValueError(f"process_group={asked!r} does not exist; pass 'gloo', or None for the fastest")
+    if asked is not None or usual != "gloo":
+        return asked or usual
+    shared_memory.register()
+    return shared_memory.NAME
 
 
 def process_communicator(

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import reduce
 from itertools import pairwise
 
 import torch
@@ -26,12 +25,15 @@ SHARED_BYTES = 2**20
 BLOCK_BYTES = 2**20
 """What is folded at once, of each tensor: a few of them fit into the cache, and a call costs little beside it."""
 
-_FOLDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "sum": torch.Tensor.add_,
-    "mean": torch.Tensor.add_,
-    "product": torch.Tensor.mul_,
-    "min": lambda total, other: torch.minimum(total, other, out=total),
-    "max": lambda total, other: torch.maximum(total, other, out=total),
+_FOLDS: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "mean": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "and": torch.bitwise_and,
+    "or": torch.bitwise_or,
+    "xor": torch.bitwise_xor,
 }
 
 _NCCL_OPS = {"sum": 0, "mean": 0, "product": 1, "max": 2, "min": 3}
@@ -86,9 +88,21 @@ def all_reduction(tensors: Sequence[torch.Tensor], op: ReduceOp) -> SharedFold |
 
 def fold(tensors: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
     """Reduce into a new tensor on the first one's device."""
-    first = tensors[0].detach().clone()
-    total = reduce(lambda total, other: _FOLDS[op](total, other.to(total.device)), tensors[1:], first)
-    return total.div_(len(tensors)) if op == "mean" else total
+    total = tensors[0].detach().clone()
+    fold_into(total, [total, *(other.to(total.device) for other in tensors[1:])], op)
+    return total
+
+
+def fold_into(total: torch.Tensor, parts: Sequence[torch.Tensor], op: str) -> None:
+    """Reduce the parts, of one shape, in their order, into `total`, which may be the first of them."""
+    first, *others = parts
+    if not others and total is not first:
+        total.copy_(first)
+    for other in others:
+        _FOLDS[op](first, other, out=total)
+        first = total
+    if op == "mean":
+        total.div_(len(parts))
 
 
 def is_worth_sharing(tensors: Sequence[torch.Tensor]) -> bool:
@@ -98,10 +112,7 @@ def is_worth_sharing(tensors: Sequence[torch.Tensor]) -> bool:
 
 def _fold_in_place(parts: Sequence[torch.Tensor], op: ReduceOp) -> None:
     total, *others = parts
-    for other in others:
-        _FOLDS[op](total, other)
-    if op == "mean":
-        total.div_(len(parts))
+    fold_into(total, parts, op)
     for other in others:
         other.copy_(total)
 

@@ -80,6 +80,15 @@ def digest_of(deed: str) -> int:
     return int.from_bytes(blake2b(deed.encode(), digest_size=7).digest())
 
 
+def fitted(deed: str, room: int) -> bytes:
+    """The text in at most `room` bytes; what was cut off is told apart by a digest."""
+    text = deed.encode()
+    if len(text) <= room:
+        return text
+    digest = f"... ({digest_of(deed):x})".encode()
+    return text[: room - len(digest)] + digest
+
+
 def check_tensor(tensor: Any, name: str) -> None:
     """Refuse what is no dense tensor, or cannot be written where the collective works in place.
 

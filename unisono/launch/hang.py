@@ -19,7 +19,7 @@ from itertools import dropwhile, takewhile
 
 from unisono.errors import WorkerHungError
 from unisono.launch.reports import Pulse
-from unisono.launch.stacks import describe_call, frames_of, main_stack
+from unisono.stacks import describe_call, frames_of, main_stack
 
 _RETURNED_S = 5.0  # who waits in a collective after a peer has returned may be moving the last of its data, no more
 _DOUBT_S = 10.0  # after which it is looked whether ranks wait for one another

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 from unisono import preemption
 from unisono.backends import pick_backend
+from unisono.comm.fitting import group_backend
 from unisono.errors import StoppedError, UnisonoError
 from unisono.launch.arguments import (
     check_call,
@@ -63,6 +64,7 @@ class SpawnOptions(TypedDict, total=False):
     prefix: bool | None
     carry: Collection[ModuleType]
     log_format: Literal["text", "json"]
+    process_group: Literal["gloo"] | None
 
 
 @overload
@@ -105,6 +107,7 @@ def spawn(
     prefix: bool | None = None,
     carry: Collection[ModuleType] = (),
     log_format: Literal["text", "json"] = "text",
+    process_group: Literal["gloo"] | None = None,
 ) -> list[Any] | ProcessContext:
     """Call `fn(index, *args)` in one worker process per device.
 
@@ -139,6 +142,8 @@ def spawn(
         prefix: begin each line with "[rank 1] "; None does so on stderr and leaves stdout as it is.
         carry: imported modules whose globals have been changed, and are to be in the workers as they are here.
         log_format: "json" shows each line that a worker writes as an object with time, rank, stream and text.
+        process_group: how torch.distributed reduces: None takes memory that the workers share, and NCCL on CUDA; "gloo"
+            sends over the loopback.
 
     Returns:
         The values that `fn` returned, by rank.
@@ -157,9 +162,10 @@ def spawn(
     family = pick_backend(backend)
     count = check_nprocs(nprocs, family)
     check_timeout(timeout)
+    group_backend(family, process_group)
     if announced_place() is not None:
         _tell_idle_options(join, max_restarts=max_restarts, hang_timeout_s=hang_timeout_s, log_dir=log_dir)
-        return run_announced(fn, args, nprocs, family, timeout)
+        return run_announced(fn, args, nprocs, family, timeout, process_group)
     if prefix is not None and not isinstance(prefix, bool):
         raise TypeError(f"prefix={prefix!r} is a {type(prefix).__name__}; pass True, False or None")
     threads = pick_num_threads(num_threads, num_loader_workers, count)
@@ -194,6 +200,7 @@ def spawn(
         timeout=timeout,
         num_threads=threads,
         cores=cores,
+        process_group=process_group,
         pulse_s=min(_PULSE_S, (hang_timeout_s or timeout.total_seconds()) / 20),
     )
     _settle_streams()

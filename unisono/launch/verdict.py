@@ -16,8 +16,8 @@ from typing import Any
 
 from unisono.errors import CollectiveMismatchError, RemoteTraceback, WorkerDiedError
 from unisono.launch.reports import Inbox
-from unisono.launch.stacks import describe_call, frames_of, main_stack, tracebacks_in
 from unisono.outcome import Outcome, add_note_once, first_cause
+from unisono.stacks import describe_call, frames_of, main_stack, tracebacks_in
 
 _ADVICE: dict[int | None, str] = {
     0: "; its result is missing, so this is no success: return from fn instead",

@@ -38,7 +38,7 @@ import torch.utils.data  # here, so that every fork has it
 from unisono import preemption, terminal
 from unisono.backends import get_backend
 from unisono.backends.switches import SWITCHES
-from unisono.comm.fitting import explained, process_communicator
+from unisono.comm.fitting import explained, group_backend, process_communicator
 from unisono.comm.processes import is_of_transport
 from unisono.errors import StoppedError, UnisonoError, UnpicklableError, WorkerDiedError
 from unisono.launch.exhaustion import note_exhaustion
@@ -74,6 +74,7 @@ class Job:
         backend: the device family's name.
         timeout: of the process group, a last resort.
         num_threads: CPU threads of each worker.
+        process_group: how torch.distributed reduces, where it is not the fastest way.
         cores: the logical cores of each worker, by rank; None leaves them where the system puts them.
         pulse_s: seconds between two looks at how far a worker is.
         restart_count: how often the group has been restarted.
@@ -90,6 +91,7 @@ class Job:
     backend: str
     timeout: timedelta
     num_threads: int
+    process_group: Literal["gloo"] | None = None
     cores: list[set[int]] | None = None
     pulse_s: float = 1.0
     restart_count: int = 0
@@ -319,7 +321,11 @@ def _join_world(job: Job, rank: int) -> World:
         store = dist.FileStore(job.store, job.nprocs)  # type: ignore[attr-defined] # torch re-exports it silently
         with without_greetings():
             dist.init_process_group(
-                backend.process_group_backend, store=store, rank=rank, world_size=job.nprocs, timeout=job.timeout
+                group_backend(backend, job.process_group),
+                store=store,
+                rank=rank,
+                world_size=job.nprocs,
+                timeout=job.timeout,
             )
         comm = process_communicator(backend, device, store)
         comm.barrier()  # or a rank whose fn is short would leave while a slow one still connects to it

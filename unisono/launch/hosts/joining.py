@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from unisono import preemption
 from unisono.backends import pick_backend
 from unisono.backends.cores import fair_num_threads
-from unisono.comm.fitting import process_communicator, seat_of
+from unisono.comm.fitting import group_backend, process_communicator, seat_of
 from unisono.comm.processes import ProcessCommunicator
 from unisono.errors import StoppedError
 from unisono.launch.greetings import without_greetings
@@ -48,7 +48,13 @@ _CLOSE_S = 10.0  # and how long it waits for the last rank to leave
 _store: dist.distributed_c10d.Store | None = None  # of the joined world
 
 
-def join_world(timeout: timedelta = _LAST_RESORT, backend: str | None = None, *, checked: bool = False) -> World:
+def join_world(
+    timeout: timedelta = _LAST_RESORT,
+    backend: str | None = None,
+    *,
+    checked: bool = False,
+    process_group: Literal["gloo"] | None = None,
+) -> World:
     """Take this process's place in the world that its launcher has announced: torchrun, SLURM, Kubernetes.
 
     The process group is made, the device bound, and the rank's world set, as in a worker of `spawn`; at the end of the
@@ -61,6 +67,8 @@ def join_world(timeout: timedelta = _LAST_RESORT, backend: str | None = None, *,
         backend: the device family, "cpu", "cuda", ...; None picks one, accelerators first.
         checked: compare every collective on all ranks before it runs, at the price of a small one more. A mismatch
             names the ranks and their calls. Workers of `spawn`, on one machine, always do, and for less.
+        process_group: how torch.distributed reduces: None takes memory that the ranks of one machine share, and NCCL on
+            CUDA; "gloo" sends over the network.
 
     Raises:
         ValueError: a variable of the launcher is missing or malformed, or the family has no device here.
@@ -70,7 +78,7 @@ def join_world(timeout: timedelta = _LAST_RESORT, backend: str | None = None, *,
     if process_world() is None and not dist.is_initialized():
         place = announced_place()
         if place is not None:
-            world = _join(place, pick_backend(backend), timeout, checked)
+            world = _join(place, pick_backend(backend), timeout, checked, process_group)
             set_process_world(world)
             take(place)
             atexit.register(_depart_at_exit, world)
@@ -84,6 +92,7 @@ def run_announced(
     nprocs: int | None,
     family: Backend,
     timeout: timedelta,
+    process_group: Literal["gloo"] | None = None,
 ) -> list[Any]:
     """Be one of the workers that `spawn(fn, args)` would start, where a launcher has started them already.
 
@@ -104,7 +113,7 @@ def run_announced(
             f"nprocs={nprocs}, but by {place.launcher} there are {place.local_world_size} worker(s) on this machine, "
             "and this process is one of them; leave nprocs out, or set the number where the script is started"
         )
-    world = join_world(timeout, family.name)
+    world = join_world(timeout, family.name, process_group=process_group)
     try:
         with within(), _returning_together(world, timeout):
             result = fn(world.rank, *args)
@@ -163,7 +172,9 @@ def _depart_at_exit(world: World) -> None:
     depart(world, error)
 
 
-def _join(place: Place, backend: Backend, timeout: timedelta, is_checked: bool) -> World:
+def _join(
+    place: Place, backend: Backend, timeout: timedelta, is_checked: bool, process_group: Literal["gloo"] | None
+) -> World:
     global _store
     device = backend.enter_worker(place.local_rank, place.local_world_size)
     if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it
@@ -174,7 +185,7 @@ def _join(place: Place, backend: Backend, timeout: timedelta, is_checked: bool) 
         _store = _store_of(place, timeout)
         with without_greetings():
             dist.init_process_group(
-                backend.process_group_backend,
+                group_backend(backend, process_group),
                 store=_store,
                 rank=place.rank,
                 world_size=place.world_size,

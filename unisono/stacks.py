@@ -9,8 +9,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import walk_stack
 
-PACKAGE = f"{Path(__file__).parent.parent}/"
+PACKAGE = f"{Path(__file__).parent}/"
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*$", re.MULTILINE)
 _FRAME = re.compile(r'^\s*File "(?P<file>.*)", line (?P<line>\d+),? in (?P<name>.+)$', re.MULTILINE)
@@ -49,6 +50,11 @@ def frames_of(stack: str) -> list[Frame]:
 def tracebacks_in(text: str) -> list[str]:
     """The tracebacks of a chain of exceptions, that of the innermost cause first."""
     return text.split(_TRACEBACK)[1:]
+
+
+def own_frames() -> list[Frame]:
+    """Those of the calling thread, the most recent call first."""
+    return [Frame(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walk_stack(None)]
 
 
 def describe_call(frames: Iterable[Frame]) -> str:

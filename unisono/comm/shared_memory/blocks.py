@@ -1,0 +1,165 @@
+"""Collectives on tensors in main memory, by way of blocks that all ranks map.
+
+A tensor travels in blocks. A rank copies its block into a slot of its own, all meet, and each takes from the slots of
+all what it needs: everything, or its part of a reduction. Blocks lie in the cache on their way.
+
+*Threads:* the rank's own thread.
+
+Invariants:
+1. What is shown at meeting n lies in the set of slots n modulo 3. It may be read until the reader comes to meeting
+   n + 2; the slot is written again after all have come to that one.
+2. Ranks are folded in rank order, by whichever rank, and all take copies of one result or compute the same: all have
+   the same bits, and those of threads (`folding`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from unisono.comm.folding import fold_into
+from unisono.comm.shared_memory.mapping import Mapping
+from unisono.comm.shared_memory.meeting_point import MeetingPoint
+
+_SETS = 3
+_SLOT_BYTES = 2**20
+_ALL_SLOTS_BYTES = 2**28
+_ALIGNMENT = 64
+_KEPT_VIEWS = 256
+_DIRECT_BYTES = 2**15
+"""Up to here each rank folds all by itself: one meeting instead of two."""
+
+
+def slot_bytes(size: int) -> int:
+    """How large a slot is, in a group of that size: all together are bounded."""
+    return min(_SLOT_BYTES, _ALL_SLOTS_BYTES // (_SETS * size) // _ALIGNMENT * _ALIGNMENT)
+
+
+def bytes_of_blocks(size: int) -> int:
+    """What a group of that size has to map for its slots."""
+    return _SETS * size * slot_bytes(size)
+
+
+class Blocks:
+    """The slots of a group, and its collectives on flat tensors: contiguous, of one dimension, in main memory."""
+
+    def __init__(self, mapping: Mapping, here: MeetingPoint) -> None:
+        self.rank, self.size = mapping.rank, mapping.size
+        self._here = here
+        self._mapping = mapping
+        self._slot_bytes = slot_bytes(self.size)
+        self._views: dict[tuple[torch.dtype, int, int], list[torch.Tensor]] = {}
+
+    def all_reduce(self, deed: str, flat: torch.Tensor, op: str) -> None:
+        """Reduce into `flat`, on each rank."""
+        if self.size > 2 and flat.nbytes > _DIRECT_BYTES:
+            self._reduce_together(deed, flat, op)
+            return
+        for block, slots in self._show(deed, flat):
+            fold_into(block, slots, op)
+
+    def reduce(self, deed: str, flat: torch.Tensor, op: str, root: int) -> None:
+        """Reduce into the root's `flat`."""
+        for block, slots in self._show(deed, flat):
+            if self.rank == root:
+                fold_into(block, slots, op)
+
+    def broadcast(self, deed: str, flat: torch.Tensor, root: int) -> None:
+        """Copy the root's `flat` into those of the others."""
+        for block, slots in self._show(deed, flat, is_shown=self.rank == root):
+            if self.rank != root:
+                block.copy_(slots[root])
+
+    def all_gather(self, deed: str, outputs: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
+        """Copy each rank's `flat` into the output of its number, if there are outputs on this rank."""
+        start = 0
+        for block, slots in self._show(deed, flat):
+            stop = start + block.shape[0]
+            for output, slot in zip(outputs, slots, strict=False):
+                output[start:stop].copy_(slot)
+            start = stop
+
+    def reduce_scatter(self, deed: str, output: torch.Tensor, parts: Sequence[torch.Tensor], op: str) -> None:
+        """Reduce the parts of this rank's number, of all ranks, into `output`."""
+        for block, pieces in self._show_parts(deed, output, parts):
+            fold_into(block, [each[self.rank] for each in pieces], op)
+
+    def scatter(self, deed: str, output: torch.Tensor, parts: Sequence[torch.Tensor], root: int) -> None:
+        """Copy the root's part of this rank's number into `output`."""
+        for block, pieces in self._show_parts(deed, output, parts if self.rank == root else ()):
+            block.copy_(pieces[root][self.rank])
+
+    def barrier(self, deed: str) -> None:
+        """Wait for all."""
+        self._here.enter(deed)
+
+    def _reduce_together(self, deed: str, flat: torch.Tensor, op: str) -> None:
+        """Each rank folds its part of a block into the first slot, from where all copy after they have met again."""
+        folded: tuple[torch.Tensor, torch.Tensor] | None = None
+        for block, slots in self._show(deed, flat):
+            share = -(-block.shape[0] // self.size)
+            parts = [slot[self.rank * share : (self.rank + 1) * share] for slot in slots]
+            fold_into(parts[0], parts, op)
+            if folded is not None:  # all have come to this meeting, after their parts of the block before
+                folded[0].copy_(folded[1])
+            folded = block, slots[0]
+        self._here.meet()
+        assert folded is not None, "there is one block at least"
+        folded[0].copy_(folded[1])
+
+    def _show(
+        self, deed: str, flat: torch.Tensor, is_shown: bool = True
+    ) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
+        """Each block of `flat`, when all have shown theirs, and the blocks that the ranks have shown."""
+        length, start = flat.shape[0], 0
+        capacity = self._slot_bytes // flat.itemsize
+        while start < length or not start:
+            block = flat if length <= capacity else flat[start : start + capacity]
+            slots = self._slots(flat.dtype, block.shape[0])
+            if is_shown:
+                slots[self.rank].copy_(block)
+            self._meet(deed, is_first=not start)
+            yield block, slots
+            start += capacity
+
+    def _show_parts(
+        self, deed: str, output: torch.Tensor, parts: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[torch.Tensor, list[tuple[torch.Tensor, ...]]]]:
+        """Each block of `output`, when all have shown that block of all their parts, and what the ranks have shown."""
+        length, start = output.shape[0], 0
+        capacity = self._slot_bytes // output.itemsize // self.size
+        while start < length or not start:
+            block = output[start : start + capacity]
+            width = block.shape[0]
+            pieces = [slot.view(self.size, width).unbind() for slot in self._slots(output.dtype, self.size * width)]
+            for part, piece in zip(parts, pieces[self.rank], strict=False):
+                piece.copy_(part[start : start + width])
+            self._meet(deed, is_first=not start)
+            yield block, pieces
+            start += capacity
+
+    def _meet(self, deed: str, is_first: bool) -> None:
+        if is_first:
+            self._here.enter(deed)
+        else:
+            self._here.meet()
+
+    def _slots(self, dtype: torch.dtype, length: int) -> list[torch.Tensor]:
+        """Of each rank, so many elements at the beginning of its slot for the next meeting."""
+        which = (self._here.turn + 1) % _SETS
+        views = self._views.get((dtype, length, which))
+        if views is None:
+            if len(self._views) >= _KEPT_VIEWS:
+                self._views.clear()
+            starts = (
+                self._mapping.blocks_at + (which * self.size + rank) * self._slot_bytes for rank in range(self.size)
+            )
+            views = [self._view(start, dtype, length) for start in starts]
+            self._views[dtype, length, which] = views
+        return views
+
+    def _view(self, start: int, dtype: torch.dtype, length: int) -> torch.Tensor:
+        if not length:  # which `frombuffer` does not take
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self._mapping.memory, dtype=dtype, count=length, offset=start)

@@ -1,0 +1,122 @@
+"""The memory that the ranks of one machine share: made by the first, mapped by all, gone with the last.
+
+It is a file without a name (`memfd_create`), so nothing of it can stay behind, whatever is killed, and the size of
+/dev/shm is no limit. The others open it under /proc, where the first rank's descriptors are; the store of the group
+says where. Either all ranks map it or none does.
+
+Each rank holds a lock on a byte of the file, which the kernel releases when its process ends: so its peers know whether
+it lives, without a message. (A record lock of `fcntl`: forked loader workers do not inherit it.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import secrets
+import struct
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+PAGE = 4096
+"""The header of a rank: bytes that it alone writes."""
+
+_JOINED = 8  # where in the header a rank says that it has come
+_TOKEN = 16  # bytes at the beginning of the file, by which it is recognised
+_PLACE, _REFUSED = "place", "refused"
+_POLL_S = 0.002
+_LOCK = struct.Struct("hhqqi4x")  # struct flock
+
+
+class Mapping:
+    """A header page of the file, one header page per rank, and the blocks.
+
+    Attributes:
+        memory: all of it.
+        blocks_at: where the blocks begin.
+    """
+
+    def __init__(self, file: int, rank: int, size: int, num_bytes: int) -> None:
+        self._file = file
+        self.rank, self.size = rank, size
+        self.blocks_at = PAGE * (size + 1)
+        self.memory = mmap.mmap(file, self.blocks_at + num_bytes)
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+
+    def header_of(self, rank: int) -> int:
+        """Where the header of that rank begins."""
+        return PAGE * (rank + 1)
+
+    def is_alive(self, rank: int) -> bool:
+        """Whether the process of that rank still runs; this one's own does not count as running."""
+        asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0)
+        kind: int = _LOCK.unpack(fcntl.fcntl(self._file, fcntl.F_GETLK, asked))[0]
+        return kind != fcntl.F_UNLCK
+
+    def say_joined(self) -> None:
+        self.memory[self.header_of(self.rank) + _JOINED] = 1
+
+    def missing(self) -> Sequence[int]:
+        """The ranks that have not joined yet."""
+        return [rank for rank in range(self.size) if not self.memory[self.header_of(rank) + _JOINED]]
+
+
+def map_together(store: Store, rank: int, size: int, num_bytes: int, timeout: timedelta) -> Mapping | None:
+    """Map `num_bytes` for blocks, with all ranks of the group; None, on all ranks, where one of them cannot.
+
+    Args:
+        store: the group's own.
+
+    Raises:
+        DistStoreError: some ranks have not come within `timeout`.
+    """
+    try:
+        mapping = _made(store, rank, size, num_bytes) if rank == 0 else _found(store, rank, size, num_bytes)
+    except OSError:
+        store.set(_REFUSED, str(rank))
+        return None
+    if mapping is None:
+        return None
+    mapping.say_joined()
+    deadline = time.monotonic() + timeout.total_seconds()
+    while missing := mapping.missing():
+        if store.check([_REFUSED]):
+            return None
+        if time.monotonic() > deadline:
+            raise dist.DistStoreError(f"rank {rank} waited {timeout} for ranks {missing} to join it in shared memory")
+        time.sleep(_POLL_S)
+    return mapping
+
+
+def _made(store: Store, rank: int, size: int, num_bytes: int) -> Mapping:
+    file = os.memfd_create("unisono-blocks", os.MFD_CLOEXEC)
+    os.ftruncate(file, PAGE * (size + 1) + num_bytes)
+    token = secrets.token_bytes(_TOKEN)
+    os.pwrite(file, token, 0)
+    mapping = Mapping(file, rank, size, num_bytes)
+    store.set(_PLACE, f"{os.getpid()} {file} {token.hex()}")
+    return mapping
+
+
+def _found(store: Store, rank: int, size: int, num_bytes: int) -> Mapping | None:
+    """What the first rank has made; None if it could not."""
+    while not store.check([_PLACE]):  # `get` waits without an end where the first rank could make none
+        if store.check([_REFUSED]):
+            return None
+        time.sleep(_POLL_S)
+    pid, number, token = store.get(_PLACE).decode().split()
+    file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        # On another machine, and in another container, the same path is another file.
+        if os.pread(file, _TOKEN, 0).hex() != token:
+            raise OSError("it is another file")
+        return Mapping(file, rank, size, num_bytes)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.close(file)
+        raise

@@ -1,0 +1,167 @@
+"""Where the processes of one machine meet: a rank goes on when all have come.
+
+Each rank counts its meetings in a word of its own, and waits until the words of all others have reached its count.
+
+*Threads:* the rank's own thread; `close` may be called by any.
+
+Invariants:
+1. A rank writes its word when its part of the memory is written. A rank that has passed meeting n may read what the
+   others wrote before n.
+2. No rank passes meeting n + 1 before all have come to it, so what was read before a rank came to n + 1 may be written
+   by anybody after it.
+3. A rank that ends, in whatever way, lets go of its lock; those that wait for it look from time to time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from datetime import timedelta
+from functools import lru_cache
+
+import torch.distributed as dist
+
+from unisono.comm.operations import fitted, mismatch_error, name_ranks
+from unisono.comm.shared_memory import futex
+from unisono.comm.shared_memory.mapping import Mapping
+from unisono.errors import CollectiveMismatchError
+from unisono.stacks import describe_call, own_frames
+
+_COUNT, _STATE = 0, 4  # where in a rank's header its words are
+_NOTES_AT, _NOTE, _HEAD = 64, 1024, 2
+_OPEN, _LEFT, _BROKEN = 0, 1, 2
+_SPINS = 100
+_FIRST_NAP_S, _LONGEST_NAP_S = 0.01, 0.1
+_WORD = 2**32
+_REASONS = {_OPEN: "has ended", _LEFT: "has left the group", _BROKEN: "has broken off"}
+
+
+class MeetingPoint:
+    """This rank's seat.
+
+    Attributes:
+        turn: how many meetings this rank has come to.
+    """
+
+    def __init__(self, mapping: Mapping, timeout: timedelta) -> None:
+        self.rank, self.size = mapping.rank, mapping.size
+        self.turn = 0
+        self._mapping = mapping
+        self._timeout = timeout
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(mapping.memory))
+        self._words = memoryview(mapping.memory).cast("I")
+        self._count_at = [mapping.header_of(rank) + _COUNT for rank in range(self.size)]
+        self._state_at = [mapping.header_of(rank) + _STATE for rank in range(self.size)]
+        self._others = [rank for rank in range(self.size) if rank != self.rank]
+        self._num_calls = 0
+        self._is_closed = False
+
+    def enter(self, deed: str) -> None:
+        """Begin a collective: wait for all, and compare what they do. What this rank shows is written before.
+
+        Raises:
+            CollectiveMismatchError: others do something else; on all ranks.
+            DistNetworkError: as `meet`.
+        """
+        own = _note_of(deed)
+        # A peer may come to the next call while this rank still reads, not to the one after it.
+        self._num_calls += 1
+        offset = _NOTES_AT + self._num_calls % 2 * _NOTE
+        self._write(offset, own)
+        self.meet()
+        memory, length = self._mapping.memory, len(own)
+        for rank in self._others:
+            start = self._count_at[rank] + offset
+            if memory[start : start + length] != own:
+                raise self._mismatch(deed, offset)
+
+    def _mismatch(self, deed: str, offset: int) -> CollectiveMismatchError:
+        """The error, with the places that called: all ranks are here, since each has found that one differs."""
+        site = describe_call(own_frames())
+        self._write(offset, _note_of(f"{deed} from {site}" if site else deed))
+        self.meet()
+        self.close(is_broken=True)
+        return mismatch_error({rank: self._text_of(rank, offset) for rank in range(self.size)})
+
+    def meet(self) -> None:
+        """Wait until all ranks have come.
+
+        Raises:
+            DistNetworkError: one is gone, or has not come in time; on this rank, and on those that wait with it.
+        """
+        self.turn = (self.turn + 1) % _WORD
+        self._words[self._count_at[self.rank] // 4] = self.turn
+        futex.wake(self._address + self._count_at[self.rank])
+        for rank in self._others:
+            if not self._has_come(rank):
+                self._wait_for(rank)
+
+    def close(self, *, is_broken: bool = False) -> None:
+        """Leave, because of a failure or not; who waits for this rank is woken. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._words[self._state_at[self.rank] // 4] = _BROKEN if is_broken else _LEFT
+            for at in self._count_at:  # also those where this process's own threads wait
+                futex.wake(self._address + at)
+
+    def check_presence(self, rank: int) -> None:
+        """Raise where it is in vain to wait for that rank, whatever for.
+
+        Raises:
+            DistNetworkError: it has left or ended, or this rank has.
+        """
+        if self._is_closed:
+            raise dist.DistNetworkError(f"rank {self.rank} has left the group")
+        if reason := self._absence_of(rank):
+            self.close(is_broken=True)
+            raise dist.DistNetworkError(f"rank {rank} {reason}")
+
+    def _absence_of(self, rank: int) -> str:
+        """Why that rank will come no more; "" where it may."""
+        has_ended = not self._mapping.is_alive(rank)
+        state = self._words[self._state_at[rank] // 4]  # after its end nobody writes it
+        return _REASONS[state] if state or has_ended else ""
+
+    def _write(self, offset: int, note: bytes) -> None:
+        start = self._count_at[self.rank] + offset
+        self._mapping.memory[start : start + len(note)] = note
+
+    def _text_of(self, rank: int, offset: int) -> str:
+        start, memory = self._count_at[rank] + offset, self._mapping.memory
+        length = int.from_bytes(memory[start : start + _HEAD])
+        return memory[start + _HEAD : start + _HEAD + length].decode(errors="replace")
+
+    def _has_come(self, rank: int) -> bool:
+        return (self._words[self._count_at[rank] // 4] - self.turn) % _WORD < _WORD // 2
+
+    def _wait_for(self, rank: int) -> None:
+        for _ in range(_SPINS):
+            if self._has_come(rank):
+                return
+            os.sched_yield()
+        word, address = self._count_at[rank] // 4, self._address + self._count_at[rank]
+        deadline, nap_s = time.monotonic() + self._timeout.total_seconds(), _FIRST_NAP_S
+        while True:
+            seen = self._words[word]
+            if self._has_come(rank):
+                return
+            self._check(deadline)
+            futex.wait(address, seen, nap_s)
+            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+
+    def _check(self, deadline: float) -> None:
+        """Raise where it is in vain to wait."""
+        missing = [rank for rank in self._others if not self._has_come(rank)]
+        for rank in missing:
+            if self._is_closed or (self._absence_of(rank) and not self._has_come(rank)):  # else it left after it
+                self.check_presence(rank)
+        if time.monotonic() > deadline:
+            self.close(is_broken=True)
+            raise dist.DistNetworkError(f"waited {self._timeout} for {name_ranks(missing)}")
+
+
+@lru_cache(1024)
+def _note_of(deed: str) -> bytes:
+    text = fitted(deed, _NOTE - _HEAD)
+    return len(text).to_bytes(_HEAD) + text

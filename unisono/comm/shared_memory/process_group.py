@@ -1,0 +1,322 @@
+"""A process group of torch whose collectives go by the memory of one machine: `init_process_group("shm")`.
+
+DistributedDataParallel, FSDP2, torch.distributed.checkpoint and the user's own calls of torch.distributed take it as
+any other group. All ranks compare what they call before a byte moves. What the group does not serve goes by gloo:
+messages between two ranks, all-to-all, sparse tensors; and everything where ranks share no memory, as on several
+machines.
+
+With `async_op` a thread of the group does the work. What C++ calls, the reducer of DistributedDataParallel for one, is
+over when the call returns.
+
+*Threads:* the rank's own thread, or torch's thread for the backward pass; `shutdown` and `abort` in any.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import lru_cache
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from unisono.comm.operations import Call, deed_of
+from unisono.comm.shared_memory import futex
+from unisono.comm.shared_memory.blocks import Blocks, bytes_of_blocks
+from unisono.comm.shared_memory.mapping import Mapping, map_together
+from unisono.comm.shared_memory.meeting_point import MeetingPoint
+from unisono.comm.shared_memory.work import Background, Done, Pending
+
+NAME = "shm"
+
+_CAME = "gloo/came/{}"
+_POLL_S = 0.001
+
+# torch's types name less than there is, and some calls by overloads alone.
+_ProcessGroup: Any = dist.ProcessGroup
+_Gloo: Any = dist.ProcessGroupGloo
+_ReduceOp: Any = dist.ReduceOp.RedOpType
+
+_OPS = {
+    _ReduceOp.SUM: "sum",
+    _ReduceOp.AVG: "mean",
+    _ReduceOp.PRODUCT: "product",
+    _ReduceOp.MIN: "min",
+    _ReduceOp.MAX: "max",
+    _ReduceOp.BAND: "and",
+    _ReduceOp.BOR: "or",
+    _ReduceOp.BXOR: "xor",
+}
+
+
+def register() -> None:
+    """Make the group known to torch, by its name."""
+    if not hasattr(dist.Backend, NAME.upper()):
+        dist.Backend.register_backend(NAME, _create, devices=["cpu"])
+
+
+def _create(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    mapping = map_together(store, rank, size, bytes_of_blocks(size), timeout) if futex.SUPPORTED else None
+    if mapping is None:
+        return _Gloo(store, rank, size, timeout=timeout)
+    return SharedMemoryGroup(mapping, store, timeout)
+
+
+class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
+    """The group of ranks that map the same memory."""
+
+    def __init__(self, mapping: Mapping, store: Store, timeout: timedelta) -> None:
+        super().__init__(mapping.rank, mapping.size)
+        self._store, self._timeout = store, timeout
+        self._here = MeetingPoint(mapping, timeout)
+        self._blocks = Blocks(mapping, self._here)
+        self._background = Background()
+        self._gloo: Any = None
+        self._name = self._description = ""
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+        if any(tensor.is_sparse for tensor in tensors):
+            return self._by_gloo(*range(self.size())).allreduce(tensors, opts)
+        op = _op_of(opts)
+        deeds = [_deed("all_reduce", tensor, op) for tensor in tensors]
+        return self._in_place(tensors, opts, lambda number, flat: self._blocks.all_reduce(deeds[number], flat, op))
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+        return self.allreduce(tensors, opts)
+
+    def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        op, root = _op_of(opts), opts.rootRank
+        deeds = [_deed("reduce", tensor, f"{op} to {root}") for tensor in tensors]
+        return self._in_place(tensors, opts, lambda number, flat: self._blocks.reduce(deeds[number], flat, op, root))
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        root = opts.rootRank
+        deeds = [_deed("broadcast", tensor, root) for tensor in tensors]
+        return self._in_place(tensors, opts, lambda number, flat: self._blocks.broadcast(deeds[number], flat, root))
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Any:
+        return self._gather("all_gather", outputs, inputs, opts)
+
+    def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Any:
+        return self._gather("gather", outputs or [[]], inputs, opts, opts.rootRank)
+
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
+        return self.all_gather_single_coalesced([output], [tensor], opts)
+
+    def all_gather_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Any:
+        pieces = [output.view(self.size(), -1).unbind() for output in outputs]
+        return self._gather("all_gather_single", pieces, inputs, opts)
+
+    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Any:
+        op = _op_of(opts)
+        deeds = [_deed("reduce_scatter", output, op) for output in outputs]
+        parts = [[_flat(part) for part in each] for each in inputs]
+        for output, each in zip(outputs, parts, strict=True):
+            self._check_parts("reduce_scatter", each, output)
+        return self._in_place(
+            outputs, opts, lambda number, flat: self._blocks.reduce_scatter(deeds[number], flat, parts[number], op)
+        )
+
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
+        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Any:
+        return self.reduce_scatter(outputs, [list(_flat(each).view(self.size(), -1)) for each in inputs], opts)
+
+    def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Any:
+        root = opts.rootRank
+        parts = [_flat(part) for part in inputs[0]] if inputs else []
+        if self.rank() == root:
+            self._check_parts("scatter", parts, outputs[0])
+        deed = _deed("scatter", outputs[0], root)
+        return self._in_place(outputs, opts, lambda number, flat: self._blocks.scatter(deed, flat, parts, root))
+
+    def barrier(self, opts: Any = None) -> Any:
+        return self._run(lambda: self._blocks.barrier("called barrier()"), [], opts)
+
+    # torch before 2.11 has other names for some.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        return self._by_gloo(rank).send(tensors, rank, tag)
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        return self._by_gloo(rank).recv(tensors, rank, tag)
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Any:
+        return self._by_gloo().recv_anysource(tensors, tag)
+
+    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Any:
+        return self._by_gloo(*range(self.size())).alltoall(outputs, inputs, *_given(opts))
+
+    def all_to_all_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, outputs: list[int], inputs: list[int], opts: Any = None
+    ) -> Any:
+        return self._by_gloo(*range(self.size())).alltoall_base(output, tensor, outputs, inputs, *_given(opts))
+
+    alltoall_base = all_to_all_single
+
+    def shutdown(self) -> None:
+        self._here.close()
+        self._close_others()
+
+    def abort(self) -> None:
+        self._here.close(is_broken=True)
+        self._close_others()
+
+    # What the base class asks its backends for, of which this group has none.
+    def getBackendName(self) -> str:  # noqa: N802
+        return NAME
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def setGroupDesc(self, text: str) -> None:  # noqa: N802
+        self._description = text
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._description
+
+    def _gather(
+        self,
+        name: str,
+        outputs: Sequence[Sequence[torch.Tensor]],
+        inputs: Sequence[torch.Tensor],
+        opts: Any,
+        root: int | None = None,
+    ) -> Any:
+        deeds = [_deed(name, tensor, root) for tensor in inputs]
+        flats = [_flat(tensor) for tensor in inputs]
+        wanted = [[_flat(each) for each in pieces] for pieces in outputs]
+        if root is None or root == self.rank():
+            for pieces, flat in zip(wanted, flats, strict=True):
+                self._check_parts(name, pieces, flat)
+
+        def gather() -> None:
+            for deed, pieces, flat, tensors in zip(deeds, wanted, flats, outputs, strict=True):
+                self._blocks.all_gather(deed, pieces, flat)
+                for tensor, piece in zip(tensors, pieces, strict=True):
+                    _write_back(tensor, piece)
+
+        return self._run(gather, outputs, opts)
+
+    def _in_place(
+        self, tensors: Sequence[torch.Tensor], opts: Any, operation: Callable[[int, torch.Tensor], None]
+    ) -> Any:
+        """Work that changes the tensors, by an operation on each as one dimension."""
+
+        flats = [_flat(tensor) for tensor in tensors]
+
+        def change() -> None:
+            for number, (tensor, flat) in enumerate(zip(tensors, flats, strict=True)):
+                operation(number, flat)
+                _write_back(tensor, flat)
+
+        return self._run(change, tensors, opts)
+
+    def _check_parts(self, name: str, parts: Sequence[torch.Tensor], whole: torch.Tensor) -> None:
+        """Refuse what is not one part for each rank, as large as what a rank gives or gets, before anything is sent."""
+        if [part.numel() for part in parts] != [whole.numel()] * self.size():
+            sizes = ", ".join(str(part.numel()) for part in parts)
+            raise ValueError(
+                f"{name} between {self.size()} ranks needs as many parts of {whole.numel()} elements each, got {sizes}"
+            )
+
+    def _run(self, operation: Callable[[], None], result: Any, opts: Any) -> Any:
+        if opts is not None and opts.asyncOp and not self._background.is_here and _is_called_by_python():
+            return self._background.begin(Pending(result, lambda: self._unless_broken(operation)))
+        self._background.finish()
+        self._unless_broken(operation)
+        return Done(result)
+
+    def _unless_broken(self, operation: Callable[[], None]) -> None:
+        """Run it; where it fails in the middle, the ranks have lost step, and the group is broken."""
+        try:
+            operation()
+        except BaseException:
+            self._here.close(is_broken=True)
+            raise
+
+    def _by_gloo(self, *peers: int) -> Any:
+        """The group for everything else, when those ranks have made theirs; they connect when they first talk."""
+        if self._gloo is None:
+            options = _Gloo._Options()
+            options._timeout = self._timeout
+            names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+            options._devices = [_Gloo.create_device(interface=name, lazy_init=True) for name in names] or [
+                _Gloo.create_default_device(lazy_init=True)
+            ]
+            self._gloo = _Gloo(PrefixStore("gloo", self._store), self.rank(), self.size(), options)
+            self._store.set(_CAME.format(self.rank()), "1")
+        for rank in peers:  # gloo would wait for one that has left before
+            while not self._store.check([_CAME.format(rank)]):
+                self._here.check_presence(rank)
+                time.sleep(_POLL_S)
+        return self._gloo
+
+    def _close_others(self) -> None:
+        self._background.close()
+        if self._gloo is not None:
+            self._gloo.shutdown()
+
+
+def _is_called_by_python() -> bool:
+    """Whether a function of torch.distributed has called the method of the group.
+
+    C++ leaves `asyncOp` as it is made, true, and waits: DistributedDataParallel's reducer in the backward pass, which
+    is the same on all ranks. To go on another thread would cost it more than it saves.
+    """
+    frame: FrameType | None = sys._getframe(3)
+    while frame is not None and frame.f_globals is globals():
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") == dist.distributed_c10d.__name__
+
+
+def _deed(name: str, tensor: torch.Tensor, argument: str | int | None) -> str:
+    return _deed_on(name, tensor.shape, tensor.dtype, argument)
+
+
+@lru_cache(4096)
+def _deed_on(name: str, shape: tuple[int, ...], dtype: torch.dtype, argument: str | int | None) -> str:
+    return deed_of(Call(name, tuple(shape), dtype, argument))
+
+
+def _op_of(opts: Any) -> str:
+    op = _ReduceOp.SUM if opts is None else opts.reduceOp.op
+    if op not in _OPS:
+        raise TypeError(f"the process group {NAME!r} has no {op}; it has {', '.join(_OPS.values())}")
+    return _OPS[op]
+
+
+def _given(opts: Any) -> tuple[Any, ...]:
+    return () if opts is None else (opts,)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's memory as one dimension; a copy where it has gaps or another order."""
+    if not tensor.is_cpu or tensor.layout is not torch.strided:
+        raise TypeError(
+            f"the process group {NAME!r} takes dense tensors in main memory, got {tensor.layout} on {tensor.device}"
+        )
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+
+
+def _write_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(flat.view(tensor.shape))
