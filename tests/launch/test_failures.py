@@ -308,7 +308,8 @@ def test_ranks_that_lose_step_in_collectives_of_torch_are_named_with_their_calls
         assert found is not None, text
         lines.append(int(found[1]))
     assert lines[0] < lines[1]
-    assert isinstance(caught.value.__cause__, WorkerDiedError)
+    # gloo ends the process that gets what it does not expect.
+    assert isinstance(caught.value.__cause__, WorkerDiedError) == (process_group == "gloo")
     assert caught.value.failures.keys() == {0, 1}
 
 

@@ -45,7 +45,7 @@ def thread_communicators(
 
 
 def group_backend(backend: Backend, asked: str | None = None) -> str:
-    """The torch.distributed backend for a group of that family's processes: theirs, by shared memory where that is gloo.
+    """The torch.distributed backend for a group of that family's processes: theirs, but shared memory for gloo.
 
     Where ranks turn out to share no memory, as on several machines, a group of shared memory makes itself one of gloo.
 
