@@ -29,6 +29,7 @@ FLOOR = {
             "errors",
             "protocols",
             "pickling",
+            "stacks",
             "preemption",
             "outcome",
             "randomness",

@@ -117,7 +117,7 @@ def test_the_cause_counts(monkeypatch):
 def test_an_interface_that_is_missing_is_named(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     with pytest.raises(RuntimeError) as caught:
-        spawn(lambda index: index, nprocs=2)
+        spawn(lambda index: index, nprocs=2, process_group="gloo")
     assert any(
         "meet over its interface 'nowhere0', which is not there or is down" in note for note in caught.value.__notes__
     )

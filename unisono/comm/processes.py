@@ -268,7 +268,10 @@ class ProcessCommunicator:
 
 def is_of_transport(error: BaseException) -> bool:
     """Whether torch's process groups have raised it: for the user's own torch.distributed calls, or for DDP's."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
+    if isinstance(error, dist.DistError):
+        return True
+    # A future tells the error in words alone.
+    return isinstance(error, RuntimeError) and any(name in str(error) for name in ("/gloo/", "DistNetworkError: "))
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,6 @@ over when the call returns.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -37,12 +36,15 @@ NAME = "shm"
 
 _CAME = "gloo/came/{}"
 _POLL_S = 0.001
+_NO_BACKWARD_PASS = -1
+_LOOPBACK = "127.0.0.1"  # the ranks share a machine
 
 # torch's types name less than there is, and some calls by overloads alone.
 _ProcessGroup: Any = dist.ProcessGroup
 _Gloo: Any = dist.ProcessGroupGloo
 _ReduceOp: Any = dist.ReduceOp.RedOpType
 
+_HOST = torch.default_generator.device.type
 _OPS = {
     _ReduceOp.SUM: "sum",
     _ReduceOp.AVG: "mean",
@@ -58,7 +60,7 @@ _OPS = {
 def register() -> None:
     """Make the group known to torch, by its name."""
     if not hasattr(dist.Backend, NAME.upper()):
-        dist.Backend.register_backend(NAME, _create, devices=["cpu"])
+        dist.Backend.register_backend(NAME, _create, devices=[_HOST])
 
 
 def _create(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
@@ -239,7 +241,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
             )
 
     def _run(self, operation: Callable[[], None], result: Any, opts: Any) -> Any:
-        if opts is not None and opts.asyncOp and not self._background.is_here and _is_called_by_python():
+        if opts is not None and opts.asyncOp and not self._background.is_here and _may_go_on():
             return self._background.begin(Pending(result, lambda: self._unless_broken(operation)))
         self._background.finish()
         self._unless_broken(operation)
@@ -258,10 +260,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         if self._gloo is None:
             options = _Gloo._Options()
             options._timeout = self._timeout
-            names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-            options._devices = [_Gloo.create_device(interface=name, lazy_init=True) for name in names] or [
-                _Gloo.create_default_device(lazy_init=True)
-            ]
+            options._devices = [_Gloo.create_device(hostname=_LOOPBACK, lazy_init=True)]
             self._gloo = _Gloo(PrefixStore("gloo", self._store), self.rank(), self.size(), options)
             self._store.set(_CAME.format(self.rank()), "1")
         for rank in peers:  # gloo would wait for one that has left before
@@ -276,12 +275,14 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
             self._gloo.shutdown()
 
 
-def _is_called_by_python() -> bool:
-    """Whether a function of torch.distributed has called the method of the group.
+def _may_go_on() -> bool:
+    """Whether the caller means it when `asyncOp` is set: a function of torch.distributed, outside of a backward pass.
 
-    C++ leaves `asyncOp` as it is made, true, and waits: DistributedDataParallel's reducer in the backward pass, which
-    is the same on all ranks. To go on another thread would cost it more than it saves.
+    C++ leaves it as it is made, true, and waits. And in a backward pass, which is the same on all ranks, the reduction
+    of a bucket on another thread would cost more than it saves.
     """
+    if torch._C._current_graph_task_id() != _NO_BACKWARD_PASS:
+        return False
     frame: FrameType | None = sys._getframe(3)
     while frame is not None and frame.f_globals is globals():
         frame = frame.f_back
