@@ -90,6 +90,7 @@ class MeetingPoint:
         Raises:
             DistNetworkError: one is gone, or has not come in time; on this rank, and on those that wait with it.
         """
+        self._check_open()
         self.turn = (self.turn + 1) % _WORD
         self._words[self._count_at[self.rank] // 4] = self.turn
         futex.wake(self._address + self._count_at[self.rank])
@@ -111,11 +112,14 @@ class MeetingPoint:
         Raises:
             DistNetworkError: it has left or ended, or this rank has.
         """
-        if self._is_closed:
-            raise dist.DistNetworkError(f"rank {self.rank} has left the group")
+        self._check_open()
         if reason := self._absence_of(rank):
             self.close(is_broken=True)
             raise dist.DistNetworkError(f"rank {rank} {reason}")
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise dist.DistNetworkError(f"rank {self.rank} has left the group, or the group is broken")
 
     def _absence_of(self, rank: int) -> str:
         """Why that rank will come no more; "" where it may."""

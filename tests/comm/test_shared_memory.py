@@ -1,0 +1,369 @@
+"""The process group of one machine: torch's collectives by shared memory, against plain code, under faults."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import reduce
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from unisono import rank, spawn, world_size
+from unisono.comm.shared_memory.blocks import slot_bytes
+from unisono.comm.threads import ThreadCommunicator
+from unisono.errors import BrokenWorldError, CollectiveMismatchError, WorkerDiedError
+
+OPS = {
+    "SUM": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+LENGTHS = [0, 1, 7, 1000, 300_000]
+"""Among them one that takes several blocks."""
+
+
+def drawn(seed: int, length: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    made = torch.Generator().manual_seed(seed)
+    if dtype.is_floating_point:
+        return torch.randn(length, generator=made, dtype=dtype)
+    return torch.randint(1, 5, (length,), generator=made, dtype=dtype)
+
+
+def test_lengths_below_and_above_a_block_are_tried():
+    assert max(LENGTHS) * 4 > slot_bytes(3) > sorted(LENGTHS)[-2] * 4
+
+
+@pytest.mark.parametrize(
+    "nprocs", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)]
+)
+def test_every_collective_of_torch_gives_what_plain_code_gives(nprocs):
+    def work(index: int) -> str:
+        size = world_size()
+        for length in LENGTHS:
+            for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.int64):
+                everybodys = [drawn(each, length, dtype) for each in range(size)]
+                own = everybodys[index]
+                for name, fold in OPS.items():
+                    if name.startswith("B") and dtype.is_floating_point:
+                        continue
+                    tensor = own.clone()
+                    dist.all_reduce(tensor, getattr(dist.ReduceOp, name))
+                    assert torch.equal(tensor, reduce(fold, everybodys)), (length, dtype, name)
+                gathered = [torch.empty_like(own) for _ in range(size)]
+                dist.all_gather(gathered, own)
+                assert all(map(torch.equal, gathered, everybodys))
+                together = own.new_empty(size * length)
+                dist.all_gather_into_tensor(together, own)
+                assert torch.equal(together, torch.cat(everybodys))
+                parts = [drawn(100 * index + each, length, dtype) for each in range(size)]
+                expected = reduce(torch.add, [drawn(100 * each + index, length, dtype) for each in range(size)])
+                output = torch.empty_like(own)
+                dist.reduce_scatter(output, parts)
+                assert torch.equal(output, expected)
+                dist.reduce_scatter_tensor(output.zero_(), torch.cat(parts))
+                assert torch.equal(output, expected)
+                for root in range(size):
+                    tensor = own.clone()
+                    dist.broadcast(tensor, root)
+                    assert torch.equal(tensor, everybodys[root])
+                    tensor = own.clone()
+                    dist.reduce(tensor, root)
+                    assert torch.equal(tensor, reduce(torch.add, everybodys) if index == root else own)
+                    at_root = [torch.empty_like(own) for _ in range(size)] if index == root else None
+                    dist.gather(own, at_root, root)
+                    assert at_root is None or all(map(torch.equal, at_root, everybodys))
+                    dist.scatter(output, everybodys if index == root else None, root)
+                    assert torch.equal(output, own)
+        return dist.get_backend()
+
+    assert spawn(work, nprocs=nprocs) == ["shm"] * nprocs
+
+
+def test_tensors_with_gaps_views_and_odd_types_travel():
+    def work(index: int) -> None:
+        column = torch.arange(12.0).view(3, 4)[:, 1]
+        expected = column * 2
+        dist.all_reduce(column)
+        assert torch.equal(column, expected)
+        for value in (torch.tensor([True, False]), torch.tensor(3 + 4j), torch.ones((2, 0, 3)), torch.ones(3).conj()):
+            copies = [torch.empty_like(value) for _ in range(2)]
+            dist.all_gather(copies, value)
+            assert all(torch.equal(each, value) for each in copies)
+        images = torch.arange(48.0).view(2, 3, 2, 4).to(memory_format=torch.channels_last)
+        doubled = images * 2
+        dist.all_reduce(images)
+        assert torch.equal(images, doubled)
+        leaf = torch.ones(3, requires_grad=True)
+        dist.all_reduce(leaf)
+        assert leaf.tolist() == [2.0] * 3
+
+    spawn(work, nprocs=2)
+
+
+def test_what_the_group_does_not_serve_goes_by_gloo():
+    def work(index: int) -> None:
+        other = 1 - index
+        received = torch.zeros(2)
+        if index == 0:
+            dist.send(torch.tensor([1.0, 2.0]), other)
+        else:
+            dist.recv(received, other)
+            assert received.tolist() == [1.0, 2.0]
+        sent = dist.isend(torch.full((2,), float(index)), other)
+        dist.recv(received, other)
+        sent.wait()
+        assert received.tolist() == [other, other]
+        output = torch.empty(4)
+        dist.all_to_all_single(output, torch.arange(4.0) + 10 * index)
+        assert output.tolist() == ([0, 1, 10, 11] if index == 0 else [2, 3, 12, 13])
+        sparse = torch.sparse_coo_tensor([[index]], [1.0], (3,))
+        dist.all_reduce(sparse)
+        assert sparse.to_dense().tolist() == [1.0, 1.0, 0.0]
+
+    spawn(work, nprocs=2)
+
+
+def test_asynchronous_collectives_come_in_order_and_wait_for_nobody_at_the_call():
+    def work(index: int) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        if index == 1:
+            store.get("go")  # rank 0 writes it between its call and the end of the collective
+        tensors = [torch.full((3,), float(each)) for each in range(5)]
+        pending = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+        if index == 0:
+            assert not pending[0].is_completed()
+            store.set("go", "1")
+        last = torch.ones(1)
+        dist.all_reduce(last)  # after those that were begun
+        assert all(each.is_completed() and each.wait() and each.is_success() for each in pending)
+        assert [tensor[0].item() for tensor in tensors] == [0, 2, 4, 6, 8]
+        future = dist.all_reduce(torch.ones(2), async_op=True).get_future().then(lambda done: done.value()[0] * 10)
+        assert future.wait().tolist() == [20, 20]
+
+    spawn(work, nprocs=2)
+
+
+@pytest.mark.parametrize("nprocs", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_all_ranks_have_the_same_bits_and_those_of_threads(nprocs):
+    tensors = [drawn(each, 1_000_000) for each in range(nprocs)]
+
+    def work(index: int) -> torch.Tensor:
+        dist.all_reduce(tensors[index])
+        return tensors[index]
+
+    by_processes = spawn(work, nprocs=nprocs)
+    small = [tensor[:100].clone() for tensor in tensors]
+    meetings = ThreadCommunicator.group(nprocs)
+    with ThreadPoolExecutor(nprocs) as pool:
+        by_threads = list(pool.map(lambda seat, tensor: seat.all_reduce(tensor.clone()), meetings, tensors))
+        by_threads_small = list(pool.map(lambda seat, tensor: seat.all_reduce(tensor), meetings, small))
+    for tensor in by_processes:
+        assert torch.equal(tensor, by_threads[0])
+        assert torch.equal(tensor[:100], by_threads_small[0])
+
+
+def test_wrong_arguments_are_refused_on_that_rank_before_anything_is_sent():
+    def work(index: int) -> None:
+        with pytest.raises(
+            ValueError, match=r"all_gather between 2 ranks needs as many parts of 3 elements each, got 3$"
+        ):
+            dist.group.WORLD.allgather([[torch.empty(3)]], [torch.empty(3)])
+        with pytest.raises(TypeError, match=r"takes dense tensors in main memory, got .* on meta"):
+            dist.all_reduce(torch.empty(3, device="meta"))
+        with pytest.raises(TypeError, match=r"has no .*PREMUL_SUM"):
+            dist.all_reduce(torch.ones(3), dist._make_nccl_premul_sum(2.0))
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)  # the group is as good as before
+        assert tensor.item() == 2
+
+    spawn(work, nprocs=2)
+
+
+def test_calls_that_differ_are_an_error_on_all_ranks_with_their_places():
+    def work(index: int) -> str:
+        try:
+            if index == 2:
+                dist.all_reduce(torch.ones(3))
+            else:
+                dist.broadcast(torch.ones(3), 0)
+        except CollectiveMismatchError as error:
+            told = str(error)
+        with pytest.raises(dist.DistNetworkError, match="the group is broken"):
+            dist.barrier()
+        return told
+
+    first, *others = spawn(work, nprocs=3)
+    assert others == [first, first]
+    place = rf'in work \("{__file__}", line \d+\)'
+    assert re.match(rf"ranks \[0, 1\] called broadcast\(float32\[3\], 0\) from broadcast\(\) {place} while ", first)
+    assert re.search(rf"rank 2 called all_reduce\(float32\[3\], 'sum'\) from all_reduce\(\) {place}; ", first)
+
+
+@pytest.mark.parametrize("length", [1, 20_000_000])
+def test_who_waits_for_a_rank_that_is_killed_gets_an_error_soon(length):
+    def work(index: int) -> None:
+        tensor = torch.ones(length)
+        dist.all_reduce(tensor)
+        if index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(dist.DistNetworkError, match=r"rank 1 has ended|rank 2 has broken off"):
+            while True:
+                dist.all_reduce(tensor)
+
+    began = time.monotonic()
+    with pytest.raises(WorkerDiedError, match=r"rank 1 .*SIGKILL"):
+        spawn(work, nprocs=3)
+    assert time.monotonic() - began < 30
+
+
+def test_a_rank_that_was_stopped_goes_on_where_it_was():
+    def work(index: int) -> float:
+        tensor = torch.ones(1)
+        if index == 1:
+            pid, stopped = os.getpid(), os.fork()
+            if stopped == 0:  # a child stops it, waits until it stands, and lets it go on
+                os.kill(pid, signal.SIGSTOP)
+                while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+                    pass
+                os.kill(pid, signal.SIGCONT)
+                os._exit(0)
+            os.waitpid(stopped, 0)
+        for _ in range(20):
+            dist.all_reduce(tensor, dist.ReduceOp.AVG)
+        return tensor.item()
+
+    assert spawn(work, nprocs=2) == [1.0, 1.0]
+
+
+def test_who_waits_longer_than_the_time_out_says_for_whom():
+    def work(index: int) -> None:
+        group = dist.new_group(timeout=timedelta(seconds=0.3), backend="shm")
+        if index == 0:
+            with pytest.raises(dist.DistNetworkError, match=r"waited 0:00:00.300000 for rank 1"):
+                dist.barrier(group)
+        dist.barrier()
+
+    spawn(work, nprocs=2)
+
+
+def test_who_waits_uses_no_cpu():
+    def work(index: int) -> float:
+        dist.barrier()
+        used = time.process_time()
+        if index == 0:
+            while time.process_time() - used < 1.0:  # a rank that computes
+                pass
+        dist.barrier()
+        return time.process_time() - used
+
+    busy, waiting = spawn(work, nprocs=2)
+    assert waiting < 0.5 * busy
+
+
+@pytest.mark.slow
+def test_more_ranks_than_cores_do_not_hold_each_other_up():
+    def work(index: int) -> None:
+        for _ in range(300):
+            dist.barrier()
+
+    began = time.monotonic()
+    spawn(work, nprocs=4 * (os.cpu_count() or 1))
+    assert time.monotonic() - began < 60
+
+
+def test_subgroups_have_memory_of_their_own_and_nothing_stays_behind():
+    def work(index: int) -> tuple[list[float], int]:
+        groups = [dist.new_group([0, 1]), dist.new_group([1, 2]), dist.new_group([0, 1, 2])]
+        found = []
+        for group in groups:
+            if dist.get_rank(group) >= 0:
+                tensor = torch.tensor([float(index)])
+                dist.all_reduce(tensor, group=group)
+                found.append(tensor.item())
+        descriptors = len(blocks())
+        del group
+        groups.clear()
+        return found, descriptors
+
+    def blocks() -> list[str]:
+        return [name for name in map(link, os.listdir("/proc/self/fd")) if "unisono-blocks" in name]
+
+    def link(name: str) -> str:
+        try:
+            return os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            return ""
+
+    before = set(os.listdir("/dev/shm"))
+    results = spawn(work, nprocs=3)
+    assert [found for found, _ in results] == [[1, 3], [1, 3, 3], [3, 3]]
+    assert all(2 <= descriptors <= 8 for _, descriptors in results)
+    assert set(os.listdir("/dev/shm")) <= before
+    assert blocks() == []
+
+
+def test_where_the_memory_cannot_be_had_on_one_rank_all_take_gloo():
+    def work(index: int) -> tuple[bool, float]:
+        if index == 0:  # a file may be no longer than a page
+            limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        group = dist.new_group(backend="shm")
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor, group=group)
+        return isinstance(group._get_backend(tensor.device), dist.ProcessGroupGloo), tensor.sum().item()
+
+    assert spawn(work, nprocs=2) == [(True, 6.0)] * 2
+
+
+def test_gloo_can_be_asked_for_and_nothing_else():
+    def work(index: int) -> str:
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        assert tensor.item() == 2
+        return dist.get_backend()
+
+    assert spawn(work, nprocs=2, process_group="gloo") == ["gloo"] * 2
+    with pytest.raises(ValueError, match="process_group='mpi' does not exist; pass 'gloo', or None"):
+        spawn(work, nprocs=2, process_group="mpi")
+
+
+def test_ddp_trains_as_by_gloo():
+    def work(index: int) -> list[torch.Tensor]:
+        results = []
+        for group in (None, dist.new_group(backend="gloo")):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(20, 300), nn.BatchNorm1d(300), nn.ReLU(), nn.Linear(300, 1))
+            ddp = nn.parallel.DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.01)
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+            for step in range(3):
+                optimizer.zero_grad()
+                ddp(drawn(100 * rank() + step, 160).view(8, 20)).square().mean().backward()
+                optimizer.step()
+            results.append(nn.utils.parameters_to_vector(model.parameters()).detach())
+        return results
+
+    (ours, by_gloo), (others, _) = spawn(work, nprocs=2)
+    assert torch.equal(ours, others)
+    torch.testing.assert_close(ours, by_gloo, rtol=1e-6, atol=1e-7)
+
+
+def test_a_peer_that_leaves_is_named_to_who_waits_for_its_message():
+    def work(index: int) -> None:
+        if index == 1:
+            dist.recv(torch.ones(1), 0)
+
+    with pytest.raises(BrokenWorldError, match="rank 0 has left this world"):
+        spawn(work, nprocs=2)
