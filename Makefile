@@ -46,6 +46,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python bench/failures.py
 	$(BIN)/python bench/idle_memory.py
 	$(BIN)/python bench/checked.py
+	$(BIN)/python bench/shared_memory.py
 	$(BIN)/python bench/steps.py
 	$(BIN)/python bench/threads.py
 	$(BIN)/python bench/overlap.py

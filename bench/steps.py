@@ -2,9 +2,10 @@
 
     python bench/steps.py [--blocks 30] [--workers 2] [--networks cnn transformer]
 
-All loops run in the same workers and over the same process group, which accelerate and Fabric adopt; each pair that is
-compared takes turns of one epoch. They have the same data, first weights, optimizer and batch size, one thread per
-worker, and whole batches only, but each way's own loader: see `Accelerator, DDP's loader` for what that makes.
+All loops run in the same workers; each pair that is compared takes turns of one epoch. Ours reduce in shared memory,
+the others over gloo, as their users have it. All have the same data, first weights, optimizer and batch size, one
+thread per worker, and whole batches only, but each way's own loader: see `Accelerator, DDP's loader` for what that
+makes.
 The peers are those that can be imported. Ratios are ours / theirs: larger is faster.
 """
 
@@ -15,7 +16,8 @@ import logging
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -24,6 +26,7 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from blocks import conditions, interleave, ratio_line
 from torch import nn
 from torch.nn import functional as F
@@ -175,6 +178,29 @@ def by_fabric(job: Job, ranks: int) -> Epoch:
     return epochs(model, optimizer, fabric.setup_dataloaders(job.loader(ranks)), fabric.backward)
 
 
+def over(group: dist.ProcessGroup, way: Callable[[Job, int], Epoch], job: Job, ranks: int) -> Epoch:
+    """The epochs of that way, with the group in the place of the default one."""
+    with as_default(group):
+        epoch = way(job, ranks)
+
+    def run() -> int:
+        with as_default(group):
+            return epoch()
+
+    return run
+
+
+@contextmanager
+def as_default(group: dist.ProcessGroup) -> Iterator[None]:
+    usual = dist.group.WORLD
+    dist.distributed_c10d._update_default_pg(group)
+    try:
+        yield
+    finally:
+        dist.distributed_c10d._update_default_pg(usual)
+
+
+OURS = (FACADE, BARE, PLAIN_LOADER)
 WAYS = {
     FACADE: by_accelerator,
     BARE: by_optimizer_step,
@@ -190,7 +216,8 @@ def measure(index: int, ranks: int, blocks: int, network: str) -> list[dict[str,
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     job = JOBS[network]()
-    loops = {name: way(job, ranks) for name, way in WAYS.items()}
+    gloo = dist.new_group(backend="gloo")
+    loops = {name: way(job, ranks) if name in OURS else over(gloo, way, job, ranks) for name, way in WAYS.items()}
     torch.set_num_threads(1)  # accelerate sets its own number
     steps = job.steps()
 
