@@ -85,11 +85,7 @@ class ProcessContext:
             with _sigterm_asks(self._supervisor), _interrupt_asks(self._supervisor):
                 yield
         except BaseException as error:
-            ask = self._supervisor.interrupt if isinstance(error, KeyboardInterrupt) else self._supervisor.stop
-            while not self._supervisor.wait(0):
-                with suppress(BaseException):  # a second Ctrl-C: ask again, which kills
-                    ask()
-                    self._supervisor.wait()
+            self._supervisor.end(Supervisor.interrupt if isinstance(error, KeyboardInterrupt) else Supervisor.stop)
             raise
 
 
