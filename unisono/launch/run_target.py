@@ -130,7 +130,7 @@ def run_worker_target(rank: int, target: Target, variables: Mapping[str, str]) -
         BaseException: what the target raised.
     """
     try:
-        with _environ({**variables, **_variables_of_rank(current_world())}):
+        with variables_set({**variables, **_variables_of_rank(current_world())}):
             take(_place_of(current_world(), os.environ))  # what the script starts is not this rank
             run_target(rank, target)
     except StoppedError:
@@ -170,8 +170,8 @@ def _variables_of_rank(world: World) -> dict[str, str]:
 
 
 @contextmanager
-def _environ(variables: Mapping[str, str]) -> Iterator[None]:
-    """Have the variables in the block; what the script has changed of the others stays."""
+def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
+    """Have the variables in the block; what it changes of the others stays, but for the place that it has taken."""
     before = {name: os.environ.get(name) for name in (*variables, TAKEN)}
     os.environ.update(variables)
     try:

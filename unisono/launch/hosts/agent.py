@@ -49,6 +49,7 @@ from unisono.launch.hosts.endpoint import local_address, serves_endpoint, split_
 from unisono.launch.hosts.other_machines import OtherMachines, Word
 from unisono.launch.hosts.store_server import quieten_store, serve_store
 from unisono.launch.policy import Policy
+from unisono.launch.run_target import variables_set
 from unisono.launch.starting.nursery import warm
 from unisono.launch.supervisor import Supervisor, tell_restart
 from unisono.launch.watching.run_directory import RunDirectory
@@ -112,7 +113,7 @@ def run_agent(job: Job, policy: Policy, options: MachineOptions) -> None:
         run = RunDirectory.create(policy.log_dir, facts, str(facts["host"]))
     warm(policy.start_method)  # while the agents meet
     _quieten()
-    with _variables(_VARIABLES), _served(options):
+    with variables_set(_VARIABLES), _served(options):
         handler = rendezvous_registry.get_rendezvous_handler(_parameters(options))
         spec = WorkerSpec(
             role="worker",
@@ -237,9 +238,8 @@ class Agent(SimpleElasticAgent):
             store=f"unisono/ranks/{name}",
             environ={**self._job.environ, **_variables_of_group(group, self._options)},
         )
+        self._supervisor = Supervisor(job, self._policy, self._run_directory, self.others)  # before it is to hear words
         self.others.begin_round(name, group.group_rank, group.group_world_size)
-        # Its thread is no daemon, and waits for the workers: only when this process is being ended does it end before.
-        self._supervisor = Supervisor(job, self._policy, self._run_directory, self.others)
         self._supervisor.start()
         return dict(enumerate(self._supervisor.pids()))
 
@@ -270,7 +270,7 @@ class Agent(SimpleElasticAgent):
             time.sleep(_LOOK_S)
         return cause or verdict
 
-    def _stop_workers(self, group: WorkerGroup, *_: Any, **__: Any) -> None:
+    def _stop_workers(self, worker_group: WorkerGroup, *_: Any, **__: Any) -> None:
         self._shutdown()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *_: Any, **__: Any) -> None:
@@ -342,22 +342,8 @@ def _variables_of_group(group: Any, options: MachineOptions) -> dict[str, str]:
         "GROUP_WORLD_SIZE": str(group.group_world_size),
     }
     if options.local_addr and (interface := interface_of(options.local_addr)) is not None:
-        found.setdefault("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", interface))
+        found["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", interface)
     return found
-
-
-@contextmanager
-def _variables(wanted: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def _quieten() -> None:
