@@ -19,12 +19,14 @@ from agents import agent, free_port, kill_all
 from faults import SOON_S, Ear, Script
 
 from unisono.cli.main import main
+from unisono.errors import BrokenWorldError
 from unisono.launch.hosts import endpoint as endpoints
 from unisono.launch.hosts.addresses import address_towards, interface_of, is_this_machine
 from unisono.launch.hosts.agent import MachineOptions, rendezvous_settings
 from unisono.launch.hosts.endpoint import local_address, serves_endpoint, split_endpoint, wait_served
-from unisono.launch.hosts.other_machines import Word
+from unisono.launch.hosts.other_machines import OtherMachines, Word, _Round
 from unisono.launch.watching.run_directory import read_run
+from unisono.outcome import Outcome
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="parent-death signals are Linux's"),
@@ -489,6 +491,12 @@ if how == "stand" and rank == 1:
 if how == "alone" and rank == 1:
     for _ in unisono.DeviceLoader(torch.utils.data.DataLoader(range(40), batch_size=1), already_sharded=True):
         import time; time.sleep(0.2)  # longer than the limit in all: the subject of the test is time
+if how == "early" and rank == 0:
+    Line(Path(sys.argv[2])).say("ends")
+    sys.exit()
+if how == "early":
+    Path(sys.argv[3]).read_text()  # of a pipe: waits until rank 0 ends
+    raise LookupError("not here")
 if how == "busy" and rank == 0:
     Line(Path(sys.argv[2])).say("stands")
     stand_still()
@@ -543,21 +551,36 @@ def test_the_first_cause_comes_to_the_other_machine_in_its_own_words_and_with_it
         assert errors.count("Traceback") == (how == "raise")
 
 
-def test_a_machine_whose_ranks_wait_for_nobody_ends_when_another_fails_for_good(watched, line, ear, tmp_path):
-    os.mkfifo(tmp_path / "stands")
+@pytest.mark.parametrize(("how", "word"), [("busy", "stands"), ("early", "ends")])
+def test_a_machine_whose_ranks_wait_for_nobody_ends_when_another_fails_for_good(
+    watched, line, ear, tmp_path, how, word
+):
+    os.mkfifo(tmp_path / "told")
 
     def tell() -> None:
-        assert ear.hear() == ["stands"]
-        (tmp_path / "stands").write_text("so it does")
+        assert ear.hear() == [word]
+        (tmp_path / "told").write_text("so it does")
 
     teller = threading.Thread(target=tell)
     teller.start()
     began = time.monotonic()
-    for code, _, errors in watched("busy", argv=(str(line.path), str(tmp_path / "stands"))):
+    for code, _, errors in watched(how, argv=(str(line.path), str(tmp_path / "told"))):
         assert code == 1, errors
         assert "LookupError: not here" in errors
     teller.join()
     assert time.monotonic() - began < SOON_S
+
+
+def test_a_machine_says_why_others_have_failed_those_first_that_are_no_victims():
+    others = OtherMachines("127.0.0.1:1", 60.0, lambda word: None, lambda text: None, lambda text: None)
+    cause, victim = Outcome.failure(ValueError("bad")), Outcome.failure(BrokenWorldError("rank 0 failed"))
+    words = [Word(1, "b", is_leaving=True), Word(2, "c", verdict=victim.to_bytes()), Word(3, verdict=cause.to_bytes())]
+    others._round = _Round("name", 5, Word(0), {word.machine: (word, 0.0) for word in words})
+    assert [str(each.error) for each in others.failures()] == ["bad", "node 1 (b) has left the run", "rank 0 failed"]
+    assert not others.are_done()
+    others._round.heard = {number: (Word(number, is_done=True, is_leaving=True), 0.0) for number in range(1, 5)}
+    assert others.failures() == []
+    assert others.are_done()
 
 
 def test_each_machine_keeps_the_files_of_a_run_under_the_ranks_of_the_whole_world(watched, tmp_path):

@@ -19,6 +19,7 @@ import contextlib
 import logging
 import math
 import os
+import platform
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -113,7 +114,7 @@ def run_agent(job: Job, policy: Policy, options: MachineOptions) -> None:
         run = RunDirectory.create(policy.log_dir, facts, str(facts["host"]))
     warm(policy.start_method)  # while the agents meet
     _quieten()
-    with variables_set(_VARIABLES), _served(options):
+    with variables_set(_VARIABLES), _served(options) as is_host:
         handler = rendezvous_registry.get_rendezvous_handler(_parameters(options))
         spec = WorkerSpec(
             role="worker",
@@ -124,7 +125,7 @@ def run_agent(job: Job, policy: Policy, options: MachineOptions) -> None:
             monitor_interval=_LOOK_S,
         )
         agent = Agent(spec, job, policy, options, run)
-        with agent.others.attended():
+        with agent.others.attended(is_host):
             verdict = _run(agent, options)
         # A machine that was ended by a signal leaves the rendezvous open, for others to come.
         if not (isinstance(verdict.error, SystemExit) and agent.was_asked):
@@ -174,7 +175,7 @@ class Agent(SimpleElasticAgent):
         self._run_directory = run
         self._supervisor: Supervisor | None = None
         self._patience_until: float | None = None  # for an early end that was asked for
-        self._told = ""
+        self._lost = ""  # which machine, in a sentence
         self.others = OtherMachines(
             options.endpoint,
             options.lost_after_s,
@@ -209,8 +210,8 @@ class Agent(SimpleElasticAgent):
 
     def on_lost(self, reason: str) -> None:
         """End the workers of this machine, which may wait for one that is lost."""
-        if reason != self._told:
-            self._told = reason
+        if reason != self._lost:
+            self._lost = reason
             logger.warning("%s; the workers of this machine, which may wait for it, are ended", reason)
         if self._supervisor is not None:
             self._supervisor.give_up(UnisonoError(reason))
@@ -238,6 +239,7 @@ class Agent(SimpleElasticAgent):
             store=f"unisono/ranks/{name}",
             environ={**self._job.environ, **_variables_of_group(group, self._options)},
         )
+        self._lost = ""
         self._supervisor = Supervisor(job, self._policy, self._run_directory, self.others)  # before it is to hear words
         self.others.begin_round(name, group.group_rank, group.group_world_size)
         self._supervisor.start()
@@ -251,10 +253,14 @@ class Agent(SimpleElasticAgent):
             return RunResult(WorkerState.HEALTHY)
         verdict = self._supervisor.verdict
         if verdict.error is None or isinstance(verdict.error, StoppedError):
-            self.verdict = verdict
-            return RunResult(WorkerState.SUCCEEDED, return_values={each.global_rank: None for each in group.workers})
-        self.others.say(verdict=verdict.to_bytes())
-        self.verdict = self._first_cause(verdict) if verdict.is_secondary else verdict
+            self.others.say(is_done=True)
+            self.verdict = self._trouble_elsewhere() or verdict
+            if self.verdict is verdict:  # torch's agent would wait for the others for minutes, deaf to what they say
+                state = WorkerState.SUCCEEDED if self.others.are_done() else WorkerState.HEALTHY
+                return RunResult(state, return_values={each.global_rank: None for each in group.workers})
+        else:
+            self.others.say(verdict=verdict.to_bytes())
+            self.verdict = self._first_cause(verdict) if verdict.is_secondary else verdict
         if self.was_asked:
             raise SignalException("the workers have failed on their way to an early end", signal.SIGTERM)
         self._remaining_restarts *= self._supervisor.may_restart(self.verdict.error)
@@ -263,12 +269,20 @@ class Agent(SimpleElasticAgent):
             tell_restart(self.verdict, restart_count, group.spec.max_restarts, self._run_directory)
         return RunResult(WorkerState.FAILED)
 
+    def _trouble_elsewhere(self) -> Outcome[Any] | None:
+        """Why the group has failed, though the workers here have come to a good end."""
+        if self._lost:
+            return Outcome(error=UnisonoError(self._lost))
+        return next(iter(self.others.failures()), None)
+
     def _first_cause(self, verdict: Outcome[Any]) -> Outcome[Any]:
         """What another machine tells of it, in a moment; else the report of the victim that this one is."""
         deadline = time.monotonic() + _CAUSE_S
-        while (cause := self.others.first_cause()) is None and self.others.count > 0 and time.monotonic() < deadline:
+        while self.others.count > 0 and time.monotonic() < deadline:
+            if (found := self.others.failures()) and not found[0].is_secondary:
+                return found[0]
             time.sleep(_LOOK_S)
-        return cause or verdict
+        return verdict
 
     def _stop_workers(self, worker_group: WorkerGroup, *_: Any, **__: Any) -> None:
         self._shutdown()
@@ -284,6 +298,8 @@ def _run(agent: Agent, options: MachineOptions) -> Outcome[Any]:
             agent.run()
     except SignalException as stop:
         logger.warning("stopped by %s", stop.sigval.name)
+        its_end = UnisonoError(f"the agent on {platform.node()} was stopped by {stop.sigval.name}")
+        agent.others.say(verdict=Outcome.failure(its_end).to_bytes())
         return Outcome(error=SystemExit(128 + stop.sigval))
     except (RendezvousError, TimeoutError, dist.DistError) as error:
         lost = UnisonoError(
@@ -295,8 +311,8 @@ def _run(agent: Agent, options: MachineOptions) -> Outcome[Any]:
 
 
 @contextmanager
-def _served(options: MachineOptions) -> Iterator[None]:
-    """Serve the endpoint for the block, or wait for whoever does."""
+def _served(options: MachineOptions) -> Iterator[bool]:
+    """Serve the endpoint for the block, or wait for whoever does; whether it is this process."""
     is_host = serves_endpoint(options.endpoint, options.node_rank)
     if "is_host" in options.rdzv_conf:
         is_host = options.rdzv_conf["is_host"].lower() in ("1", "true", "t", "yes", "y")  # as torch reads it
@@ -310,7 +326,7 @@ def _served(options: MachineOptions) -> Iterator[None]:
             wait_served(options.endpoint, float(options.rdzv_conf.get("join_timeout", 600)))
         except TimeoutError as error:
             raise UnisonoError(str(error)) from None
-    yield
+    yield store is not None
     del store  # until here it is served
 
 

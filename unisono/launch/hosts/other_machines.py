@@ -29,11 +29,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from unisono.errors import UnisonoError
 from unisono.launch.hosts.endpoint import split_endpoint
 from unisono.outcome import Outcome
 
 _BEAT_S = 1.0
-_LINGER_S = 3.0  # how long an agent with bad news waits at its end for the others to take leave, who may still read it
+_LINGER_S = 3.0  # how long the endpoint's agent waits, at a bad end, for the others to take leave, who may still read
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Word:
         num_asks: how often it has asked where the ranks of all stand.
         stacks: where its own stand.
         verdict: why its part of the group has failed, an `Outcome` as bytes.
+        is_done: whether its part has come to a good end.
         is_leaving: whether its agent ends in order.
     """
 
@@ -59,6 +61,7 @@ class Word:
     num_asks: int = 0
     stacks: dict[int, str] = field(default_factory=dict)
     verdict: bytes = b""
+    is_done: bool = False
     is_leaving: bool = False
 
     def to_text(self) -> str:
@@ -135,9 +138,10 @@ class OtherMachines:
     def say(self, **facts: Any) -> None:
         """Change what this machine tells, by names of `Word`; how far its ranks are can wait for the next beat."""
         with self._lock:
-            if self._round is not None:
-                self._round.own = replace(self._round.own, **facts)
-        if any(facts.get(name) for name in ("num_asks", "stacks", "verdict")):
+            if (current := self._round) is None or (word := replace(current.own, **facts)) == current.own:
+                return
+            current.own = word
+        if any(facts.get(name) for name in ("num_asks", "stacks", "verdict", "is_done", "is_leaving")):
             self._has_news.set()
 
     def ask(self) -> None:
@@ -145,22 +149,33 @@ class OtherMachines:
         if (current := self._round) is not None:
             self.say(num_asks=current.own.num_asks + 1)
 
-    def first_cause(self) -> Outcome[Any] | None:
-        """Why the group has failed, where another machine has said it that is not itself a victim."""
+    def failures(self) -> list[Outcome[Any]]:
+        """Why other parts of the group have failed; those first that are no victims."""
+        found: list[Outcome[Any]] = []
         for word in self._words():
-            if word.verdict and not (verdict := Outcome.from_bytes(word.verdict)).is_secondary:
-                return verdict
-        return None
+            if word.verdict:
+                found.append(Outcome.from_bytes(word.verdict))
+            elif word.is_leaving and not word.is_done:
+                left = UnisonoError(f"node {word.machine} ({word.host}) has left the run")
+                found.append(Outcome(error=left, is_secondary=True))
+        return sorted(found, key=lambda outcome: outcome.is_secondary)
+
+    def are_done(self) -> bool:
+        """Whether the parts of all other machines have come to a good end."""
+        return sum(word.is_done for word in self._words()) == self.count
 
     @contextlib.contextmanager
-    def attended(self) -> Iterator[None]:
-        """After the block nothing is said or heard any more."""
+    def attended(self, is_host: bool) -> Iterator[None]:
+        """After the block nothing is said or heard any more.
+
+        Args:
+            is_host: whether this machine serves the endpoint, so that what was said last goes with it.
+        """
         try:
             yield
         finally:
             self.say(is_leaving=True)
-            self._has_news.set()
-            if self._round is not None and self._round.own.verdict:
+            if is_host and self._round is not None and self._round.own.verdict:
                 self._linger()
             self._is_over.set()
             self._has_news.set()
@@ -182,9 +197,11 @@ class OtherMachines:
     def _converse(self) -> None:
         host, port = self._endpoint
         store = dist.TCPStore(host, port, None, False, wait_for_workers=False)  # type: ignore[attr-defined] # as ever
-        while not self._is_over.is_set():
+        is_over = False
+        while not is_over:
             self._has_news.wait(self._beat_s)
             self._has_news.clear()
+            is_over = self._is_over.is_set()  # what was said before is still passed on
             if (current := self._round) is not None:
                 with self._lock:
                     current.own = replace(current.own, beats=current.own.beats + 1)
