@@ -14,7 +14,7 @@ from typing import Any
 from unisono import preemption
 from unisono.launch.supervisor import Supervisor
 
-_ASKED = b"\nunisono: the workers stop at their next should_stop(); Ctrl-C again ends them now\n"
+ASKED = b"\nunisono: the workers stop at their next should_stop(); Ctrl-C again ends them now\n"
 
 
 class ProcessContext:
@@ -105,7 +105,7 @@ def _interrupt_asks(supervisor: Supervisor) -> Iterator[None]:
         was_asked = True
         supervisor.ask_to_stop()
         with suppress(OSError):
-            os.write(2, _ASKED)  # a stream may be in the middle of a write here
+            os.write(2, ASKED)  # a stream may be in the middle of a write here
 
     signal.signal(signal.SIGINT, handle)
     try:

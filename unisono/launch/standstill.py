@@ -83,7 +83,8 @@ class Standstill:
         for rank, (progress, doing) in word.pulses.items():
             self._watch.hear(rank, Pulse(progress, doing), now)
         for rank in (before.pulses.keys() if before is not None else set()) - word.pulses.keys():
-            self._watch.forget(rank, now, has_returned=rank in word.returned)
+            self._watch.forget(rank, now)
+        self._watch.returned.update(word.returned)
         if word.num_asks > (0 if before is None else before.num_asks) and self._due is None:
             self._begin(now, running)
         if self._stacks is not None and self._is_answered():

@@ -362,7 +362,9 @@ def test_the_first_ctrl_c_asks_workers_that_heed_a_stop_for_it(heeding, line, ea
         assert [words[0] for words in ear.hear_all(2)] == ["running", "running"]
         script.kill(signal.SIGINT)
         assert [words[0] for words in ear.hear_all(4)] == ["ends", "ends", "saves", "saves"]
-        assert script.end()[0] == 143
+        code, _, errors = script.end()
+        assert code == 143
+        assert "the workers stop at their next should_stop(); Ctrl-C again ends them now" in errors
 
 
 @pytest.mark.parametrize("how", ["stand", "fail"])

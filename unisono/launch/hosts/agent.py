@@ -44,6 +44,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from unisono.errors import StoppedError, UnisonoError
+from unisono.launch.context import ASKED
 from unisono.launch.exit_codes import exit_code_of
 from unisono.launch.hosts.addresses import interface_of
 from unisono.launch.hosts.endpoint import local_address, serves_endpoint, split_endpoint, wait_served
@@ -201,6 +202,9 @@ class Agent(SimpleElasticAgent):
         if may_wish and self._supervisor is not None and self._supervisor.heeds_stop():
             self._patience_until = time.monotonic() + self._policy.grace_s + _MARGIN_S
             self._supervisor.ask_to_stop()
+            if signum == signal.SIGINT:
+                with contextlib.suppress(OSError):
+                    os.write(2, ASKED)  # a stream may be in the middle of a write here
         elif signum != signal.SIGTERM or self._patience_until is None:  # which is only repeated
             raise SignalException(f"pid {os.getpid()} got {signal.Signals(signum).name}", signal.Signals(signum))
 
@@ -248,16 +252,14 @@ class Agent(SimpleElasticAgent):
     def _monitor_workers(self, group: WorkerGroup) -> RunResult:
         assert self._supervisor is not None
         if not self._supervisor.wait(0):
-            if self._patience_until is not None and time.monotonic() > self._patience_until:
-                raise SignalException("the workers have not come to an early end", signal.SIGTERM)
-            return RunResult(WorkerState.HEALTHY)
+            return self._wait()
         verdict = self._supervisor.verdict
         if verdict.error is None or isinstance(verdict.error, StoppedError):
             self.others.say(is_done=True)
             self.verdict = self._trouble_elsewhere() or verdict
             if self.verdict is verdict:  # torch's agent would wait for the others for minutes, deaf to what they say
-                state = WorkerState.SUCCEEDED if self.others.are_done() else WorkerState.HEALTHY
-                return RunResult(state, return_values={each.global_rank: None for each in group.workers})
+                values = {each.global_rank: None for each in group.workers}
+                return RunResult(WorkerState.SUCCEEDED, values) if self.others.are_done() else self._wait()
         else:
             self.others.say(verdict=verdict.to_bytes())
             self.verdict = self._first_cause(verdict) if verdict.is_secondary else verdict
@@ -268,6 +270,11 @@ class Agent(SimpleElasticAgent):
             restart_count = group.spec.max_restarts - self._remaining_restarts + 1
             tell_restart(self.verdict, restart_count, group.spec.max_restarts, self._run_directory)
         return RunResult(WorkerState.FAILED)
+
+    def _wait(self) -> RunResult:
+        if self._patience_until is not None and time.monotonic() > self._patience_until:
+            raise SignalException("the workers have not come to an early end", signal.SIGTERM)
+        return RunResult(WorkerState.HEALTHY)
 
     def _trouble_elsewhere(self) -> Outcome[Any] | None:
         """Why the group has failed, though the workers here have come to a good end."""

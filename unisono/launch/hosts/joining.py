@@ -1,4 +1,4 @@
-"""Joining the world that another launcher has announced: torchrun, our own agent, SLURM, Kubernetes.
+"""Joining the world that another launcher has announced: torchrun, SLURM, Kubernetes.
 
 `join_world` does what a worker of `spawn` finds done: it takes the process's place in the world (`process_group.py`),
 and leaves it at the process's end. `run_announced` is `spawn` in such a process.
