@@ -30,7 +30,9 @@ if __name__ == "__main__":
 def agent(directory: Path, *arguments: str, network: str = "", **environ: str) -> Script:
     """`unisono` with these arguments, in a process of its own, with a directory of its own, in a network."""
     directory.mkdir(exist_ok=True)
-    return Script(_AGENT.format(arguments=list(arguments), network=network), directory, **environ)
+    source = _AGENT.format(arguments=list(arguments), network=network)
+    # The workers must be in that network, too: a zygote that was forked beside the agent is not.
+    return Script(source, directory, "file" if network else "warm", **environ)
 
 
 def free_port() -> int:

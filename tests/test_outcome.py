@@ -237,6 +237,14 @@ def test_the_traceback_of_the_other_side_is_the_cause():
     assert "ValueError: bad" in text
 
 
+def test_an_error_that_is_passed_on_keeps_the_traceback_of_where_it_was_raised():
+    first = travelled(ValueError("bad"))
+    passed_on = Outcome.from_bytes(Outcome.failure(first).to_bytes()).error
+    assert passed_on.__cause__.text == first.__cause__.text
+    never_raised = Outcome.failure(WorkerDiedError("rank 1 was killed", 1, -9))
+    assert Outcome.from_bytes(never_raised.to_bytes()).error.__cause__ is None
+
+
 def test_the_causes_of_an_error_are_told_in_the_remote_traceback():
     try:
         try:

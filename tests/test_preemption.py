@@ -139,35 +139,6 @@ def test_who_asked_is_told_once_that_it_is_heeded_and_at_once_where_it_is_alread
     assert (code, lines) == (0, ["heed", "before", "after"])
 
 
-def test_sigterm_ends_a_process_that_heeds_it_where_it_is_meant_so():
-    code, lines, _ = run(
-        """
-        is_the_end = []
-        preemption.end_when(lambda: bool(is_the_end))
-        preemption.heed()
-        term()
-        print(preemption.is_requested(), flush=True)
-        is_the_end.append(True)
-        term()
-        print("still there", flush=True)
-        """
-    )
-    assert (code, lines) == (-15, ["True"])
-
-
-def test_where_it_is_meant_as_the_end_the_user_s_handler_has_the_last_word():
-    code, _, _ = run(
-        """
-        signal.signal(15, lambda *_: sys.exit("the user's end"))
-        preemption.end_when(lambda: True)
-        preemption.heed()
-        term()
-        time.sleep(60)
-        """
-    )
-    assert code == 1
-
-
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_other_children_are_ended_by_sigterm_as_ever(context, tmp_path):
     program = tmp_path / "program.py"

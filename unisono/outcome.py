@@ -91,7 +91,7 @@ class Outcome(Generic[T]):
 
     @staticmethod
     def from_bytes(data: bytes, buffers: Sequence[Any] = ()) -> Outcome[Any]:
-        """Rebuild an outcome; an error's `__cause__` is a `RemoteTraceback` with the text of the other process.
+        """Rebuild an outcome; the `__cause__` of an error that was raised is a `RemoteTraceback` with the text of it.
 
         Args:
             buffers: those of `to_buffers`, where that has made it; the value's tensors then lie in them.
@@ -102,7 +102,8 @@ class Outcome(Generic[T]):
             error = _rebuild_error(fields["payload"])
             if error is None:
                 error = RemoteError(f"{fields['type']}: {fields['message']}")
-            error.__cause__ = RemoteTraceback(fields["traceback"])
+            if fields["traceback"]:
+                error.__cause__ = RemoteTraceback(fields["traceback"])
             return Outcome(error=error, where=where, at=at, is_secondary=fields["is_secondary"])
         try:
             return Outcome(value=loads_apart(fields["payload"], buffers), where=where, at=at)
@@ -119,7 +120,7 @@ class Outcome(Generic[T]):
             "payload": _pickle_error(error),
             "type": f"{type(error).__module__}.{type(error).__qualname__}",
             "message": _text_of(error),
-            "traceback": "".join(traceback.format_exception(error)),
+            "traceback": _traceback_of(error),
             "where": self.where,
             "at": self.at,
             "is_secondary": self.is_secondary,
@@ -175,6 +176,14 @@ def chain_of(error: BaseException) -> Iterator[BaseException]:
 
 def _is_secondary(error: BaseException) -> bool:
     return any(isinstance(link, BrokenWorldError) for link in chain_of(error))
+
+
+def _traceback_of(error: BaseException) -> str:
+    """Where it was raised; "" where it was not. One that is only passed on has been raised in another process."""
+    if error.__traceback__ is None and isinstance(error.__cause__, RemoteTraceback):
+        return error.__cause__.text
+    was_raised = error.__traceback__ or error.__cause__ or error.__context__
+    return "".join(traceback.format_exception(error)) if was_raised else ""
 
 
 def _text_of(error: BaseException) -> str:

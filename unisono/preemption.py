@@ -18,7 +18,6 @@ native code, or waits in a collective, comes to it later. Everything else may be
 Invariants:
 1. Before the first `heed`, this process is what it was: no handler, and what is forked is not touched.
 2. What the process is asked to do meanwhile, it is asked once: a second SIGTERM changes nothing.
-3. Where SIGTERM is the launcher's, who ends a broken group, it ends this process as if nobody heeded it.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ _is_heeded = False
 _shields_loader_workers = False
 _is_shielded = False  # this process is a shielded loader worker
 _previous: Any = signal.SIG_DFL  # what SIGTERM did before
-_is_the_end: Callable[[], bool] | None = None
 _callbacks: list[Callable[[], None]] = []
 _forking = threading.local()  # each thread's signal mask from before the fork that it makes
 
@@ -127,12 +125,6 @@ def on_heed(callback: Callable[[], None]) -> None:
         _callbacks.append(callback)
 
 
-def end_when(is_the_end: Callable[[], bool]) -> None:
-    """Let SIGTERM end this process all the same where `is_the_end()`, asked when it comes, says that it is meant so."""
-    global _is_the_end
-    _is_the_end = is_the_end
-
-
 def shield_loader_workers() -> None:
     """Make torch's loader workers that this process forks from now on deaf to SIGTERM, but for this process's own.
 
@@ -147,10 +139,6 @@ def shield_loader_workers() -> None:
 
 def _note(signum: int, frame: FrameType | None) -> None:
     """The handler of SIGTERM."""
-    if _is_the_end is not None and _is_the_end():
-        signal.signal(signal.SIGTERM, _previous)
-        os.kill(os.getpid(), signal.SIGTERM)
-        return
     request()
     if callable(_previous):
         _previous(signum, frame)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -387,8 +388,8 @@ def test_the_exit_code_tells_of_a_stop(tmp_path, how, signum, code):
         (["--nnodes", "2", "train.py"], "--nnodes 2 needs --rdzv-endpoint host:port"),
         (["--nnodes", "2", "--rdzv-endpoint", "node1", "train.py"], "'node1' is no endpoint; pass host:port"),
         (
-            ["--nnodes", "2", "--rdzv-endpoint", "a:1", "--hang-timeout", "3", "train.py"],
-            "--hang-timeout is for workers of one machine",
+            ["--nnodes", "2", "--rdzv-endpoint", "a:1", "--start-method", "teleport", "train.py"],
+            "start_method='teleport'",
         ),
         (["--log-dir", "train.py", "-n", "2", "train.py"], "log_dir='train.py' cannot hold the files"),
         (["--start-method", "teleport", "-n", "2", "train.py"], "start_method='teleport'"),
@@ -443,10 +444,16 @@ def test_what_is_wrong_in_a_module_is_found_by_its_worker_and_not_before(run, sc
 # Several machines: what is taken from where.
 
 
-def elastic(*arguments: str, place: AgentPlace | None = None) -> object:
+def machines(*arguments: str, place: AgentPlace | None = None) -> dict[str, object] | None:
+    """How the machines meet, and what this one starts."""
     parser = argparse.ArgumentParser()
     command.add_parser(parser.add_subparsers())
-    return command._elastic_options(parser.parse_args(["run", *arguments, "train.py"]), place)
+    parsed = parser.parse_args(["run", *arguments, "train.py"])
+    found = command._machine_options(parsed, place)
+    if found is None:
+        return None
+    numbers = {"nproc": command._told(parsed, place, "nproc")}
+    return {**asdict(found), **numbers, "max_restarts": command._max_restarts(parsed, found, place)}
 
 
 STEP = AgentPlace("the SLURM step", "2", 1, "node07:21000", "777.1")
@@ -454,25 +461,26 @@ POD = AgentPlace("the PET_ variables", "1:3", 0, "pod-0:29400", None, nproc=8, m
 
 
 def test_without_peers_a_run_is_on_this_machine():
-    assert elastic() is None
-    assert elastic("--nnodes", "1") is None
-    assert elastic(place=AgentPlace("the PET_ variables", "1", 0, "pod-0:29400", None)) is None
+    assert machines() is None
+    assert machines("--nnodes", "1") is None
+    assert machines(place=AgentPlace("the PET_ variables", "1", 0, "pod-0:29400", None)) is None
 
 
 def test_options_on_the_command_line_come_before_those_of_the_environment():
-    found = elastic("-n", "1", "--backend", "cpu", "--rdzv-id", "mine", "--max-restarts", "5", place=POD)
-    assert (found.nproc, found.run_id, found.max_restarts) == (1, "mine", 5)
-    assert (found.min_nodes, found.max_nodes, found.endpoint, found.node_rank) == (1, 3, "pod-0:29400", 0)
-    found = elastic("--backend", "cpu", place=STEP)
-    assert (found.min_nodes, found.max_nodes, found.endpoint) == (2, 2, "node07:21000")
-    assert (found.run_id, found.node_rank, found.max_restarts) == ("777.1", 1, 0)
-    assert elastic("--nnodes", "1", place=STEP) is None
+    options = ("-n", "1", "--rdzv-id", "mine", "--max-restarts", "5")
+    mine = {"nproc": 1, "run_id": "mine", "max_restarts": 5}
+    its = {"min_nodes": 1, "max_nodes": 3, "endpoint": "pod-0:29400", "node_rank": 0}
+    assert machines(*options, place=POD).items() >= {**its, **mine}.items()
+    assert machines(place=POD).items() >= {**its, "nproc": 8, "max_restarts": 2}.items()
+    its = {"min_nodes": 2, "max_nodes": 2, "endpoint": "node07:21000", "run_id": "777.1", "node_rank": 1}
+    assert machines(place=STEP).items() >= {**its, "nproc": None, "max_restarts": 0}.items()
+    assert machines("--nnodes", "1", place=STEP) is None
 
 
 def test_a_run_that_may_shrink_restarts_unless_told_otherwise():
-    assert elastic("--nnodes", "1:2", "--rdzv-endpoint", "a:1").max_restarts == 3
-    assert elastic("--nnodes", "2", "--rdzv-endpoint", "a:1").max_restarts == 0
-    assert elastic("--nnodes", "1:2", "--rdzv-endpoint", "a:1", "--max-restarts", "0").max_restarts == 0
+    assert machines("--nnodes", "1:2", "--rdzv-endpoint", "a:1")["max_restarts"] == 3
+    assert machines("--nnodes", "2", "--rdzv-endpoint", "a:1")["max_restarts"] == 0
+    assert machines("--nnodes", "1:2", "--rdzv-endpoint", "a:1", "--max-restarts", "0")["max_restarts"] == 0
 
 
 # The command itself.

@@ -216,6 +216,16 @@ def test_a_standstill_is_looked_at_once_and_not_where_devices_compute_by_themsel
     assert watch.doubt() is None
 
 
+def test_of_ranks_on_several_machines_it_is_not_known_what_is_on_its_way():
+    here, spread = HangWatch(None, 100.0), HangWatch(None, 100.0, is_of_one_machine=False)
+    for watch in (here, spread):
+        watch.hear(0, Pulse(5), 3.0)
+        watch.hear(1, Pulse(5, "barrier()"), 4.0)
+        watch.forget(0, 4.0, has_returned=True)
+    assert (here.deadline(), here.doubt()) == (9.0, 14.0)
+    assert (spread.deadline(), spread.doubt()) == (84.0, None)
+
+
 def test_ranks_wait_for_one_another_only_where_all_are_in_collectives():
     there, elsewhere = STACKS.format("/x/torch/distributed/distributed_c10d.py", "barrier"), STACKS.format("d.py", "f")
     by_dispatch = STACKS.format("/lib/python3.11/site-packages/torch/_ops.py", "__call__")

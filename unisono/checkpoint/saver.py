@@ -43,7 +43,7 @@ from unisono.checkpoint.remote import Location, publish
 from unisono.checkpoint.staging import HostMemory, host_view
 from unisono.checkpoint.writing import Writer
 from unisono.errors import NoCheckpointError
-from unisono.launch.greetings import without_greetings
+from unisono.launch.gloo_greetings import without_greetings
 from unisono.outcome import Outcome
 from unisono.parallel.strategies.sharded import is_sharded
 from unisono.parallel.strategies.shards import ShardGroup

@@ -1,8 +1,8 @@
 """`unisono run`: a script, a module or a function as one worker per device, here or on several machines.
 
-On one machine it is `spawn` with the script as its function. With several it is torch's agent, one on each machine
-(`launch/hosts/elastic.py`); what the machines need to know of one another is given by options, or found in the
-environment that Kubernetes or a SLURM step leaves.
+On one machine it is `spawn` with the script as its function. On several, each has torch's agent
+(`launch/hosts/agent.py`) and its part of the same workers; what the machines need to know of one another is given by
+options, or found in the environment that Kubernetes or a SLURM step leaves.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from unisono.errors import (
 from unisono.launch.starting.early import warm_early
 
 if TYPE_CHECKING:
-    from unisono.launch.hosts.elastic import ElasticOptions
+    from unisono.launch.hosts.agent import MachineOptions
     from unisono.launch.hosts.environment import AgentPlace
-    from unisono.launch.target import Target
+    from unisono.launch.run_target import Target
 
 _LEADING = re.compile(rf'  File "({re.escape(os.path.dirname(os.path.dirname(__file__)))}/|<frozen runpy>)')
 
@@ -45,61 +45,106 @@ def add_parser(subparsers: Any) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Do what the arguments say; the exit code."""
     is_here = parsed.standalone or (parsed.nnodes in (None, (1, 1)) and endpoint_of(parsed) is None)
-    if is_here and parsed.nproc != 1 and parsed.start_method in (None, "zygote"):
-        warm_early()  # it imports torch while this process does, and has time for nothing where an agent is to be run
+    if not (is_here and parsed.nproc == 1) and parsed.start_method in (None, "zygote"):
+        warm_early()  # it imports torch while this process does
     from unisono.backends.per_node import workers_per_node
     from unisono.launch.hosts.environment import announced_agent
-    from unisono.launch.target import Target, check_target
+    from unisono.launch.run_target import Target, check_target
+    from unisono.launch.watching.json_lines import log_as_json
 
     target = Target(parsed.target, tuple(parsed.arguments), parsed.module)
     try:
         check_target(target)
         if isinstance(parsed.nproc, str):
             parsed.nproc, parsed.backend = workers_per_node(parsed.nproc, parsed.backend)
-        options = _elastic_options(parsed, announced_agent())
+        place = announced_agent()
+        machines = _machine_options(parsed, place)
     except (ValueError, ImportError) as error:
         return _refuse(parsed, error)
-    if options is None:
-        return _run_here(parsed, target)
-    from unisono.launch.hosts.elastic import run_elastic
-
-    return run_elastic(options, target)
-
-
-def _run_here(parsed: argparse.Namespace, target: Target) -> int:
-    from unisono.backends import pick_backend
-    from unisono.launch.spawn import spawn
-    from unisono.launch.target import run_worker_target, variables_of_run
-    from unisono.launch.watching.json_lines import log_as_json
-
     if parsed.log_format == "json":
         log_as_json()
     try:
-        nproc = parsed.nproc or pick_backend(parsed.backend).device_count()
-        spawn(
-            run_worker_target,
-            (target, variables_of_run(parsed.rdzv_id, parsed.max_restarts or 0)),
-            nproc,
-            backend=parsed.backend,
-            start_method=parsed.start_method,
-            num_threads=parsed.num_threads,
-            num_loader_workers=parsed.num_loader_workers,
-            pin_cores=parsed.pin_cores,
-            timeout=timedelta(seconds=parsed.timeout),
-            hang_timeout_s=parsed.hang_timeout,
-            max_restarts=parsed.max_restarts or 0,
-            grace_s=parsed.grace or 5.0,
-            log_dir=parsed.log_dir,
-            log_ranks=parsed.log_ranks,
-            prefix=nproc > 1 and not parsed.no_prefix,  # of one worker alone, stdout stays a terminal
-            log_format=parsed.log_format,
-        )
+        if machines is None:
+            _run_here(parsed, target)
+        else:
+            _run_on_machines(parsed, target, machines, place)
     except Exception as error:
         return _tell(error, parsed.log_format) if _has_run(error) else _refuse(parsed, error)
     return 0
 
 
-def _elastic_options(parsed: argparse.Namespace, place: AgentPlace | None) -> ElasticOptions | None:
+def _run_here(parsed: argparse.Namespace, target: Target) -> None:
+    from unisono.backends import pick_backend
+    from unisono.launch.run_target import run_worker_target, variables_of_machine, variables_of_run
+    from unisono.launch.spawn import spawn
+
+    nproc = parsed.nproc or pick_backend(parsed.backend).device_count()
+    spawn(
+        run_worker_target,
+        (target, {**variables_of_run(parsed.rdzv_id, parsed.max_restarts or 0), **variables_of_machine()}),
+        nproc,
+        backend=parsed.backend,
+        num_threads=parsed.num_threads,
+        num_loader_workers=parsed.num_loader_workers,
+        pin_cores=parsed.pin_cores,
+        timeout=timedelta(seconds=parsed.timeout),
+        max_restarts=parsed.max_restarts or 0,
+        grace_s=parsed.grace or 5.0,
+        process_group=parsed.process_group,
+        prefix=nproc > 1 and not parsed.no_prefix,  # of one worker alone, stdout stays a terminal
+        **_watching(parsed),
+    )
+
+
+def _run_on_machines(
+    parsed: argparse.Namespace, target: Target, machines: MachineOptions, place: AgentPlace | None
+) -> None:
+    from unisono.backends import pick_backend
+    from unisono.comm.fitting import group_backend
+    from unisono.launch.arguments import check_nprocs, check_platform, pick_cores, pick_num_threads
+    from unisono.launch.hosts.agent import run_agent
+    from unisono.launch.run_target import run_worker_target, variables_of_run
+    from unisono.launch.spawn import make_job, make_policy, settle_streams
+
+    family = pick_backend(parsed.backend)
+    group_backend(family, parsed.process_group)
+    count = check_nprocs(_told(parsed, place, "nproc"), family)
+    policy = make_policy(
+        count=None,
+        grace_s=parsed.grace or 25.0,
+        max_restarts=_max_restarts(parsed, machines, place),
+        prefix=not parsed.no_prefix,
+        **_watching(parsed),
+    )
+    check_platform()
+    job = make_job(
+        run_worker_target,
+        (target, variables_of_run(machines.run_id, policy.max_restarts)),
+        count,
+        family,
+        policy,
+        timedelta(seconds=parsed.timeout),
+        pick_num_threads(parsed.num_threads, parsed.num_loader_workers, count),
+        pick_cores(parsed.pin_cores, count),
+        is_checked=parsed.checked,
+        process_group=parsed.process_group,
+    )
+    settle_streams()
+    run_agent(job, policy, machines)
+
+
+def _watching(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Those arguments of `spawn` that mean the same on one machine and on several."""
+    return {
+        "start_method": parsed.start_method,
+        "hang_timeout_s": parsed.hang_timeout,
+        "log_dir": parsed.log_dir,
+        "log_ranks": parsed.log_ranks,
+        "log_format": parsed.log_format,
+    }
+
+
+def _machine_options(parsed: argparse.Namespace, place: AgentPlace | None) -> MachineOptions | None:
     """The options of a run on several machines, or None for a run on this one.
 
     What is not given on the command line is taken from the environment.
@@ -113,44 +158,32 @@ def _elastic_options(parsed: argparse.Namespace, place: AgentPlace | None) -> El
         return None
     if not endpoint:
         raise ValueError(f"--nnodes {nodes[1]} needs --rdzv-endpoint host:port, where the machines meet")
-    here_only = {
-        "--hang-timeout": parsed.hang_timeout is not None,
-        "--start-method": parsed.start_method is not None,
-        "--log-format json": parsed.log_format == "json",
-    }
-    for name, is_given in here_only.items():
-        if is_given:
-            raise ValueError(f"{name} is for workers of one machine; with several there is --timeout")
-    from unisono.backends import pick_backend
-    from unisono.launch.arguments import pick_cores, pick_num_threads
-    from unisono.launch.hosts.elastic import ElasticOptions
+    from unisono.launch.hosts.agent import MachineOptions
     from unisono.launch.hosts.endpoint import split_endpoint
 
-    family = pick_backend(parsed.backend)
     split_endpoint(endpoint)
-    nproc = parsed.nproc or (place.nproc if place is not None else None) or family.device_count()
-    restarts = parsed.max_restarts if parsed.max_restarts is not None else (place.max_restarts if place else None)
-    return ElasticOptions(
-        nproc=nproc,
+    return MachineOptions(
         min_nodes=nodes[0],
         max_nodes=nodes[1],
         endpoint=endpoint,
         run_id=parsed.rdzv_id or (place.run_id if place is not None else None) or "unisono",
-        node_rank=parsed.node_rank if parsed.node_rank is not None else (place.node_rank if place else None),
+        node_rank=_told(parsed, place, "node_rank"),
         rdzv_conf=parsed.rdzv_conf,
         local_addr=parsed.local_addr,
-        max_restarts=restarts if restarts is not None else (3 if nodes[0] < nodes[1] else 0),
-        log_dir=parsed.log_dir,
-        log_ranks=parsed.log_ranks,
-        prefix=not parsed.no_prefix,
-        backend=parsed.backend,
-        timeout_s=parsed.timeout,
-        grace_s=parsed.grace or 25.0,
-        is_checked=parsed.checked,
-        num_threads=pick_num_threads(parsed.num_threads, parsed.num_loader_workers, nproc),
-        cores=pick_cores(parsed.pin_cores, nproc),
         lost_after_s=parsed.lost_after,
     )
+
+
+def _max_restarts(parsed: argparse.Namespace, machines: MachineOptions, place: AgentPlace | None) -> int:
+    """What was asked for; else three where the run may shrink, which costs one."""
+    asked = _told(parsed, place, "max_restarts")
+    return asked if asked is not None else (3 if machines.min_nodes < machines.max_nodes else 0)
+
+
+def _told(parsed: argparse.Namespace, place: AgentPlace | None, name: str) -> int | None:
+    """A number as the command line has it, else as the environment has it."""
+    found: int | None = getattr(parsed, name)
+    return found if found is not None else getattr(place, name, None)
 
 
 def _refuse(parsed: argparse.Namespace, error: Exception) -> int:

@@ -93,7 +93,18 @@ def _add_workers(group: Any) -> None:
     )
     _add(group, "--pin-cores", action="store_true", help="keep each worker to cores of its own")
     _add(group, "--checked", action="store_true", help="several machines: compare each collective first")
-    _add(group, "--start-method", metavar="M", help="how workers are started on one machine; see `spawn`")
+    _add(
+        group,
+        "--process-group",
+        metavar="G",
+        help="gloo: let ranks on the CPU reduce over the network, and not in memory that they share",
+    )
+    _add(
+        group,
+        "--start-method",
+        metavar="M",
+        help="how workers are started, zygote or spawn; see `spawn`",
+    )
 
 
 def _add_failing(group: Any) -> None:

@@ -114,14 +114,14 @@ def check_log_format(log_format: str) -> str:
     return log_format
 
 
-def check_log_ranks(log_ranks: Collection[int] | None, count: int) -> tuple[int, ...] | None:
+def check_log_ranks(log_ranks: Collection[int] | None, count: int | None) -> tuple[int, ...] | None:
     if log_ranks is None:
         return None
     if isinstance(log_ranks, str | bytes) or not isinstance(log_ranks, Collection):
         raise TypeError(f"log_ranks={log_ranks!r} is a {type(log_ranks).__name__}; pass ranks, as in [0]")
     for rank in log_ranks:
-        check_count(rank, "a rank of log_ranks", 0, f"the ranks are 0 to {count - 1}")
-        if rank >= count:
+        check_count(rank, "a rank of log_ranks", 0, f"the ranks are 0 to {count - 1}" if count else "ranks begin at 0")
+        if count is not None and rank >= count:
             raise ValueError(f"log_ranks={list(log_ranks)} names rank {rank}; the ranks are 0 to {count - 1}")
     return tuple(sorted(set(log_ranks)))
 

@@ -14,7 +14,7 @@ from typing import Any
 from unisono import preemption
 from unisono.launch.supervisor import Supervisor
 
-_ASKED = b"\nunisono: the workers stop at their next should_stop(); Ctrl-C again ends them now\n"
+ASKED = b"\nunisono: the workers stop at their next should_stop(); Ctrl-C again ends them now\n"
 
 
 class ProcessContext:
@@ -85,11 +85,7 @@ class ProcessContext:
             with _sigterm_asks(self._supervisor), _interrupt_asks(self._supervisor):
                 yield
         except BaseException as error:
-            ask = self._supervisor.interrupt if isinstance(error, KeyboardInterrupt) else self._supervisor.stop
-            while not self._supervisor.wait(0):
-                with suppress(BaseException):  # a second Ctrl-C: ask again, which kills
-                    ask()
-                    self._supervisor.wait()
+            self._supervisor.end(Supervisor.interrupt if isinstance(error, KeyboardInterrupt) else Supervisor.stop)
             raise
 
 
@@ -109,7 +105,7 @@ def _interrupt_asks(supervisor: Supervisor) -> Iterator[None]:
         was_asked = True
         supervisor.ask_to_stop()
         with suppress(OSError):
-            os.write(2, _ASKED)  # a stream may be in the middle of a write here
+            os.write(2, ASKED)  # a stream may be in the middle of a write here
 
     signal.signal(signal.SIGINT, handle)
     try:

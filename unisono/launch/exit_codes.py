@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unisono.errors import STOP_EXIT_CODE, StoppedError, WorkerDiedError
+from unisono.errors import WorkerDiedError
 
 INTERRUPTED = 130  # 128 + SIGINT
 
@@ -15,8 +15,8 @@ def exit_code_of(error: BaseException | None) -> int:
     """
     if error is None:
         return 0
-    if isinstance(error, StoppedError):
-        return STOP_EXIT_CODE
+    if isinstance(error, SystemExit):  # that of an agreed stop among them
+        return error.code % 256 or 1 if isinstance(error.code, int) else 1
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     if isinstance(error, WorkerDiedError) and error.exit_code:

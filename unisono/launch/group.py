@@ -21,17 +21,19 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from unisono.errors import UnisonoError, WorkerHungError, describe_exit
+from unisono.errors import UnisonoError, describe_exit
 from unisono.launch.exhaustion import describe_mapped_memory
-from unisono.launch.hang import HangWatch, all_wait, hung_error
+from unisono.launch.hang import HangWatch
 from unisono.launch.notes import say_once, say_to_who_watches
 from unisono.launch.policy import Policy
 from unisono.launch.rendezvous import Rendezvous
 from unisono.launch.reports import Kind, Message, Pulse
+from unisono.launch.standstill import Standstill
 from unisono.launch.starting import wire
 from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.launch.starting.nursery import open_group
@@ -40,20 +42,21 @@ from unisono.launch.verdict import Worker, conclude, death
 from unisono.launch.watching.memory import OomWatch
 from unisono.launch.watching.monitor import Monitor
 from unisono.launch.watching.output import Output
-from unisono.launch.worker import TELL_STACKS, Job, stacks_path
+from unisono.launch.worker import TELL_STACKS, Job
 from unisono.outcome import Outcome, this_process
+
+if TYPE_CHECKING:
+    from unisono.launch.hosts.other_machines import OtherMachines, Word
 
 SLOW_S = 2.0  # how long the workers may take to begin before a line says what they do
 _END_S = 30.0  # how long the workers have, after the last outcome, for what their programs do at the end
 _SETTLE_S = 1.0  # how long a report of a broken world waits for the report of who broke it
 _LONG_S = 3600.0  # to wait at once: what waits for the next event takes no more than some weeks
 _KEPT_LINES = 400  # of stderr: all that is kept, where lines are short
-_IDLE = 0.05  # of a CPU: what threads of a process that waits need, which look at the clock
-_STACKS_S = 0.5  # how long the workers of a group that hangs have to write their stacks
 
 
 class Group:
-    """The workers of one attempt.
+    """The workers of one attempt, all of them or those of this machine.
 
     Args:
         job: what they run.
@@ -62,6 +65,7 @@ class Group:
         hang_watch: when the group hangs.
         output, monitor: take the workers' streams, and look at their processes.
         on_started: called when all workers have a pid.
+        others: the other machines, where the workers have peers there.
     """
 
     def __init__(
@@ -73,9 +77,10 @@ class Group:
         output: Output,
         monitor: Monitor,
         on_started: Callable[[], None],
+        others: OtherMachines | None = None,
     ) -> None:
         self.workers: list[Worker] = []
-        self.hung: WorkerHungError | None = None
+        self._reason: Outcome[Any] | None = None  # for which the group is ended, though none of its workers has failed
         self._job = job
         self._place = place
         self._policy = policy
@@ -92,9 +97,8 @@ class Group:
         self._is_stop_wanted = False  # the caller has asked for an early end
         self._was_stopped = False  # by the caller, who gives the workers their grace
         self._slow_at: float | None = time.monotonic() + SLOW_S  # when to say that the start takes long
-        self._stacks_due: float | None = None  # when the workers of a group that seems to hang will have told them
-        self._asked: dict[int, int] = {}  # how long the files of their stacks were before
-        self._cpu_s = 0.0  # what they had used of the CPU
+        ask = partial(self._signal, TELL_STACKS, to_sessions=False)
+        self._standstill = Standstill(hang_watch, job.ranks, place.directory, ask, others)
 
     @property
     def is_stopping(self) -> bool:
@@ -119,7 +123,7 @@ class Group:
                 self._close_group()
                 self._output.close()
         tails = {worker.rank: self._output.tail(worker.rank, _KEPT_LINES) for worker in self.workers}
-        return conclude(self.workers, tails, self.hung)
+        return conclude(self.workers, tails, self._reason)
 
     def interrupt(self) -> None:
         """Stop as Ctrl-C does; the second time, kill."""
@@ -134,6 +138,19 @@ class Group:
         self._is_stop_wanted = True
         self._signal(signal.SIGTERM, [worker for worker in self.workers if worker.heeds_stop], to_sessions=False)
 
+    def hear(self, word: Word) -> None:
+        """Another machine has told how far its workers are, or that its part of the group has failed."""
+        self._standstill.hear(word, time.monotonic(), self._running())
+        if word.verdict:
+            self.give_up(Outcome.from_bytes(word.verdict), _SETTLE_S)
+
+    def give_up(self, reason: Outcome[Any], within_s: float = 0.0) -> None:
+        """End the group for a reason that lies elsewhere; a worker's own failure tells more."""
+        if self._reason is None or self._reason.is_secondary:
+            self._reason = reason
+        if not self._sent:
+            self._set_deadline(within_s)
+
     def _stop_with(self, signum: signal.Signals) -> None:
         self._was_stopped = True
         if self._sent:  # asked before: no more patience
@@ -144,7 +161,7 @@ class Group:
 
     def _start(self) -> None:
         assert self._zygote is not None
-        for rank in range(self._job.nprocs):
+        for rank in self._job.ranks:
             reading, writing = os.pipe()
             os.set_blocking(reading, False)
             self.workers.append(worker := Worker(rank, reading))
@@ -177,7 +194,9 @@ class Group:
             self._slow_at = None
             self._say_who_is_slow()
         if (hung_at := self._hung_at()) is not None and now >= hung_at:
-            self._face_the_hang(now)
+            hung = self._standstill.face(now, self._running())
+            if hung is not None:
+                self.give_up(Outcome(error=hung))
 
     def _time_left(self) -> float | None:
         if self._slow_at is not None and self._have_begun():
@@ -199,11 +218,7 @@ class Group:
             )
 
     def _hung_at(self) -> float | None:
-        if self.is_stopping:
-            return None
-        if self._stacks_due is not None:
-            return self._stacks_due
-        return min((each for each in (self._hang_watch.deadline(), self._hang_watch.doubt()) if each), default=None)
+        return None if self.is_stopping else self._standstill.due()
 
     def _read(self, worker: Worker) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -219,6 +234,7 @@ class Group:
         if kind is Kind.PULSE:
             pulse: Pulse = pickle.loads(message.data)
             self._hang_watch.hear(worker.rank, pulse, time.monotonic())
+            self._standstill.tell_progress()
             self._monitor.tell_pulse(worker.rank, pulse)
         elif kind is Kind.HEEDS_STOP:
             worker.heeds_stop = True
@@ -234,6 +250,7 @@ class Group:
             worker.outcome = Outcome.from_bytes(message.data, message.buffers)
             is_failure = worker.outcome.error is not None
             self._hang_watch.forget(worker.rank, time.monotonic(), has_returned=not is_failure)
+            self._standstill.tell_progress()
             worker.was_stopped = is_failure and worker.outcome.at > self._stopped_at
             if is_failure:
                 self._note_failure(worker.outcome.is_secondary)
@@ -247,7 +264,7 @@ class Group:
         except EOFError:
             self._lose_zygote()
             return
-        worker = self.workers[message["rank"]]
+        worker = self.workers[message["rank"] - self._job.first_rank]
         if message["op"] == "forked":
             worker.pid = message["pid"]
             self._monitor.watch(worker.rank, message["pid"])
@@ -288,39 +305,13 @@ class Group:
 
     def _where(self, worker: Worker) -> str:
         """As `str(world)` of that rank; device and node are those that it would have had."""
-        place = f"rank {worker.rank} of {self._job.nprocs}, {self._job.backend}:{worker.rank}"
+        its = self._job.place_of(worker.rank)
+        place = f"rank {its.rank} of {its.world_size}, {self._job.backend}:{its.local_rank}"
         return f"{place}, {this_process(worker.pid)}, restart {self._job.restart_count}"
 
     def _note_failure(self, is_secondary: bool) -> None:
         if not self._sent:
             self._set_deadline(_SETTLE_S if is_secondary else 0.0)
-
-    def _face_the_hang(self, now: float) -> None:
-        """Ask for the stacks; a moment later, unless a rank has moved, say who is late and stop the group."""
-        running, watch = self._running(), self._hang_watch
-        paths = {worker.rank: stacks_path(self._place.directory, worker.rank) for worker in running}
-        if self._stacks_due is None:
-            self._stacks_due = now + _STACKS_S
-            self._asked = {rank: path.stat().st_size for rank, path in paths.items() if path.exists()}
-            self._cpu_s = _cpu_seconds(running)
-            self._signal(TELL_STACKS, running, to_sessions=False)
-            return
-        self._stacks_due = None
-        is_over, is_in_doubt = (at is not None and now >= at for at in (watch.deadline(), watch.doubt()))
-        if not is_over and not is_in_doubt:
-            return
-        stacks = {
-            rank: paths[rank].read_bytes()[size:].decode(errors="replace")
-            for rank, size in self._asked.items()
-            if rank in paths
-        }
-        if not is_over:
-            watch.note_look()
-            is_idle = _cpu_seconds(running) - self._cpu_s < _IDLE * _STACKS_S * len(running)
-            if not (is_idle and all_wait(watch, stacks, list(paths))):
-                return
-        self.hung = hung_error(watch, stacks, list(paths), is_deadlock=not is_over)
-        self._set_deadline(0.0)
 
     def _running(self) -> list[Worker]:
         return [worker for worker in self.workers if not worker.has_ended and worker.outcome is None]
@@ -364,13 +355,3 @@ class Group:
                 self._selector.unregister(worker.pipe)
             os.close(worker.pipe)
             worker.pipe = -1
-
-
-def _cpu_seconds(workers: list[Worker]) -> float:
-    """What these have used of the CPU so far, together."""
-    total = 0.0
-    for worker in workers:
-        with contextlib.suppress(psutil.Error):
-            times = psutil.Process(worker.pid).cpu_times()
-            total += times.user + times.system
-    return total

@@ -6,7 +6,7 @@ collectives, and only where a rank waits in one, so that the report comes shortl
 
 Ranks that wait for one another for ever are found out sooner. When nobody has moved for some seconds, the stacks are
 looked at: where all ranks are in collectives, torch's own among them, and none uses the CPU, nothing is on its way. Of
-accelerators that is not known, which compute while their processes wait.
+accelerators that is not known, which compute while their processes wait, nor of the network between machines.
 
 *Threads:* the supervisor's.
 """
@@ -38,10 +38,12 @@ class HangWatch:
     Args:
         hang_timeout_s: without progress of any rank; None takes most of `timeout_s`, and only where a rank waits.
         timeout_s: that of the collectives.
+        is_of_one_machine: whether all ranks are here. Of a network it is not known what is on its way.
     """
 
     hang_timeout_s: float | None
     timeout_s: float
+    is_of_one_machine: bool = True
     pulses: dict[int, Pulse] = field(default_factory=dict)  # of the ranks that have not ended
     returned: set[int] = field(default_factory=set)  # the ranks that take part no more
     _progress_at: float = 0.0
@@ -65,7 +67,7 @@ class HangWatch:
     def limit_s(self) -> float:
         """How long the group may stand still."""
         limits = [_BEFORE * self.timeout_s if self.hang_timeout_s is None else self.hang_timeout_s]
-        if self.returned and self._is_waiting():
+        if self.is_of_one_machine and self.returned and self._is_waiting():
             limits.append(_RETURNED_S)
         return min(limits)
 
@@ -77,8 +79,8 @@ class HangWatch:
 
     def doubt(self) -> float | None:
         """When to look whether the ranks wait for one another, once in a standstill."""
-        is_of_accelerators = any(pulse.device_bytes is not None for pulse in self.pulses.values())
-        if not self.pulses or is_of_accelerators or self._looked_at == self._progress_at:
+        is_unknown = not self.is_of_one_machine or any(each.device_bytes is not None for each in self.pulses.values())
+        if not self.pulses or is_unknown or self._looked_at == self._progress_at:
             return None
         return self._progress_at + _DOUBT_S
 

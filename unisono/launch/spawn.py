@@ -166,18 +166,19 @@ def spawn(
     if announced_place() is not None:
         _tell_idle_options(join, max_restarts=max_restarts, hang_timeout_s=hang_timeout_s, log_dir=log_dir)
         return run_announced(fn, args, nprocs, family, timeout, process_group)
-    if prefix is not None and not isinstance(prefix, bool):
-        raise TypeError(f"prefix={prefix!r} is a {type(prefix).__name__}; pass True, False or None")
-    threads = pick_num_threads(num_threads, num_loader_workers, count)
-    policy = Policy(
-        start_method=check_start_method(start_method),
-        grace_s=check_duration(grace_s, "grace_s"),
+    policy = make_policy(
         daemon=daemon,
-        max_restarts=check_count(max_restarts, "max_restarts", 0, "pass how often the group may be started anew"),
-        hang_timeout_s=None if hang_timeout_s is None else check_duration(hang_timeout_s, "hang_timeout_s", False),
-        log_dir=check_log_dir(log_dir),
-        output=OutputOptions(prefix, check_log_ranks(log_ranks, count), check_log_format(log_format) == "json"),
+        count=count,
+        start_method=start_method,
+        grace_s=grace_s,
+        max_restarts=max_restarts,
+        hang_timeout_s=hang_timeout_s,
+        log_dir=log_dir,
+        log_ranks=log_ranks,
+        prefix=prefix,
+        log_format=log_format,
     )
+    threads = pick_num_threads(num_threads, num_loader_workers, count)
     cores = pick_cores(pin_cores, count)
     carried = check_carried(carry)
     needs_process = (
@@ -190,20 +191,8 @@ def spawn(
     if count == 1 and join and not needs_process:
         return [_run_inline(fn, args, family)]
     check_platform()
-    settings = Settings.read()
-    for each in settings.loggers.left_out:
-        say_once(f"workers log without {each}, which writes to what only the calling process has; add one in fn")
-    job = Job(
-        call=pickle_call(fn, tuple(args), settings, {each.__name__: globals_of(each) for each in carried}),
-        nprocs=count,
-        backend=family.name,
-        timeout=timeout,
-        num_threads=threads,
-        cores=cores,
-        process_group=process_group,
-        pulse_s=min(_PULSE_S, (hang_timeout_s or timeout.total_seconds()) / 20),
-    )
-    _settle_streams()
+    job = make_job(fn, args, count, family, policy, timeout, threads, cores, carried, process_group=process_group)
+    settle_streams()
     context = ProcessContext(Supervisor(job, policy))
     if join:
         return context.join() or []
@@ -212,6 +201,70 @@ def spawn(
 
 
 _PULSE_S = 1.0  # between two looks at how far a worker is
+
+
+def make_policy(
+    count: int | None,
+    daemon: bool = False,
+    start_method: str | None = None,
+    grace_s: float = 5.0,
+    max_restarts: int = 0,
+    hang_timeout_s: float | None = None,
+    log_dir: str | os.PathLike[str] | None = None,
+    log_ranks: Collection[int] | None = None,
+    prefix: bool | None = None,
+    log_format: str = "text",
+) -> Policy:
+    """How the workers are started, watched and ended, by the arguments of `spawn`, checked.
+
+    Args:
+        count: how many ranks there are in all; None where that is not known yet.
+    """
+    if prefix is not None and not isinstance(prefix, bool):
+        raise TypeError(f"prefix={prefix!r} is a {type(prefix).__name__}; pass True, False or None")
+    return Policy(
+        start_method=check_start_method(start_method),
+        grace_s=check_duration(grace_s, "grace_s"),
+        daemon=daemon,
+        max_restarts=check_count(max_restarts, "max_restarts", 0, "pass how often the group may be started anew"),
+        hang_timeout_s=None if hang_timeout_s is None else check_duration(hang_timeout_s, "hang_timeout_s", False),
+        log_dir=check_log_dir(log_dir),
+        output=OutputOptions(prefix, check_log_ranks(log_ranks, count), check_log_format(log_format) == "json"),
+    )
+
+
+def make_job(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    count: int,
+    family: Backend,
+    policy: Policy,
+    timeout: timedelta,
+    num_threads: int,
+    cores: list[set[int]] | None,
+    carried: Collection[ModuleType] = (),
+    is_checked: bool = False,
+    process_group: Literal["gloo"] | None = None,
+) -> Job:
+    """What `count` workers of this machine are told, all but where they meet.
+
+    Raises:
+        UnpicklableError: `fn` or `args` cannot be sent to them.
+    """
+    settings = Settings.read()
+    for each in settings.loggers.left_out:
+        say_once(f"workers log without {each}, which writes to what only the calling process has; add one in fn")
+    return Job(
+        call=pickle_call(fn, tuple(args), settings, {each.__name__: globals_of(each) for each in carried}),
+        nprocs=count,
+        backend=family.name,
+        timeout=timeout,
+        num_threads=num_threads,
+        cores=cores,
+        is_checked=is_checked,
+        process_group=process_group,
+        pulse_s=min(_PULSE_S, (policy.hang_timeout_s or timeout.total_seconds()) / 20),
+    )
 
 
 def _tell_idle_options(join: bool, **options: object) -> None:
@@ -229,7 +282,7 @@ def _tell_idle_options(join: bool, **options: object) -> None:
         )
 
 
-def _settle_streams() -> None:
+def settle_streams() -> None:
     """Make our standard streams fit for the workers, which write to the same."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):

@@ -17,9 +17,10 @@ import signal
 import socket
 import threading
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unisono.errors import StoppedError, UnpicklableError
 from unisono.launch.exhaustion import note_exhaustion
@@ -34,23 +35,35 @@ from unisono.launch.watching.run_directory import RunDirectory
 from unisono.launch.worker import Job
 from unisono.outcome import Outcome
 
+if TYPE_CHECKING:
+    from unisono.launch.hosts.other_machines import OtherMachines, Word
+
 logger = logging.getLogger(__name__)
 
 _READING_S = 1.0  # for milliseconds of work: a thread that is between two groups, or ending, does not answer
 
 
 class Supervisor:
-    """Starts the workers of a job and watches them."""
+    """Starts the workers of a job and watches them.
 
-    def __init__(self, job: Job, policy: Policy) -> None:
+    Args:
+        run: keeps the files of the run, which goes on after this job; None makes a directory for it, as `policy` says.
+        others: the other machines, where the workers have peers there.
+    """
+
+    def __init__(
+        self, job: Job, policy: Policy, run: RunDirectory | None = None, others: OtherMachines | None = None
+    ) -> None:
         self._job = job
         self._policy = policy
         self._group: Group | None = None
-        self._run: RunDirectory | None = None
-        if policy.log_dir is not None:  # here, where a directory that cannot be written is the caller's error
+        self._run = run
+        self._others = others
+        self._ends_run = run is None
+        if run is None and policy.log_dir is not None:  # here, where a bad directory is the caller's error
             self._run = RunDirectory.create(policy.log_dir, job.facts())
         self._wake_r, self._wake_w = socket.socketpair()
-        self._requests: list[str] = []
+        self._requests: list[Callable[[Group], None]] = []
         self._readings: list[threading.Event] = []  # set when the workers' pipes have been read
         self._was_asked = self._was_preempted = self._was_interrupted = False
         self._has_begun = False
@@ -88,6 +101,17 @@ class Supervisor:
             self._thread.join()
         return True
 
+    @property
+    def verdict(self) -> Outcome[list[Any]]:
+        """After the end: the workers' results by rank, or the first cause."""
+        return self._verdict
+
+    def may_restart(self, error: BaseException | None) -> bool:
+        """Whether, after a group has ended with that error, another attempt is wanted, and could end otherwise."""
+        if error is None or self._was_asked or self._has_agreed_to_stop():
+            return False
+        return not isinstance(error, UnpicklableError | StoppedError)
+
     def result(self) -> list[Any]:
         """After the end: the workers' results by rank, or the first cause, raised."""
         return self._verdict.unwrap()
@@ -104,16 +128,31 @@ class Supervisor:
     def interrupt(self) -> None:
         """Ask the workers to stop as Ctrl-C does; the second time, kill them."""
         self._was_interrupted = True
-        self._ask("interrupt")
+        self._ask(Group.interrupt)
 
     def stop(self) -> None:
         """Stop the workers with SIGTERM; the second time, kill them."""
-        self._ask("stop")
+        self._ask(Group.stop)
 
     def ask_to_stop(self) -> None:
         """Ask the workers that heed it for an early end; past their last question, their end counts as one."""
         self._was_preempted = True
-        self._ask("ask_to_stop")
+        self._ask(Group.ask_to_stop)
+
+    def end(self, ask: Callable[[Supervisor], None]) -> None:
+        """Ask for the end, by `stop` or `interrupt`, and wait; a signal meanwhile asks again, which kills."""
+        while not self.wait(0):
+            with contextlib.suppress(BaseException):
+                ask(self)
+                self.wait()
+
+    def hear(self, word: Word) -> None:
+        """Another machine has told of its workers."""
+        self._request(lambda group: group.hear(word))
+
+    def give_up(self, reason: BaseException) -> None:
+        """End the workers for a reason that lies elsewhere; that is a failure of theirs."""
+        self._request(lambda group: group.give_up(Outcome(error=reason)))
 
     def note_end(self, reason: str) -> None:
         """This process is about to be ended, and its workers with it: the run's directory shall say so."""
@@ -132,12 +171,16 @@ class Supervisor:
             self._wake_w.send(b"!")
             has_read.wait(_READING_S)
 
-    def _ask(self, request: str) -> None:
+    def _ask(self, request: Callable[[Group], None]) -> None:
         with self._lock:
-            self._requests.append(request)
             self._was_asked = True
             if not self._has_begun and self._thread.ident is None:  # the caller was interrupted in `start`
                 self._has_ended.set()
+        self._request(request)
+
+    def _request(self, request: Callable[[Group], None]) -> None:
+        with self._lock:
+            self._requests.append(request)
         with contextlib.suppress(OSError):
             self._wake_w.send(b"!")
 
@@ -151,9 +194,9 @@ class Supervisor:
                 if attempted.error is not None:  # of ours: a worker has looked at its own
                     note_exhaustion(attempted.error)
                 self._record_failures(verdict)
-                if restart_count == self._policy.max_restarts or not self._may_restart(verdict.error):
+                if restart_count == self._policy.max_restarts or not self.may_restart(verdict.error):
                     break
-                self._tell_restart(verdict, restart_count + 1)
+                tell_restart(verdict, restart_count + 1, self._policy.max_restarts, self._run)
         return self._close(verdict)
 
     def _record_failures(self, verdict: Outcome[list[Any]]) -> None:
@@ -165,12 +208,6 @@ class Supervisor:
             if worker.outcome is not None and worker.outcome.error is not None:
                 self._run.append(worker.rank, "".join(traceback.format_exception(worker.outcome.error)))
 
-    def _may_restart(self, error: BaseException | None) -> bool:
-        """Whether another attempt is wanted, and could end otherwise."""
-        if error is None or self._was_asked or self._has_agreed_to_stop():
-            return False
-        return not isinstance(error, UnpicklableError | StoppedError)
-
     def _has_agreed_to_stop(self) -> bool:
         return self._group is not None and any(worker.has_agreed_to_stop for worker in self._group.workers)
 
@@ -180,19 +217,21 @@ class Supervisor:
 
     def _run_group(self, place: Rendezvous, restart_count: int) -> Outcome[list[Any]]:
         samples = place.directory / "samples" if self._run is None else self._run.samples
-        job = replace(self._job, store=str(place.store), restart_count=restart_count, samples=str(samples))
+        job = replace(self._job, private=str(place.directory), samples=str(samples))
+        if not job.address:
+            job = replace(job, store=str(place.store), restart_count=restart_count)
         monitor = Monitor(samples)
         output = Output(self._policy.output, self._run)
-        watch = HangWatch(self._policy.hang_timeout_s, job.timeout.total_seconds())
+        watch = HangWatch(self._policy.hang_timeout_s, job.timeout.total_seconds(), self._others is None)
         with contextlib.closing(monitor), contextlib.closing(output):
-            self._group = Group(job, place, self._policy, watch, output, monitor, self._note_start)
+            self._group = Group(job, place, self._policy, watch, output, monitor, self._note_start, self._others)
             return self._group.run(self._wake_r, self._obey)
 
     def _note_start(self) -> None:
         assert self._group is not None
         self._has_started.set()
         if self._run is not None:
-            self._run.event("started", pids=[worker.pid for worker in self._group.workers])
+            self._run.event("started", ranks=[*self._job.ranks], pids=[worker.pid for worker in self._group.workers])
 
     def _obey(self) -> None:
         assert self._group is not None
@@ -201,35 +240,18 @@ class Supervisor:
             requests, self._requests = self._requests, []
             readings, self._readings = self._readings, []
         for request in requests:
-            getattr(self._group, request)()
+            request(self._group)
         for has_read in readings:
             has_read.set()
-
-    def _tell_restart(self, verdict: Outcome[list[Any]], restart_count: int) -> None:
-        error = verdict.error
-        logger.warning(
-            "restart %d of %d, because of %s: %s%s",
-            *(restart_count, self._policy.max_restarts, type(error).__name__, error),
-            f" ({verdict.where})" if verdict.where else "",
-            exc_info=error if isinstance(error, Exception) and error.__cause__ is not None else None,
-        )
-        if self._run is not None:
-            self._run.event("restarted", restart_count=restart_count, where=verdict.where)
 
     def _close(self, verdict: Outcome[list[Any]]) -> Outcome[list[Any]]:
         if verdict.error is None and (self._has_agreed_to_stop() or self._was_preempted):
             stopped = StoppedError(verdict.value or [])
             logger.warning("%s", stopped)
             verdict = Outcome(error=stopped)
-        if self._run is not None:
-            error = verdict.error
-            facts: dict[str, Any] = {"exit_code": INTERRUPTED if self._was_interrupted else exit_code_of(error)}
-            if error is not None:
-                facts |= {"error": f"{type(error).__name__}: {error}", "where": verdict.where}
-            if self._was_asked or isinstance(error, StoppedError):
-                self._run.finish("stopped", **facts)
-            else:
-                self._run.finish("finished" if error is None else "failed", **facts)
+        if self._run is not None and self._ends_run:
+            code = INTERRUPTED if self._was_interrupted else exit_code_of(verdict.error)
+            self._run.finish_with(verdict, code, is_asked=self._was_asked)
         return verdict
 
 
@@ -242,3 +264,16 @@ def _supervise(supervisor: Supervisor) -> None:
         supervisor._verdict = watched.value or Outcome(error=watched.error)
     supervisor._has_started.set()
     supervisor._has_ended.set()
+
+
+def tell_restart(verdict: Outcome[list[Any]], restart_count: int, max_restarts: int, run: RunDirectory | None) -> None:
+    """A group has failed, and another one is started."""
+    error = verdict.error
+    logger.warning(
+        "restart %d of %d, because of %s: %s%s",
+        *(restart_count, max_restarts, type(error).__name__, error),
+        f" ({verdict.where})" if verdict.where else "",
+        exc_info=error if isinstance(error, Exception) and error.__cause__ is not None else None,
+    )
+    if run is not None:
+        run.event("restarted", restart_count=restart_count, where=verdict.where)

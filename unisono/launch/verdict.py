@@ -55,23 +55,25 @@ def death(worker: Worker, status: int | None, how: str, what_else: str = "") -> 
     return WorkerDiedError(text, worker.rank, status)
 
 
-def conclude(workers: Sequence[Worker], tails: dict[int, list[str]], hung: BaseException | None) -> Outcome[list[Any]]:
+def conclude(workers: Sequence[Worker], tails: dict[int, list[str]], reason: Outcome[Any] | None) -> Outcome[list[Any]]:
     """The group's outcome.
 
     Args:
         workers: in rank order, all ended; fewer than the group's when it was stopped in its start.
         tails: the lines that each rank wrote last to stderr, as many as are kept.
-        hung: the error of a group that was stopped because it hung.
+        reason: why the group was stopped, where none of its workers had failed: it hung, or a machine was lost, say.
     """
     outcomes = {worker.rank: worker.outcome for worker in workers if worker.outcome is not None}
     failures = {rank: outcome for rank, outcome in outcomes.items() if outcome.error is not None}
     if not failures:
         return Outcome(value=[outcomes[rank].value for rank in sorted(outcomes)])
-    own = {rank: outcome for rank, outcome in failures.items() if not workers[rank].was_stopped}
-    errors = {rank: outcome.error for rank, outcome in failures.items()}
     stopped = [worker.rank for worker in workers if worker.was_stopped]
-    if hung is not None and all(outcome.is_secondary for outcome in own.values()):  # what followed was our making
-        return Outcome(error=_with_failures(hung, errors))
+    own = {rank: outcome for rank, outcome in failures.items() if rank not in stopped}
+    errors = {rank: outcome.error for rank, outcome in failures.items()}
+    is_told = all(outcome.is_secondary for outcome in own.values()) and not (own and reason and reason.is_secondary)
+    if reason is not None and reason.error is not None and is_told:  # what followed was our making
+        _with_failures(reason.error, errors)
+        return reason
     cause = _first_cause(own or failures)
     if (lost := _lost_step(cause, failures, tails)) is not None:
         failures[cause] = replace(failures[cause], error=lost)
@@ -82,8 +84,8 @@ def conclude(workers: Sequence[Worker], tails: dict[int, list[str]], hung: BaseE
     if failures[cause].is_secondary and (returned := sorted(outcomes.keys() - failures.keys())):
         add_note_once(error, f"ranks {returned} had returned without an error")
     if stopped:
-        reason = "because of it" if own else "at the request of the calling process"
-        add_note_once(error, f"ranks {stopped} were stopped {reason}")
+        why = "because of it" if own else "at the request of the calling process"
+        add_note_once(error, f"ranks {stopped} were stopped {why}")
     if tail := tails.get(cause, [])[-_TAIL:]:
         add_note_once(error, f"the last lines of rank {cause} on stderr:\n" + "\n".join(f"  {line}" for line in tail))
     _with_failures(error, errors)

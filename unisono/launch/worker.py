@@ -1,7 +1,7 @@
 """The worker: what a forked process does from its first line to its last.
 
 1. It becomes the caller's equal: environment, directory, import path, standard streams.
-2. It joins the world: the process group over a file, its device, its share of the CPU's cores and threads.
+2. It joins the world: its device, its share of the CPU's cores and threads, the process group, wherever the ranks meet.
 3. It calls `fn(rank, *args)`; meanwhile a thread tells how far it is.
 4. It sends an `Outcome` through its pipe, whatever happened, and only then leaves the world, so that its own error
    reaches the caller before the peers' errors about the broken world do.
@@ -32,19 +32,19 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import torch
-import torch.distributed as dist
 import torch.utils.data  # here, so that every fork has it
 
 from unisono import preemption, terminal
 from unisono.backends import get_backend
 from unisono.backends.switches import SWITCHES
-from unisono.comm.fitting import explained, group_backend, process_communicator
+from unisono.comm.fitting import explained
 from unisono.comm.processes import is_of_transport
 from unisono.errors import StoppedError, UnisonoError, UnpicklableError, WorkerDiedError
 from unisono.launch.exhaustion import note_exhaustion
-from unisono.launch.greetings import without_greetings
+from unisono.launch.hosts.environment import Place
 from unisono.launch.imported_modules import adopt_globals, compare_modules, describe_modules
 from unisono.launch.loggers import adopt_loggers
+from unisono.launch.process_group import depart, join
 from unisono.launch.pulse import beating
 from unisono.launch.reports import Kind, Reporter
 from unisono.launch.script_group import let_scripts_initialise
@@ -66,19 +66,22 @@ _is_loading = False  # while the call is rebuilt, which imports modules
 
 @dataclass(frozen=True)
 class Job:
-    """What all workers of a group are told, the same for each.
+    """What all workers of a group are told, the same for each: of a group on one machine, or of this one's part in it.
 
     Attributes:
         call: `Settings`, then `(fn, args)`, pickled by value where that is needed.
-        nprocs: the size of the world.
+        nprocs: the number of workers here.
         backend: the device family's name.
         timeout: of the process group, a last resort.
         num_threads: CPU threads of each worker.
-        process_group: how torch.distributed reduces, where it is not the fastest way.
-        cores: the logical cores of each worker, by rank; None leaves them where the system puts them.
+        process_group: how torch.distributed reduces; None takes the fastest way.
+        cores: the logical cores of each worker here; None leaves them where the system puts them.
+        is_checked: whether collectives are compared before they run where ranks share no memory.
         pulse_s: seconds between two looks at how far a worker is.
         restart_count: how often the group has been restarted.
-        store: the path of the rendezvous file, known once there is a rendezvous.
+        first_rank, world_size, node_rank: the place of this machine's workers among all; without a size they are all.
+        address, port, store: where the ranks meet, as in `Place`.
+        private: the group's directory, known once there is one.
         samples: the path of the monitor's samples.
         modules: the caller's, pickled, as `describe_modules` gives them.
         process: how the caller's process is set (`settings.PROCESS`); the other settings come with the call.
@@ -93,9 +96,16 @@ class Job:
     num_threads: int
     process_group: Literal["gloo"] | None = None
     cores: list[set[int]] | None = None
+    is_checked: bool = False
     pulse_s: float = 1.0
     restart_count: int = 0
+    first_rank: int = 0
+    world_size: int = 0
+    node_rank: int = 0
+    address: str = ""
+    port: int = 0
     store: str = ""
+    private: str = ""
     samples: str = ""
     modules: bytes = field(default_factory=lambda: pickle.dumps(describe_modules()))
     process: dict[str, Value] = field(default_factory=lambda: read_settings(PROCESS))
@@ -104,6 +114,27 @@ class Job:
     directory: str = field(default_factory=os.getcwd)
     path: list[str] = field(default_factory=lambda: list(sys.path))
     argv: list[str] = field(default_factory=lambda: list(sys.argv))
+
+    @property
+    def ranks(self) -> range:
+        """Those of the workers here."""
+        return range(self.first_rank, self.first_rank + self.nprocs)
+
+    def place_of(self, rank: int) -> Place:
+        """One worker's place in the world."""
+        return Place(
+            launcher="unisono",
+            rank=rank,
+            world_size=self.world_size or self.nprocs,
+            local_rank=rank - self.first_rank,
+            local_world_size=self.nprocs,
+            node_rank=self.node_rank,
+            address=self.address,
+            port=self.port,
+            restart_count=self.restart_count,
+            is_store_there=True,
+            store=self.store,
+        )
 
     def facts(self) -> dict[str, Any]:
         """What a run's directory tells of it."""
@@ -136,9 +167,10 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
     name_process(f"unisono-rank-{rank}")
     try:
         job: Job = pickle.loads(Path(job_file).read_bytes())
+        place = job.place_of(rank)
         _report_refused(adopt_settings(job.process, PROCESS), reporter)
-        _adopt_caller(job, rank)
-        world = _join_world(job, rank)
+        _adopt_caller(job, place)
+        world = _join_world(job, place)
         set_process_world(world)
         # Until here an interrupt ended the process: nothing was lost, and the transport would not have heard of it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -170,10 +202,9 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(_LEAVE_S)  # kills, so that a transport which waits for a peer keeps neither this process nor the peer
     with contextlib.suppress(Exception):
-        if world is not None and outcome.error is not None:
-            world.comm.abort(outcome.error)
-        elif world is not None:
-            world.comm.leave()
+        if world is not None:
+            depart(world, outcome.error)
+        if world is not None and outcome.error is None:
             signal.alarm(0)
             atexit._run_exitfuncs()  # what fn has registered, and what waits to be flushed
     os._exit(int(is_failure))
@@ -217,7 +248,7 @@ def _call(job: Job, world: World, reporter: Reporter) -> Any:
         ) from error
     finally:
         _is_loading = False
-    if world.rank == 0:
+    if world.local_rank == 0:
         compare_modules(pickle.loads(job.modules), lambda text: reporter.send(Kind.NOTE, text.encode()))
     reporter.send(Kind.BEGUN)
     with _explaining_missing(loaded.left_out):
@@ -253,19 +284,20 @@ def _explaining_missing(left_out: dict[str, str]) -> Iterator[None]:
         raise
 
 
-def _adopt_caller(job: Job, rank: int) -> None:
+def _adopt_caller(job: Job, place: Place) -> None:
     for name in ("sys", "main"):  # of the line that has started the zygote
         sys.modules["__main__"].__dict__.pop(name, None)
     os.environ.clear()
     os.environ.update(job.environ)
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.nprocs), LOCAL_WORLD_SIZE=str(job.nprocs)
+        RANK=str(place.rank),
+        LOCAL_RANK=str(place.local_rank),
+        WORLD_SIZE=str(place.world_size),
+        LOCAL_WORLD_SIZE=str(place.local_world_size),
     )
-    directory = os.environ[OUTER_DIRECTORY] = os.path.dirname(job.store)
+    os.environ[OUTER_DIRECTORY] = job.private
     os.environ[SAMPLES_PATH] = job.samples
-    _keep_sockets_in(directory)
-    # Peers are on this machine: the loopback needs no name service, and no address of another network is offered.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    _keep_sockets_in(job.private)
     os.chdir(job.directory)
     sys.path[:] = job.path
     sys.argv[:] = job.argv
@@ -277,9 +309,9 @@ def _adopt_caller(job: Job, rank: int) -> None:
     faulthandler.enable(2)
     faulthandler.register(signal.SIGUSR1, 2, all_threads=True)
     # For the supervisor, which wants them whole and apart. The descriptor stays open as long as the process lives.
-    stacks = os.open(stacks_path(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    stacks = os.open(stacks_path(job.private, place.rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     faulthandler.register(TELL_STACKS, stacks, all_threads=True)
-    mark_records(rank)
+    mark_records(place.rank)
 
 
 def _keep_sockets_in(directory: str) -> None:
@@ -309,43 +341,11 @@ def mark_records(rank: int) -> None:
     logging.setLogRecordFactory(make_marked)
 
 
-def _join_world(job: Job, rank: int) -> World:
+def _join_world(job: Job, place: Place) -> World:
     if job.cores is not None:
-        os.sched_setaffinity(0, job.cores[rank])  # before there are threads, which inherit it
-    backend = get_backend(job.backend)
+        os.sched_setaffinity(0, job.cores[place.local_rank])  # before there are threads, which inherit it
     torch.set_num_threads(job.num_threads)
-    device = backend.enter_worker(rank, job.nprocs)
+    world = join(place, get_backend(job.backend), job.timeout, job.is_checked, job.process_group)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # for what the worker starts; this process has read them
         os.environ.setdefault(name, str(job.num_threads))
-    with _explained(rank):
-        store = dist.FileStore(job.store, job.nprocs)  # type: ignore[attr-defined] # torch re-exports it silently
-        with without_greetings():
-            dist.init_process_group(
-                group_backend(backend, job.process_group),
-                store=store,
-                rank=rank,
-                world_size=job.nprocs,
-                timeout=job.timeout,
-            )
-        comm = process_communicator(backend, device, store)
-        comm.barrier()  # or a rank whose fn is short would leave while a slow one still connects to it
-        comm.announce("the beginning of fn")
-    return World(
-        device=device,
-        backend=backend,
-        comm=comm,
-        rank=rank,
-        world_size=job.nprocs,
-        local_rank=rank,
-        local_world_size=job.nprocs,
-        restart_count=job.restart_count,
-    )
-
-
-@contextlib.contextmanager
-def _explained(rank: int) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        error.add_note(f"rank {rank} could not join the process group of its peers")
-        raise
+    return world

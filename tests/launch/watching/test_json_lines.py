@@ -66,6 +66,7 @@ CODES = {
     "a signal": (WorkerDiedError("", 0, -signal.SIGSEGV), 139),
     "unknown": (WorkerDiedError("", 0, None), 1),
     "an agreed stop": (StoppedError([]), 143),
+    "a signal to an agent": (SystemExit(129), 129),
     "Ctrl-C": (KeyboardInterrupt(), 130),
 }
 

@@ -34,8 +34,9 @@ class Place:
     Attributes:
         launcher: its name in words.
         rank, world_size, local_rank, local_world_size, node_rank, restart_count: as in `World`.
-        address, port: where the ranks meet.
+        address, port: where the ranks meet; no address where they meet in a file of their machine.
         is_store_there: whether somebody else serves a store at that address; else rank zero is to.
+        store: that file; or what their keys begin with in the store, where the launcher has given them a name.
     """
 
     launcher: str
@@ -48,6 +49,7 @@ class Place:
     port: int
     restart_count: int = 0
     is_store_there: bool = False
+    store: str = ""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
+from unisono.errors import StoppedError
 from unisono.launch.watching import clock
+from unisono.outcome import Outcome
 
 State = Literal["running", "finished", "failed", "stopped"]
 Stream = Literal["stdout", "stderr"]
@@ -48,12 +50,13 @@ class RunDirectory:
         self._write_facts()
 
     @classmethod
-    def create(cls, log_dir: str | Path, facts: dict[str, Any]) -> RunDirectory:
+    def create(cls, log_dir: str | Path, facts: dict[str, Any], name: str = "") -> RunDirectory:
         """Make a new directory for a run in `log_dir`, which is made where it is missing.
 
         Args:
             log_dir: where runs are kept, one directory each.
             facts: what the run is (its command, number of workers, versions, ...); JSON, and the text of what is not.
+            name: put into that of the directory; of several machines their own, since they may share `log_dir`.
 
         Raises:
             NotADirectoryError, PermissionError, OSError: `log_dir` cannot hold it.
@@ -61,7 +64,7 @@ class RunDirectory:
         parent = Path(log_dir).absolute()  # a later chdir must not lead elsewhere
         try:
             parent.mkdir(parents=True, exist_ok=True)
-            run = cls(_make_unique(parent), facts)
+            run = cls(_make_unique(parent, name), facts)
         except OSError as error:
             code = errno.ENOTDIR if isinstance(error, FileExistsError) else error.errno
             raise OSError(
@@ -100,6 +103,17 @@ class RunDirectory:
         with self._lock, self._warning_once():
             self._facts |= {**facts, "state": state, "ended_at": clock.now()}
             self._write_facts()
+
+    def finish_with(self, verdict: Outcome[Any], exit_code: int, is_asked: bool) -> None:
+        """Say how the run has ended: by itself, or as somebody has asked for it."""
+        error = verdict.error
+        facts: dict[str, Any] = {"exit_code": exit_code}
+        if error is not None:
+            facts |= {"error": f"{type(error).__name__}: {error}", "where": verdict.where}
+        if is_asked or isinstance(error, StoppedError):
+            self.finish("stopped", **facts)
+        else:
+            self.finish("finished" if error is None else "failed", **facts)
 
     def _write_facts(self) -> None:
         fresh = self.path / ".run.json"
@@ -149,9 +163,9 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     return [line for line in found if isinstance(line, dict)]
 
 
-def _make_unique(parent: Path) -> Path:
+def _make_unique(parent: Path, part: str) -> Path:
     """Make a directory named by time and process; a second run of the same second gets a number."""
-    name = f"{datetime.now(UTC):%Y-%m-%d_%H%M%S}_{os.getpid()}"
+    name = "_".join(filter(None, [f"{datetime.now(UTC):%Y-%m-%d_%H%M%S}", part, str(os.getpid())]))
     for number in count(1):
         path = parent / (name if number == 1 else f"{name}_{number}")
         try:

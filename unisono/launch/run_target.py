@@ -26,6 +26,7 @@ from typing import Any
 
 from unisono import preemption
 from unisono.errors import StoppedError, UnisonoError, WorkerDiedError
+from unisono.launch.exit_codes import exit_code_of
 from unisono.launch.hosts.environment import TAKEN, Place, announce, take
 from unisono.world import World, current_world
 
@@ -121,15 +122,16 @@ def run_worker_target(rank: int, target: Target, variables: Mapping[str, str]) -
     """Run it as a worker of `spawn`, whose words about `sys.exit` are for functions: a script may call it.
 
     Args:
-        variables: of the run, as `variables_of_run` gives them; those of this rank are added.
+        variables: of the run, as `variables_of_run` gives them, and those of where it runs, unless they are set; those
+            of this rank are added.
 
     Raises:
         WorkerDiedError: the target called `sys.exit` with another code than 0.
         BaseException: what the target raised.
     """
     try:
-        with _environ({**variables, **_variables_of_rank(current_world())}):
-            take(_place_of(current_world(), variables))  # what the script starts is not this rank
+        with variables_set({**variables, **_variables_of_rank(current_world())}):
+            take(_place_of(current_world(), os.environ))  # what the script starts is not this rank
             run_target(rank, target)
     except StoppedError:
         raise
@@ -139,17 +141,8 @@ def run_worker_target(rank: int, target: Target, variables: Mapping[str, str]) -
 
 
 def variables_of_run(run_id: str | None, max_restarts: int) -> dict[str, str]:
-    """Those of torchrun's variables that are the same for each rank of a run on this machine.
-
-    Libraries tell by them that torchrun has started the process. Nobody listens at the port: it is free, for scripts
-    that let rank zero serve something there.
-    """
-    with socket.socket() as probe:
-        probe.bind((_LOCAL, 0))
-        port = probe.getsockname()[1]
+    """Those of torchrun's variables that are the same for each rank; libraries tell by them who has started it."""
     return {
-        "MASTER_ADDR": _LOCAL,
-        "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": run_id or "unisono",
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
         "TORCHELASTIC_USE_AGENT_STORE": "False",
@@ -157,9 +150,12 @@ def variables_of_run(run_id: str | None, max_restarts: int) -> dict[str, str]:
     }
 
 
-def exit_code_of(error: SystemExit) -> int:
-    """What a process ends with by that failure: a byte, as the system keeps no more, but never 0."""
-    return error.code % 256 or 1 if isinstance(error.code, int) else 1
+def variables_of_machine() -> dict[str, str]:
+    """Those of a run on this machine alone. Nobody listens at the port: a script's rank zero may serve there."""
+    with socket.socket() as probe:
+        probe.bind((_LOCAL, 0))
+        port = probe.getsockname()[1]
+    return {"MASTER_ADDR": _LOCAL, "MASTER_PORT": str(port), "GROUP_WORLD_SIZE": "1"}
 
 
 def _variables_of_rank(world: World) -> dict[str, str]:
@@ -169,14 +165,13 @@ def _variables_of_rank(world: World) -> dict[str, str]:
         "LOCAL_RANK": str(world.local_rank),
         "LOCAL_WORLD_SIZE": str(world.local_world_size),
         "GROUP_RANK": str(world.node_rank),
-        "GROUP_WORLD_SIZE": str(world.world_size // world.local_world_size),
         "TORCHELASTIC_RESTART_COUNT": str(world.restart_count),
     }
 
 
 @contextmanager
-def _environ(variables: Mapping[str, str]) -> Iterator[None]:
-    """Have the variables in the block; what the script has changed of the others stays."""
+def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
+    """Have the variables in the block; what it changes of the others stays, but for the place that it has taken."""
     before = {name: os.environ.get(name) for name in (*variables, TAKEN)}
     os.environ.update(variables)
     try:

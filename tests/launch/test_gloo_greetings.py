@@ -6,15 +6,15 @@ import os
 
 import pytest
 
-from unisono.launch import greetings
-from unisono.launch.greetings import without_greetings
+from unisono.launch import gloo_greetings
+from unisono.launch.gloo_greetings import without_greetings
 
 GREETING = b"[Gloo] Rank 1 is connected to 3 peer ranks. Expected number of connected peer ranks is : 3\n"
 
 
 @pytest.fixture(autouse=True)
 def _a_torch_that_greets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(greetings, "_GREETS", True)
+    monkeypatch.setattr(gloo_greetings, "_GREETS", True)
 
 
 def test_only_greetings_are_left_out_of_what_is_printed_meanwhile(capfd):

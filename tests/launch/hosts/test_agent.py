@@ -1,4 +1,4 @@
-"""Torch's agent as it is started here: what its settings mend, how failures are told, that nothing is left behind."""
+"""Torch's agent with a group of ours: what its settings mend, how failures are told, that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,15 +16,17 @@ import psutil
 import pytest
 import torch.distributed as dist
 from agents import agent, free_port, kill_all
-from faults import Ear, Script
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from faults import SOON_S, Ear, Script
 
+from unisono.cli.main import main
+from unisono.errors import BrokenWorldError
 from unisono.launch.hosts import endpoint as endpoints
 from unisono.launch.hosts.addresses import address_towards, interface_of, is_this_machine
-from unisono.launch.hosts.elastic import ElasticOptions, rendezvous_settings, root_cause, run_elastic
+from unisono.launch.hosts.agent import MachineOptions, rendezvous_settings
 from unisono.launch.hosts.endpoint import local_address, serves_endpoint, split_endpoint, wait_served
-from unisono.launch.hosts.failure_file import Failure, write_failure
-from unisono.launch.target import Target
+from unisono.launch.hosts.other_machines import OtherMachines, Word, _Round
+from unisono.launch.watching.run_directory import read_run
+from unisono.outcome import Outcome
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="parent-death signals are Linux's"),
@@ -97,48 +100,23 @@ def test_an_endpoint_that_nobody_serves_is_an_error_that_says_so():
 # Settings.
 
 
-def options(**changes: object) -> ElasticOptions:
-    given = {"nproc": 2, "min_nodes": 1, "max_nodes": 1, "endpoint": f"127.0.0.1:{free_port()}", "run_id": "test"}
-    return ElasticOptions(**{**given, "backend": "cpu", **changes})  # type: ignore[arg-type]
-
-
 def test_a_lost_machine_is_given_up_after_seconds_unless_told_otherwise():
-    assert rendezvous_settings(options()) == {
+    options = MachineOptions(1, 1, "127.0.0.1:29400", "test")
+    assert rendezvous_settings(options) == {
         "is_host": "false",  # since it is served by this package
         "last_call_timeout": "2",
         "keep_alive_interval": "1",
         "keep_alive_max_attempt": "3",
         "read_timeout": "60",
     }
-    changed = rendezvous_settings(options(rdzv_conf={"last_call_timeout": "60", "is_host": "1"}))
+    told = MachineOptions(1, 1, "127.0.0.1:29400", "test", rdzv_conf={"last_call_timeout": "60", "is_host": "1"})
+    changed = rendezvous_settings(told)
     assert (changed["last_call_timeout"], changed["is_host"]) == ("60", "false")
 
 
-# The first cause.
-
-
-def left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Failure) -> ProcessFailure:
-    path = tmp_path / f"error-{failure.rank}.json"
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
-    write_failure(failure)
-    return ProcessFailure(local_rank=0, pid=1, exitcode=failure.exit_code, error_file=str(path))
-
-
-def test_the_first_failure_that_follows_from_no_other_is_the_cause(tmp_path, monkeypatch):
-    follows = Failure(0, 0, 0, 10, "BrokenWorldError", is_secondary=True, at=1.0)
-    late, early = Failure(1, 0, 0, 11, "late", at=3.0), Failure(2, 0, 0, 12, "early", at=2.0)
-    failures = {each.rank: left(tmp_path, monkeypatch, each) for each in (follows, late, early)}
-    assert root_cause(failures) == early
-    assert root_cause({0: failures[0]}) == follows
-    silent = ProcessFailure(local_rank=0, pid=4, exitcode=-9, error_file="")
-    assert root_cause({3: silent, 0: failures[0]}).message == "was killed by SIGKILL"
-
-
-def test_a_failure_that_was_left_first_stays_and_torch_reads_it(tmp_path, monkeypatch):
-    found = left(tmp_path, monkeypatch, Failure(1, 0, 0, 5, "ValueError: bad", "Traceback of it"))
-    write_failure(Failure(1, 0, 0, 5, "was killed by SIGTERM"))
-    assert found.message["extraInfo"]["py_callstack"] == "Traceback of it"  # type: ignore[index]
-    assert "bad" in Path(found.error_file).read_text()
+def test_what_a_machine_says_arrives_as_it_was_said():
+    word = Word(1, "node1", 5, {2: (7, "barrier()"), 3: (9, "")}, [4], 1, {2: 'File "t.py", line 3 in f'}, b"\x00\xff")
+    assert Word.from_text(word.to_text().encode()) == word
 
 
 # One agent in this process.
@@ -175,13 +153,19 @@ def run_member(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..
     script = tmp_path / "member.py"
     script.write_text(MEMBER)
 
-    def run(*argv: str, **changes: object) -> tuple[int, str, str]:
+    def run(*argv: str, options: tuple[str, ...] = ()) -> tuple[int, str, str]:
         handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
-        code = run_elastic(options(**changes), Target(str(script), argv))
+        code = main([*agent_command("1", 2), *options, str(script), *argv])
         assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
         return code, *capfd.readouterr()
 
     return run
+
+
+def agent_command(nodes: str, workers: int = 1) -> list[str]:
+    """One command for all machines of a run."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    return ["run", "-n", str(workers), "--backend", "cpu", "--nnodes", nodes, "--rdzv-endpoint", endpoint]
 
 
 @pytest.fixture(autouse=True)
@@ -206,40 +190,47 @@ def test_a_script_runs_as_each_rank_and_leaves_nothing_behind(run_member, tempor
     ("how", "code", "words"),
     [
         ("raise", 1, "LookupError: not here"),
-        ("exit 7", 7, "sys.exit(7)"),
-        ("exit 0", 1, "exited with code 0 before the end of the script"),
+        ("exit 7", 7, "unisono: rank 1 ended by sys.exit(7)"),
+        ("exit 0", 1, "exited with code 0 before fn returned"),
         ("kill", 137, "was killed by SIGKILL"),
     ],
 )
 def test_the_first_cause_is_told_and_its_code_is_the_run_s(run_member, how, code, words):
     found, _, errors = run_member(how, "9")
     assert found == code
-    assert errors.count("unisono: failed: rank 1, node 0, pid ") == 1
-    assert f"restart 0: {words}\n" in errors
-    assert "ranks [0] of this machine were stopped because of it, or followed" in errors
+    assert errors.count(words) == 1
+    assert errors.count("rank 1 of 2, cpu:0, pid ") + errors.count("rank 1 of 2, cpu:1, pid ") == 1
+    assert errors.count("Traceback") == (how == "raise")
     if how == "raise":
-        assert errors.count("[rank 1] Traceback") == 1
         assert 'member.py", line 9, in <module>' in errors
         assert "runpy" not in errors
 
 
-def test_workers_that_die_again_and_again_are_started_anew_each_time(run_member):
-    code, output, errors = run_member("kill", "2", max_restarts=2)  # a stale address would break any of them
+def test_workers_that_die_again_and_again_are_started_anew_each_time(run_member, caplog):
+    options = ("--max-restarts", "2")  # a stale address would break any of them
+    code, output, _ = run_member("kill", "2", options=options)
     assert code == 0
     assert sorted(output.splitlines())[-1] == "[rank 1] went on after 2"
-    assert errors.count("was killed by SIGKILL") == 2
+    for count in (1, 2):
+        assert f"restart {count} of 2, because of WorkerDiedError: rank 1 (pid " in caplog.text
 
 
 def test_output_is_kept_and_shown_for_the_chosen_ranks(run_member, tmp_path):
-    code, output, errors = run_member("raise", log_dir=str(tmp_path / "logs"), log_ranks=(0,), prefix=False)
+    options = ("--log-dir", str(tmp_path / "logs"), "--log-ranks", "0", "--no-prefix")
+    code, output, errors = run_member("raise", options=options)
     assert code == 1
     assert output.splitlines() == ["has ['raise'] 2.0 lo __main__"]
-    assert "1 says hello" not in errors
-    assert "Traceback (most recent call last)" in errors  # of the hidden rank that failed: in the report
-    [kept] = (tmp_path / "logs").glob("*/attempt_0/1/stderr.log")
-    assert f"its output is in {kept.parent}" in errors
-    assert "LookupError: not here" in kept.read_text()
-    assert "1 says hello" in kept.read_text()
+    assert "Traceback (most recent call last)" in errors  # of the hidden rank that failed
+    kept = (tmp_path / "logs" / "latest" / "rank-1.stderr").read_text()
+    assert "1 says hello" in kept
+    assert "LookupError: not here" in kept
+
+
+def test_a_log_directory_that_cannot_be_is_refused_before_anything_starts(run_member, tmp_path):
+    (tmp_path / "file").touch()
+    code, output, errors = run_member("raise", options=("--log-dir", str(tmp_path / "file")))
+    assert (code, output) == (2, "")
+    assert "cannot hold the files of a run" in errors
 
 
 # Agents in processes of their own.
@@ -266,8 +257,7 @@ def standing(tmp_path: Path) -> Callable[..., Script]:
     (tmp_path / "standing.py").write_text(STANDING)
 
     def start(how: str = "die") -> Script:
-        command = ["run", "-n", "2", "--backend", "cpu", "--nnodes", "1", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
-        command += ["--grace", "1", str(tmp_path / "standing.py"), str(tmp_path / "line"), how]
+        command = [*agent_command("1", 2), "--grace", "1", str(tmp_path / "standing.py"), str(tmp_path / "line"), how]
         return agent(tmp_path / "agent", *command)
 
     return start
@@ -277,7 +267,7 @@ def standing(tmp_path: Path) -> Callable[..., Script]:
 def test_nothing_survives_the_agent(tmp_path, standing, line, ear, signum):
     with standing() as script:
         assert [words[:2] for words in ear.hear_all(2)] == [["running", "0"], ["running", "1"]]
-        assert len(script.living()) == 1 + 2 * 4  # the agent; guards, workers, loader workers, grandchildren
+        assert len(script.living()) == 2 + 2 * 3  # the agent and its zygote; workers, loader workers, grandchildren
         script.kill(signum)
         began = time.monotonic()
         code, _, errors = script.end() if signum != signal.SIGKILL else (-9, "", "")
@@ -302,8 +292,8 @@ def test_nothing_of_a_killed_worker_survives_it(standing, line, ear):
         os.kill(int(told[1][2]), signal.SIGKILL)
         code, _, errors = script.end()
         assert code == 137
-        assert "unisono: failed: rank 1, node 0" in errors
-        assert script.survivors(0.0) == []
+        assert "unisono: rank 1 (pid " in errors
+        assert script.survivors() == []
 
 
 HEEDING = """
@@ -333,8 +323,8 @@ def heeding(tmp_path: Path) -> Callable[..., Script]:
     (tmp_path / "heeding.py").write_text(HEEDING)
 
     def start(how: str, *more: str) -> Script:
-        command = ["run", "-n", "2", "--backend", "cpu", "--nnodes", "1", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
-        return agent(tmp_path / "agent", *command, *more, str(tmp_path / "heeding.py"), str(tmp_path / "line"), how)
+        script = [str(tmp_path / "heeding.py"), str(tmp_path / "line"), how]
+        return agent(tmp_path / "agent", *agent_command("1", 2), *more, *script)
 
     return start
 
@@ -363,8 +353,18 @@ def test_an_agreed_stop_is_not_taken_for_a_failure(heeding, line, ear):
         assert [words[0] for words in ear.hear_all(4)] == ["ends", "ends", "saves", "saves"]
         code, _, errors = script.end()
         assert code == 143
-        assert "unisono: the ranks stopped early, as they were asked to" in errors
+        assert "the ranks stopped early, as they were asked to" in errors
         assert is_silent(ear)
+
+
+def test_the_first_ctrl_c_asks_workers_that_heed_a_stop_for_it(heeding, line, ear):
+    with heeding("go on") as script:
+        assert [words[0] for words in ear.hear_all(2)] == ["running", "running"]
+        script.kill(signal.SIGINT)
+        assert [words[0] for words in ear.hear_all(4)] == ["ends", "ends", "saves", "saves"]
+        code, _, errors = script.end()
+        assert code == 143
+        assert "the workers stop at their next should_stop(); Ctrl-C again ends them now" in errors
 
 
 @pytest.mark.parametrize("how", ["stand", "fail"])
@@ -382,8 +382,7 @@ def test_an_agent_that_was_asked_ends_though_its_workers_do_not_end_well(heeding
 @pytest.mark.parametrize("nodes", ["2", "1:2"])
 def test_agents_of_all_machines_end_together_when_one_is_asked_to_stop(tmp_path, line, ear, nodes):
     (tmp_path / "heeding.py").write_text(HEEDING)
-    command = ["run", "-n", "1", "--backend", "cpu", "--nnodes", nodes, "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
-    command += ["--max-restarts", "2", "--rdzv-conf", "last_call_timeout=10"]
+    command = [*agent_command(nodes), "--max-restarts", "2", "--rdzv-conf", "last_call_timeout=10"]
     script = [str(tmp_path / "heeding.py"), str(tmp_path / "line"), "go on"]
     one = agent(tmp_path / "one", *command, "--node-rank", "0", *script)
     two = agent(tmp_path / "two", *command, "--node-rank", "1", *script)
@@ -407,7 +406,7 @@ def test_a_worker_that_heeds_stops_is_ended_all_the_same_when_another_has_failed
         code, _, errors = script.end()
         assert time.monotonic() - began < 10  # the agent's own patience is 30 s
         assert code == 137
-        assert "failed: rank 1, node 0" in errors
+        assert "unisono: rank 1 (pid " in errors
 
 
 TRAINING = """
@@ -445,7 +444,7 @@ Line(Path(sys.argv[1])).say("done", unisono.rank(), unisono.current_world().node
 def two_agents(tmp_path: Path, nodes: str, standing: str) -> tuple[Script, Script]:
     """The first serves the endpoint."""
     (tmp_path / "training.py").write_text(TRAINING)
-    command = ["run", "-n", "1", "--backend", "cpu", "--nnodes", nodes, "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    command = agent_command(nodes)
     script = [str(tmp_path / "training.py"), str(tmp_path / "line"), standing]
     command += ["--max-restarts", "1"]
     one = agent(tmp_path / "one", *command, "--rdzv-conf", "is_host=true", *script, HOST="one")
@@ -475,3 +474,146 @@ def test_training_goes_on_with_one_agent_when_the_other_is_killed(tmp_path, line
         assert json.loads(" ".join(words[3:]))[0][0] == 1
         assert one.end()[0] == 0
         assert one.survivors() == [] == two.survivors()
+
+
+# What a run on several machines has as one on one machine has it: rank 0 on the first machine, rank 1 on the second.
+
+WATCHED = """
+import os, sys, torch, unisono
+from pathlib import Path
+from faults import Line, stand_still
+rank, how = unisono.rank(), sys.argv[1]
+print("from", rank, os.environ["HOST"])
+if how == "raise" and rank == 1:
+    raise LookupError("not here")
+if how == "exit" and rank == 1:
+    sys.exit(7)
+if how == "stand" and rank == 1:
+    stand_still()
+if how == "alone" and rank == 1:
+    for _ in unisono.DeviceLoader(torch.utils.data.DataLoader(range(40), batch_size=1), already_sharded=True):
+        import time; time.sleep(0.2)  # longer than the limit in all: the subject of the test is time
+if how == "early" and rank == 0:
+    Line(Path(sys.argv[2])).say("ends")
+    sys.exit()
+if how == "early":
+    Path(sys.argv[3]).read_text()  # of a pipe: waits until rank 0 ends
+    raise LookupError("not here")
+if how == "busy" and rank == 0:
+    Line(Path(sys.argv[2])).say("stands")
+    stand_still()
+if how == "busy" and rank == 1:
+    Path(sys.argv[3]).read_text()  # of a pipe: waits until rank 0 stands
+    raise LookupError("not here")
+unisono.all_reduce(torch.ones(10))
+"""
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Callable[..., list[tuple[int, str, str]]]:
+    """Run the script on two machines; what each ended with."""
+    (tmp_path / "watched.py").write_text(WATCHED)
+
+    def run(how: str, *options: str, argv: tuple[str, ...] = ()) -> list[tuple[int, str, str]]:
+        command = [*agent_command("2"), *options, "--node-rank"]
+        script = [str(tmp_path / "watched.py"), how, *argv]
+        one = agent(tmp_path / "one", *command, "0", *script, HOST="one")
+        two = agent(tmp_path / "two", *command, "1", *script, HOST="two")
+        with one, two:
+            ended = [each.end() for each in (one, two)]
+            assert one.survivors() == [] == two.survivors()
+            assert one.leftovers() == [] == two.leftovers()
+        return ended
+
+    return run
+
+
+def test_a_hang_names_the_stuck_rank_with_its_stack_and_ends_both_machines(watched):
+    began = time.monotonic()
+    for code, _, errors in watched("stand", "--hang-timeout", "3"):
+        assert code == 1, errors
+        assert "unisono: no rank has made progress for 3 s, and rank 1 is late: rank 1 is in" in errors
+        assert 'watched.py", line 12' in errors
+        assert "rank 0 waits in all_reduce(float32[10], 'sum')" in errors
+        stacks = errors[errors.index("rank 0:\n") :]
+        assert stacks.index("in all_reduce") < stacks.index("rank 1:\n") < stacks.index("in stand_still")
+    assert time.monotonic() - began < SOON_S  # the collective waits for half an hour
+
+
+def test_a_rank_that_makes_progress_alone_on_another_machine_is_no_hang(watched):
+    assert [code for code, _, _ in watched("alone", "--hang-timeout", "4")] == [0, 0]
+
+
+@pytest.mark.parametrize(("how", "code", "words"), [("raise", 1, "LookupError: not here"), ("exit", 7, "sys.exit(7)")])
+def test_the_first_cause_comes_to_the_other_machine_in_its_own_words_and_with_its_exit_code(watched, how, code, words):
+    for found, _, errors in watched(how):
+        assert found == code, errors
+        assert words in errors
+        assert "BrokenWorldError" not in errors
+        assert errors.count("Traceback") == (how == "raise")
+
+
+@pytest.mark.parametrize(("how", "word"), [("busy", "stands"), ("early", "ends")])
+def test_a_machine_whose_ranks_wait_for_nobody_ends_when_another_fails_for_good(
+    watched, line, ear, tmp_path, how, word
+):
+    os.mkfifo(tmp_path / "told")
+
+    def tell() -> None:
+        assert ear.hear() == [word]
+        (tmp_path / "told").write_text("so it does")
+
+    teller = threading.Thread(target=tell)
+    teller.start()
+    began = time.monotonic()
+    for code, _, errors in watched(how, argv=(str(line.path), str(tmp_path / "told"))):
+        assert code == 1, errors
+        assert "LookupError: not here" in errors
+    teller.join()
+    assert time.monotonic() - began < SOON_S
+
+
+def test_a_machine_says_why_others_have_failed_those_first_that_are_no_victims():
+    others = OtherMachines("127.0.0.1:1", 60.0, lambda word: None, lambda text: None, lambda text: None)
+    cause, victim = Outcome.failure(ValueError("bad")), Outcome.failure(BrokenWorldError("rank 0 failed"))
+    words = [Word(1, "b", is_leaving=True), Word(2, "c", verdict=victim.to_bytes()), Word(3, verdict=cause.to_bytes())]
+    others._round = _Round("name", 5, Word(0), {word.machine: (word, 0.0) for word in words})
+    assert [str(each.error) for each in others.failures()] == ["bad", "node 1 (b) has left the run", "rank 0 failed"]
+    assert not others.are_done()
+    others._round.heard = {number: (Word(number, is_done=True, is_leaving=True), 0.0) for number in range(1, 5)}
+    assert others.failures() == []
+    assert others.are_done()
+
+
+def test_each_machine_keeps_the_files_of_a_run_under_the_ranks_of_the_whole_world(watched, tmp_path):
+    options = ("--log-dir", str(tmp_path / "logs"), "--hang-timeout", "3")
+    for rank, (code, output, _) in enumerate(watched("stand", *options)):
+        assert code == 1
+        assert output.startswith(f"[rank {rank}] from {rank}")
+    runs = {path.name: read_run(path) for path in (tmp_path / "logs").iterdir() if not path.is_symlink()}
+    assert len(runs) == 2
+    for run in runs.values():
+        rank = run.events[0]["ranks"][0]
+        host = ("one", "two")[rank]
+        names = {path.name for path in run.path.iterdir()}
+        assert names == {"run.json", "events.jsonl", "samples.jsonl", f"rank-{rank}.stdout", f"rank-{rank}.stderr"}
+        assert (run.path / f"rank-{rank}.stdout").read_text() == f"from {rank} {host}\n"
+        assert "WorkerDiedError" in (run.path / f"rank-{rank}.stderr").read_text()
+        assert (run.facts["state"], run.facts["exit_code"], run.facts["num_machines"]) == ("failed", 1, [2, 2])
+        assert [each["event"] for each in run.events] == ["started", "failed", "finished"]
+        assert {sample["rank"] for sample in run.samples} == {rank}
+
+
+def test_lines_for_programs_are_objects_on_each_machine(watched):
+    for rank, (code, output, errors) in enumerate(watched("exit", "--log-format", "json")):
+        assert code == 7
+        [line] = map(json.loads, output.splitlines())
+        assert (line["rank"], line["stream"], line["text"]) == (rank, "stdout", f"from {rank} {('one', 'two')[rank]}")
+        told = [json.loads(each) for each in errors.splitlines()]
+        assert [(each["event"], each["exit_code"]) for each in told if "event" in each] == [("failed", 7)]
+
+
+def test_workers_of_several_machines_can_be_fresh_interpreters(watched):
+    for rank, (code, output, errors) in enumerate(watched("well", "--start-method", "spawn")):
+        assert code == 0, errors
+        assert output == f"[rank {rank}] from {rank} {('one', 'two')[rank]}\n"

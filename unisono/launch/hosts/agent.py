@@ -1,0 +1,379 @@
+"""Workers on more than one machine: torch's elastic agent, one per machine, with a group of ours as its workers.
+
+The agents meet at an endpoint (host:port), agree on ranks, start the workers, and start all of them again when one
+fails or machines come and go. All of that is torch's. What an agent starts is a `Supervisor` with this machine's part
+of the group: its workers live and die as those of `spawn` do, under their ranks in the whole world. What the agent gets
+wrong by default is put right by settings; `_VARIABLES` and `rendezvous_settings` say why each is there.
+
+SIGTERM is a wish that goes to the workers, where they heed it. Those of all machines agree to stop and end well
+everywhere, so this agent does what it does at any good end: it meets the others, and goes. It goes at once where that
+fails: the group has failed, or has not ended when the grace is over. What the signal means then, it means at once where
+no worker heeds it. Ctrl-C is such a wish the first time, too.
+
+*Threads:* the main one, on which signals arrive; methods named `on_*` are called on others, and on it by signals.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import platform
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+from uuid import uuid4
+
+import torch.distributed as dist
+import torch.distributed.elastic.rendezvous.registry as rendezvous_registry
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+from unisono.errors import StoppedError, UnisonoError
+from unisono.launch.context import ASKED
+from unisono.launch.exit_codes import exit_code_of
+from unisono.launch.hosts.addresses import interface_of
+from unisono.launch.hosts.endpoint import local_address, serves_endpoint, split_endpoint, wait_served
+from unisono.launch.hosts.other_machines import OtherMachines, Word
+from unisono.launch.hosts.store_server import quieten_store, serve_store
+from unisono.launch.policy import Policy
+from unisono.launch.run_target import variables_set
+from unisono.launch.starting.nursery import warm
+from unisono.launch.supervisor import Supervisor, tell_restart
+from unisono.launch.watching.run_directory import RunDirectory
+from unisono.launch.worker import Job
+from unisono.outcome import Outcome
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher")
+_LOOK_S = 0.1  # between two looks at the group, and whether machines have come
+_MARGIN_S = 2.0  # after the grace that workers have to come to their early end
+_CAUSE_S = 2.0  # how long a victim's report waits for that of another machine: some beats
+_VARIABLES = {
+    # Else the agent serves a second store at the port that scripts are told to be free.
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+}
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class MachineOptions:
+    """How machines meet, and go on without one another.
+
+    Attributes:
+        min_nodes, max_nodes: with how many machines the run goes on.
+        endpoint: host:port where the agents meet; the host is one of the machines.
+        run_id: the same for all agents of a run.
+        node_rank: if the machines are numbered; none but number 0 may serve the endpoint then.
+        rdzv_conf: the agent's rendezvous settings, above those chosen here.
+        local_addr: this machine's address for the others; None takes the one on the way to the endpoint.
+        lost_after_s: how long a machine may be silent before the others go on without it.
+    """
+
+    min_nodes: int
+    max_nodes: int
+    endpoint: str
+    run_id: str
+    node_rank: int | None = None
+    rdzv_conf: Mapping[str, str] = field(default_factory=dict)
+    local_addr: str | None = None
+    lost_after_s: float = 60.0
+
+
+def run_agent(job: Job, policy: Policy, options: MachineOptions) -> None:
+    """Be this machine's agent until the run is over.
+
+    Args:
+        job: of this machine's workers; where they meet is still to be found out.
+        policy: how they are started, watched and ended; the restarts are those of the whole run.
+
+    Raises:
+        OSError: `policy.log_dir` cannot hold the files of a run; nothing has been started.
+        UnisonoError: the agents could not meet, or have lost one another.
+        StoppedError: the ranks of all machines have agreed to stop.
+        SystemExit: a signal has ended this agent; 128 + its number.
+        BaseException: the first cause of the run's failure, on whichever machine it was.
+    """
+    run = None
+    if policy.log_dir is not None:
+        facts = {**job.facts(), "num_machines": [options.min_nodes, options.max_nodes], "endpoint": options.endpoint}
+        run = RunDirectory.create(policy.log_dir, facts, str(facts["host"]))
+    warm(policy.start_method)  # while the agents meet
+    _quieten()
+    with variables_set(_VARIABLES), _served(options) as is_host:
+        handler = rendezvous_registry.get_rendezvous_handler(_parameters(options))
+        spec = WorkerSpec(
+            role="worker",
+            local_world_size=job.nprocs,
+            entrypoint="unisono",
+            rdzv_handler=handler,
+            max_restarts=policy.max_restarts,
+            monitor_interval=_LOOK_S,
+        )
+        agent = Agent(spec, job, policy, options, run)
+        with agent.others.attended(is_host):
+            verdict = _run(agent, options)
+        # A machine that was ended by a signal leaves the rendezvous open, for others to come.
+        if not (isinstance(verdict.error, SystemExit) and agent.was_asked):
+            with contextlib.suppress(RendezvousError):
+                handler.shutdown()
+    if run is not None:
+        run.finish_with(verdict, exit_code_of(verdict.error), agent.was_asked)
+    verdict.unwrap()
+
+
+def rendezvous_settings(options: MachineOptions) -> dict[str, str]:
+    """What the agents' meeting needs to be told."""
+    chosen = {
+        # How long a meeting of enough agents waits for more; a machine that comes later joins by a restart. Torch: 30.
+        "last_call_timeout": "2",
+        # A machine that is gone is given up after interval x attempts. Torch: 5 x 3, so 46 s in all until work goes on.
+        "keep_alive_interval": "1",
+        "keep_alive_max_attempt": "3",
+        # How long the machine of the store may be silent; the others end then.
+        "read_timeout": str(math.ceil(options.lost_after_s)),
+    }
+    # The store is served here, see `serves_endpoint`; torch would do so on all interfaces.
+    return {**chosen, **options.rdzv_conf, "is_host": "false"}
+
+
+class Agent(SimpleElasticAgent):
+    """Torch's agent, whose workers are a group of ours.
+
+    Args:
+        run: keeps the files of the run.
+
+    Attributes:
+        others: the other machines.
+        verdict: how this machine's last group ended; where it was a victim, the first cause that another one told.
+        was_asked: whether a signal has asked for the end.
+    """
+
+    def __init__(
+        self, spec: WorkerSpec, job: Job, policy: Policy, options: MachineOptions, run: RunDirectory | None
+    ) -> None:
+        super().__init__(spec)
+        self.verdict: Outcome[Any] = Outcome()
+        self.was_asked = False
+        self._job = job
+        self._policy = replace(policy, max_restarts=0)
+        self._options = options
+        self._run_directory = run
+        self._supervisor: Supervisor | None = None
+        self._patience_until: float | None = None  # for an early end that was asked for
+        self._lost = ""  # which machine, in a sentence
+        self.others = OtherMachines(
+            options.endpoint,
+            options.lost_after_s,
+            self.on_word,
+            self.on_lost,
+            self.on_cut_off,
+            (policy.hang_timeout_s or math.inf) / 5,
+        )
+
+    @contextmanager
+    def signals_handled(self) -> Iterator[None]:
+        """In the block, signals are those of the agent."""
+        before = {signum: signal.signal(signum, self.on_signal) for signum in _SIGNALS}
+        try:
+            yield
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+    def on_signal(self, signum: int, frame: FrameType | None) -> None:
+        is_repeated, self.was_asked = self.was_asked, True
+        may_wish = signum in (signal.SIGTERM, signal.SIGINT) and not is_repeated
+        if may_wish and self._supervisor is not None and self._supervisor.heeds_stop():
+            self._patience_until = time.monotonic() + self._policy.grace_s + _MARGIN_S
+            self._supervisor.ask_to_stop()
+            if signum == signal.SIGINT:
+                with contextlib.suppress(OSError):
+                    os.write(2, ASKED)  # a stream may be in the middle of a write here
+        elif signum != signal.SIGTERM or self._patience_until is None:  # which is only repeated
+            raise SignalException(f"pid {os.getpid()} got {signal.Signals(signum).name}", signal.Signals(signum))
+
+    def on_word(self, word: Word) -> None:
+        if self._supervisor is not None:
+            self._supervisor.hear(word)
+
+    def on_lost(self, reason: str) -> None:
+        """End the workers of this machine, which may wait for one that is lost."""
+        if reason != self._lost:
+            self._lost = reason
+            logger.warning("%s; the workers of this machine, which may wait for it, are ended", reason)
+        if self._supervisor is not None:
+            self._supervisor.give_up(UnisonoError(reason))
+
+    def on_cut_off(self, reason: str) -> None:
+        """End this agent, whose main thread waits in native code for an answer; its workers end with it."""
+        logger.warning("%s; this agent and its workers end", reason)
+        if self._run_directory is not None:
+            self._run_directory.finish("failed", exit_code=1, error=reason)
+        os._exit(1)
+
+    # What torch's agent asks for.
+
+    def _start_workers(self, group: Any) -> dict[int, Any]:  # torch annotates its numbers as None
+        name, first = _name_of(group), group.workers[0]
+        host, port = split_endpoint(self._options.endpoint)
+        job = replace(
+            self._job,
+            restart_count=group.spec.max_restarts - self._remaining_restarts,
+            first_rank=first.global_rank,
+            world_size=first.world_size,
+            node_rank=group.group_rank,
+            address=host,
+            port=port,
+            store=f"unisono/ranks/{name}",
+            environ={**self._job.environ, **_variables_of_group(group, self._options)},
+        )
+        self._lost = ""
+        self._supervisor = Supervisor(job, self._policy, self._run_directory, self.others)  # before it is to hear words
+        self.others.begin_round(name, group.group_rank, group.group_world_size)
+        self._supervisor.start()
+        return dict(enumerate(self._supervisor.pids()))
+
+    def _monitor_workers(self, group: WorkerGroup) -> RunResult:
+        assert self._supervisor is not None
+        if not self._supervisor.wait(0):
+            return self._wait()
+        verdict = self._supervisor.verdict
+        if verdict.error is None or isinstance(verdict.error, StoppedError):
+            self.others.say(is_done=True)
+            self.verdict = self._trouble_elsewhere() or verdict
+            if self.verdict is verdict:  # torch's agent would wait for the others for minutes, deaf to what they say
+                values = {each.global_rank: None for each in group.workers}
+                return RunResult(WorkerState.SUCCEEDED, values) if self.others.are_done() else self._wait()
+        else:
+            self.others.say(verdict=verdict.to_bytes())
+            self.verdict = self._first_cause(verdict) if verdict.is_secondary else verdict
+        if self.was_asked:
+            raise SignalException("the workers have failed on their way to an early end", signal.SIGTERM)
+        self._remaining_restarts *= self._supervisor.may_restart(self.verdict.error)
+        if self._remaining_restarts > 0:
+            restart_count = group.spec.max_restarts - self._remaining_restarts + 1
+            tell_restart(self.verdict, restart_count, group.spec.max_restarts, self._run_directory)
+        return RunResult(WorkerState.FAILED)
+
+    def _wait(self) -> RunResult:
+        if self._patience_until is not None and time.monotonic() > self._patience_until:
+            raise SignalException("the workers have not come to an early end", signal.SIGTERM)
+        return RunResult(WorkerState.HEALTHY)
+
+    def _trouble_elsewhere(self) -> Outcome[Any] | None:
+        """Why the group has failed, though the workers here have come to a good end."""
+        if self._lost:
+            return Outcome(error=UnisonoError(self._lost))
+        return next(iter(self.others.failures()), None)
+
+    def _first_cause(self, verdict: Outcome[Any]) -> Outcome[Any]:
+        """What another machine tells of it, in a moment; else the report of the victim that this one is."""
+        deadline = time.monotonic() + _CAUSE_S
+        while self.others.count > 0 and time.monotonic() < deadline:
+            if (found := self.others.failures()) and not found[0].is_secondary:
+                return found[0]
+            time.sleep(_LOOK_S)
+        return verdict
+
+    def _stop_workers(self, worker_group: WorkerGroup, *_: Any, **__: Any) -> None:
+        self._shutdown()
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *_: Any, **__: Any) -> None:
+        if self._supervisor is not None:
+            self._supervisor.end(Supervisor.interrupt if death_sig == signal.SIGINT else Supervisor.stop)
+
+
+def _run(agent: Agent, options: MachineOptions) -> Outcome[Any]:
+    try:
+        with agent.signals_handled():
+            agent.run()
+    except SignalException as stop:
+        logger.warning("stopped by %s", stop.sigval.name)
+        its_end = UnisonoError(f"the agent on {platform.node()} was stopped by {stop.sigval.name}")
+        agent.others.say(verdict=Outcome.failure(its_end).to_bytes())
+        return Outcome(error=SystemExit(128 + stop.sigval))
+    except (RendezvousError, TimeoutError, dist.DistError) as error:
+        lost = UnisonoError(
+            f"the agents could not meet at {options.endpoint}, or have lost one another: {type(error).__name__}: "
+            f"{error}{f' ({error.__cause__})' if error.__cause__ else ''}"
+        )
+        return Outcome(error=lost)
+    return agent.verdict
+
+
+@contextmanager
+def _served(options: MachineOptions) -> Iterator[bool]:
+    """Serve the endpoint for the block, or wait for whoever does; whether it is this process."""
+    is_host = serves_endpoint(options.endpoint, options.node_rank)
+    if "is_host" in options.rdzv_conf:
+        is_host = options.rdzv_conf["is_host"].lower() in ("1", "true", "t", "yes", "y")  # as torch reads it
+    store = None
+    if is_host:
+        host, port = split_endpoint(options.endpoint)
+        with contextlib.suppress(OSError):  # another agent of this machine was faster
+            store = serve_store(host, port, timedelta(seconds=options.lost_after_s), options.max_nodes == 1)
+    if store is None:
+        try:
+            wait_served(options.endpoint, float(options.rdzv_conf.get("join_timeout", 600)))
+        except TimeoutError as error:
+            raise UnisonoError(str(error)) from None
+    yield store is not None
+    del store  # until here it is served
+
+
+def _parameters(options: MachineOptions) -> RendezvousParameters:
+    return RendezvousParameters(
+        backend="c10d",
+        endpoint=options.endpoint,
+        run_id=options.run_id,
+        min_nodes=options.min_nodes,
+        max_nodes=options.max_nodes,
+        local_addr=options.local_addr or local_address(options.endpoint),
+        **rendezvous_settings(options),
+    )
+
+
+def _name_of(group: Any) -> str:
+    """What this start of all workers is called: the same on all machines, and never twice."""
+    key = "unisono/name"
+    if group.group_rank == 0:
+        group.store.set(key, uuid4().hex)  # in the store of this round
+    return str(group.store.get(key).decode())
+
+
+def _variables_of_group(group: Any, options: MachineOptions) -> dict[str, str]:
+    """What the workers find in their environment, beside what each is told of itself."""
+    found = {
+        "MASTER_ADDR": group.master_addr,
+        "MASTER_PORT": str(group.master_port),
+        "GROUP_WORLD_SIZE": str(group.group_world_size),
+    }
+    if options.local_addr and (interface := interface_of(options.local_addr)) is not None:
+        found["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", interface)
+    return found
+
+
+def _quieten() -> None:
+    """What the agent logs about failures is told by us, once; and its first such line would import torch._dynamo, for
+    two seconds, before anything is restarted. LOGLEVEL brings it back."""
+    quieten_store()
+    if "LOGLEVEL" not in os.environ:
+        for name in logging.root.manager.loggerDict:
+            if name.startswith(_LOGGERS):
+                logging.getLogger(name).setLevel(logging.CRITICAL)

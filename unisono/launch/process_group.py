@@ -1,0 +1,141 @@
+"""A worker's way into its world, and out of it: the same on one machine, on several, and under other launchers.
+
+The ranks meet in a store: a file in the private directory of a group (`rendezvous.py`), where all are of one machine;
+else a small server, at the address that their place names. Agents serve it for as long as they live. Where a launcher
+serves none, rank zero does, in its own process; so rank zero is the last to go, or the reason of a failure would go
+with it before its peers have read it.
+
+*Threads:* the main one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from datetime import timedelta
+from typing import Literal
+
+import torch.distributed as dist
+
+from unisono.comm.fitting import group_backend, process_communicator
+from unisono.launch.gloo_greetings import without_greetings
+from unisono.launch.hosts.addresses import address_towards, interface_of
+from unisono.launch.hosts.environment import Place
+from unisono.launch.hosts.store_server import quieten_store, serve_store
+from unisono.protocols import Backend
+from unisono.world import World
+
+_LINGER_S = 0.5  # how long the store of rank zero outlives a failure at most, for peers that still read why
+_CLOSE_S = 10.0  # and how long it waits for the last rank to leave
+_LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+
+_kept: dist.distributed_c10d.Store | None = None  # the store that goes with rank zero, seen from this rank
+
+
+def join(
+    place: Place,
+    backend: Backend,
+    timeout: timedelta,
+    is_checked: bool = False,
+    process_group: Literal["gloo"] | None = None,
+) -> World:
+    """Take a place among the ranks: bind the device, make the process group, meet the peers.
+
+    Raises:
+        RuntimeError, OSError: the peers could not be reached; torch's own words, with what was tried in a note.
+    """
+    device = backend.enter_worker(place.local_rank, place.local_world_size)
+    try:
+        _name_interface(place)
+        store = _store_of(place, timeout)
+        with without_greetings():
+            dist.init_process_group(
+                group_backend(backend, process_group),
+                store=store,
+                rank=place.rank,
+                world_size=place.world_size,
+                timeout=timeout,
+            )
+        comm = process_communicator(backend, device, store, is_checked)
+        comm.barrier()  # or a rank that is done soon would leave while a slow one still connects to it
+        if not place.address:  # elsewhere it would cost a collective more
+            comm.announce("the beginning of fn")
+    except (RuntimeError, OSError) as error:
+        error.add_note(_explanation(place))
+        raise
+    return World(
+        device=device,
+        backend=backend,
+        comm=comm,
+        rank=place.rank,
+        world_size=place.world_size,
+        local_rank=place.local_rank,
+        local_world_size=place.local_world_size,
+        node_rank=place.node_rank,
+        restart_count=place.restart_count,
+    )
+
+
+def depart(world: World, error: BaseException | None = None) -> None:
+    """Leave the joined world, or break it because of `error`; never raises. Idempotent."""
+    global _kept
+    store, _kept = _kept, None
+    with contextlib.suppress(RuntimeError):  # the store may be gone with its host
+        if error is not None:
+            world.comm.abort(error)
+        else:
+            world.comm.leave()
+    with contextlib.suppress(RuntimeError):
+        if store is not None and world.world_size > 1:
+            _go_last(store, world, _CLOSE_S if error is None else _LINGER_S)
+
+
+def _go_last(store: dist.distributed_c10d.Store, world: World, patience_s: float) -> None:
+    """Rank zero waits until every rank has said good-bye; the others only say it."""
+    gone = store.add("unisono/gone", 1)
+    deadline = time.monotonic() + patience_s
+    while world.rank == 0 and gone < world.world_size and time.monotonic() < deadline:
+        time.sleep(0.005)  # Store.wait would print warnings when the time is over, as it is after a peer was killed
+        gone = store.add("unisono/gone", 0)
+
+
+def _name_interface(place: Place) -> None:
+    """Tell gloo which interface leads to the peers; by itself it takes the one that the host's name resolves to."""
+    interface: str | None = _LOOPBACK  # needs no name service, and offers no address of another network
+    if place.address:
+        address = address_towards(place.address, place.port)
+        interface = interface_of(address) if address is not None else None
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+def _store_of(place: Place, timeout: timedelta) -> dist.distributed_c10d.Store:
+    global _kept
+    if not place.address:
+        return dist.FileStore(place.store, place.world_size)  # type: ignore[attr-defined] # torch re-exports it silently
+    quieten_store()
+    is_on_one_machine = place.local_world_size == place.world_size
+    if place.rank == 0 and not place.is_store_there:
+        server = serve_store(place.address, place.port, timeout, is_on_one_machine)
+    else:
+        server = dist.TCPStore(  # type: ignore[attr-defined]
+            place.address, place.port, None, False, timeout, wait_for_workers=False
+        )
+    # torchrun's store outlives a restart with the addresses of the dead in it. On one machine the restarts are counted
+    # alike; on several each agent counts its own, so that ours give the ranks of each start a name.
+    prefix = place.store or (f"unisono/{place.restart_count}" if is_on_one_machine else "unisono")
+    store = dist.PrefixStore(prefix, server)  # type: ignore[attr-defined]
+    if not place.store:
+        _kept = store
+    return store
+
+
+def _explanation(place: Place) -> str:
+    if not place.address:
+        return f"rank {place.rank} could not join the process group of its peers"
+    return (
+        f"rank {place.rank} of {place.world_size}, announced by {place.launcher}, could not meet its peers at "
+        f"{place.address}:{place.port}; all of them must be running and reach that address"
+    )

@@ -1,0 +1,160 @@
+"""What is done when a group seems to hang: its ranks are asked for their stacks, and a moment later it is said who is
+late.
+
+Of several machines each tells the others how far its ranks are (`Word`), so all know when nobody moves any more. The
+first to find it asks the others; each shows the stacks of its own ranks, and whoever has them all can tell.
+
+*Threads:* the supervisor's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from unisono.errors import WorkerHungError
+from unisono.launch.hang import HangWatch, all_wait, hung_error
+from unisono.launch.reports import Pulse
+from unisono.launch.verdict import Worker
+from unisono.launch.worker import stacks_path
+from unisono.stacks import main_stack
+
+if TYPE_CHECKING:
+    from unisono.launch.hosts.other_machines import OtherMachines, Word
+
+_IDLE = 0.05  # of a CPU: what threads of a process that waits need, which look at the clock
+_STACKS_S = 0.5  # how long the workers of a group that hangs have to write their stacks
+_OTHERS_S = 5.0  # how long other machines have to show theirs: some beats of theirs and ours
+
+
+class Standstill:
+    """A group's, from the first doubt to the error, or to the next progress.
+
+    Args:
+        watch: when the group hangs.
+        here: the ranks of this machine.
+        directory: where they write their stacks.
+        ask: sends the workers the signal for it.
+        others: the other machines, where the group has ranks on some.
+    """
+
+    def __init__(
+        self,
+        watch: HangWatch,
+        here: Collection[int],
+        directory: Path,
+        ask: Callable[[list[Worker]], None],
+        others: OtherMachines | None = None,
+    ) -> None:
+        self._watch = watch
+        self._here = here
+        self._directory = directory
+        self._ask = ask
+        self._others = others
+        self._due: float | None = None  # when the stacks that were asked for are expected
+        self._sizes: dict[int, int] = {}  # how long the files of the ranks' stacks were before
+        self._cpu_s = 0.0  # what they had used of the CPU
+        self._stacks: dict[int, str] | None = None  # of the ranks here, while those of the others are awaited
+        self._words: dict[int, Word] = {}  # the last of each other machine
+        self._told: dict[int, tuple[int, str]] = {}  # of the ranks here, to the other machines
+
+    def due(self) -> float | None:
+        """When to `face` it, unless something happens before."""
+        if self._due is not None:
+            return self._due
+        return min((each for each in (self._watch.deadline(), self._watch.doubt()) if each), default=None)
+
+    def tell_progress(self) -> None:
+        """Let the other machines know how far the ranks are here; what was shown of their stacks is old then."""
+        pulses = {rank: (its.progress, its.doing) for rank, its in self._watch.pulses.items() if rank in self._here}
+        if self._others is not None and pulses != self._told:
+            self._told, self._stacks = pulses, None
+            returned = [rank for rank in self._watch.returned if rank in self._here]
+            self._others.say(pulses=pulses, returned=returned, stacks={})
+
+    def hear(self, word: Word, now: float, running: Sequence[Worker]) -> None:
+        """Another machine has told how far its ranks are, or has asked."""
+        before = self._words.get(word.machine)
+        self._words[word.machine] = word
+        for rank, (progress, doing) in word.pulses.items():
+            self._watch.hear(rank, Pulse(progress, doing), now)
+        for rank in (before.pulses.keys() if before is not None else set()) - word.pulses.keys():
+            self._watch.forget(rank, now)
+        self._watch.returned.update(word.returned)
+        if word.num_asks > (0 if before is None else before.num_asks) and self._due is None:
+            self._begin(now, running)
+        if self._stacks is not None and self._is_answered():
+            self._due = now
+
+    def face(self, now: float, running: Sequence[Worker]) -> WorkerHungError | None:
+        """Ask for the stacks; later, unless a rank has moved, the error that says who is late.
+
+        Args:
+            running: the workers here that have not come to their end.
+        """
+        if self._due is None:
+            self._begin(now, running)
+            if self._others is not None:
+                self._others.ask()
+            return None
+        if self._stacks is None:
+            self._stacks = self._read(running)
+            if self._others is not None:
+                self._others.say(stacks={rank: main_stack(text) for rank, text in self._stacks.items()})
+                if not self._is_answered():
+                    self._due = now + _OTHERS_S
+                    return None
+        stacks, self._stacks, self._due = self._stacks, None, None
+        return self._judge(now, running, stacks)
+
+    def _begin(self, now: float, running: Sequence[Worker]) -> None:
+        self._due = now + _STACKS_S
+        paths = {worker.rank: stacks_path(self._directory, worker.rank) for worker in running}
+        self._sizes = {rank: path.stat().st_size for rank, path in paths.items() if path.exists()}
+        self._cpu_s = _cpu_seconds(running)
+        self._ask(list(running))
+
+    def _read(self, running: Sequence[Worker]) -> dict[int, str]:
+        ranks = {worker.rank for worker in running}
+        return {
+            rank: stacks_path(self._directory, rank).read_bytes()[size:].decode(errors="replace")
+            for rank, size in self._sizes.items()
+            if rank in ranks
+        }
+
+    def _judge(self, now: float, running: Sequence[Worker], stacks: dict[int, str]) -> WorkerHungError | None:
+        watch = self._watch
+        is_over, is_in_doubt = (at is not None and now >= at for at in (watch.deadline(), watch.doubt()))
+        if not is_over and not is_in_doubt:
+            return None
+        ranks = [worker.rank for worker in running]
+        if not is_over:
+            watch.note_look()
+            is_idle = _cpu_seconds(running) - self._cpu_s < _IDLE * _STACKS_S * len(running)
+            if not (is_idle and all_wait(watch, stacks, ranks)):
+                return None
+        for word in self._words.values():
+            stacks = {**stacks, **word.stacks}
+            ranks += word.pulses
+        return hung_error(watch, stacks, sorted(ranks), is_deadlock=not is_over)
+
+    def _is_answered(self) -> bool:
+        """Whether all machines that have ranks left have shown where these stand."""
+        if self._others is None:
+            return True
+        words = self._words.values()
+        return len(words) == self._others.count and all(word.stacks or not word.pulses for word in words)
+
+
+def _cpu_seconds(workers: Sequence[Worker]) -> float:
+    """What these have used of the CPU so far, together."""
+    total = 0.0
+    for worker in workers:
+        with contextlib.suppress(psutil.Error):
+            times = psutil.Process(worker.pid).cpu_times()
+            total += times.user + times.system
+    return total
