@@ -97,6 +97,17 @@ def test_words_for_the_number_of_workers_are_those_of_torchrun(run, script):
         assert output.split() == [str(usable_cores())] * usable_cores()
 
 
+def test_gloo_can_be_asked_for(run, script):
+    name = script("import torch.distributed as dist\nprint(dist.get_backend())")
+    given = ["-n", "2", "--backend", "cpu", "--no-prefix"]
+    for options, group in (([], "shm"), (["--process-group", "gloo"], "gloo")):
+        code, output, errors = run(*given, *options, name)
+        assert (code, output.split()) == (0, [group, group]), errors
+    code, _, errors = run(*given, "--process-group", "mpi", name)
+    assert code == 2
+    assert "process_group='mpi' does not exist; pass 'gloo'" in errors
+
+
 def test_threads_and_cores_of_workers_are_as_the_command_line_says(run, script):
     name = script("import os, torch\nprint(torch.get_num_threads(), len(os.sched_getaffinity(0)))")
     arguments = ["-n", "1", "--backend", "cpu", "--num-threads", "3", "--pin-cores", name]

@@ -41,10 +41,18 @@ def test_workers_draw_different_masks():
 def test_a_process_group_refuses_xla_tensors_and_takes_others():
     def calls(index: int) -> list[str]:
         own = torch.ones(2, device=current_world().device)
-        told = []
-        for call in (dist.all_reduce, lambda t: dist.broadcast(t, 0), lambda t: dist.all_gather([t, t], t)):
-            with pytest.raises(TypeError, match="got an XLA tensor, which process groups do not reduce") as refusal:
+        told, gloo = [], dist.new_group(backend="gloo")
+        for call in (
+            lambda t, group=None: dist.all_reduce(t, group=group),
+            lambda t, group=None: dist.broadcast(t, 0, group),
+            lambda t, group=None: dist.all_gather([t, t], t, group),
+        ):
+            with pytest.raises(
+                TypeError, match=r"takes dense tensors in main memory, got .* on xla:0; unisono.all_reduce"
+            ):
                 call(own)
+            with pytest.raises(TypeError, match="got an XLA tensor, which process groups do not reduce") as refusal:
+                call(own, gloo)
             told.append(str(refusal.value).split("'s ")[1].split()[0])
         host = torch.ones(1)
         dist.all_reduce(host)

@@ -313,7 +313,8 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's memory as one dimension; a copy where it has gaps or another order."""
     if not tensor.is_cpu or tensor.layout is not torch.strided:
         raise TypeError(
-            f"the process group {NAME!r} takes dense tensors in main memory, got {tensor.layout} on {tensor.device}"
+            f"the process group {NAME!r} takes dense tensors in main memory, got {tensor.layout} on {tensor.device}; "
+            "unisono.all_reduce and its like bring those of the rank's device there"
         )
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
