@@ -44,7 +44,10 @@ def number_at(url: str) -> float:
 def test_a_url_is_a_place_in_a_store_and_anything_else_a_path() -> None:
     assert location("s3://bucket/run/") == RemotePath("s3://bucket/run")
     assert location("file:///tmp/run") == Path("/tmp/run")
-    assert location("runs/one") == Path("runs/one")
+    assert location("runs/one") == Path.cwd() / "runs/one"
+    for slashless in (Path("s3://bucket/run"), "gs:/bucket"):
+        with pytest.raises(ValueError, match="was a URL"):
+            location(slashless)
 
 
 def test_the_last_few_are_kept_and_latest_names_the_last(store: Any) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -14,8 +15,8 @@ from typing import Any
 import torch
 
 from unisono.checkpoint.directory import Place, check_place, find
-from unisono.checkpoint.manifest import Manifest
-from unisono.checkpoint.remote import Location, score_at
+from unisono.checkpoint.manifest import Manifest, read_manifest
+from unisono.checkpoint.remote import Location, check_place_at, score_at
 from unisono.checkpoint.writing import Writer
 from unisono.errors import CheckpointError, CollectiveMismatchError
 from unisono.outcome import Outcome
@@ -55,22 +56,29 @@ def check_ranks(ranks: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
+def checked_score(score: Any) -> float | None:
+    """The score as a number; TypeError."""
+    try:
+        return None if score is None else float(score)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"score={score!r:.80} is a {type(score).__name__}; pass one number, or None") from None
+
+
 def chosen_place(place: Place | Callable[[], Place], score: float | None) -> Place | None:
     """Where the checkpoint goes; None where the one there has as good a score."""
     chosen = place() if callable(place) else place
-    if isinstance(chosen.path, Path):
-        check_place(chosen)
+    (check_place if isinstance(chosen.path, Path) else check_place_at)(chosen)
     if score is None:
         return chosen
     known = _score_at(chosen.path)
-    return chosen if score == score and (known is None or score > known) else None
+    return chosen if not math.isnan(score) and (known is None or score > known) else None
 
 
 def _score_at(path: Location) -> float | None:
     if not isinstance(path, Path):
         return score_at(path)
     try:
-        return find(path)[1].score
+        return find(path, read_manifest)[1].score  # no more of it: the loop waits
     except CheckpointError:
         return None
 

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from unisono.checkpoint.agreement import agreed, check_ranks, chosen_place, new_manifest, taken_failure
-from unisono.checkpoint.directory import STATE, Place, commit, new_mark, saving_path
+from unisono.checkpoint.agreement import agreed, check_ranks, checked_score, chosen_place, new_manifest, taken_failure
+from unisono.checkpoint.directory import SHARDS, STATE, Place, commit, new_mark, saving_path
 from unisono.checkpoint.files import Checksum, checksum_of, sync_directory, write_tensors
 from unisono.checkpoint.generators import generator_states, keep_device_generator, restore_generators
 from unisono.checkpoint.manifest import Manifest
@@ -38,7 +38,7 @@ from unisono.checkpoint.objects import (
     whole_states,
 )
 from unisono.checkpoint.plain_data import as_plain
-from unisono.checkpoint.reading import SHARDS, Contents, read_contents
+from unisono.checkpoint.reading import HELD, Contents, read_contents
 from unisono.checkpoint.remote import Location, publish
 from unisono.checkpoint.staging import HostMemory, host_view
 from unisono.checkpoint.writing import Writer
@@ -169,6 +169,7 @@ class Saver:
             OSError, CheckpointError, TypeError: it cannot be saved; on all ranks.
         """
         world, comm = self.world, self.world.comm
+        score = checked_score(score)
         comm.announce(f"save_state at step {step}")
         self._writer.wait()
         own = self._own_part(objects, extra)
@@ -213,7 +214,7 @@ class Saver:
                 with without_greetings():
                     self._group = ShardGroup()
             contents["states"], parts, values = divided_states(objects, world, copy)
-            parts.update((f"held/{world.rank}/{name}", copy(each)) for name, each in held.items())
+            parts.update((f"{HELD}/{world.rank}/{name}", copy(each)) for name, each in held.items())
             return _Copied(contents, parts, values)
         if extra is not None and extra.held is not None:
             contents["held"] = self._gather_held(held, copy)

@@ -16,15 +16,17 @@ import torch.distributed as dist
 
 from unisono.errors import CheckpointError, DamagedCheckpointError
 
-_SAFE: dict[str, set[str] | None] = {
-    "torch.distributed.checkpoint.metadata": None,
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "StorageMeta"},
+_SAFE: dict[str, set[str]] = {
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "StorageMeta", "BytesStorageMetadata", "ChunkStorageMetadata"),
+        *("TensorStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
-    "torch": None,
     "collections": {"OrderedDict"},
     "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath"},
 }
-"""What the metadata may name, by module; None stands for all classes of it."""
+"""What the metadata may name, by module. No module has all of its names here: what it has imported is among them."""
 
 
 class ShardGroup:
@@ -94,11 +96,9 @@ class _Metadata(pickle.Unpickler):
     """Reads torch's metadata, and runs nothing else: it is a pickle."""
 
     def find_class(self, module: str, name: str) -> Any:
-        names = _SAFE.get(module, set())
-        if names is not None and name not in names:
-            raise DamagedCheckpointError(f"the metadata of a checkpoint names {module}.{name}, which is not run")
-        found = super().find_class(module, name)
-        is_plain = isinstance(found, torch.dtype | torch.layout | torch.memory_format) or found is torch.Size
-        if module == "torch" and not is_plain:
-            raise DamagedCheckpointError(f"the metadata of a checkpoint names torch.{name}, which is not run")
-        return found
+        if name in _SAFE.get(module, set()):
+            return super().find_class(module, name)
+        found = vars(torch).get(name) if module == "torch" else None
+        if isinstance(found, torch.dtype | torch.layout | torch.memory_format) or found is torch.Size:
+            return found
+        raise DamagedCheckpointError(f"the metadata of a checkpoint names {module}.{name}, which is not run")
