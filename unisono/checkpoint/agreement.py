@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,21 @@ def agreed(ask: Callable[[], Any], world: World) -> Any:
     outcome: Outcome[Any] = Outcome.capture(ask) if world.rank == 0 else Outcome()
     if outcome.error is not None and not isinstance(outcome.error, Exception):
         raise outcome.error
-    found, error = world.comm.broadcast_object((outcome.value, outcome.error))
-    if error is not None:
-        raise outcome.error or error
+    found, failed = world.comm.broadcast_object((outcome.value, told(outcome.error)))
+    raise_any([failed], outcome.error)
     return found if world.rank else outcome.value
+
+
+def told(error: BaseException | None) -> bytes | None:
+    """An error for the other ranks, which need not be one that can be pickled."""
+    return None if error is None else Outcome.failure(error).to_bytes()
+
+
+def raise_any(failed: Sequence[bytes | None], own: BaseException | None) -> None:
+    """Raise, on all ranks, what one has told of; this rank's own error as it is."""
+    for each in failed:
+        if each is not None:
+            Outcome.failure(own).unwrap() if own is not None else Outcome.from_bytes(each).unwrap()
 
 
 def taken_failure(writer: Writer) -> BaseException | None:
@@ -40,16 +51,12 @@ def taken_failure(writer: Writer) -> BaseException | None:
     return failure
 
 
-def check_ranks(ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Raise what an earlier save has failed with on any rank; refuse ranks that stand at different steps.
+def check_steps(steps: Sequence[int]) -> None:
+    """Refuse ranks that stand at different steps.
 
     Raises:
         CollectiveMismatchError: they do.
     """
-    for each in ranks:
-        if each["failure"] is not None:
-            raise each["failure"]
-    steps = [each["step"] for each in ranks]
     if len(set(steps)) > 1:
         raise CollectiveMismatchError(
             f"the ranks stand at different steps: {steps}, by rank; save after the same step on all of them"

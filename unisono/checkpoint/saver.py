@@ -20,7 +20,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from unisono.checkpoint.agreement import agreed, check_ranks, checked_score, chosen_place, new_manifest, taken_failure
+from unisono.checkpoint.agreement import (
+    agreed,
+    check_steps,
+    checked_score,
+    chosen_place,
+    new_manifest,
+    raise_any,
+    taken_failure,
+    told,
+)
 from unisono.checkpoint.directory import SHARDS, STATE, Place, commit, new_mark, saving_path
 from unisono.checkpoint.files import Checksum, checksum_of, sync_directory, write_tensors
 from unisono.checkpoint.generators import generator_states, keep_device_generator, restore_generators
@@ -172,9 +181,10 @@ class Saver:
         score = checked_score(score)
         comm.announce(f"save_state at step {step}")
         self._writer.wait()
-        own = self._own_part(objects, extra)
-        ranks = comm.all_gather_object({"step": step, "failure": taken_failure(self._writer), "rank": own})
-        check_ranks(ranks)
+        own, failure = self._own_part(objects, extra), taken_failure(self._writer)
+        ranks = comm.all_gather_object({"step": step, "failure": told(failure), "rank": own})
+        raise_any([each["failure"] for each in ranks], failure)
+        check_steps([each["step"] for each in ranks])
         chosen, mark = agreed(lambda: (chosen_place(place, score), new_mark()), world)
         if chosen is None:
             return None
@@ -189,9 +199,7 @@ class Saver:
         write = partial(self._write, chosen, contents, parts, manifest, mark)
         if not is_async:
             result = Outcome.capture(write)
-            for each in comm.all_gather_object(result.error):
-                if each is not None:
-                    raise result.error or each
+            raise_any(comm.all_gather_object(told(result.error)), result.error)
         elif contents is not None or parts is not None:
             self._writer.start(write, f"saving {chosen.path} at step {step}")
         path: Location = chosen.path
@@ -241,10 +249,8 @@ class Saver:
 
     def _agreed_copy(self, outcome: Outcome[_Copied]) -> tuple[dict[str, Any] | None, dict[str, torch.Tensor] | None]:
         """What goes into `state.pt`, on rank zero, and this rank's parts; if all ranks have copied theirs."""
-        found = self.world.comm.all_gather_object((outcome.error, outcome.value and outcome.value.values))
-        for error, _ in found:
-            if error is not None:
-                raise outcome.error or error
+        found = self.world.comm.all_gather_object((told(outcome.error), outcome.value and outcome.value.values))
+        raise_any([failed for failed, _ in found], outcome.error)
         copied = outcome.unwrap()
         if copied.parts is not None:
             copied.contents["values"] = [values for _, values in found]

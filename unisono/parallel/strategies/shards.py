@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from unisono.errors import CheckpointError, DamagedCheckpointError
+from unisono.outcome import chain_of
 
 _SAFE: dict[str, set[str]] = {
     "torch.distributed.checkpoint.metadata": {
@@ -44,15 +45,27 @@ class ShardGroup:
 
         Raises:
             CheckpointError: rank zero could not begin.
-            CheckpointException: of torch's: a rank could not write; on all of them.
+            Exception: a rank could not write; on all of them.
         """
         if not self._all_are_ready(True):
             raise CheckpointError(f"rank zero could not begin to write {directory}; its own error says why")
+        from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
         from torch.distributed.checkpoint.state_dict_saver import save
 
-        writer = FileSystemWriter(directory, sync_files=True)
-        save(dict(parts), storage_writer=writer, process_group=self._group)
+        class Writer(FileSystemWriter):
+            def write_data(self, *args: Any, **kwargs: Any) -> Any:
+                try:
+                    return super().write_data(*args, **kwargs)
+                except RuntimeError as error:  # of a file that cannot be ended, since the disk is full
+                    raise next((each for each in chain_of(error) if isinstance(each, OSError)), error) from None
+
+        try:
+            save(dict(parts), storage_writer=Writer(directory, sync_files=True), process_group=self._group)
+        except CheckpointException as failed:  # which is no Exception, and has all tracebacks for its text
+            rank, (error, _) = min(failed.failures.items())
+            error.add_note(f"rank {rank} wrote its part of {directory}")
+            raise error from None
 
     def abandon(self) -> None:
         """Instead of `write`: this rank has failed before, and the others are not to wait for it."""
