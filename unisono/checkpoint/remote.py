@@ -82,7 +82,7 @@ def location(path: str | os.PathLike[str] | RemotePath) -> Location:
     file:// is a path.
 
     Raises:
-        ValueError: a URL was made a `Path`, which has taken a slash from it.
+        ValueError: a URL was made a `Path`, which has taken a slash from it; or it is a chain of file systems.
     """
     if isinstance(path, RemotePath):
         return path
@@ -90,7 +90,10 @@ def location(path: str | os.PathLike[str] | RemotePath) -> Location:
     if _WAS_URL.match(text):
         raise ValueError(f"{text!r} was a URL before it was made a path; pass it as a text, with two slashes")
     if "://" in text and not text.startswith("file://"):
-        return RemotePath(text.rstrip("/"))
+        if "::" in text:  # a cache shows what was there before, and "dir::" puts files where it does not find them
+            raise ValueError(f"{text!r} is a chain of file systems; pass the URL of the store itself")
+        scheme, _, place = text.partition("://")
+        return RemotePath(f"{scheme}://{place.rstrip('/')}")
     return Path(text.removeprefix("file://")).resolve()
 
 
