@@ -76,6 +76,16 @@ def test_what_is_no_checkpoint_stays_and_does_not_count(store: Any) -> None:
     assert store.exists("/unisono/data/train.bin")
 
 
+def test_a_store_that_has_directories_serves_too(tmp_path: Path) -> None:
+    url = f"local://{tmp_path}/run"
+    with Checkpointer(url, keep=1, every=1, model=filled(3)) as checkpointer:
+        for _ in range(3):
+            checkpointer.step()
+        checkpointer.save(f"{url}/best")
+    assert sorted(each.name for each in (tmp_path / "run").iterdir()) == ["best", "checkpoint_3", "latest"]
+    assert number_at(url) == number_at(f"{url}/best") == 3
+
+
 def test_the_last_ones_are_kept_whatever_their_numbers(store: Any) -> None:
     checkpointer = Checkpointer(f"{ROOT}/run", keep=2, is_async=False, model=filled(1))
     for checkpointer.num_steps in (10, 20, 4, 5):

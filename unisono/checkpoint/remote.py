@@ -244,7 +244,8 @@ def _candidates(path: RemotePath) -> list[RemotePath]:
 
 def _latest_at(root: RemotePath) -> RemotePath:
     store, base = root.store()
-    return root / store.cat_file(f"{base}/{LATEST}").decode().strip()
+    name: str = store.cat_file(f"{base}/{LATEST}").decode().strip()
+    return root / name
 
 
 def _fetch_one(path: RemotePath, into: Path) -> Path:
