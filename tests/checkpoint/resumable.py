@@ -5,6 +5,7 @@ Each sample of an epoch has a number, which goes into a ledger that is saved wit
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from unisono import Accelerator, all_gather_samples, current_world, world_size
 
-SAMPLES, GLOBAL_BATCH, EPOCHS = 90, 24, 2  # four rounds in an epoch, the last of 18 samples
+SAMPLES, GLOBAL_BATCH, EPOCHS = 90, 24, 2
+ROUNDS = 4  # in an epoch, the last of 18 samples
 
 
 class Points(Dataset):
@@ -123,6 +125,13 @@ def weights_of(accelerator: Accelerator, model: nn.Module) -> torch.Tensor:
 def assert_each_once(ledger: Ledger, epochs: int = EPOCHS) -> None:
     """Each sample of each epoch was trained on once."""
     assert [sorted(each) for each in ledger.seen[:epochs]] == [list(range(SAMPLES))] * epochs
+
+
+def drawn_batch() -> int:
+    """In the midst of an epoch: another one for each seed of pytest, which `--randomly-seed` sets."""
+    drawn = random.choice([number for number in range(1, EPOCHS * ROUNDS) if number % ROUNDS])
+    print(f"the run ends behind batch {drawn}")
+    return drawn
 
 
 def leave_after(batches: int, is_async: bool = False) -> Callable[[Accelerator, int], bool]:

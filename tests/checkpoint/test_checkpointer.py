@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import json
 import logging
+import os
 import pickle
 import random
 import threading
@@ -33,6 +35,7 @@ from unisono.errors import (
     NoCheckpointError,
     StateSeedError,
 )
+from unisono.parallel.strategies.shards import read_shards
 
 SEVERAL = pytest.mark.parametrize("mode", fitting(THREADS_3, PROCESSES_2), ids=str)
 
@@ -139,6 +142,31 @@ def test_an_error_that_nobody_asks_for_is_in_the_log(tmp_path: Path, caplog: pyt
     assert "checkpoint_0 at step 0 has failed: OSError" in caplog.text
 
 
+class OwnError(Exception):
+    """Of a user: it cannot be pickled as it is."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(f"{first} and {second}")
+        self.lock = threading.Lock()
+
+
+@SEVERAL
+@pytest.mark.parametrize("failing", [0, 1])
+def test_what_a_state_dict_raises_on_one_rank_keeps_its_type(tmp_path: Path, mode: Mode, failing: int) -> None:
+    class Failing(Anything):
+        def state_dict(self) -> Any:
+            if current_world().rank == failing:
+                raise OwnError(1, 2)
+            return {}
+
+    def body() -> str:
+        with pytest.raises(OwnError) as caught:
+            save(tmp_path / "one", thing=Failing())
+        return str(caught.value)
+
+    assert mode.run(body) == ["1 and 2"] * mode.ranks
+
+
 @pytest.mark.any_family
 @pytest.mark.parametrize("mode", fitting(THREADS_3), ids=str)
 def test_a_failed_save_is_raised_on_all_ranks(tmp_path: Path, mode: Mode) -> None:
@@ -210,6 +238,94 @@ def test_a_directory_of_something_else_is_not_replaced(tmp_path: Path) -> None:
         save(tmp_path / "all", model=nn.Linear(2, 2))
 
 
+def test_the_file_of_another_program_with_the_manifests_name_makes_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    with pytest.raises(FileExistsError, match="is no checkpoint"):
+        save(tmp_path, model=nn.Linear(2, 2))
+    assert names_in(tmp_path) == ["manifest.json"]
+
+
+def test_numbered_directories_of_something_else_stay_and_do_not_count(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint_1").mkdir()
+    (tmp_path / "checkpoint_1" / "model.safetensors").write_text("of another framework")
+    checkpointer = Checkpointer(tmp_path, keep=2, is_async=False, model=nn.Linear(2, 2))
+    for checkpointer.num_steps in (2, 3, 4):
+        checkpointer.save()
+    assert names_in(tmp_path) == ["checkpoint_1", "checkpoint_3", "checkpoint_4", "latest"]
+    checkpointer.num_steps = 1
+    with pytest.raises(FileExistsError, match="checkpoint_1 is no checkpoint"):
+        checkpointer.save()
+
+
+def test_the_last_ones_are_kept_though_the_clock_was_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpointer = Checkpointer(tmp_path, keep=2, is_async=False, model=nn.Linear(2, 2))
+    for checkpointer.num_steps, now in [(1, 2e9), (2, 2e9), (3, 1e9), (4, 0.5e9)]:
+        monkeypatch.setattr("time.time", lambda now=now: now)
+        checkpointer.save()
+    assert names_in(tmp_path) == ["checkpoint_3", "checkpoint_4", "latest"]
+    (tmp_path / "latest").unlink()
+    assert checkpointer.load().step == 4
+
+
+def test_a_relative_path_means_the_same_after_a_change_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    with Checkpointer("runs", is_async=False, model=nn.Linear(2, 2)) as checkpointer:
+        os.chdir(tmp_path / "elsewhere")
+        checkpointer.save()
+    assert names_in(tmp_path / "runs") == ["checkpoint_0", "latest"]
+    assert names_in(tmp_path / "elsewhere") == []
+
+
+def test_a_link_stays_a_link_and_what_it_points_to_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "best").symlink_to(tmp_path / "disk" / "best")
+    for number in (1, 2):
+        save(tmp_path / "best", step=number, model=nn.Linear(2, 2))
+    assert (tmp_path / "best").is_symlink()
+    assert load(tmp_path / "best", model=nn.Linear(2, 2)).step == 2
+    assert names_in(tmp_path) == ["best", "disk"]
+    save(tmp_path / "disk" / "checkpoint_0", model=nn.Linear(2, 2))
+    (tmp_path / "all").mkdir()
+    (tmp_path / "all" / "checkpoint_0").symlink_to(tmp_path / "disk" / "checkpoint_0")
+    with Checkpointer(tmp_path / "all", keep=1, every=1, model=nn.Linear(2, 2)) as checkpointer:
+        checkpointer.step()
+    assert names_in(tmp_path / "all") == ["checkpoint_1", "latest"]
+    assert names_in(tmp_path / "disk") == ["best", "checkpoint_0"]
+
+
+@pytest.mark.parametrize("score", [torch.tensor(0.5), numpy.float32(0.5), True])
+def test_a_score_is_a_number_of_any_kind(tmp_path: Path, score: Any) -> None:
+    with Checkpointer(tmp_path / "all", model=nn.Linear(2, 2)) as checkpointer:
+        checkpointer.save(tmp_path / "best", score=score)
+        assert checkpointer.load(tmp_path / "best").score == float(score)
+        with pytest.raises(TypeError, match=r"score=\[1\] is a list; pass one number"):
+            checkpointer.save(tmp_path / "best", score=[1])
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_tensors_keep_type_layout_and_values(tmp_path: Path, is_async: bool) -> None:
+    tensors = {
+        "empty": torch.zeros(0, 3),
+        "flags": torch.tensor([True, False]),
+        "half": torch.ones(3, dtype=torch.bfloat16),
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+        "transposed": torch.arange(6).view(2, 3).T,
+        "channels last": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        "part": torch.arange(1000)[3:5],
+        "sparse": torch.eye(3).to_sparse(),
+    }
+    with Checkpointer(tmp_path, is_async=is_async, thing=Anything(tensors)) as checkpointer:
+        checkpointer.save()
+    found = Anything()
+    load(tmp_path, thing=found)
+    for name, each in tensors.items():
+        torch.testing.assert_close(found.state[name], each, check_stride=True, rtol=0, atol=0)
+        assert found.state[name].untyped_storage().nbytes() < 1000 if not each.is_sparse else True
+    assert (tmp_path / "checkpoint_0" / "state.pt").stat().st_size < 30_000
+
+
 def test_where_there_is_none_that_is_told(tmp_path: Path) -> None:
     assert load(tmp_path / "none", must_exist=False, model=nn.Linear(2, 2)) is None
     with pytest.raises(NoCheckpointError, match=r"there is no checkpoint at .*none"):
@@ -277,6 +393,32 @@ def test_a_file_that_would_run_code_is_refused(tmp_path: Path, capsys: pytest.Ca
     with pytest.raises(DamagedCheckpointError, match="no plain data"):
         load(tmp_path / "bad", model=nn.Linear(2, 2))
     assert "run" not in capsys.readouterr().out
+
+
+def test_metadata_of_parts_that_would_run_code_are_refused(tmp_path: Path) -> None:
+    def named(text: str) -> bytes:
+        return b"\x8c" + bytes([len(text)]) + text.encode()
+
+    for module, name in (
+        ("torch.distributed.checkpoint.metadata", "os.system"),  # which that module has imported
+        ("torch", "os.system"),
+        ("os", "system"),
+    ):
+        call = b"\x80\x04" + named(module) + named(name) + b"\x93" + named(f"touch {tmp_path / 'run'}") + b"\x85R."
+        (tmp_path / ".metadata").write_bytes(call)
+        with pytest.raises(DamagedCheckpointError, match=f"names {module}.{name}, which is not run"):
+            read_shards(tmp_path)
+    assert names_in(tmp_path) == [".metadata"]
+
+
+def test_a_manifest_that_names_files_elsewhere_is_refused(tmp_path: Path) -> None:
+    save(tmp_path / "one", model=nn.Linear(2, 2))
+    file = tmp_path / "one" / "manifest.json"
+    manifest = Manifest.from_bytes(file.read_bytes(), file)
+    for name in ("../elsewhere", "/etc/passwd", "shards/../../x"):
+        file.write_bytes(dataclasses.replace(manifest, files={name: [1, 1]}).to_bytes())
+        with pytest.raises(DamagedCheckpointError, match="which is not in the checkpoint"):
+            load(tmp_path / "one", model=nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,9 @@ from file_faults import (
     kill_at,
     write_tree,
 )
+from torch import nn
 
+from unisono import Accelerator, spawn
 from unisono.checkpoint.checkpointer import Checkpointer, load, save
 from unisono.errors import CheckpointError, NoCheckpointError
 from unisono.outcome import Outcome
@@ -195,6 +197,36 @@ def test_a_full_disk_is_an_error_and_leaves_what_was_there(tmp_path: Path) -> No
         subprocess.run(["umount", tmp_path], check=True)
 
 
+def save_parts_until_full(index: int, root: Path) -> int:
+    accelerator = Accelerator(strategy="fsdp", project_dir=root)
+    accelerator._states._saver._sharded = True
+    model = accelerator.prepare(nn.Linear(300, 300))
+    assert model is not None  # what is dropped is not saved
+    saved = 0
+    with pytest.raises(OSError, match="No space left on device"):
+        while True:
+            accelerator.save_state()
+            saved += 1
+    return saved
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system takes root")
+def test_a_full_disk_is_the_same_error_on_all_ranks_where_all_of_them_write(tmp_path: Path) -> None:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", tmp_path], capture_output=True).returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        first, second = spawn(save_parts_until_full, args=(tmp_path,), nprocs=2, num_threads=1)
+        assert first == second > 1
+        names = {each.name for each in (tmp_path / "checkpoints").iterdir()}
+        assert names == {*(f"checkpoint_{number}" for number in range(first)), "latest"}
+        taken = load(tmp_path / "checkpoints", model_0=nn.Linear(300, 300))
+        assert taken is not None
+        assert taken.path.name == f"checkpoint_{first - 1}"
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
 def test_a_directory_that_may_not_be_written_is_an_error_that_names_it(tmp_path: Path) -> None:
     save_numbered(tmp_path, 1)
     tmp_path.chmod(0o555)
@@ -215,6 +247,34 @@ def test_a_directory_that_may_not_be_written_is_an_error_that_names_it(tmp_path:
         for each in closed:
             each.chmod(each.stat().st_mode & ~0o011)
         tmp_path.chmod(0o755)
+
+
+def test_what_only_a_kill_has_left_of_the_best_one_outlives_other_saves_beside_it(tmp_path: Path) -> None:
+    save_best(tmp_path / "root", 1)
+    found = []
+    for root in each_killed(tmp_path / "root", save_best, 2, every=1):
+        save_numbered(root, 7)
+        found.append(loaded(root / "best"))
+        save_best(root, 3)
+        assert not list(root.glob(".*"))
+    assert found == sorted(found)
+    assert set(found) == {1, 2}
+
+
+def test_a_rename_that_fails_leaves_the_one_before_under_its_name(tmp_path: Path) -> None:
+    save_best(tmp_path, 1)
+    names: list[str] = []
+
+    def act(count: int, name: str, operation: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        names.append(name)
+        if names.count("rename") == 2 and name == "rename":
+            raise OSError(errno.EIO, "no")
+        return operation(*args, **kwargs)
+
+    with at_each_operation(act), pytest.raises(OSError, match="no"):
+        save_best(tmp_path, 2)
+    assert [each.name for each in tmp_path.iterdir()] == ["best"]
+    assert loaded(tmp_path / "best") == 1
 
 
 def damage(path: Path, draw: random.Random, how: str) -> None:

@@ -44,7 +44,11 @@ def number_at(url: str) -> float:
 def test_a_url_is_a_place_in_a_store_and_anything_else_a_path() -> None:
     assert location("s3://bucket/run/") == RemotePath("s3://bucket/run")
     assert location("file:///tmp/run") == Path("/tmp/run")
-    assert location("runs/one") == Path("runs/one")
+    assert location("runs/one") == Path.cwd() / "runs/one"
+    assert str(location("memory://") / "best") == "memory:///best"
+    for wrong in (Path("s3://bucket/run"), "gs:/bucket", "simplecache::s3://bucket/run"):
+        with pytest.raises(ValueError, match=r"was a URL|is a chain"):
+            location(wrong)
 
 
 def test_the_last_few_are_kept_and_latest_names_the_last(store: Any) -> None:
@@ -56,6 +60,38 @@ def test_the_last_few_are_kept_and_latest_names_the_last(store: Any) -> None:
     assert number_at(f"{ROOT}/run") == 3
     with Checkpointer(f"{ROOT}/run", model=filled(0)) as checkpointer:
         assert checkpointer.load().step == 4
+
+
+def test_what_is_no_checkpoint_stays_and_does_not_count(store: Any) -> None:
+    store.pipe_file("/unisono/data/train.bin", b"years of work")
+    with pytest.raises(FileExistsError, match=r"holds train.bin.*data/best"):
+        save(f"{ROOT}/data", model=filled(1))
+    store.pipe_file("/unisono/run/checkpoint_0/model.safetensors", b"of another framework")
+    store.pipe_file("/unisono/run/checkpoint_9/0123456789ab/state.pt", b"a save that was killed")
+    with Checkpointer(f"{ROOT}/run", keep=2, every=1, model=filled(1)) as checkpointer:
+        for _ in range(3):
+            checkpointer.step()
+    names = sorted(each.rpartition("/")[2] for each in store.ls("/unisono/run", detail=False))
+    assert names == ["checkpoint_0", "checkpoint_2", "checkpoint_3", "latest"]
+    assert store.exists("/unisono/data/train.bin")
+
+
+def test_a_store_that_has_directories_serves_too(tmp_path: Path) -> None:
+    url = f"local://{tmp_path}/run"
+    with Checkpointer(url, keep=1, every=1, model=filled(3)) as checkpointer:
+        for _ in range(3):
+            checkpointer.step()
+        checkpointer.save(f"{url}/best")
+    assert sorted(each.name for each in (tmp_path / "run").iterdir()) == ["best", "checkpoint_3", "latest"]
+    assert number_at(url) == number_at(f"{url}/best") == 3
+
+
+def test_the_last_ones_are_kept_whatever_their_numbers(store: Any) -> None:
+    checkpointer = Checkpointer(f"{ROOT}/run", keep=2, is_async=False, model=filled(1))
+    for checkpointer.num_steps in (10, 20, 4, 5):
+        checkpointer.save()
+    names = sorted(each.rpartition("/")[2] for each in store.ls("/unisono/run", detail=False))
+    assert names == ["checkpoint_4", "checkpoint_5", "latest"]
 
 
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)

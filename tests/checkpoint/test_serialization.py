@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import json
 import math
 import struct
+import zlib
 from typing import Any, NamedTuple
 
 import pytest
@@ -119,3 +121,37 @@ def test_wrong_bytes_and_newer_ones_are_told_apart() -> None:
     newer[7:8] = struct.pack("B", 2)
     with pytest.raises(CheckpointVersionError, match="version 2 of the format"):
         deserialize(newer)
+
+
+def forged(described: Any) -> bytes:
+    """Bytes with the right checksum, of a description that `serialize` does not make."""
+    text = json.dumps(described).encode()
+    rest = text + bytes(-(33 - 5 + len(text)) % 64)
+    lengths = struct.pack("<QQ", len(rest), len(text))
+    return b"UNISONO\x01" + struct.pack("<I", zlib.crc32(rest, zlib.crc32(lengths))) + lengths + rest
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        *(["again", 5], ["nothing"], [], ["dtype", "load"], ["float", "x"], ["tensor"], {"a": 1, "b": ["tensor"]}),
+        *(["tensor", "float32", shape, False, "cpu", 0, size] for shape, size in (([4], 0), ([10**12], 0), ([-1], 0))),
+        ["tensor", "float32", [10], False, "cpu", 0, 40],
+    ],
+    ids=str,
+)
+def test_bytes_that_somebody_has_forged_are_an_error(described: Any) -> None:
+    if isinstance(described, dict):
+        described = ["dict", list(described.items())]
+    with pytest.raises(DamagedCheckpointError, match="describe nothing that"):
+        deserialize(forged(described))
+
+
+def test_a_named_tuple_that_has_other_fields_by_now_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = serialize(Pair(1, 2))
+    assert deserialize(data) == Pair(1, 2)
+    monkeypatch.setattr(f"{__name__}.Pair", collections.namedtuple("Pair", ["one"]))
+    with pytest.raises(CheckpointError, match="Pair has the fields one here, and 2 were given"):
+        deserialize(data)
+    with pytest.raises(CheckpointError, match=r"os.system is not defined here"):
+        deserialize(forged(["named", "os", "system", ["true"]]))

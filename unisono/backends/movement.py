@@ -23,9 +23,9 @@ def send(leaf: Any, device: torch.device, non_blocking: bool = False) -> Any:
 
 
 def host_buffer(like: torch.Tensor) -> torch.Tensor:
-    """Main memory for a copy of that tensor, page-locked where the device copies faster into such."""
+    """Main memory for a copy of that tensor, laid out alike, page-locked where the device copies faster into such."""
     pins = like.device.type == "cuda"
-    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=pins)
+    return torch.empty_like(like, device="cpu", pin_memory=pins)
 
 
 def move_module(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:

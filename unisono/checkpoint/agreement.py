@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from typing import Any
 import torch
 
 from unisono.checkpoint.directory import Place, check_place, find
-from unisono.checkpoint.manifest import Manifest
-from unisono.checkpoint.remote import Location, score_at
+from unisono.checkpoint.manifest import Manifest, read_manifest
+from unisono.checkpoint.remote import Location, check_place_at, score_at
 from unisono.checkpoint.writing import Writer
 from unisono.errors import CheckpointError, CollectiveMismatchError
 from unisono.outcome import Outcome
@@ -27,10 +28,21 @@ def agreed(ask: Callable[[], Any], world: World) -> Any:
     outcome: Outcome[Any] = Outcome.capture(ask) if world.rank == 0 else Outcome()
     if outcome.error is not None and not isinstance(outcome.error, Exception):
         raise outcome.error
-    found, error = world.comm.broadcast_object((outcome.value, outcome.error))
-    if error is not None:
-        raise outcome.error or error
+    found, failed = world.comm.broadcast_object((outcome.value, told(outcome.error)))
+    raise_any([failed], outcome.error)
     return found if world.rank else outcome.value
+
+
+def told(error: BaseException | None) -> bytes | None:
+    """An error for the other ranks, which need not be one that can be pickled."""
+    return None if error is None else Outcome.failure(error).to_bytes()
+
+
+def raise_any(failed: Sequence[bytes | None], own: BaseException | None) -> None:
+    """Raise, on all ranks, what one has told of; this rank's own error as it is."""
+    for each in failed:
+        if each is not None:
+            Outcome.failure(own).unwrap() if own is not None else Outcome.from_bytes(each).unwrap()
 
 
 def taken_failure(writer: Writer) -> BaseException | None:
@@ -39,38 +51,41 @@ def taken_failure(writer: Writer) -> BaseException | None:
     return failure
 
 
-def check_ranks(ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Raise what an earlier save has failed with on any rank; refuse ranks that stand at different steps.
+def check_steps(steps: Sequence[int]) -> None:
+    """Refuse ranks that stand at different steps.
 
     Raises:
         CollectiveMismatchError: they do.
     """
-    for each in ranks:
-        if each["failure"] is not None:
-            raise each["failure"]
-    steps = [each["step"] for each in ranks]
     if len(set(steps)) > 1:
         raise CollectiveMismatchError(
             f"the ranks stand at different steps: {steps}, by rank; save after the same step on all of them"
         )
 
 
+def checked_score(score: Any) -> float | None:
+    """The score as a number; TypeError."""
+    try:
+        return None if score is None else float(score)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"score={score!r:.80} is a {type(score).__name__}; pass one number, or None") from None
+
+
 def chosen_place(place: Place | Callable[[], Place], score: float | None) -> Place | None:
     """Where the checkpoint goes; None where the one there has as good a score."""
     chosen = place() if callable(place) else place
-    if isinstance(chosen.path, Path):
-        check_place(chosen)
+    (check_place if isinstance(chosen.path, Path) else check_place_at)(chosen)
     if score is None:
         return chosen
     known = _score_at(chosen.path)
-    return chosen if score == score and (known is None or score > known) else None
+    return chosen if not math.isnan(score) and (known is None or score > known) else None
 
 
 def _score_at(path: Location) -> float | None:
     if not isinstance(path, Path):
         return score_at(path)
     try:
-        return find(path)[1].score
+        return find(path, read_manifest)[1].score  # no more of it: the loop waits
     except CheckpointError:
         return None
 

@@ -9,7 +9,7 @@ name, follows, and older ones go last. So a kill at any moment leaves what was t
         checkpoint_200/
 
 A place that is written again and again, the best model's, is put aside before the new one takes its name: whoever is
-killed between the two leaves both, and loading finds them.
+killed between the two leaves both, loading finds them, and they stay until one has that name again.
 
 *Threads:* one at a time for each directory; one process of a run writes.
 
@@ -42,14 +42,14 @@ from unisono.checkpoint.files import (
     sync_directory,
     write_file,
 )
-from unisono.checkpoint.manifest import NAME, Manifest, read_manifest, verify
+from unisono.checkpoint.manifest import FORMAT, NAME, Manifest, read_manifest, verify
 from unisono.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError
 
 logger = logging.getLogger(__name__)
 
-LATEST, STATE = "latest", "state.pt"
+LATEST, STATE, SHARDS = "latest", "state.pt", "shards"
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
-_WRECK = re.compile(r"\.(?:saving|replaced|removing|latest)-.*@(?P<host>[^@]*)@(?P<pid>\d+)@\w+")
+_WRECK = re.compile(r"\.(?P<what>saving|replaced|removing|latest)-(?:(?P<of>.*)-)?@(?P<host>[^@]*)@(?P<pid>\d+)@\w+")
 _FOREIGN_S = 86400.0  # so old is what another machine has left, before it is removed
 _under_way: set[str] = set()  # marks of this process's saves
 
@@ -84,15 +84,22 @@ def check_place(place: Place) -> None:
         FileExistsError: it is no checkpoint.
     """
     path = place.path
-    if place.is_numbered or not path.exists():
-        return
-    is_free = path.is_dir() and not any(path.iterdir())
-    if not is_free and not any((path / name).exists() for name in (NAME, STATE)):
+    if path.exists() and not _is_ours(path):
         what = "holds numbered checkpoints" if list(numbered_in(path)) else "is no checkpoint"
         raise FileExistsError(
             f"{path} {what}, and a checkpoint would take its place; pass a path that is free, or that of a checkpoint, "
             f"such as {path / 'best'}"
         )
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a directory is a checkpoint, perhaps a damaged one, or empty: nothing else is replaced or removed."""
+    with suppress(OSError):
+        names = {each.name for each in path.iterdir()}
+        if not names or (STATE in names and names <= {NAME, STATE, SHARDS}):
+            return True
+        return FORMAT.encode() in (path / NAME).read_bytes()
+    return False
 
 
 def new_mark() -> str:
@@ -130,27 +137,49 @@ def _make(place: Place, write: Write, manifest: Manifest, mark: str) -> None:
     os.mkdir(new)
     try:
         files = {name: list(checksum) for name, checksum in write(new).items()}
-        write_file(new / NAME, replace(manifest, files=files).to_bytes())
+        created = _created_after_latest(manifest.created, root) if place.is_numbered else manifest.created
+        write_file(new / NAME, replace(manifest, files=files, created=created).to_bytes())
         sync_directory(new)
+        _take_name(path, new, root / f".replaced-{path.name}-{mark}")
     except BaseException:
         with suppress(OSError):
             remove_directory(new, mark)
         raise
-    if path.exists():
-        os.rename(path, root / f".replaced-{path.name}-{mark}")
-    os.rename(new, path)
     sync_directory(root)
     if place.is_numbered:
         replace_file(root / LATEST, path.name.encode(), mark)
 
 
+def _take_name(path: Path, new: Path, aside: Path) -> None:
+    """Give the new checkpoint its name, and put aside what has it; or leave that where it is."""
+    is_replaced = path.exists()
+    if is_replaced:
+        os.rename(path, aside)
+    try:
+        os.rename(new, path)
+    except BaseException:
+        if is_replaced:
+            with suppress(OSError):
+                os.rename(aside, path)
+        raise
+
+
+def _created_after_latest(created: float, root: Path) -> float:
+    """The time of a new checkpoint: it tells the order of saves, though clocks are set back."""
+    with suppress(OSError, UnicodeDecodeError, CheckpointError):
+        latest = read_manifest(root / (root / LATEST).read_text().strip()).created
+        return max(created, math.nextafter(latest, math.inf))
+    return created
+
+
 def _clear(place: Place, mark: str) -> None:
     """Remove what is not to be kept, and what crashes have left; a failure is told, and harms nothing."""
     root = place.path.parent
-    older = newest_first(root)[place.keep :] if place.is_numbered and place.keep else []
+    kept = place.keep if place.is_numbered else None
+    older = [path for path in newest_first(root) if _is_ours(path)][kept:] if kept else []
     gone = [path for path in older if path != place.path]
     with suppress(OSError):  # another process may remove them, too
-        gone += [path for path in root.glob(".*") if _is_left(path)]
+        gone += [path for path in root.glob(".*") if _is_left(path, place)]
     for path in gone:
         try:
             if path.is_dir():
@@ -161,14 +190,22 @@ def _clear(place: Place, mark: str) -> None:
             logger.warning("%s is needed no more, and cannot be removed: %s", path, error)
 
 
-def _is_left(path: Path) -> bool:
-    """Whether a save that has ended, or was killed, has left it."""
+def _is_left(path: Path, place: Place) -> bool:
+    """Whether a save that has ended, or was killed, has left it, and nobody needs it."""
     found = _WRECK.fullmatch(path.name)
     if found is None or any(path.name.endswith(mark) for mark in _under_way):
         return False
+    if _is_only_copy(path, found) and not (place.is_numbered and _NUMBERED.fullmatch(found["of"])):
+        return False  # of the best model, say, when another checkpoint beside it was saved
     if found["host"] != platform.node():
         return time.time() - path.stat().st_mtime > _FOREIGN_S
     return int(found["pid"]) == os.getpid() or not _is_alive(int(found["pid"]))
+
+
+def _is_only_copy(path: Path, found: re.Match[str]) -> bool:
+    """Whether it is whole, and nothing has the name that it had or was to get."""
+    is_there = found["of"] is not None and (path.parent / found["of"] / NAME).exists()
+    return found["what"] in ("saving", "replaced") and not is_there and (path / NAME).exists()
 
 
 def _is_alive(pid: int) -> bool:
@@ -205,10 +242,13 @@ def newest_first(root: Path) -> list[Path]:
     return [path for _, path in sorted(numbered_in(root), key=age, reverse=True)]
 
 
-def find(path: Path) -> tuple[Path, Manifest]:
+def find(path: Path, check: Callable[[Path], Manifest] = verify) -> tuple[Path, Manifest]:
     """The checkpoint at a path; of a directory of numbered ones, that which `latest` names, or else the newest.
 
-    All of it is read. Damaged ones are passed over with a warning each, where another one can be taken.
+    Damaged ones are passed over with a warning each, where another one can be taken.
+
+    Args:
+        check: `verify` reads all of it, `read_manifest` its manifest only.
 
     Raises:
         NoCheckpointError: there is none.
@@ -218,7 +258,7 @@ def find(path: Path) -> tuple[Path, Manifest]:
     damaged: list[str] = []
     for candidate in _candidates(path):
         try:
-            manifest = verify(candidate)
+            manifest = check(candidate)
         except DamagedCheckpointError as error:
             damaged.append(str(error))
             continue

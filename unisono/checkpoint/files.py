@@ -150,7 +150,10 @@ def checksum_of(path: Path) -> Checksum:
 
 
 def remove_directory(path: Path, mark: str) -> None:
-    """Remove it with all that is in it; first its name, in one moment."""
+    """Remove it with all that is in it; first its name, in one moment. Of a link, the link."""
+    if path.is_symlink():
+        path.unlink()
+        return
     gone = path if path.name.startswith(".") else path.with_name(f".removing-{path.name}-{mark}")
     if gone != path:
         os.rename(path, gone)

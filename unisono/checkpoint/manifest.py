@@ -10,7 +10,7 @@ import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from unisono.checkpoint.files import Checksum, checksum_of
@@ -66,6 +66,9 @@ class Manifest:
                 f"{path} has version {known['version']} of the format, and this unisono reads version {VERSION}; it "
                 f"was written by unisono {known.get('versions', {}).get('unisono')}: load it with that one"
             )
+        for name in known["files"]:  # or whoever made it could have files read and written that are not in it
+            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                raise DamagedCheckpointError(f"{path}: its {NAME} names {name!r}, which is not in the checkpoint")
         return cls(**{each.name: known[each.name] for each in fields(cls)})
 
 

@@ -73,7 +73,7 @@ class PreparedStates:
         restored = self._saver.load(path, self._objects(), must_exist)
         if restored is None:
             return None
-        facts = restored.facts
+        facts = [each or {"taken": [], "claims": None} for each in restored.facts]  # of a Checkpointer's there are none
         for stepper, taken in zip(self._prepared.steppers(), facts[0]["taken"], strict=False):
             stepper.taken = Taken(*taken)
         for scheduler in self._prepared.schedulers():

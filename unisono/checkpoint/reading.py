@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from unisono.backends import CPU
-from unisono.checkpoint.directory import STATE, find
+from unisono.checkpoint.directory import SHARDS, STATE, find
 from unisono.checkpoint.manifest import Manifest
 from unisono.checkpoint.objects import DIVIDED, part_name
 from unisono.checkpoint.remote import Location, fetch
@@ -23,7 +23,7 @@ from unisono.errors import DamagedCheckpointError
 from unisono.parallel.strategies.shards import read_shards
 from unisono.parallel.strategies.states import by_parameter
 
-SHARDS = "shards"
+HELD = "held gradients"  # no name of an object: it has a blank
 
 
 @dataclass
@@ -76,7 +76,7 @@ def _join_parts(contents: Contents, parts: dict[str, torch.Tensor], values: Sequ
     """Put what all ranks have written into the plain states."""
     held: list[dict[str, torch.Tensor]] = [{} for _ in contents.ranks]
     keys: dict[str, dict[Any, Any]] = {name: {} for name, (kind, _) in contents.kinds.items() if kind in DIVIDED}
-    for name in [each for each in parts if each.startswith("held/")]:
+    for name in [each for each in parts if each.startswith(f"{HELD}/")]:
         _, rank, rest = name.split("/", 2)
         held[int(rank)][rest] = parts.pop(name)
     for full, each in parts.items():

@@ -15,6 +15,7 @@ acknowledged, and shows it to who reads later (S3 and GCS do).
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import tempfile
@@ -26,12 +27,14 @@ from pathlib import Path
 from typing import Any
 
 from unisono.checkpoint.directory import LATEST, Place, Write, commit
-from unisono.checkpoint.manifest import NAME, Manifest, verify
-from unisono.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError
+from unisono.checkpoint.manifest import FORMAT, NAME, Manifest, verify
+from unisono.errors import CheckpointError, CheckpointVersionError, DamagedCheckpointError, NoCheckpointError
 
 logger = logging.getLogger(__name__)
 
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
+_OWN = re.compile(r"[0-9a-f]{12}")  # the name under which a save puts its files
+_WAS_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class RemotePath:
         except ImportError as error:
             raise ImportError(f"{self.url} needs fsspec; pip install 'unisono[remote]'") from error
         file_system, place = core.url_to_fs(self.url)
+        file_system.invalidate_cache()  # of names, which others may have changed
         return file_system, place
 
 
@@ -74,13 +78,50 @@ Location = Path | RemotePath
 
 
 def location(path: str | os.PathLike[str] | RemotePath) -> Location:
-    """A path, or, of a URL, a place in a store; file:// is a path."""
+    """A path, which means the same when the working directory or a link has changed; or, of a URL, a place in a store.
+    file:// is a path.
+
+    Raises:
+        ValueError: a URL was made a `Path`, which has taken a slash from it; or it is a chain of file systems.
+    """
     if isinstance(path, RemotePath):
         return path
     text = os.fspath(path)
-    if text.startswith("file://"):
-        return Path(text.removeprefix("file://"))
-    return RemotePath(text.rstrip("/")) if "://" in text else Path(text)
+    if _WAS_URL.match(text):
+        raise ValueError(f"{text!r} was a URL before it was made a path; pass it as a text, with two slashes")
+    if "://" in text and not text.startswith("file://"):
+        if "::" in text:  # a cache shows what was there before, and "dir::" puts files where it does not find them
+            raise ValueError(f"{text!r} is a chain of file systems; pass the URL of the store itself")
+        scheme, _, place = text.partition("://")
+        return RemotePath(f"{scheme}://{place.rstrip('/')}")
+    return Path(text.removeprefix("file://")).resolve()
+
+
+def check_place_at(place: Place) -> None:
+    """As `directory.check_place`, in a store."""
+    strangers = _strangers_at(place.path)
+    if strangers:
+        raise FileExistsError(
+            f"{place.path} holds {', '.join(strangers[:3])}, and a checkpoint would take its place; pass a place that "
+            f"is free, or that of a checkpoint, such as {place.path / 'best'}"
+        )
+
+
+def _strangers_at(path: RemotePath) -> list[str]:
+    """What is there and of no checkpoint."""
+    store, base = path.store()
+    names = _names_at(store, base)
+    if NAME in names and FORMAT.encode() not in store.cat_file(f"{base}/{NAME}"):
+        return names
+    return [name for name in names if name != NAME and not _OWN.fullmatch(name)]
+
+
+def _names_at(store: Any, base: str) -> list[str]:
+    """What is there, by its last names; nothing where there is no such place."""
+    try:
+        return [each.rstrip("/").rpartition("/")[2] for each in store.ls(base, detail=False)]
+    except FileNotFoundError:
+        return []
 
 
 def publish(place: Place, write: Write, manifest: Manifest, mark: str) -> None:
@@ -96,7 +137,11 @@ def publish(place: Place, write: Write, manifest: Manifest, mark: str) -> None:
         for name in made.files:
             store.put_file(str(local / name), f"{base}/{own}/{name}")
     named = {f"{own}/{name}": checksum for name, checksum in made.files.items()}
-    store.pipe_file(f"{base}/{NAME}", replace(made, files=named).to_bytes())
+    created = made.created
+    if place.is_numbered:
+        with suppress(FileNotFoundError, CheckpointError):
+            created = max(created, math.nextafter(_manifest_at(_latest_at(target.parent)).created, math.inf))
+    store.pipe_file(f"{base}/{NAME}", replace(made, files=named, created=created).to_bytes())
     if place.is_numbered:
         store.pipe_file(f"{target.parent.store()[1]}/{LATEST}", target.name.encode())
     _clear(place, own)
@@ -107,16 +152,13 @@ def _clear(place: Place, own: str) -> None:
     target: Any = place.path
     store, base = target.store()
     try:
-        for each in store.ls(base, detail=False):
-            if each.rpartition("/")[2] not in (own, NAME):
-                store.rm(each, recursive=True)
-        older = (
-            sorted(numbered_in(target.parent), reverse=True)[place.keep :] if place.is_numbered and place.keep else []
-        )
-        for _, path in older:
+        for name in _names_at(store, base):
+            if name != own and _OWN.fullmatch(name):
+                store.rm(f"{base}/{name}", recursive=True)
+        kept = place.keep if place.is_numbered else None
+        for path in [path for path in newest_first(target.parent) if not _strangers_at(path)][kept:] if kept else []:
             if path != target:
-                store.rm(f"{path.store()[1]}/{NAME}")  # first: it is no checkpoint any more
-                store.rm(path.store()[1], recursive=True)
+                _remove(path)
     except OSError as error:
         logger.warning("what is needed no more at %s cannot be removed: %s", target.parent, error)
 
@@ -128,6 +170,34 @@ def numbered_in(root: RemotePath) -> Iterator[tuple[int, RemotePath]]:
         for each in store.ls(base, detail=False):
             if found := _NUMBERED.fullmatch(each.rstrip("/").rpartition("/")[2]):
                 yield int(found[1]), root / found[0]
+
+
+def newest_first(root: RemotePath) -> list[RemotePath]:
+    """As `directory.newest_first`: what is no whole checkpoint comes last."""
+
+    def age(pair: tuple[int, RemotePath]) -> tuple[float, int]:
+        number, path = pair
+        try:
+            return _manifest_at(path).created, number
+        except CheckpointVersionError:
+            return math.inf, number
+        except (CheckpointError, FileNotFoundError):
+            return 0.0, number
+
+    return [path for _, path in sorted(numbered_in(root), key=age, reverse=True)]
+
+
+def _manifest_at(path: RemotePath) -> Manifest:
+    store, base = path.store()
+    return Manifest.from_bytes(store.cat_file(f"{base}/{NAME}"), Path(path.name))
+
+
+def _remove(path: RemotePath) -> None:
+    store, base = path.store()
+    with suppress(FileNotFoundError):  # of a wreck, or of a store that has no directories
+        store.rm(f"{base}/{NAME}")  # first: it is no checkpoint any more
+    with suppress(FileNotFoundError):
+        store.rm(base, recursive=True)
 
 
 def fetch(path: RemotePath, into: Path) -> tuple[Path, RemotePath]:
@@ -155,9 +225,8 @@ def fetch(path: RemotePath, into: Path) -> tuple[Path, RemotePath]:
 
 def score_at(path: RemotePath) -> float | None:
     """That of the checkpoint there; None where there is none."""
-    store, base = path.store()
     try:
-        return Manifest.from_bytes(store.cat_file(f"{base}/{NAME}"), Path(path.name)).score
+        return _manifest_at(path).score
     except (FileNotFoundError, CheckpointError):
         return None
 
@@ -166,12 +235,17 @@ def _candidates(path: RemotePath) -> list[RemotePath]:
     store, base = path.store()
     if store.exists(f"{base}/{NAME}"):
         return [path]
-    found = [each for _, each in sorted(numbered_in(path), key=lambda pair: pair[0], reverse=True)]
-    found = [each for each in found if store.exists(f"{each.store()[1]}/{NAME}")]
+    found = [each for each in newest_first(path) if store.exists(f"{each.store()[1]}/{NAME}")]
     with suppress(FileNotFoundError):
-        named = path / store.cat_file(f"{base}/{LATEST}").decode().strip()
+        named = _latest_at(path)
         found.sort(key=lambda each: each != named)
     return found
+
+
+def _latest_at(root: RemotePath) -> RemotePath:
+    store, base = root.store()
+    name: str = store.cat_file(f"{base}/{LATEST}").decode().strip()
+    return root / name
 
 
 def _fetch_one(path: RemotePath, into: Path) -> Path:

@@ -20,8 +20,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from unisono.checkpoint.agreement import agreed, check_ranks, chosen_place, new_manifest, taken_failure
-from unisono.checkpoint.directory import STATE, Place, commit, new_mark, saving_path
+from unisono.checkpoint.agreement import (
+    agreed,
+    check_steps,
+    checked_score,
+    chosen_place,
+    new_manifest,
+    raise_any,
+    taken_failure,
+    told,
+)
+from unisono.checkpoint.directory import SHARDS, STATE, Place, commit, new_mark, saving_path
 from unisono.checkpoint.files import Checksum, checksum_of, sync_directory, write_tensors
 from unisono.checkpoint.generators import generator_states, keep_device_generator, restore_generators
 from unisono.checkpoint.manifest import Manifest
@@ -38,7 +47,7 @@ from unisono.checkpoint.objects import (
     whole_states,
 )
 from unisono.checkpoint.plain_data import as_plain
-from unisono.checkpoint.reading import SHARDS, Contents, read_contents
+from unisono.checkpoint.reading import HELD, Contents, read_contents
 from unisono.checkpoint.remote import Location, publish
 from unisono.checkpoint.staging import HostMemory, host_view
 from unisono.checkpoint.writing import Writer
@@ -169,11 +178,13 @@ class Saver:
             OSError, CheckpointError, TypeError: it cannot be saved; on all ranks.
         """
         world, comm = self.world, self.world.comm
+        score = checked_score(score)
         comm.announce(f"save_state at step {step}")
         self._writer.wait()
-        own = self._own_part(objects, extra)
-        ranks = comm.all_gather_object({"step": step, "failure": taken_failure(self._writer), "rank": own})
-        check_ranks(ranks)
+        own, failure = self._own_part(objects, extra), taken_failure(self._writer)
+        ranks = comm.all_gather_object({"step": step, "failure": told(failure), "rank": own})
+        raise_any([each["failure"] for each in ranks], failure)
+        check_steps([each["step"] for each in ranks])
         chosen, mark = agreed(lambda: (chosen_place(place, score), new_mark()), world)
         if chosen is None:
             return None
@@ -188,9 +199,7 @@ class Saver:
         write = partial(self._write, chosen, contents, parts, manifest, mark)
         if not is_async:
             result = Outcome.capture(write)
-            for each in comm.all_gather_object(result.error):
-                if each is not None:
-                    raise result.error or each
+            raise_any(comm.all_gather_object(told(result.error)), result.error)
         elif contents is not None or parts is not None:
             self._writer.start(write, f"saving {chosen.path} at step {step}")
         path: Location = chosen.path
@@ -213,7 +222,7 @@ class Saver:
                 with without_greetings():
                     self._group = ShardGroup()
             contents["states"], parts, values = divided_states(objects, world, copy)
-            parts.update((f"held/{world.rank}/{name}", copy(each)) for name, each in held.items())
+            parts.update((f"{HELD}/{world.rank}/{name}", copy(each)) for name, each in held.items())
             return _Copied(contents, parts, values)
         if extra is not None and extra.held is not None:
             contents["held"] = self._gather_held(held, copy)
@@ -240,10 +249,8 @@ class Saver:
 
     def _agreed_copy(self, outcome: Outcome[_Copied]) -> tuple[dict[str, Any] | None, dict[str, torch.Tensor] | None]:
         """What goes into `state.pt`, on rank zero, and this rank's parts; if all ranks have copied theirs."""
-        found = self.world.comm.all_gather_object((outcome.error, outcome.value and outcome.value.values))
-        for error, _ in found:
-            if error is not None:
-                raise outcome.error or error
+        found = self.world.comm.all_gather_object((told(outcome.error), outcome.value and outcome.value.values))
+        raise_any([failed for failed, _ in found], outcome.error)
         copied = outcome.unwrap()
         if copied.parts is not None:
             copied.contents["values"] = [values for _, values in found]

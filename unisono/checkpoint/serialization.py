@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import struct
 import sys
 import zlib
@@ -68,7 +69,7 @@ def deserialize(data: bytes | bytearray | memoryview, device: str | int | torch.
         TypeError: the data are no bytes.
         DamagedCheckpointError: they are not what `serialize` gave.
         CheckpointVersionError: a newer version gave them.
-        CheckpointError: a named tuple's class is not imported here; a tensor's device is not there.
+        CheckpointError: a named tuple's class is not imported here, or has other fields; a tensor's device is missing.
     """
     if not isinstance(data, bytes | bytearray | memoryview):
         raise TypeError(f"data={data!r:.80} is a {type(data).__name__}; pass the bytes that serialize() gave")
@@ -89,7 +90,10 @@ def deserialize(data: bytes | bytearray | memoryview, device: str | int | torch.
     if zlib.crc32(view[_CHECKED:]) != crc:
         raise DamagedCheckpointError("these bytes are not what serialize() gave: their checksum differs")
     start = _padded(_HEAD.size + described)
-    return _Reader(view[start:], device).read(json.loads(bytes(rest[:described])))
+    try:
+        return _Reader(view[start:], device).read(json.loads(bytes(rest[:described])))
+    except (TypeError, ValueError, LookupError, AttributeError) as error:  # the checksum is right: it was forged
+        raise DamagedCheckpointError(f"these bytes describe nothing that serialize() gives: {error}") from error
 
 
 def _padded(size: int) -> int:
@@ -192,7 +196,7 @@ class _Reader:
         if kind in ("bytes", "bytearray"):
             return (bytes if kind == "bytes" else bytearray)(base64.b85decode(rest[0]))
         if kind == "dtype":
-            return getattr(torch, rest[0])
+            return _dtype_of(rest[0])
         if kind in ("device", "Size"):
             return torch.device(rest[0]) if kind == "device" else torch.Size(rest[0])
         if kind == "again":
@@ -210,13 +214,23 @@ class _Reader:
             return _SEQUENCES[kind]([self.read(each) for each in rest[0]])
         if kind in _MAPPINGS:
             return _MAPPINGS[kind]([(self.read(key), self.read(each)) for key, each in rest[0]])
-        assert kind == "named", kind
-        return _class_of(rest[0], rest[1])(*[self.read(each) for each in rest[2]])
+        if kind != "named":
+            raise ValueError(f"there is no {kind}")
+        made, values = _class_of(rest[0], rest[1]), [self.read(each) for each in rest[2]]
+        if len(values) != len(made._fields):
+            raise CheckpointError(
+                f"the named tuple {rest[0]}.{rest[1]} has the fields {', '.join(made._fields)} here, and "
+                f"{len(values)} were given"
+            )
+        return made(*values)
 
     def _tensor(
         self, kind: str, dtype: str, shape: list[int], requires_grad: bool, device: str, place: int, size: int
     ) -> torch.Tensor:
-        host = torch.empty(shape, dtype=getattr(torch, dtype))
+        found = _dtype_of(dtype)
+        if math.prod(shape) * found.itemsize != size or len(self._data) < place + size:
+            raise ValueError(f"a tensor of shape {shape} has not {size} bytes at {place}")
+        host = torch.empty(shape, dtype=found)
         if size:
             raw = torch.frombuffer(bytearray(self._data[place : place + size]), dtype=torch.uint8)
             host.reshape(-1).view(torch.uint8).copy_(raw)
@@ -228,6 +242,13 @@ class _Reader:
                 f"a tensor cannot be made on {wanted} ({error}); pass a device= that is here"
             ) from error
         return nn.Parameter(tensor, requires_grad) if kind == "parameter" else tensor.requires_grad_(requires_grad)
+
+
+def _dtype_of(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"torch.{name} is no dtype")
+    return found
 
 
 def _class_of(module: str, name: str) -> Any:

@@ -16,14 +16,14 @@ class HostMemory:
     """Copies of tensors in main memory, page-locked for CUDA. A save that copies the same tensors allocates nothing."""
 
     def __init__(self) -> None:
-        self._free: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
+        self._free: dict[tuple[torch.Size, tuple[int, ...], torch.dtype], list[torch.Tensor]] = {}
         self._used: list[torch.Tensor] = []
 
     def restart(self) -> None:
         """Nobody reads the copies any more: the next ones may lie there."""
         self._free.clear()  # what the save before did not need is given back
         for each in self._used:
-            self._free.setdefault((each.shape, each.dtype), []).append(each)
+            self._free.setdefault((each.shape, each.stride(), each.dtype), []).append(each)
         self._used.clear()
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -31,14 +31,14 @@ class HostMemory:
         if is_distributed(tensor):
             return with_part(tensor, self.copy(tensor.to_local().detach()))
         source = tensor.detach()
-        if source.layout is not torch.strided:
+        if source.layout is not torch.strided or source.is_quantized:
             return source.cpu() if source.device != source.cpu().device else source.clone()
         if source.is_conj() or source.is_neg():
             source = source.resolve_conj().resolve_neg()
         return self._buffer(source).copy_(source, non_blocking=True)
 
     def _buffer(self, source: torch.Tensor) -> torch.Tensor:
-        free = self._free.get((source.shape, source.dtype), [])
+        free = self._free.get((source.shape, source.stride(), source.dtype), [])
         buffer = free.pop() if free else host_buffer(source)
         self._used.append(buffer)
         return buffer

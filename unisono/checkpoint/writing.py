@@ -29,11 +29,6 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._ended: list[Outcome[Any]] = []
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether a save is under way."""
-        return self._thread is not None and self._thread.is_alive()
-
     def start(self, save: Callable[[], Any], what: str) -> None:
         """Let a save run on a thread of its own. None may be under way."""
         assert self._thread is None

@@ -15,16 +15,19 @@ import torch
 import torch.distributed as dist
 
 from unisono.errors import CheckpointError, DamagedCheckpointError
+from unisono.outcome import chain_of
 
-_SAFE: dict[str, set[str] | None] = {
-    "torch.distributed.checkpoint.metadata": None,
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "StorageMeta"},
+_SAFE: dict[str, set[str]] = {
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "StorageMeta", "BytesStorageMetadata", "ChunkStorageMetadata"),
+        *("TensorStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
-    "torch": None,
     "collections": {"OrderedDict"},
     "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath"},
 }
-"""What the metadata may name, by module; None stands for all classes of it."""
+"""What the metadata may name, by module. No module has all of its names here: what it has imported is among them."""
 
 
 class ShardGroup:
@@ -42,15 +45,27 @@ class ShardGroup:
 
         Raises:
             CheckpointError: rank zero could not begin.
-            CheckpointException: of torch's: a rank could not write; on all of them.
+            Exception: a rank could not write; on all of them.
         """
         if not self._all_are_ready(True):
             raise CheckpointError(f"rank zero could not begin to write {directory}; its own error says why")
+        from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
         from torch.distributed.checkpoint.state_dict_saver import save
 
-        writer = FileSystemWriter(directory, sync_files=True)
-        save(dict(parts), storage_writer=writer, process_group=self._group)
+        class Writer(FileSystemWriter):
+            def write_data(self, *args: Any, **kwargs: Any) -> Any:
+                try:
+                    return super().write_data(*args, **kwargs)
+                except RuntimeError as error:  # of a file that cannot be ended, since the disk is full
+                    raise next((each for each in chain_of(error) if isinstance(each, OSError)), error) from None
+
+        try:
+            save(dict(parts), storage_writer=Writer(directory, sync_files=True), process_group=self._group)
+        except CheckpointException as failed:  # which is no Exception, and has all tracebacks for its text
+            rank, (error, _) = min(failed.failures.items())
+            error.add_note(f"rank {rank} wrote its part of {directory}")
+            raise error from None
 
     def abandon(self) -> None:
         """Instead of `write`: this rank has failed before, and the others are not to wait for it."""
@@ -94,11 +109,9 @@ class _Metadata(pickle.Unpickler):
     """Reads torch's metadata, and runs nothing else: it is a pickle."""
 
     def find_class(self, module: str, name: str) -> Any:
-        names = _SAFE.get(module, set())
-        if names is not None and name not in names:
-            raise DamagedCheckpointError(f"the metadata of a checkpoint names {module}.{name}, which is not run")
-        found = super().find_class(module, name)
-        is_plain = isinstance(found, torch.dtype | torch.layout | torch.memory_format) or found is torch.Size
-        if module == "torch" and not is_plain:
-            raise DamagedCheckpointError(f"the metadata of a checkpoint names torch.{name}, which is not run")
-        return found
+        if name in _SAFE.get(module, set()):
+            return super().find_class(module, name)
+        found = vars(torch).get(name) if module == "torch" else None
+        if isinstance(found, torch.dtype | torch.layout | torch.memory_format) or found is torch.Size:
+            return found
+        raise DamagedCheckpointError(f"the metadata of a checkpoint names {module}.{name}, which is not run")
