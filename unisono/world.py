@@ -122,7 +122,7 @@ def current_world() -> World:
             and nothing has been initialised. Going on would train that many unrelated models side by side.
     """
     global _adopted, _solo
-    world = _thread_world.get() or _process_world
+    world = given_world()
     if world is not None:
         return world
     if dist.is_available() and dist.is_initialized():
@@ -184,6 +184,11 @@ def set_process_world(world: World | None) -> None:
 def process_world() -> World | None:
     """The world that `set_process_world` has set."""
     return _process_world
+
+
+def given_world() -> World | None:
+    """The world that this thread, or else this process, has been given; None where none was."""
+    return _thread_world.get() or _process_world
 
 
 def solo_world(

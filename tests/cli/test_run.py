@@ -513,3 +513,12 @@ def test_the_package_can_be_run_as_a_module(tmp_path):
     )
     assert found.returncode == 2
     assert f"there is no script 'gone.py' in {os.path.realpath(tmp_path)}" in found.stderr
+
+
+def test_join_world_in_a_script_finds_the_world_that_is_there(run, script):
+    name = script(
+        "import unisono\nprint(unisono.join_world().world_size, unisono.current_world() is unisono.join_world())"
+    )
+    for count in ("1", "2"):
+        code, output, errors = run("-n", count, "--backend", "cpu", "--no-prefix", name)
+        assert (code, output.splitlines()) == (0, [f"{count} True"] * int(count)), errors

@@ -32,7 +32,7 @@ from unisono.launch.process_group import depart, join
 from unisono.launch.worker import exit_error
 from unisono.outcome import Outcome, add_note_once
 from unisono.protocols import Backend
-from unisono.world import World, current_world, process_world, set_process_world
+from unisono.world import World, current_world, given_world, set_process_world
 
 _LAST_RESORT = timedelta(minutes=30)
 
@@ -64,7 +64,7 @@ def join_world(
         NoWorldError: the launcher has started one process per machine, which is to start the ranks there.
         RuntimeError: the peers could not be reached; torch's own words, with what was tried in a note.
     """
-    if process_world() is None and not dist.is_initialized():
+    if given_world() is None and not dist.is_initialized():
         place = announced_place()
         if place is not None:
             if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it
@@ -74,7 +74,7 @@ def join_world(
             take(place)
             atexit.register(_depart_at_exit, world)
             return world
-    return process_world() or current_world()
+    return given_world() or current_world()
 
 
 def run_announced(
