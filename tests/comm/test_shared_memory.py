@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import resource
@@ -313,6 +314,24 @@ def test_subgroups_have_memory_of_their_own_and_nothing_stays_behind():
     assert all(2 <= descriptors <= 8 for _, descriptors in results)
     assert set(os.listdir("/dev/shm")) <= before
     assert blocks() == []
+
+
+def test_a_destroyed_group_gives_its_memory_back():
+    def work(index: int) -> list[int]:
+        counts = []
+        for _ in range(3):
+            group = dist.new_group()
+            dist.barrier(group)
+            dist.destroy_process_group(group)
+            del group
+            gc.collect()
+            links = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.exists()]
+            maps = Path("/proc/self/maps").read_text().splitlines()
+            counts.append(sum("unisono-blocks" in each for each in [*links, *maps]))
+        return counts
+
+    for counts in spawn(work, nprocs=2):
+        assert len(set(counts)) == 1
 
 
 def test_where_the_memory_cannot_be_had_on_one_rank_all_take_gloo():

@@ -17,7 +17,8 @@ import os
 import secrets
 import struct
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -47,6 +48,7 @@ class Mapping:
         self.blocks_at = PAGE * (size + 1)
         self.memory = mmap.mmap(file, self.blocks_at + num_bytes)
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+        weakref.finalize(self, os.close, file).atexit = False  # the lock is to last as long as the process
 
     def header_of(self, rank: int) -> int:
         """Where the header of that rank begins."""
@@ -94,11 +96,12 @@ def map_together(store: Store, rank: int, size: int, num_bytes: int, timeout: ti
 
 
 def _made(store: Store, rank: int, size: int, num_bytes: int) -> Mapping:
-    file = os.memfd_create("unisono-blocks", os.MFD_CLOEXEC)
-    os.ftruncate(file, PAGE * (size + 1) + num_bytes)
     token = secrets.token_bytes(_TOKEN)
-    os.pwrite(file, token, 0)
-    mapping = Mapping(file, rank, size, num_bytes)
+    file = os.memfd_create("unisono-blocks", os.MFD_CLOEXEC)
+    with _closed_on_failure(file):
+        os.ftruncate(file, PAGE * (size + 1) + num_bytes)
+        os.pwrite(file, token, 0)
+        mapping = Mapping(file, rank, size, num_bytes)
     store.set(_PLACE, f"{os.getpid()} {file} {token.hex()}")
     return mapping
 
@@ -111,12 +114,17 @@ def _found(store: Store, rank: int, size: int, num_bytes: int) -> Mapping | None
         time.sleep(_POLL_S)
     pid, number, token = store.get(_PLACE).decode().split()
     file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
-    try:
+    with _closed_on_failure(file):
         # On another machine, and in another container, the same path is another file.
         if os.pread(file, _TOKEN, 0).hex() != token:
             raise OSError("it is another file")
         return Mapping(file, rank, size, num_bytes)
+
+
+@contextlib.contextmanager
+def _closed_on_failure(file: int) -> Iterator[None]:
+    try:
+        yield
     except BaseException:
-        with contextlib.suppress(OSError):
-            os.close(file)
+        os.close(file)
         raise
