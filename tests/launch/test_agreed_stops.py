@@ -154,6 +154,7 @@ def test_a_rank_that_heeds_sigterm_is_stopped_all_the_same_when_a_peer_fails(lin
     def work(index):
         should_stop()
         line.say(os.getpid())
+        current_world().comm.barrier()  # so that both have spoken before one fails
         if index == 1:
             raise ValueError("of rank 1")
         while True:
