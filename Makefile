@@ -26,13 +26,9 @@ test-all: $(VENV)/.test
 
 # A process has one number of virtual devices. What runs in worker processes does not depend on it.
 test-xla: $(XLA)/.test
-	CPU_NUM_DEVICES=2 $(ON_XLA) -m any_family
-	CPU_NUM_DEVICES=2 $(ON_XLA) tests/xla tests/compat --ignore tests/compat/accelerate
-	CPU_NUM_DEVICES=2 $(ON_XLA) tests/examples/test_torch_xla_style.py -k "xla_devices or original"
-	CPU_NUM_DEVICES=4 $(ON_XLA) -m any_family -k threads-4
-	CPU_NUM_DEVICES=4 $(ON_XLA) tests/xla/test_xla_replicas.py tests/xla/test_xla_compilations.py
-	CPU_NUM_DEVICES=8 $(ON_XLA) -m any_family -k threads-8
-	CPU_NUM_DEVICES=8 $(ON_XLA) tests/xla/test_xla_replicas.py tests/xla/test_xla_compilations.py
+	CPU_NUM_DEVICES=2 $(ON_XLA) -m "any_family or xla"
+	CPU_NUM_DEVICES=4 $(ON_XLA) -k "any_family and threads-4 or test_xla_replicas or test_xla_compilations"
+	CPU_NUM_DEVICES=8 $(ON_XLA) -k "any_family and threads-8 or test_xla_replicas or test_xla_compilations"
 
 check: $(VENV)/.test $(VENV)/.check
 	$(BIN)/ruff check .

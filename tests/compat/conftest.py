@@ -6,6 +6,11 @@ import pytest
 from families import ALONE, PROCESSES, RANKS, THREADS, Way
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if "accelerate" not in item.path.parts:
+        item.add_marker(pytest.mark.xla)
+
+
 @pytest.fixture(params=[ALONE, THREADS, PROCESSES], ids=str)
 def way(request: pytest.FixtureRequest) -> Way:
     return request.param

@@ -140,6 +140,7 @@ def test_made_up_data_are_learnt_at_once(script: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.xla
 @needs_torch_xla
 @pytest.mark.parametrize(
     ("script", "ranks"), [(SINGLE, 1), (THREADS, 1), *((script, 2) for script in SEVERAL)], ids=str
@@ -149,6 +150,7 @@ def test_on_xla_devices_a_script_has_the_losses_of_the_cpu(script: str, ranks: i
 
 
 @pytest.mark.slow
+@pytest.mark.xla
 @needs_torch_xla
 @pytest.mark.parametrize("script", [SINGLE, LAUNCH])
 def test_with_the_original_import_lines_a_script_has_the_same_losses(script: str, tmp_path: Path) -> None:

@@ -16,11 +16,10 @@ ROOT = Path(__file__).parent.parent.parent
 LIMIT_S = 110
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    reason = get_backend("xla").unavailable_reason()
-    for item in items:
-        if reason and "xla" in item.path.parts:
-            item.add_marker(pytest.mark.skip(reason=reason))
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.add_marker(pytest.mark.xla)
+    if reason := get_backend("xla").unavailable_reason():
+        item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture
