@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
+PIP    := $(BIN)/pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
 
 # The number of tests that run side by side. They often wait for their processes, so three keep two cores busy.
 TESTS  ?= 3
@@ -66,7 +66,7 @@ $(XLA)/.test: setup.cfg constraints.txt
 	@echo "installing torch 2.9 and torch-xla 2.9 into $(XLA): 7 GB, a few minutes the first time"
 	@test -x $(XLA)/bin/python || $(PYTHON) -m venv $(XLA)
 	@grep -v '^torch==' constraints.txt > $(XLA)/constraints.txt
-	@$(XLA)/bin/pip --disable-pip-version-check install --quiet --constraint $(XLA)/constraints.txt --editable '.[test,xla]'
+	@$(XLA)/bin/pip --disable-pip-version-check install --quiet --no-compile --constraint $(XLA)/constraints.txt --editable '.[test,xla]'
 	@touch $@
 
 $(BIN)/python:

@@ -41,7 +41,8 @@ from train_digits import build_loaders, build_model
 
 DDP, ACCELERATE, FABRIC = "DDP", "accelerate", "Fabric"
 FACADE, BARE, PLAIN_LOADER = "Accelerator", "optimizer_step", "Accelerator, DDP's loader"
-PAIRS = [(FACADE, DDP), (FACADE, ACCELERATE), (FACADE, FABRIC), (BARE, DDP), (PLAIN_LOADER, DDP)]
+ALONE = "no reduction"  # each rank trains a model of its own: more than this no reduction could gain
+PAIRS = [(FACADE, DDP), (FACADE, ACCELERATE), (FACADE, FABRIC), (BARE, DDP), (PLAIN_LOADER, DDP), (ALONE, DDP)]
 
 Epoch = Callable[[], int]
 
@@ -143,6 +144,10 @@ def epochs(
     return epoch
 
 
+def alone(job: Job, ranks: int) -> Epoch:
+    return epochs(*job.parts(), job.split_loader(ranks))
+
+
 def by_ddp(job: Job, ranks: int) -> Epoch:
     model, _ = job.parts()
     model = DistributedDataParallel(model)
@@ -202,6 +207,7 @@ def as_default(group: dist.ProcessGroup) -> Iterator[None]:
 
 OURS = (FACADE, BARE, PLAIN_LOADER)
 WAYS = {
+    ALONE: alone,
     FACADE: by_accelerator,
     BARE: by_optimizer_step,
     PLAIN_LOADER: by_accelerator_without_loader,

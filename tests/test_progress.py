@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm_scripts
 from modes import HOST, SOLO, THREADS_2, Mode
 
 import unisono
@@ -100,11 +101,16 @@ def on_terminal(arguments: list[str]) -> str:
     return found.decode()
 
 
-def in_log(arguments: list[str]) -> list[str]:
-    """The lines that a command writes to a pipe."""
-    run = subprocess.run(arguments, capture_output=True, timeout=PATIENCE_S, check=True, env=environ())
-    assert run.stdout == b""
-    return run.stderr.decode().splitlines(keepends=True)
+def in_log(directory: Path, start: str | list[str]) -> list[str]:
+    """The lines that the script writes to a pipe."""
+    _, *options, script = command(directory, start, None)
+    file, arguments = Path(script), []
+    if options:
+        file, arguments = directory / "launch.py", [*options[2:], script]
+        file.write_text(warm_scripts.COMMAND)
+    code, output, errors = warm_scripts.complete(file, *arguments, environ=environ())
+    assert (code, output) == (0, ""), errors
+    return errors.splitlines(keepends=True)
 
 
 def screen(written: str) -> list[str]:
@@ -154,7 +160,7 @@ def test_a_plain_scripts_bars_are_tqdms_own_on_a_terminal(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_of_threads_rank_zero_draws_alone(tmp_path: Path) -> None:
-    shown = in_log(command(tmp_path, THREADS, None))
+    shown = in_log(tmp_path, THREADS)
     assert [line for line in shown if "another rank" not in line] == [
         "epochs 2/2\n",
         "again 4/4\n",
@@ -169,7 +175,7 @@ def test_of_threads_rank_zero_draws_alone(tmp_path: Path) -> None:
 def test_a_log_has_a_line_for_each_bar_that_stays_and_no_empty_one(
     start: str | list[str], mark: str, tmp_path: Path
 ) -> None:
-    lines = in_log(command(tmp_path, start, None))
+    lines = in_log(tmp_path, start)
     assert [line for line in lines if line.startswith(mark) and "/" in line] == [
         f"{mark}epochs 2/2\n",
         f"{mark}again 4/4\n",

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 SLOW_S = 2.0  # how long the workers may take to begin before a line says what they do
 _END_S = 30.0  # how long the workers have, after the last outcome, for what their programs do at the end
-_SETTLE_S = 1.0  # how long a report of a broken world waits for the report of who broke it
+_SETTLE_S = 3.0  # how long a report of a broken world waits for the report of who broke it
 _LONG_S = 3600.0  # to wait at once: what waits for the next event takes no more than some weeks
 _KEPT_LINES = 400  # of stderr: all that is kept, where lines are short
 
