@@ -48,6 +48,8 @@ def group_backend(backend: Backend, asked: str | None = None) -> str:
     """The torch.distributed backend for a group of that family's processes: theirs, but shared memory for gloo.
 
     Where ranks turn out to share no memory, as on several machines, a group of shared memory makes itself one of gloo.
+    A family with a transport of its own gets gloo beside it, for what is in main memory: a group in Python, as that of
+    shared memory is, cannot be one of several parts.
 
     Args:
         asked: "gloo" in the place of shared memory, or of the family's own; None takes what is fastest.
@@ -58,8 +60,10 @@ def group_backend(backend: Backend, asked: str | None = None) -> str:
     usual = backend.process_group_backend
     if asked not in (None, "gloo"):
         raise ValueError(f"process_group={asked!r} does not exist; pass 'gloo', or None for the fastest")
-    if asked is not None or usual != "gloo":
-        return asked or usual
+    if asked is not None:
+        return asked
+    if usual != "gloo":
+        return f"{_HOST.type}:gloo,{backend.name}:{usual}"
     shared_memory.register()
     return shared_memory.NAME
 

@@ -5,6 +5,10 @@ is only moved travels as bytes, what is reduced in a wider type), and the *reaso
 peers of a dead rank with a bare `RuntimeError` about a socket, so a rank that fails or leaves first writes why into the
 store, and whoever is woken looks there. Where a rank has waited in vain, it looks up who has not come (`arrivals`).
 
+A group may have a part for main memory beside the devices' own ("cpu:gloo,cuda:nccl"). What is small goes there, flags,
+counts, objects and barriers: so no rank waits for its device, and a barrier is one of the hosts. Where a group has no
+such part, tensors in main memory go by the rank's device.
+
 That all ranks do the same is known before the transport is touched: on one machine by notes in shared memory
 (`arrivals`). Elsewhere announcements are compared, and with `is_checked` all calls: by a reduction of two numbers,
 whose least and greatest tell whether all ranks do the same; only where they do not are their deeds exchanged.
@@ -16,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -53,6 +58,7 @@ _TORCH_OPS = {
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
 }
+_HOST = torch.default_generator.device  # main memory
 _WIDER = {torch.int16: torch.int32}  # gloo has no 16 bit integers
 _ADVICE = "if none has failed, the ranks called different collectives, and join_world(checked=True) names the calls"
 _ADVICE_SHARED = "if none has failed, the ranks called different collectives of torch's own, which nobody compares"
@@ -64,7 +70,7 @@ class ProcessCommunicator:
 
     Args:
         store: where ranks leave the reason of a failure; None when the group was made by somebody else.
-        device: where barriers and objects travel, the rank's own device.
+        device: the rank's own.
         is_checked: compare every call before it runs where ranks share no memory, at the price of one more small
             collective each. Announcements are compared in any case.
         owns_group: whether `leave` destroys the process group.
@@ -86,6 +92,7 @@ class ProcessCommunicator:
         self._store = store
         self._is_checked = is_checked
         self._owns_group = owns_group
+        self._taken = _types_in(dist.get_backend_config())
         self._broken: tuple[str, BaseException | None] | None = None
         self._has_left = False
         self._call: Call | None = None
@@ -100,41 +107,41 @@ class ProcessCommunicator:
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
         check_reduction(tensor, op)
-        return self._run(Call.on("all_reduce", tensor, op), lambda: self._reduce(tensor, op))
+        return self._run(self._call_on("all_reduce", tensor, op), lambda: self._reduce(tensor, op))
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         check_tensor(tensor, "all_gather")
 
         def gather() -> list[torch.Tensor]:
-            sent = _as_bytes(tensor)
+            sent = self._sent(_as_bytes(tensor))
             parts = [torch.empty_like(sent) for _ in range(self.size)]
             dist.all_gather(parts, sent)
-            return [part.view(tensor.dtype).view(tensor.shape) for part in parts]
+            return [part.to(tensor.device).view(tensor.dtype).view(tensor.shape) for part in parts]
 
-        return self._run(Call.on("all_gather", tensor), gather)
+        return self._run(self._call_on("all_gather", tensor), gather)
 
     def reduce_scatter(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
         check_reduction(tensor, op, "reduce_scatter")
         check_scatter(tensor, self.size)
 
         def scatter() -> torch.Tensor:
-            sent = _wire(tensor)
+            sent = self._sent(_wire(tensor))
             part = torch.empty_like(sent[: len(sent) // self.size])
             dist.reduce_scatter(part, [piece.contiguous() for piece in sent.chunk(self.size)], _TORCH_OPS[op])
-            return (part.div_(self.size) if op == "mean" else part).to(tensor.dtype)
+            return (part.div_(self.size) if op == "mean" else part).to(tensor.device, tensor.dtype)
 
-        return self._run(Call.on("reduce_scatter", tensor, op), scatter)
+        return self._run(self._call_on("reduce_scatter", tensor, op), scatter)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
         check_tensor(tensor, "broadcast")
         check_root(root, self.size)
 
         def send() -> torch.Tensor:
-            sent = _as_bytes(tensor)
+            sent = self._sent(_as_bytes(tensor))
             dist.broadcast(sent, root)
             return _write_back(tensor, sent.view(tensor.dtype).view(tensor.shape))
 
-        return self._run(Call.on("broadcast", tensor, root), send)
+        return self._run(self._call_on("broadcast", tensor, root), send)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         data = pack(value)
@@ -145,7 +152,7 @@ class ProcessCommunicator:
         slot = [pack(value) if self.rank == root else None]
         self._run(
             Call("broadcast_object", argument=root),
-            lambda: dist.broadcast_object_list(slot, root, device=self._device),
+            lambda: dist.broadcast_object_list(slot, root, device=self._host),
         )
         data = slot[0]
         assert data is not None
@@ -202,9 +209,41 @@ class ProcessCommunicator:
         message, cause = self._broken
         raise broken(self.rank, call, message) from cause
 
+    def _call_on(self, name: str, tensor: torch.Tensor, argument: str | int | None = None) -> Call:
+        """The call on that tensor, which is where the group takes it from.
+
+        Raises:
+            TypeError: it is elsewhere; nothing has been sent.
+        """
+        own, its = self._device, tensor.device
+        is_foreign = its.type == own.type and not tensor.is_cpu and its != own
+        if is_foreign or not (tensor.is_cpu or its.type in self._types):
+            raise TypeError(
+                f"{name} got a tensor on {its}, and rank {self.rank} sends what is on {own} or in main memory; pass "
+                f"tensor.to({str(own)!r})"
+            )
+        return Call.on(name, tensor, argument, "" if its.type == own.type else its.type)
+
+    @property
+    def _types(self) -> frozenset[str]:
+        """The types of devices whose tensors the default group takes: a script may put another one in its place."""
+        if dist.is_initialized():  # else what is called is refused for another reason
+            self._taken = _types_in(dist.get_backend_config())
+        return self._taken
+
+    @property
+    def _host(self) -> torch.device:
+        """Where what is small travels: main memory, if the group takes it from there."""
+        return _HOST if _HOST.type in self._types else self._device
+
+    def _sent(self, plain: torch.Tensor) -> torch.Tensor:
+        return plain.to(self._host) if plain.is_cpu else plain
+
     def _meet(self) -> None:
         # A reduction and not dist.barrier, which on gloo leaves a rank up to the time-out in doubt about a dead peer.
-        dist.all_reduce(torch.zeros(1, device=self._device))
+        met = torch.zeros(1, device=self._host)
+        dist.all_reduce(met)
+        met.item()  # where it is on a device, the call has only been submitted
 
     def _enter(self, call: Entry) -> None:
         self._call, self._last = call if isinstance(call, Call) else None, call
@@ -220,7 +259,7 @@ class ProcessCommunicator:
 
     def _compare(self, deed: str) -> None:
         digest = digest_of(deed)
-        bounds = torch.tensor([digest, -digest], device=self._device)
+        bounds = torch.tensor([digest, -digest], device=self._host)
         dist.all_reduce(bounds, dist.ReduceOp.MIN)
         least, negated_greatest = bounds.tolist()
         if least != -negated_greatest:
@@ -250,7 +289,7 @@ class ProcessCommunicator:
         return [rank for rank in range(self.size) if store.check([_DEPARTED.format(rank)])]
 
     def _reduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-        sent = _wire(tensor)
+        sent = self._sent(_wire(tensor))
         dist.all_reduce(sent, _TORCH_OPS[op])
         if op == "mean":
             sent.div_(self.size)
@@ -272,6 +311,12 @@ def is_of_transport(error: BaseException) -> bool:
         return True
     # A future tells the error in words alone.
     return isinstance(error, RuntimeError) and any(name in str(error) for name in ("/gloo/", "DistNetworkError: "))
+
+
+@lru_cache
+def _types_in(config: str) -> frozenset[str]:
+    """The types of devices in a configuration such as "cpu:gloo,cuda:nccl"."""
+    return frozenset(pair.partition(":")[0] for pair in config.split(","))
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
