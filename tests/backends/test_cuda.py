@@ -84,6 +84,29 @@ def test_a_stream_is_told_to_every_tensor_that_a_leaf_holds():
     assert _dense_parts(Graph(dense)) == _dense_parts("text") == []
 
 
+@pytest.mark.parametrize(
+    ("count", "chosen", "local_rank", "index"),
+    [
+        pytest.param(8, None, 3, 3, id="one of all"),
+        pytest.param(1, None, 3, 0, id="each rank sees its own alone"),
+        pytest.param(2, None, 3, 1, id="each rank sees two"),
+        pytest.param(8, None, 9, 1, id="nobody has said how many are on a machine"),
+        pytest.param(8, 5, 3, 5, id="set_device was called"),
+        pytest.param(8, 0, 3, 3, id="cuda is in use, and no device chosen"),
+    ],
+)
+def test_a_rank_takes_the_gpu_that_it_has_chosen_or_else_one_of_those_that_it_sees(
+    monkeypatch, count, chosen, local_rank, index
+):
+    activated: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: chosen is not None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen)
+    monkeypatch.setattr(torch.cuda, "set_device", activated.append)
+    device = cuda.CudaBackend().enter_worker(local_rank, 16)
+    assert activated == [device] == [torch.device("cuda", index)]
+
+
 # On a device.
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # noqa: F401 - makes the backend "fake" known
 
 from unisono.comm.arrivals import SharedArrivals
 from unisono.comm.operations import Call
@@ -150,6 +151,14 @@ def test_who_waits_in_vain_names_who_has_not_come(store):
         "rank 0 cannot complete barrier(): rank 1 did not come to it and may be gone, stuck or late "
         "(Timed out waiting 500ms for recv)"
     )
+
+
+def test_ranks_that_share_a_gpu_are_told_so(store):
+    def fail() -> None:
+        raise dist.DistBackendError("NCCL error: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 50000")
+
+    with pytest.raises(BrokenWorldError, match=r"two ranks have the same GPU, .*; give each rank a GPU of its own"):
+        ProcessCommunicator(CPU, store)._run(Call("barrier"), fail)
 
 
 def test_a_store_that_is_gone_with_its_server_hides_no_error_of_the_transport(store):

@@ -58,6 +58,17 @@ class CudaBackend(EagerBackend):
     def activate(self, device: torch.device) -> None:
         torch.cuda.set_device(device)
 
+    def enter_worker(self, local_rank: int, local_world_size: int) -> torch.device:
+        """The device that the process has chosen by `torch.cuda.set_device`, else that of its local rank.
+
+        That is one of those which the process sees: a launcher may show each rank a GPU of its own, which is `cuda:0`
+        to all of them, and who made the process group may not have said how many ranks are on a machine.
+        """
+        chosen = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+        device = self.device(chosen or local_rank % max(1, self.device_count()))
+        self.activate(device)
+        return device
+
     def to_device(self, batch: Any, device: torch.device) -> tuple[Any, Any]:
         stream = self._side_stream(device)
         with torch.cuda.stream(stream):

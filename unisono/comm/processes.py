@@ -62,6 +62,7 @@ _HOST = torch.default_generator.device  # main memory
 _WIDER = {torch.int16: torch.int32}  # gloo has no 16 bit integers
 _ADVICE = "if none has failed, the ranks called different collectives, and join_world(checked=True) names the calls"
 _ADVICE_SHARED = "if none has failed, the ranks called different collectives of torch's own, which nobody compares"
+_SHARED_GPU = "Duplicate GPU detected"  # in NCCL's words
 _FAILURE, _DEPARTED = "unisono/failure", "unisono/departed/{}"
 
 
@@ -270,6 +271,9 @@ class ProcessCommunicator:
 
     def _reason(self, error: BaseException) -> tuple[str, BaseException]:
         """Why the transport failed: what a peer left in the store, else who is missing, and the transport's words."""
+        if _SHARED_GPU in str(error):
+            advice = "give each rank a GPU of its own, or pass process_group='gloo'"
+            return f"two ranks have the same GPU, which NCCL refuses ({error}); {advice}", error
         with contextlib.suppress(RuntimeError):  # the store's own server may be gone with the peer
             if self._store is not None and self._store.check([_FAILURE]):
                 peer = Outcome.from_bytes(self._store.get(_FAILURE))
