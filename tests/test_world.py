@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg  # noqa: F401 - makes the backend "fake" known
+import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" known
 
 from unisono.backends import get_backend
 from unisono.comm.processes import ProcessCommunicator

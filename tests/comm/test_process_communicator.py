@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg  # noqa: F401 - makes the backend "fake" known
+import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" known
 
 from unisono.comm.arrivals import SharedArrivals
 from unisono.comm.operations import Call
-from unisono.comm.processes import ProcessCommunicator
+from unisono.comm.processes import ProcessCommunicator, is_of_transport
 from unisono.errors import BrokenWorldError
 from unisono.outcome import Outcome
 
@@ -107,13 +107,22 @@ def test_who_is_woken_by_the_transport_looks_up_why(store, keys, message):
         assert cause is transport or repr(cause) == "LookupError('no such digit')"
 
 
-def test_running_out_of_memory_is_no_peer_s_fault(store):
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (torch.OutOfMemoryError, "CUDA out of memory"),
+        (torch.AcceleratorError, "CUDA error: device-side assert triggered"),
+        (dist.DistBackendError, "NCCL error: unhandled cuda error\nCuda failure 710 'device-side assert triggered'"),
+    ],
+)
+def test_what_fails_on_the_rank_s_own_device_is_no_peer_s_fault(store, kind, text):
     def fail() -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise kind(text)
 
     comm = ProcessCommunicator(CPU, store)
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(kind, match=text.partition("\n")[0]) as failed:
         comm._run(Call("barrier"), fail)
+    assert not is_of_transport(failed.value)
     comm.barrier()
 
 

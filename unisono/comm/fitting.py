@@ -35,6 +35,8 @@ def thread_communicators(
     }
     settles = [partial(backend.mark_step, device) for backend, device in zip(backends, devices, strict=True)]
     if transports == {"torch"}:
+        for seat, backend, device in zip(seats, backends, devices, strict=True):
+            seat.follow_streams(backend, device)
         return list(seats)
     if transports == {"runtime"}:
         from unisono.comm.xla import XlaThreads, join_devices
@@ -78,7 +80,7 @@ def process_communicator(
     """The communicator of a process that torch's default group joins; arguments as for `ProcessCommunicator`."""
     transport = backend.process_transport()
     if transport == "torch":
-        return ProcessCommunicator(device, store, is_checked, owns_group)
+        return ProcessCommunicator(device, store, is_checked, owns_group, backend)
     seat = ProcessCommunicator(_HOST, store, is_checked, owns_group)
     settle: Callable[[], None] = partial(backend.mark_step, device)
     if transport == "host":

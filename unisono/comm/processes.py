@@ -3,7 +3,8 @@
 What is added to the process group: the same checks on every rank, "mean" in every backend, types that gloo lacks (what
 is only moved travels as bytes, what is reduced in a wider type), and the *reason* when a world breaks. gloo wakes the
 peers of a dead rank with a bare `RuntimeError` about a socket, so a rank that fails or leaves first writes why into the
-store, and whoever is woken looks there. Where a rank has waited in vain, it looks up who has not come (`arrivals`).
+store, and whoever is woken looks there. NCCL wakes nobody: there a thread looks into the store while the device is at
+work (`device_watch`). Where a rank has waited in vain, it looks up who has not come (`arrivals`).
 
 A group may have a part for main memory beside the devices' own ("cpu:gloo,cuda:nccl"). What is small goes there, flags,
 counts, objects and barriers: so no rank waits for its device, and a barrier is one of the hosts. Where a group has no
@@ -13,7 +14,7 @@ That all ranks do the same is known before the transport is touched: on one mach
 (`arrivals`). Elsewhere announcements are compared, and with `is_checked` all calls: by a reduction of two numbers,
 whose least and greatest tell whether all ranks do the same; only where they do not are their deeds exchanged.
 
-*Threads:* the rank's own thread; for `abort`, `current` and `num_calls` any thread.
+*Threads:* the rank's own thread; for `abort`, `current`, `num_calls` and `progress` any thread.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ import torch
 import torch.distributed as dist
 
 from unisono.comm.arrivals import SharedArrivals, arrivals_in
+from unisono.comm.device_watch import DeviceWatch
+from unisono.comm.ending import end_group
 from unisono.comm.operations import (
     Announcement,
     Call,
@@ -47,7 +50,7 @@ from unisono.comm.operations import (
 )
 from unisono.errors import BrokenWorldError, UnisonoError
 from unisono.outcome import Outcome
-from unisono.protocols import ReduceOp
+from unisono.protocols import Backend, ReduceOp
 
 R = TypeVar("R")
 
@@ -62,6 +65,7 @@ _HOST = torch.default_generator.device  # main memory
 _WIDER = {torch.int16: torch.int32}  # gloo has no 16 bit integers
 _ADVICE = "if none has failed, the ranks called different collectives, and join_world(checked=True) names the calls"
 _ADVICE_SHARED = "if none has failed, the ranks called different collectives of torch's own, which nobody compares"
+_OF_OWN_DEVICE = ("CUDA error: ", "Cuda failure ")  # in torch's words, and in NCCL's
 _SHARED_GPU = "Duplicate GPU detected"  # in NCCL's words
 _FAILURE, _DEPARTED = "unisono/failure", "unisono/departed/{}"
 
@@ -75,6 +79,7 @@ class ProcessCommunicator:
         is_checked: compare every call before it runs where ranks share no memory, at the price of one more small
             collective each. Announcements are compared in any case.
         owns_group: whether `leave` destroys the process group.
+        backend: the device's family, if its tensors are sent as they are.
 
     Attributes:
         num_calls: how many collectives this rank has entered.
@@ -86,6 +91,7 @@ class ProcessCommunicator:
         store: dist.distributed_c10d.Store | None = None,
         is_checked: bool = False,
         owns_group: bool = True,
+        backend: Backend | None = None,
     ) -> None:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
@@ -100,11 +106,23 @@ class ProcessCommunicator:
         self._last: Entry = Announcement("its first collective")
         self.num_calls = 0
         self._arrivals = arrivals_in(store, self.rank, self.size, is_checked)
+        self._watch: DeviceWatch | None = None
+        if store is not None and backend is not None and backend.mark(device) is not None:
+            self._watch = DeviceWatch(backend, device, self._num_begun, self._end_wait)
 
     @property
     def current(self) -> str | None:
-        """The collective that this rank is in, as `all_reduce(float32[10], 'sum')`; None outside of any."""
-        return None if (call := self._call) is None else str(call)
+        """What this rank waits for, a collective as `all_reduce(float32[10], 'sum')`, or its device; else None."""
+        if (call := self._call) is not None:
+            return str(call)
+        watch = self._watch
+        return f"the device's work since {self._last}" if watch is not None and watch.is_behind else None
+
+    @property
+    def progress(self) -> int:
+        """A number that grows with each collective that is begun here, by whomever, and with those that devices end."""
+        watch = self._watch
+        return self._num_begun() + (0 if watch is None else watch.num_done)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
         check_reduction(tensor, op)
@@ -181,14 +199,14 @@ class ProcessCommunicator:
             if self._store is not None and not self._store.check([_FAILURE]):
                 reason = Outcome.failure(cause, f"rank {self.rank}").to_bytes()
                 self._store.set(_FAILURE, reason)  # type: ignore[arg-type]  # annotated as str, takes bytes
-            self._destroy()
+            self._end(is_broken=True)
 
     def leave(self) -> None:
         if not self._has_left:
             self._has_left = True
             if self._store is not None:
                 self._store.set(_DEPARTED.format(self.rank), "1")
-            self._destroy()
+            self._end()
 
     def _run(self, call: Entry, operation: Callable[[], R]) -> R:
         if self._has_left:
@@ -200,9 +218,11 @@ class ProcessCommunicator:
                     if isinstance(call, Call) and 0 in (call.shape or ()):
                         self._meet()  # a transport that has nothing to send waits for nobody
                     return operation()
-            except (UnisonoError, torch.OutOfMemoryError):
+            except UnisonoError:
                 raise
             except RuntimeError as error:
+                if _is_of_own_device(error):
+                    raise
                 if self._broken is None:
                     self._broken = self._reason(error)
             finally:
@@ -274,11 +294,9 @@ class ProcessCommunicator:
         if _SHARED_GPU in str(error):
             advice = "give each rank a GPU of its own, or pass process_group='gloo'"
             return f"two ranks have the same GPU, which NCCL refuses ({error}); {advice}", error
-        with contextlib.suppress(RuntimeError):  # the store's own server may be gone with the peer
-            if self._store is not None and self._store.check([_FAILURE]):
-                peer = Outcome.from_bytes(self._store.get(_FAILURE))
-                if peer.error is not None:
-                    return f"{peer.where} failed with {type(peer.error).__name__}: {peer.error}", peer.error
+        if (failure := self._failure_of_a_peer()) is not None:
+            return failure
+        with contextlib.suppress(RuntimeError):
             if self._store is not None and (gone := self._departed(self._store)):
                 known = self._arrivals
                 missing = known.missing(self.num_calls) if known else []
@@ -288,6 +306,25 @@ class ProcessCommunicator:
                 return f"{name_ranks(missing)} did not come to it and may be gone, stuck or late ({error})", error
         advice = _ADVICE_SHARED if isinstance(self._arrivals, SharedArrivals) else _ADVICE
         return f"a peer is gone or did not answer ({error}); {advice}", error
+
+    def _failure_of_a_peer(self) -> tuple[str, BaseException] | None:
+        with contextlib.suppress(RuntimeError):  # the store's own server may be gone with the peer
+            if self._store is not None and self._store.check([_FAILURE]):
+                peer = Outcome.from_bytes(self._store.get(_FAILURE))
+                if peer.error is not None:
+                    return f"{peer.where} failed with {type(peer.error).__name__}: {peer.error}", peer.error
+        return None
+
+    def _num_begun(self) -> int:
+        return self.num_calls + _sequence_number()
+
+    def _end_wait(self) -> bool:
+        """Let the device wait no more, where a peer has failed; whether one has. In the watch's thread."""
+        if (failure := self._failure_of_a_peer()) is None:
+            return False
+        self._broken = self._broken or failure
+        self._end(is_broken=True)
+        return True
 
     def _departed(self, store: dist.distributed_c10d.Store) -> list[int]:
         return [rank for rank in range(self.size) if store.check([_DEPARTED.format(rank)])]
@@ -304,17 +341,34 @@ class ProcessCommunicator:
         dist.all_gather_object(received, data)
         return received
 
-    def _destroy(self) -> None:
+    def _end(self, is_broken: bool = False) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
         if self._owns_group and dist.is_initialized():
-            dist.destroy_process_group()
+            end_group(is_broken, waits_for_device=watch is not None)
+
+
+def _sequence_number() -> int:
+    """How many collectives the default process group has begun, whoever called them."""
+    with contextlib.suppress(Exception):  # it is going, or its backend does not count
+        return int(dist.group.WORLD._get_sequence_number_for_group())  # type: ignore[union-attr]
+    return 0
 
 
 def is_of_transport(error: BaseException) -> bool:
     """Whether torch's process groups have raised it: for the user's own torch.distributed calls, or for DDP's."""
     if isinstance(error, dist.DistError):
-        return True
+        return not _is_of_own_device(error)
     # A future tells the error in words alone.
     return isinstance(error, RuntimeError) and any(name in str(error) for name in ("/gloo/", "DistNetworkError: "))
+
+
+def _is_of_own_device(error: BaseException) -> bool:
+    """Whether this rank's device has failed, an assertion of a kernel for one, which the next call hears of."""
+    if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
+        return True
+    return any(words in str(error) for words in _OF_OWN_DEVICE)
 
 
 @lru_cache

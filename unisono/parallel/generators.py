@@ -95,7 +95,6 @@ class ReplicaGenerators:
                 self._state = self._backend.rng_state(self._device)
                 self._backend.set_rng_state(before, self._device)
 
-
     def seed_device(self, family: str, seed: int) -> None:
         """Seed the generator of the replica's device, where it is of that family."""
         if family == self._device.type:
