@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" known
 
 from unisono.backends import get_backend
 from unisono.comm.processes import ProcessCommunicator
@@ -191,6 +192,19 @@ def test_an_adopted_world_takes_its_place_from_the_launcher_s_variables(monkeypa
         world = current_world()
     assert (world.local_rank, world.local_world_size, world.node_rank, world.restart_count) == (3, 4, 2, 5)
     assert world.device == torch.device("cpu", 3)
+
+
+def test_an_adopted_world_has_the_device_that_its_group_is_bound_to(monkeypatch, tmp_path):
+    activated: list[torch.device] = []
+    monkeypatch.setenv("UNISONO_BACKEND", "cuda")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "set_device", activated.append)
+    with default_group(tmp_path / "store", "cpu:gloo,cuda:fake") as group:
+        group.bound_device_id = torch.device("cuda", 6)
+        world = current_world()
+        assert activated == [world.device] == [torch.device("cuda", 6)]
+        world.comm.barrier()
 
 
 # What a world is.

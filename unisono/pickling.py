@@ -14,8 +14,8 @@ What has no name in `__main__`, a lambda or a class made in a function, always g
 The contents of tensors and arrays need not be copied into the pickle: `dumps_apart` gives them apart, to be written as
 they lie in memory, and `loads_apart` takes them from where they were read into.
 
-Tensors of devices that only this process has, XLA's, arrive in main memory: their like may not exist over there, and to
-ask for it would start a runtime.
+Tensors of accelerators arrive in main memory: their device may not exist over there, or be another rank's, and to ask
+for it would start a runtime, and take memory of that device.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # it has no annotatio
         _refuse_file(obj)
         if _is_tensor(obj):
             return _reduced(obj)
-        if _is_storage_in_main_memory(obj):
+        if _is_storage(obj):
             return _reduced_storage(obj)
         if path := _importable_path(obj):
             return pkgutil.resolve_name, (path,)
@@ -247,17 +247,16 @@ def _is_tensor(obj: Any) -> bool:
     return torch is not None and isinstance(obj, getattr(torch, "Tensor", ()))
 
 
-def _is_storage_in_main_memory(obj: Any) -> bool:
+def _is_storage(obj: Any) -> bool:
     torch = sys.modules.get("torch")
-    if torch is None or type(obj) not in (torch.storage.TypedStorage, torch.storage.UntypedStorage):
-        return False
-    return bool(torch.UntypedStorage(0).device == getattr(obj, "_untyped_storage", obj).device)
+    return torch is not None and type(obj) in (torch.storage.TypedStorage, torch.storage.UntypedStorage)
 
 
 def _reduced_storage(storage: Any) -> Any:
     """How a storage is pickled: as the buffer that it is. Tensors that share one still do, over there."""
     if hasattr(storage, "_untyped_storage"):
         return _typed, (storage._untyped_storage, storage.dtype)
+    storage = storage.cpu()  # itself, where it is there
     return _untyped, (pickle.PickleBuffer(block_of(storage) if storage.nbytes() else bytearray()),)
 
 

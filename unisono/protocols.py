@@ -59,7 +59,10 @@ class Backend(Protocol):
         """The device of that index. ValueError, listing what exists, where there is none."""
 
     def activate(self, device: torch.device) -> None:
-        """Make it the calling thread's device, before that thread's first work on it."""
+        """Make it the calling thread's device, before that thread's first work on it.
+
+        A thread beside the main one does from then on not disturb graphs that others capture.
+        """
 
     def start(self, device: torch.device) -> None:
         """Start the family's runtime, where it has one of its own and that is not up, on a thread that computes.
@@ -94,6 +97,16 @@ class Backend(Protocol):
 
     def wait_ready(self, token: Any) -> None:
         """Return when the moved batch may be used by work that the calling thread submits from now on."""
+
+    def mark(self, device: torch.device, tensors: Any = ()) -> Any:
+        """A token for what the calling thread has submitted to the device, which uses or makes these tensors.
+
+        For `wait_ready` in another thread, whose work follows it, and for `is_reached`. None where what is submitted is
+        done.
+        """
+
+    def is_reached(self, mark: Any) -> bool:
+        """Whether the device has come to that mark; asks, and does not wait."""
 
     def synchronize(self, device: torch.device) -> None:
         """Block until all work submitted to the device has ended."""

@@ -235,7 +235,11 @@ def _adopted_world() -> World:
     local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
     backend = backend_of_group(dist.get_backend_config())
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    device = backend.enter_worker(local_rank, local_world_size)
+    device = dist.group.WORLD.bound_device_id  # type: ignore[union-attr] # init_process_group(device_id=...)
+    if device is not None and device.type == backend.name:
+        backend.activate(device)
+    else:
+        device = backend.enter_worker(local_rank, local_world_size)
     return World(
         device=device,
         backend=backend,

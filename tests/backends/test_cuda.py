@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from unisono import DeviceLoader
 from unisono.backends import cuda, get_backend
 from unisono.backends.cuda import _dense_parts, _pinned
+from unisono.pickling import dumps_apart, loads_apart
 
 HAS_CUDA = torch.cuda.is_available()
 
@@ -82,6 +84,47 @@ def test_a_stream_is_told_to_every_tensor_that_a_leaf_holds():
     ]
     assert any(part.data_ptr() == jagged.values().data_ptr() for part in _dense_parts(jagged))
     assert _dense_parts(Graph(dense)) == _dense_parts("text") == []
+
+
+@pytest.mark.parametrize(
+    ("count", "chosen", "local_rank", "index"),
+    [
+        pytest.param(8, None, 3, 3, id="one of all"),
+        pytest.param(1, None, 3, 0, id="each rank sees its own alone"),
+        pytest.param(2, None, 3, 1, id="each rank sees two"),
+        pytest.param(8, None, 9, 1, id="nobody has said how many are on a machine"),
+        pytest.param(8, 5, 3, 5, id="set_device was called"),
+        pytest.param(8, 0, 3, 3, id="cuda is in use, and no device chosen"),
+    ],
+)
+def test_a_rank_takes_the_gpu_that_it_has_chosen_or_else_one_of_those_that_it_sees(
+    monkeypatch, count, chosen, local_rank, index
+):
+    activated: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: chosen is not None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen)
+    monkeypatch.setattr(torch.cuda, "set_device", activated.append)
+    device = cuda.CudaBackend().enter_worker(local_rank, 16)
+    assert activated == [device] == [torch.device("cuda", index)]
+
+
+def test_a_thread_beside_the_main_one_leaves_graphs_alone_that_others_capture(monkeypatch):
+    modes: list[int] = []
+
+    class Driver:
+        def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> None:  # noqa: N802 - as in CUDA
+            modes.append(mode._obj.value)
+
+    monkeypatch.setattr(cuda, "_driver", Driver)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    activate = partial(cuda.CudaBackend().activate, torch.device("cuda", 0))
+    activate()
+    assert modes == []  # the main thread's rules are its own
+    thread = threading.Thread(target=activate)
+    thread.start()
+    thread.join()
+    assert modes == [1]
 
 
 # On a device.
@@ -162,3 +205,63 @@ def test_each_device_has_one_side_stream_whoever_moves_first():
         thread.join()
     assert len({stream.cuda_stream for stream in found}) == 1
     assert found[0] != torch.cuda.default_stream(device)
+
+
+@pytest.mark.cuda
+@needs_cuda
+def test_a_mark_is_reached_when_the_work_before_it_has_ended_and_orders_other_threads_behind_it():
+    backend, device = get_backend("cuda"), get_backend("cuda").device(0)
+    weight, side = torch.rand(4096, 4096, device=device), torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(60):
+            weight @ weight
+        filled = torch.zeros(1, device=device).add_(1)
+        mark = backend.mark(device, filled)
+    assert not backend.is_reached(mark)
+    found: list[float] = []
+
+    def read() -> None:
+        backend.wait_ready(mark)
+        found.append(filled.item())
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join()
+    assert found == [1]
+    assert backend.is_reached(mark)
+
+
+@pytest.mark.cuda
+@needs_cuda
+def test_tensors_for_other_processes_travel_by_main_memory_and_share_it_still():
+    whole = torch.arange(4.0, device="cuda")
+    found, part = loads_apart(*dumps_apart((whole, whole[2:])))
+    assert found.device.type == part.device.type == "cpu"
+    found[2] = 7
+    assert part.tolist() == [7, 3]
+
+
+@pytest.mark.cuda
+@needs_cuda
+def test_what_a_dataset_puts_on_a_gpu_by_itself_goes_to_the_loop_s():
+    last = torch.cuda.device_count() - 1
+    (batch,) = DeviceLoader((torch.ones(1).cuda() for _ in range(1)), f"cuda:{last}")
+    assert batch.device.index == last
+
+
+@pytest.mark.cuda
+@needs_cuda
+def test_a_graph_is_captured_while_batches_are_moved():
+    weight = torch.rand(64, 64, device="cuda")
+    weight @ weight
+    loader = iter(DeviceLoader([torch.zeros(1 << 16, dtype=torch.uint8).repeat(1 + n % 7) for n in range(200)], "cuda"))
+    next(loader)
+    for _ in range(20):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            product = weight @ weight
+        next(loader)
+        graph.replay()
+    torch.cuda.synchronize()
+    torch.testing.assert_close(product, weight @ weight)

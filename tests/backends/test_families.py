@@ -196,6 +196,12 @@ def test_mps_narrows_double_precision_and_says_so_once(caplog):
     assert mps._narrowed("text") == "text"
 
 
+def test_processes_on_mps_exchange_copies_in_main_memory_and_have_no_engines():
+    mps = get_backend("mps")
+    assert (mps.process_transport(), mps.unsupported_reason("fp16")) == ("host", None)
+    assert mps.unsupported_reason("process_group").startswith("process groups take no MPS tensors; take strategy='ddp'")
+
+
 # Sending a leaf.
 
 

@@ -6,29 +6,39 @@ Several processes meet in `tests/contract`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" known
 
 from unisono.comm.arrivals import SharedArrivals
 from unisono.comm.operations import Call
-from unisono.comm.processes import ProcessCommunicator
+from unisono.comm.processes import ProcessCommunicator, is_of_transport
 from unisono.errors import BrokenWorldError
 from unisono.outcome import Outcome
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@contextmanager
+def default_group(path: Path, backend: str = "gloo") -> Iterator[dist.Store]:
+    """The store of a default process group of one, which the test may destroy."""
+    made = dist.FileStore(str(path), 1)
+    dist.init_process_group(backend, store=made, rank=0, world_size=1)
+    try:
+        yield made
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[dist.Store]:
-    """The store of a default process group of one, which the test may destroy."""
-    made = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=made, rank=0, world_size=1)
-    yield made
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    with default_group(tmp_path / "store") as made:
+        yield made
 
 
 def test_leaving_destroys_a_group_of_its_own_and_tells_the_store(store):
@@ -97,13 +107,22 @@ def test_who_is_woken_by_the_transport_looks_up_why(store, keys, message):
         assert cause is transport or repr(cause) == "LookupError('no such digit')"
 
 
-def test_running_out_of_memory_is_no_peer_s_fault(store):
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (torch.OutOfMemoryError, "CUDA out of memory"),
+        (torch.AcceleratorError, "CUDA error: device-side assert triggered"),
+        (dist.DistBackendError, "NCCL error: unhandled cuda error\nCuda failure 710 'device-side assert triggered'"),
+    ],
+)
+def test_what_fails_on_the_rank_s_own_device_is_no_peer_s_fault(store, kind, text):
     def fail() -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise kind(text)
 
     comm = ProcessCommunicator(CPU, store)
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(kind, match=text.partition("\n")[0]) as failed:
         comm._run(Call("barrier"), fail)
+    assert not is_of_transport(failed.value)
     comm.barrier()
 
 
@@ -143,6 +162,14 @@ def test_who_waits_in_vain_names_who_has_not_come(store):
     )
 
 
+def test_ranks_that_share_a_gpu_are_told_so(store):
+    def fail() -> None:
+        raise dist.DistBackendError("NCCL error: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 50000")
+
+    with pytest.raises(BrokenWorldError, match=r"two ranks have the same GPU, .*; give each rank a GPU of its own"):
+        ProcessCommunicator(CPU, store)._run(Call("barrier"), fail)
+
+
 def test_a_store_that_is_gone_with_its_server_hides_no_error_of_the_transport(store):
     class Gone:
         def check(self, keys: list[str]) -> bool:
@@ -151,3 +178,47 @@ def test_a_store_that_is_gone_with_its_server_hides_no_error_of_the_transport(st
     comm = ProcessCommunicator(CPU, store)
     comm._store, transport = Gone(), RuntimeError("Connection reset")
     assert comm._reason(transport)[1] is transport
+
+
+# Main memory and devices.
+
+
+def test_what_is_small_goes_by_main_memory_and_waits_for_no_device(tmp_path):
+    """The device's part of the group would need a device, of which there is none here."""
+    with default_group(tmp_path / "store", "cpu:gloo,cuda:fake") as store:
+        comm = ProcessCommunicator(GPU, store, is_checked=True)
+        comm.barrier()
+        comm.announce("the end of step 3")
+        assert comm.all_gather_object({"rank": 0}) == [{"rank": 0}]
+        assert comm.broadcast_object("plan") == "plan"
+        assert comm.all_reduce(torch.tensor(2)).item() == 2
+        assert comm.all_gather(torch.ones(2))[0].device == CPU
+
+
+def test_a_group_for_a_device_alone_takes_main_memory_by_way_of_the_device(store, monkeypatch):
+    monkeypatch.setattr("unisono.comm.processes._types_in", lambda config: frozenset(["cuda"]))
+    comm, sent = ProcessCommunicator(torch.device("cpu", 1), store), []  # another device, for torch's copies
+    reduce = dist.all_reduce
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, *more: (sent.append(tensor), reduce(tensor.mul_(3), *more)))
+    tensor = torch.ones(2)
+    assert comm.all_reduce(tensor) is tensor
+    assert sent[0].data_ptr() != tensor.data_ptr()
+    assert tensor.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "reduce_scatter", "broadcast"])
+def test_a_tensor_on_a_foreign_device_is_refused_before_anything_is_sent(store, name):
+    comm = ProcessCommunicator(CPU, store)
+    with pytest.raises(TypeError) as refusal:
+        getattr(comm, name)(torch.ones(2, device="meta"))
+    assert str(refusal.value) == (
+        f"{name} got a tensor on meta, and rank 0 sends what is on cpu or in main memory; pass tensor.to('cpu')"
+    )
+    assert comm.num_calls == 0
+    comm.barrier()
+
+
+def test_calls_on_tensors_of_different_places_are_different_calls():
+    here, there = (Call.on("all_reduce", torch.ones(2), "sum", place) for place in ("", "cpu"))
+    assert here != there
+    assert str(there) == "all_reduce(float32[2] on cpu, 'sum')"

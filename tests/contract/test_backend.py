@@ -257,6 +257,22 @@ def test_a_device_can_be_activated_synchronised_and_marked(backend, device):
     assert result.item() == 6
 
 
+def test_a_mark_is_reached_when_the_work_before_it_is_done_and_another_thread_may_wait_for_it(backend, device):
+    tensor = torch.ones(4, device=device).add_(1)
+    mark = backend.mark(device, tensor)
+
+    def read() -> list[float]:
+        backend.activate(device)
+        if mark is not None:
+            backend.wait_ready(mark)
+        return tensor.tolist()
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(read).result() == [2] * 4
+    backend.synchronize(device)
+    assert backend.is_reached(mark)
+
+
 def test_the_random_state_comes_back(backend, device):
     before = backend.rng_state(device)
     first = torch.rand(8, device=device)

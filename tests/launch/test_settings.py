@@ -10,14 +10,18 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from faults import Script
 
 import unisono
+from unisono.backends import get_backend
 from unisono.launch.loggers import read_loggers
-from unisono.launch.settings import PROCESS, SETTINGS, Value, adopt_settings, read_settings
+from unisono.launch.settings import PROCESS, SETTINGS, Settings, Value, adopt_settings, read_settings
 from unisono.launch.spawn import spawn
+from unisono.launch.worker import _adopt_settings
 
 # By the name of a setting: a line that sets it, and an expression that shows it.
 HOW: dict[str, tuple[str, str]] = {
@@ -295,3 +299,12 @@ def test_a_handler_that_stays_with_the_caller_is_named():
         ]
     finally:
         logger.handlers.clear()
+
+
+def test_the_caller_s_seed_reaches_the_generators_of_a_worker_s_gpus(monkeypatch):
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    world = SimpleNamespace(backend=get_backend("cuda"))
+    with torch.random.fork_rng(devices=[]):
+        _adopt_settings(Settings({}, read_loggers(), 7), world, reporter=None)
+    assert seeds == [7]

@@ -352,6 +352,20 @@ def test_an_error_on_either_side_of_a_move_reaches_the_loop(fault):
             next(iterator)
 
 
+@pytest.mark.parametrize(("lanes", "is_bound"), [(1, True), (2, False)])
+def test_a_dataset_runs_on_the_device_of_the_only_loop(lanes, is_bound):
+    class Noting(Moving):
+        def activate(self, device: torch.device) -> None:
+            where[threading.current_thread().name] = device
+
+    where: dict[str, torch.device] = {}
+    with flow(Noting(), lanes=lanes) as made:
+        assert [each for iterator in made.start(range(2)) for each in iterator] == [0, 1]
+        devices = [lane.device for lane in made.pipeline.lanes]
+    assert where.pop("unisono-reader", None) == (devices[0] if is_bound else None)
+    assert list(where.values()) == devices
+
+
 @pytest.mark.parametrize("transfers", [1, 4])
 def test_closing_wakes_every_transfer_and_the_reader(transfers):
     backend = Moving()

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import random_split
 
 from unisono import DataParallel, all_reduce
-from unisono.parallel.generators import own_generator
+from unisono.parallel.generators import ReplicaGenerators, own_generator
 from unisono.randomness import seeded
 
 TWO = devices(2)
@@ -142,6 +142,47 @@ def test_another_thread_draws_from_the_default_generator():
             torch.manual_seed(3)
             with own_generator(torch.Generator().manual_seed(1)):
                 assert torch.equal(pool.submit(torch.rand, 3).result(), expected)
+
+
+@pytest.mark.skipif(torch.cuda.is_initialized(), reason="what waits for the start of the GPUs is counted")
+def test_a_seed_in_a_thread_with_its_own_generator_reaches_no_gpu(monkeypatch):
+    waiting = type(torch.cuda._lazy_seed_tracker)()
+    monkeypatch.setattr(torch.cuda, "_lazy_seed_tracker", waiting)
+    with own_generator(torch.Generator()):
+        torch.manual_seed(5)
+        torch.seed()
+    assert not waiting.get_calls()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+    assert waiting.get_calls()
+
+
+class Gpus:
+    """A family that notes which generators are seeded, and with what."""
+
+    def __init__(self) -> None:
+        self.states = {torch.device("cuda", index): torch.tensor([0]) for index in range(2)}
+
+    def seeded_state(self, seed: int, device: torch.device) -> torch.Tensor:
+        return torch.tensor([seed])
+
+    def rng_state(self, device: torch.device) -> torch.Tensor:
+        return self.states[device]
+
+    def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
+        self.states[device] = state
+
+
+def test_a_seed_in_a_replica_is_its_own_device_s_and_lasts_until_the_next_call():
+    gpus = Gpus()
+    first, second = gpus.states
+    generators = ReplicaGenerators(3, gpus, second)
+    with generators.in_use():
+        torch.manual_seed(5)
+        assert (gpus.states[first].item(), gpus.states[second].item()) == (0, 5)
+    assert gpus.states[second].item() == 0
+    with generators.in_use():
+        assert gpus.states[second].item() == 5
 
 
 def test_who_seeds_the_process_draws_from_what_he_has_seeded():

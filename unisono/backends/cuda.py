@@ -9,14 +9,18 @@ The memory of a moved batch belongs to the side stream. Whoever uses it on anoth
 the next copy could overwrite what a kernel still reads. An object of a class that is unknown here cannot be told for;
 it is moved on the device's default stream, without overlap, unless it has a method `record_stream(stream)` of its own.
 
-*Threads:* several may move batches at once; their copies follow one another on the device's side stream.
+*Threads:* several may move batches at once; their copies follow one another on the device's side stream. Those beside
+the main one ask for events and for memory, which the driver takes for a fault while any thread captures a graph, and
+ends the capture, unless they have said that they care for captures of their own only.
 
 Counting devices uses NVML through torch and does not initialise CUDA, so a parent process may ask and fork later.
 """
 
 from __future__ import annotations
 
+import ctypes
 import threading
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -27,9 +31,11 @@ from unisono.backends.eager import EagerBackend
 from unisono.backends.movement import send
 from unisono.tree import leaves, nbytes, tree_map
 
+_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+
 
 class _Ready(NamedTuple):
-    """A copy under way: its end, and the tensors whose memory the side stream owns."""
+    """Work under way on a stream: its end, and the tensors whose memory the stream owns."""
 
     done: torch.cuda.Event
     batch: Any
@@ -57,6 +63,19 @@ class CudaBackend(EagerBackend):
 
     def activate(self, device: torch.device) -> None:
         torch.cuda.set_device(device)
+        if threading.current_thread() is not threading.main_thread():
+            _leave_captures_alone()
+
+    def enter_worker(self, local_rank: int, local_world_size: int) -> torch.device:
+        """The device that the process has chosen by `torch.cuda.set_device`, else that of its local rank.
+
+        That is one of those which the process sees: a launcher may show each rank a GPU of its own, which is `cuda:0`
+        to all of them, and who made the process group may not have said how many ranks are on a machine.
+        """
+        chosen = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+        device = self.device(chosen or local_rank % max(1, self.device_count()))
+        self.activate(device)
+        return device
 
     def to_device(self, batch: Any, device: torch.device) -> tuple[Any, Any]:
         stream = self._side_stream(device)
@@ -76,6 +95,14 @@ class CudaBackend(EagerBackend):
             if _tells_streams(leaf):
                 leaf.record_stream(stream)
 
+    def mark(self, device: torch.device, tensors: Any = ()) -> _Ready:
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(device))
+        return _Ready(done, tensors, device)
+
+    def is_reached(self, mark: _Ready) -> bool:
+        return bool(mark.done.query())
+
     def synchronize(self, device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
@@ -93,6 +120,22 @@ class CudaBackend(EagerBackend):
             if device.index not in self._streams:
                 self._streams[device.index] = torch.cuda.Stream(device)
             return self._streams[device.index]
+
+
+def _leave_captures_alone() -> None:
+    """Let nothing that the calling thread does end the capture of a graph in another one."""
+    driver = _driver()
+    if driver is not None:
+        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
+
+
+@cache
+def _driver() -> Any:
+    """The library of the driver; None where it has another name, as on other systems."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
 
 
 def _moved(leaf: Any, device: torch.device) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -50,6 +51,12 @@ class EagerBackend(ABC):
 
     def process_transport(self) -> Transport:
         return "torch"
+
+    def mark(self, device: torch.device, tensors: Any = ()) -> Any:
+        return None
+
+    def is_reached(self, mark: Any) -> bool:
+        return True
 
     def mark_step(self, device: torch.device) -> None:
         pass

@@ -1,4 +1,7 @@
-"""The MPS family: the GPU of an Apple machine. One device, no float64, no process group of its own."""
+"""The MPS family: the GPU of an Apple machine. One device, no float64, no process group that takes its tensors.
+
+Processes exchange copies in main memory, which the machine's GPU shares.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import torch
 from unisono.backends import check_index
 from unisono.backends.eager import EagerBackend
 from unisono.backends.movement import send
+from unisono.protocols import Feature, Transport
 from unisono.tree import tree_map
 
 logger = logging.getLogger(__name__)
@@ -35,6 +39,17 @@ class MpsBackend(EagerBackend):
 
     def activate(self, device: torch.device) -> None:
         pass
+
+    def process_transport(self) -> Transport:
+        return "host"
+
+    def unsupported_reason(self, feature: Feature) -> str | None:
+        if feature == "process_group":
+            return (
+                "process groups take no MPS tensors; take strategy='ddp', without comm_hook, whose gradients the "
+                "backward pass reduces by way of main memory"
+            )
+        return super().unsupported_reason(feature)
 
     def to_device(self, batch: Any, device: torch.device) -> tuple[Any, Any]:
         return tree_map(lambda leaf: send(self._narrowed(leaf), device), batch), None

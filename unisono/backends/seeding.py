@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import wraps
 from hashlib import blake2b
 from typing import Any
 
@@ -29,6 +30,30 @@ def seed_of_device(backend: Backend, device: torch.device) -> int:
     seed = int.from_bytes(blake2b(state.numpy().tobytes(), digest_size=8).digest()) >> 1
     seed_device(backend, device, seed)
     return seed
+
+
+def ask_before_seeding_all(is_taken: Callable[[str, int], bool]) -> None:
+    """From now on, whoever seeds all devices of a family at once, as `torch.manual_seed` does, asks first.
+
+    Args:
+        is_taken: called with the family's name and the seed, in the thread that seeds. Where it is true, it has done
+            what there is to do.
+    """
+    for family, name in (("cuda", "manual_seed_all"), ("xpu", "manual_seed_all"), ("mps", "manual_seed")):
+        module = getattr(torch, family, None)
+        if hasattr(module, name):
+            setattr(module, name, _asking(family, getattr(module, name), is_taken))
+
+
+def _asking(
+    family: str, seed_all: Callable[[int], None], is_taken: Callable[[str, int], bool]
+) -> Callable[[int], None]:
+    @wraps(seed_all)
+    def ask_and_seed(seed: int) -> None:
+        if not is_taken(family, seed):
+            seed_all(seed)
+
+    return ask_and_seed
 
 
 def _seeded(backend: Backend, device: torch.device, seed: int) -> torch.Tensor:

@@ -35,6 +35,8 @@ def thread_communicators(
     }
     settles = [partial(backend.mark_step, device) for backend, device in zip(backends, devices, strict=True)]
     if transports == {"torch"}:
+        for seat, backend, device in zip(seats, backends, devices, strict=True):
+            seat.follow_streams(backend, device)
         return list(seats)
     if transports == {"runtime"}:
         from unisono.comm.xla import XlaThreads, join_devices
@@ -48,6 +50,8 @@ def group_backend(backend: Backend, asked: str | None = None) -> str:
     """The torch.distributed backend for a group of that family's processes: theirs, but shared memory for gloo.
 
     Where ranks turn out to share no memory, as on several machines, a group of shared memory makes itself one of gloo.
+    A family with a transport of its own gets gloo beside it, for what is in main memory: a group in Python, as that of
+    shared memory is, cannot be one of several parts.
 
     Args:
         asked: "gloo" in the place of shared memory, or of the family's own; None takes what is fastest.
@@ -58,8 +62,10 @@ def group_backend(backend: Backend, asked: str | None = None) -> str:
     usual = backend.process_group_backend
     if asked not in (None, "gloo"):
         raise ValueError(f"process_group={asked!r} does not exist; pass 'gloo', or None for the fastest")
-    if asked is not None or usual != "gloo":
-        return asked or usual
+    if asked is not None:
+        return asked
+    if usual != "gloo":
+        return f"{_HOST.type}:gloo,{backend.name}:{usual}"
     shared_memory.register()
     return shared_memory.NAME
 
@@ -74,7 +80,7 @@ def process_communicator(
     """The communicator of a process that torch's default group joins; arguments as for `ProcessCommunicator`."""
     transport = backend.process_transport()
     if transport == "torch":
-        return ProcessCommunicator(device, store, is_checked, owns_group)
+        return ProcessCommunicator(device, store, is_checked, owns_group, backend)
     seat = ProcessCommunicator(_HOST, store, is_checked, owns_group)
     settle: Callable[[], None] = partial(backend.mark_step, device)
     if transport == "host":

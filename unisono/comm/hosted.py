@@ -40,9 +40,9 @@ class HostedCommunicator(Generic[C]):
         return getattr(self.inner, "current", None)
 
     @property
-    def num_calls(self) -> int:
-        """How many collectives this rank has entered, where the inner communicator counts them."""
-        return getattr(self.inner, "num_calls", 0)
+    def progress(self) -> int:
+        """How far this rank is, where the inner communicator counts it."""
+        return getattr(self.inner, "progress", 0)
 
     @torch.no_grad()
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:

@@ -35,6 +35,7 @@ class Call:
 
     Attributes:
         purpose: what it was announced for; "" without an announcement.
+        place: the type of the tensor's device, where that is not the rank's own.
     """
 
     name: str
@@ -42,15 +43,16 @@ class Call:
     dtype: torch.dtype | None = None
     argument: str | int | None = None
     purpose: str = ""
+    place: str = ""
 
     @classmethod
-    def on(cls, name: str, tensor: torch.Tensor, argument: str | int | None = None) -> Call:
-        return cls(name, tuple(tensor.shape), tensor.dtype, argument)
+    def on(cls, name: str, tensor: torch.Tensor, argument: str | int | None = None, place: str = "") -> Call:
+        return cls(name, tuple(tensor.shape), tensor.dtype, argument, place=place)
 
     def __str__(self) -> str:
         parts = []
         if self.dtype is not None and self.shape is not None:
-            parts.append(f"{_name(self.dtype)}{list(self.shape)}")
+            parts.append(f"{_name(self.dtype)}{list(self.shape)}{f' on {self.place}' if self.place else ''}")
         if self.argument is not None:
             parts.append(repr(self.argument))
         text = f"{self.name}({', '.join(parts)})"

@@ -3,25 +3,33 @@
 What is added to the process group: the same checks on every rank, "mean" in every backend, types that gloo lacks (what
 is only moved travels as bytes, what is reduced in a wider type), and the *reason* when a world breaks. gloo wakes the
 peers of a dead rank with a bare `RuntimeError` about a socket, so a rank that fails or leaves first writes why into the
-store, and whoever is woken looks there. Where a rank has waited in vain, it looks up who has not come (`arrivals`).
+store, and whoever is woken looks there. NCCL wakes nobody: there a thread looks into the store while the device is at
+work (`device_watch`). Where a rank has waited in vain, it looks up who has not come (`arrivals`).
+
+A group may have a part for main memory beside the devices' own ("cpu:gloo,cuda:nccl"). What is small goes there, flags,
+counts, objects and barriers: so no rank waits for its device, and a barrier is one of the hosts. Where a group has no
+such part, tensors in main memory go by the rank's device.
 
 That all ranks do the same is known before the transport is touched: on one machine by notes in shared memory
 (`arrivals`). Elsewhere announcements are compared, and with `is_checked` all calls: by a reduction of two numbers,
 whose least and greatest tell whether all ranks do the same; only where they do not are their deeds exchanged.
 
-*Threads:* the rank's own thread; for `abort`, `current` and `num_calls` any thread.
+*Threads:* the rank's own thread; for `abort`, `current`, `num_calls` and `progress` any thread.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from unisono.comm.arrivals import SharedArrivals, arrivals_in
+from unisono.comm.device_watch import DeviceWatch
+from unisono.comm.ending import end_group
 from unisono.comm.operations import (
     Announcement,
     Call,
@@ -42,7 +50,7 @@ from unisono.comm.operations import (
 )
 from unisono.errors import BrokenWorldError, UnisonoError
 from unisono.outcome import Outcome
-from unisono.protocols import ReduceOp
+from unisono.protocols import Backend, ReduceOp
 
 R = TypeVar("R")
 
@@ -53,9 +61,12 @@ _TORCH_OPS = {
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
 }
+_HOST = torch.default_generator.device  # main memory
 _WIDER = {torch.int16: torch.int32}  # gloo has no 16 bit integers
 _ADVICE = "if none has failed, the ranks called different collectives, and join_world(checked=True) names the calls"
 _ADVICE_SHARED = "if none has failed, the ranks called different collectives of torch's own, which nobody compares"
+_OF_OWN_DEVICE = ("CUDA error: ", "Cuda failure ")  # in torch's words, and in NCCL's
+_SHARED_GPU = "Duplicate GPU detected"  # in NCCL's words
 _FAILURE, _DEPARTED = "unisono/failure", "unisono/departed/{}"
 
 
@@ -64,10 +75,11 @@ class ProcessCommunicator:
 
     Args:
         store: where ranks leave the reason of a failure; None when the group was made by somebody else.
-        device: where barriers and objects travel, the rank's own device.
+        device: the rank's own.
         is_checked: compare every call before it runs where ranks share no memory, at the price of one more small
             collective each. Announcements are compared in any case.
         owns_group: whether `leave` destroys the process group.
+        backend: the device's family, if its tensors are sent as they are.
 
     Attributes:
         num_calls: how many collectives this rank has entered.
@@ -79,6 +91,7 @@ class ProcessCommunicator:
         store: dist.distributed_c10d.Store | None = None,
         is_checked: bool = False,
         owns_group: bool = True,
+        backend: Backend | None = None,
     ) -> None:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
@@ -86,55 +99,68 @@ class ProcessCommunicator:
         self._store = store
         self._is_checked = is_checked
         self._owns_group = owns_group
+        self._taken = _types_in(dist.get_backend_config())
         self._broken: tuple[str, BaseException | None] | None = None
         self._has_left = False
         self._call: Call | None = None
         self._last: Entry = Announcement("its first collective")
         self.num_calls = 0
         self._arrivals = arrivals_in(store, self.rank, self.size, is_checked)
+        self._watch: DeviceWatch | None = None
+        if store is not None and backend is not None and backend.mark(device) is not None:
+            self._watch = DeviceWatch(backend, device, self._num_begun, self._end_wait)
 
     @property
     def current(self) -> str | None:
-        """The collective that this rank is in, as `all_reduce(float32[10], 'sum')`; None outside of any."""
-        return None if (call := self._call) is None else str(call)
+        """What this rank waits for, a collective as `all_reduce(float32[10], 'sum')`, or its device; else None."""
+        if (call := self._call) is not None:
+            return str(call)
+        watch = self._watch
+        return f"the device's work since {self._last}" if watch is not None and watch.is_behind else None
+
+    @property
+    def progress(self) -> int:
+        """A number that grows with each collective that is begun here, by whomever, and with those that devices end."""
+        watch = self._watch
+        return self._num_begun() + (0 if watch is None else watch.num_done)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
         check_reduction(tensor, op)
-        return self._run(Call.on("all_reduce", tensor, op), lambda: self._reduce(tensor, op))
+        return self._run(self._call_on("all_reduce", tensor, op), lambda: self._reduce(tensor, op))
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         check_tensor(tensor, "all_gather")
 
         def gather() -> list[torch.Tensor]:
-            sent = _as_bytes(tensor)
+            sent = self._sent(_as_bytes(tensor))
             parts = [torch.empty_like(sent) for _ in range(self.size)]
             dist.all_gather(parts, sent)
-            return [part.view(tensor.dtype).view(tensor.shape) for part in parts]
+            return [part.to(tensor.device).view(tensor.dtype).view(tensor.shape) for part in parts]
 
-        return self._run(Call.on("all_gather", tensor), gather)
+        return self._run(self._call_on("all_gather", tensor), gather)
 
     def reduce_scatter(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
         check_reduction(tensor, op, "reduce_scatter")
         check_scatter(tensor, self.size)
 
         def scatter() -> torch.Tensor:
-            sent = _wire(tensor)
+            sent = self._sent(_wire(tensor))
             part = torch.empty_like(sent[: len(sent) // self.size])
             dist.reduce_scatter(part, [piece.contiguous() for piece in sent.chunk(self.size)], _TORCH_OPS[op])
-            return (part.div_(self.size) if op == "mean" else part).to(tensor.dtype)
+            return (part.div_(self.size) if op == "mean" else part).to(tensor.device, tensor.dtype)
 
-        return self._run(Call.on("reduce_scatter", tensor, op), scatter)
+        return self._run(self._call_on("reduce_scatter", tensor, op), scatter)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
         check_tensor(tensor, "broadcast")
         check_root(root, self.size)
 
         def send() -> torch.Tensor:
-            sent = _as_bytes(tensor)
+            sent = self._sent(_as_bytes(tensor))
             dist.broadcast(sent, root)
             return _write_back(tensor, sent.view(tensor.dtype).view(tensor.shape))
 
-        return self._run(Call.on("broadcast", tensor, root), send)
+        return self._run(self._call_on("broadcast", tensor, root), send)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         data = pack(value)
@@ -145,7 +171,7 @@ class ProcessCommunicator:
         slot = [pack(value) if self.rank == root else None]
         self._run(
             Call("broadcast_object", argument=root),
-            lambda: dist.broadcast_object_list(slot, root, device=self._device),
+            lambda: dist.broadcast_object_list(slot, root, device=self._host),
         )
         data = slot[0]
         assert data is not None
@@ -173,14 +199,14 @@ class ProcessCommunicator:
             if self._store is not None and not self._store.check([_FAILURE]):
                 reason = Outcome.failure(cause, f"rank {self.rank}").to_bytes()
                 self._store.set(_FAILURE, reason)  # type: ignore[arg-type]  # annotated as str, takes bytes
-            self._destroy()
+            self._end(is_broken=True)
 
     def leave(self) -> None:
         if not self._has_left:
             self._has_left = True
             if self._store is not None:
                 self._store.set(_DEPARTED.format(self.rank), "1")
-            self._destroy()
+            self._end()
 
     def _run(self, call: Entry, operation: Callable[[], R]) -> R:
         if self._has_left:
@@ -192,9 +218,11 @@ class ProcessCommunicator:
                     if isinstance(call, Call) and 0 in (call.shape or ()):
                         self._meet()  # a transport that has nothing to send waits for nobody
                     return operation()
-            except (UnisonoError, torch.OutOfMemoryError):
+            except UnisonoError:
                 raise
             except RuntimeError as error:
+                if _is_of_own_device(error):
+                    raise
                 if self._broken is None:
                     self._broken = self._reason(error)
             finally:
@@ -202,9 +230,41 @@ class ProcessCommunicator:
         message, cause = self._broken
         raise broken(self.rank, call, message) from cause
 
+    def _call_on(self, name: str, tensor: torch.Tensor, argument: str | int | None = None) -> Call:
+        """The call on that tensor, which is where the group takes it from.
+
+        Raises:
+            TypeError: it is elsewhere; nothing has been sent.
+        """
+        own, its = self._device, tensor.device
+        is_foreign = its.type == own.type and not tensor.is_cpu and its != own
+        if is_foreign or not (tensor.is_cpu or its.type in self._types):
+            raise TypeError(
+                f"{name} got a tensor on {its}, and rank {self.rank} sends what is on {own} or in main memory; pass "
+                f"tensor.to({str(own)!r})"
+            )
+        return Call.on(name, tensor, argument, "" if its.type == own.type else its.type)
+
+    @property
+    def _types(self) -> frozenset[str]:
+        """The types of devices whose tensors the default group takes: a script may put another one in its place."""
+        if dist.is_initialized():  # else what is called is refused for another reason
+            self._taken = _types_in(dist.get_backend_config())
+        return self._taken
+
+    @property
+    def _host(self) -> torch.device:
+        """Where what is small travels: main memory, if the group takes it from there."""
+        return _HOST if _HOST.type in self._types else self._device
+
+    def _sent(self, plain: torch.Tensor) -> torch.Tensor:
+        return plain.to(self._host) if plain.is_cpu else plain
+
     def _meet(self) -> None:
         # A reduction and not dist.barrier, which on gloo leaves a rank up to the time-out in doubt about a dead peer.
-        dist.all_reduce(torch.zeros(1, device=self._device))
+        met = torch.zeros(1, device=self._host)
+        dist.all_reduce(met)
+        met.item()  # where it is on a device, the call has only been submitted
 
     def _enter(self, call: Entry) -> None:
         self._call, self._last = call if isinstance(call, Call) else None, call
@@ -220,7 +280,7 @@ class ProcessCommunicator:
 
     def _compare(self, deed: str) -> None:
         digest = digest_of(deed)
-        bounds = torch.tensor([digest, -digest], device=self._device)
+        bounds = torch.tensor([digest, -digest], device=self._host)
         dist.all_reduce(bounds, dist.ReduceOp.MIN)
         least, negated_greatest = bounds.tolist()
         if least != -negated_greatest:
@@ -231,11 +291,12 @@ class ProcessCommunicator:
 
     def _reason(self, error: BaseException) -> tuple[str, BaseException]:
         """Why the transport failed: what a peer left in the store, else who is missing, and the transport's words."""
-        with contextlib.suppress(RuntimeError):  # the store's own server may be gone with the peer
-            if self._store is not None and self._store.check([_FAILURE]):
-                peer = Outcome.from_bytes(self._store.get(_FAILURE))
-                if peer.error is not None:
-                    return f"{peer.where} failed with {type(peer.error).__name__}: {peer.error}", peer.error
+        if _SHARED_GPU in str(error):
+            advice = "give each rank a GPU of its own, or pass process_group='gloo'"
+            return f"two ranks have the same GPU, which NCCL refuses ({error}); {advice}", error
+        if (failure := self._failure_of_a_peer()) is not None:
+            return failure
+        with contextlib.suppress(RuntimeError):
             if self._store is not None and (gone := self._departed(self._store)):
                 known = self._arrivals
                 missing = known.missing(self.num_calls) if known else []
@@ -246,11 +307,30 @@ class ProcessCommunicator:
         advice = _ADVICE_SHARED if isinstance(self._arrivals, SharedArrivals) else _ADVICE
         return f"a peer is gone or did not answer ({error}); {advice}", error
 
+    def _failure_of_a_peer(self) -> tuple[str, BaseException] | None:
+        with contextlib.suppress(RuntimeError):  # the store's own server may be gone with the peer
+            if self._store is not None and self._store.check([_FAILURE]):
+                peer = Outcome.from_bytes(self._store.get(_FAILURE))
+                if peer.error is not None:
+                    return f"{peer.where} failed with {type(peer.error).__name__}: {peer.error}", peer.error
+        return None
+
+    def _num_begun(self) -> int:
+        return self.num_calls + _sequence_number()
+
+    def _end_wait(self) -> bool:
+        """Let the device wait no more, where a peer has failed; whether one has. In the watch's thread."""
+        if (failure := self._failure_of_a_peer()) is None:
+            return False
+        self._broken = self._broken or failure
+        self._end(is_broken=True)
+        return True
+
     def _departed(self, store: dist.distributed_c10d.Store) -> list[int]:
         return [rank for rank in range(self.size) if store.check([_DEPARTED.format(rank)])]
 
     def _reduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-        sent = _wire(tensor)
+        sent = self._sent(_wire(tensor))
         dist.all_reduce(sent, _TORCH_OPS[op])
         if op == "mean":
             sent.div_(self.size)
@@ -261,17 +341,40 @@ class ProcessCommunicator:
         dist.all_gather_object(received, data)
         return received
 
-    def _destroy(self) -> None:
+    def _end(self, is_broken: bool = False) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
         if self._owns_group and dist.is_initialized():
-            dist.destroy_process_group()
+            end_group(is_broken, waits_for_device=watch is not None)
+
+
+def _sequence_number() -> int:
+    """How many collectives the default process group has begun, whoever called them."""
+    with contextlib.suppress(Exception):  # it is going, or its backend does not count
+        return int(dist.group.WORLD._get_sequence_number_for_group())  # type: ignore[union-attr]
+    return 0
 
 
 def is_of_transport(error: BaseException) -> bool:
     """Whether torch's process groups have raised it: for the user's own torch.distributed calls, or for DDP's."""
     if isinstance(error, dist.DistError):
-        return True
+        return not _is_of_own_device(error)
     # A future tells the error in words alone.
     return isinstance(error, RuntimeError) and any(name in str(error) for name in ("/gloo/", "DistNetworkError: "))
+
+
+def _is_of_own_device(error: BaseException) -> bool:
+    """Whether this rank's device has failed, an assertion of a kernel for one, which the next call hears of."""
+    if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
+        return True
+    return any(words in str(error) for words in _OF_OWN_DEVICE)
+
+
+@lru_cache
+def _types_in(config: str) -> frozenset[str]:
+    """The types of devices in a configuration such as "cpu:gloo,cuda:nccl"."""
+    return frozenset(pair.partition(":")[0] for pair in config.split(","))
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,10 @@ Small tensors are combined by the last thread to come, in one meeting. With larg
 everybody's tensors, between two meetings: before the first they are not complete, and until the second nobody may
 change his own.
 
+An accelerator's tensors are combined by work that the last thread submits, on its own streams, while each rank may have
+submitted its work on another one. So each hands in a mark behind that; the combining follows all marks, and what the
+ranks do next follows the combining. Nobody waits on the host.
+
 Invariants:
 1. A thread that fails between the two meetings breaks the world, so nobody goes on with a result that is half there.
 """
@@ -13,7 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -21,7 +26,7 @@ from unisono.comm.folding import SharedFold, all_reduction, fold, is_worth_shari
 from unisono.comm.gate import compiling
 from unisono.comm.meeting import Meeting
 from unisono.comm.operations import Call, check_reduction, check_root, check_scatter, check_tensor, pack, unpack
-from unisono.protocols import ReduceOp
+from unisono.protocols import Backend, ReduceOp
 
 R = TypeVar("R")
 
@@ -34,6 +39,7 @@ class ThreadCommunicator:
         self.size = meeting.size
         self._meeting = meeting
         self._purpose = ""  # of the next call
+        self._streams: tuple[Backend, torch.device] | None = None
 
     @classmethod
     def group(cls, size: int, timeout: timedelta = timedelta(minutes=30)) -> list[ThreadCommunicator]:
@@ -47,6 +53,10 @@ class ThreadCommunicator:
         meeting = Meeting(len(group), timeout)
         for each in group:
             each._meeting = meeting
+
+    def follow_streams(self, backend: Backend, device: torch.device) -> None:
+        """Keep the order of work on that device, the rank's, whatever streams the threads submit it to."""
+        self._streams = backend, device
 
     @torch.no_grad()
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
@@ -114,10 +124,22 @@ class ThreadCommunicator:
         """Hand in `value` and return what the last thread to come makes of all: as `Meeting.exchange`."""
         if self._purpose:
             call, self._purpose = replace(call, purpose=self._purpose), ""
+        given = _Given(value, self._streams, self._mark() if isinstance(value, torch.Tensor) else None)
         if not compiling.is_inside:
-            return self._meeting.exchange(self.rank, call, value, combine)
-        with compiling.outside():
-            return self._meeting.exchange(self.rank, call, value, combine)
+            result, marks = self._meeting.exchange(self.rank, call, given, partial(_combined, combine))
+        else:
+            with compiling.outside():
+                result, marks = self._meeting.exchange(self.rank, call, given, partial(_combined, combine))
+        for backend, mark in marks:
+            backend.wait_ready(mark)
+        return result
+
+    def _mark(self) -> Any:
+        """Behind what this thread has submitted to the rank's device; None where that is done."""
+        if self._streams is None:
+            return None
+        backend, device = self._streams
+        return backend.mark(device)
 
     def _work(self, call: Call, work: Callable[[], R]) -> R:
         """Do this rank's part of `call` on the tensors of all, and return when all have done theirs."""
@@ -128,6 +150,23 @@ class ThreadCommunicator:
             raise
         self.meet(call, None, lambda all_: None)
         return result
+
+
+class _Given(NamedTuple):
+    """What a rank hands in."""
+
+    value: Any
+    streams: tuple[Backend, torch.device] | None
+    mark: Any
+
+
+def _combined(combine: Callable[[list[Any]], R], given: list[_Given]) -> tuple[R, list[tuple[Backend, Any]]]:
+    """The combined values, and marks behind that: on each device, for every rank, which may use all of them."""
+    marked = [(each.mark, *each.streams) for each in given if each.mark is not None and each.streams is not None]
+    for mark, backend, _ in marked:
+        backend.wait_ready(mark)
+    result = combine([each.value for each in given])
+    return result, [(backend, backend.mark(device, result)) for _, backend, device in marked]
 
 
 class _Shown(tuple[torch.Tensor, ...]):

@@ -13,8 +13,6 @@ import threading
 import time
 from collections.abc import Iterator
 
-import torch.distributed as dist
-
 from unisono.launch.reports import Pulse, Reporter
 from unisono.timeline import Track
 from unisono.world import World
@@ -48,9 +46,9 @@ class PulseTaker:
         """How far the rank is now."""
         world, tracks = self._world, self._world.timeline.tracks()
         counted = sum(track.counts.get(name, 0) for track in tracks for name in _COUNTED)
-        calls, current = getattr(world.comm, "num_calls", 0), getattr(world.comm, "current", None)
+        calls, current = getattr(world.comm, "progress", 0), getattr(world.comm, "current", None)
         return Pulse(
-            progress=counted + calls + _sequence_number(),
+            progress=counted + calls,
             doing=current or "",
             device_bytes=None if not world.backend.moves_in_background else world.backend.memory(world.device),
             step=sum(track.counts.get("steps", 0) for track in tracks),
@@ -72,13 +70,6 @@ def _loss_of(tracks: list[Track]) -> float | None:
             if track.loss is not None:
                 return float(track.loss)
     return None
-
-
-def _sequence_number() -> int:
-    """How many collectives the default process group has begun, whoever called them."""
-    with contextlib.suppress(Exception):  # it is going, or its backend does not count
-        return int(dist.group.WORLD._get_sequence_number_for_group())  # type: ignore[union-attr]
-    return 0
 
 
 def _beat(world: World, reporter: Reporter, interval_s: float, is_over: threading.Event) -> None:

@@ -382,6 +382,8 @@ def read(source: Iterator[list[Piece]], pipeline: Pipeline) -> None:
     lanes = pipeline.lanes
     pieces: list[Piece] | None
     try:
+        if len(lanes) == 1:  # what a dataset puts on a device by itself, as `.cuda()` does, goes to the loop's
+            lanes[0].backend.activate(lanes[0].device)
         while (pieces := next(source, None)) is not None:
             loaded_at = perf_counter_ns()
             has_taker = False

@@ -14,7 +14,8 @@ which passes the thread's own where none was given; all other operators skip the
 Invariants:
 1. A generator that was given explicitly is used. The default one stands for none: it is some functions' own default.
    Who seeds the process himself (`randomness.seeded`) draws from it.
-2. Where torch lacks the names that this stands on, all draw from the default generator, and a warning tells.
+2. `torch.manual_seed` in a replica seeds the replica's own generators, and no other device's.
+3. Where torch lacks the names that this stands on, all draw from the default generator, and a warning tells.
 
 What it does not reach: python's and numpy's generators; in a `TorchDispatchMode`, operators that take no generator, as
 `rand_like`.
@@ -33,6 +34,7 @@ from typing import Any
 
 import torch
 
+from unisono.backends.seeding import ask_before_seeding_all, seed_device
 from unisono.protocols import Backend
 from unisono.randomness import is_seeding
 
@@ -85,11 +87,18 @@ class ReplicaGenerators:
                 return
             before = self._backend.rng_state(self._device)
             self._backend.set_rng_state(self._state, self._device)
+            _of_thread.replica = self
             try:
                 yield
             finally:
+                _of_thread.replica = None
                 self._state = self._backend.rng_state(self._device)
                 self._backend.set_rng_state(before, self._device)
+
+    def seed_device(self, family: str, seed: int) -> None:
+        """Seed the generator of the replica's device, where it is of that family."""
+        if family == self._device.type:
+            seed_device(self._backend, self._device, seed)
 
 
 def _use(generator: torch.Generator | None) -> None:
@@ -101,6 +110,16 @@ def _own() -> torch.Generator | None:
     """The calling thread's generator, where it has one and is to draw from it."""
     own: torch.Generator | None = getattr(_of_thread, "generator", None)
     return None if own is None or is_seeding() else own
+
+
+def _seeds_own(family: str, seed: int) -> bool:
+    """For a thread that seeds all devices of a family: whether it has generators of its own, which are seeded then."""
+    if _own() is None:
+        return False
+    replica: ReplicaGenerators | None = getattr(_of_thread, "replica", None)
+    if replica is not None:
+        replica.seed_device(family, seed)
+    return True
 
 
 class _Ambient:
@@ -142,6 +161,7 @@ def _install() -> list[torch.library.Library]:
             if isinstance(overload, torch._ops.OpOverload):
                 aten.impl(overload, _kernel(overload, names.index("generator"), below), _KEY, with_keyset=True)
     _redirect()
+    ask_before_seeding_all(_seeds_own)
     _leave_first_calls_alone()
     os.register_at_fork(after_in_child=_forget)
     return [everything, aten]

@@ -132,8 +132,6 @@ def test_running_statistics_are_rank_zeros_on_all_ranks(mode: Mode, strategy: st
             accelerator.backward(F.mse_loss(network(inputs), targets))
             optimizer.step()
             optimizer.zero_grad()
-        network.eval()
-        network(torch.zeros(2, 5, dtype=torch.float64))  # DDP sends them with the next forward pass
         return {name: each.clone() for name, each in network.named_buffers()}
 
     first, *others = mode.run(body)
@@ -141,6 +139,26 @@ def test_running_statistics_are_rank_zeros_on_all_ranks(mode: Mode, strategy: st
     assert first["1.running_mean"].abs().sum() > 0
     for each in others:
         assert all(torch.equal(each[name], first[name]) for name in first)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_one_rank_alone_may_evaluate_between_two_steps(strategy: str) -> None:
+    def body() -> State:
+        network = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+        accelerator = Accelerator(strategy=strategy)
+        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(24, 2))
+        for number, (inputs, targets, _) in enumerate(loader):
+            accelerator.backward(F.mse_loss(network(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+            if accelerator.is_main_process:
+                with torch.set_grad_enabled(number % 2 == 1):
+                    network.eval()(inputs)
+                network.train()
+        return network.state_dict()
+
+    first, other = PROCESSES_2.run(body)
+    assert_all_are([other], first)
 
 
 def summed(accelerator: Any, loader: DataLoader[Any]) -> State:

@@ -1,7 +1,8 @@
 """strategy="ddp": torch's DistributedDataParallel reduces while the backward pass runs, each bucket as it is full.
 
 DDP is asked in the forward pass whether the backward pass that follows is to reduce. Here that is known when the
-backward pass begins, so forward passes run as if it were not, and the reducer is told then.
+backward pass begins, so forward passes run as if it were not, and the reducer is told then. Nor do they share buffers,
+which are shared when a backward pass has reduced: a forward pass meets nobody, so that one rank alone may evaluate.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from unisono.strategies import DDP
 from unisono.tree import tensors
 from unisono.world import World
 
-_SYNCS_BUFFERS = next(
-    name
+_SYNCS_NO_BUFFERS: dict[str, Any] = next(
+    {name: False}
     for name in ("forward_sync_buffers", "broadcast_buffers")  # which newer versions of torch deprecate
     if name in inspect.signature(DistributedDataParallel).parameters
 )
@@ -70,7 +71,7 @@ class ReplicatedEngine(Engine):
     """
 
     def __init__(self, module: nn.Module, world: World, ledger: Ledger, options: DDP) -> None:
-        super().__init__(module, world, ledger)
+        super().__init__(module, world, ledger, options.broadcast_buffers)
         self._options = options
         self._finds_unused = options.find_unused_parameters
         self._outputs: list[list[torch.Tensor]] = []  # of the forward passes since the last backward pass
@@ -81,12 +82,11 @@ class ReplicatedEngine(Engine):
         """Give the parameters that are trained now to a reducer. A collective; all ranks get rank zero's values."""
         options = self._options
         self._names = {each: name for name, each in self.module.named_parameters() if each.requires_grad}
-        more: dict[str, Any] = {} if options.broadcast_buffers else {_SYNCS_BUFFERS: False}
         self._replicated = _Ordered(
             self.module,
             find_unused_parameters=options.find_unused_parameters,
             bucket_cap_mb=options.bucket_cap_mb,  # a fraction will do
-            **more,
+            **_SYNCS_NO_BUFFERS,
         )
         self._replicated.fill_buckets()
         self._averager = attach_hook(
@@ -101,17 +101,14 @@ class ReplicatedEngine(Engine):
         if any(each.requires_grad for each in self.module.parameters()):
             self._wrap()
 
-    def share_buffers(self) -> None:
-        """DDP does so, at the beginning of the next forward pass."""
-
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not torch.is_grad_enabled():
+            return super().run(args, kwargs)
         if not self._is_finished and torch._C._current_graph_task_id() < 0:  # in no backward pass
             raise RuntimeError(failed_before(self.name))
-        if self._replicated.will_sync_module_buffers():
-            self._world.comm.announce(f"a forward pass of the {self.name}")
         with self._replicated.no_sync():
             result = self._replicated(*args, **kwargs)
-        if self._finds_unused and torch.is_grad_enabled():
+        if self._finds_unused:
             found = [each for each in tensors(result) if each.requires_grad]
             self._outputs = [*self._outputs[1 - _FORWARD_PASSES :], found]
         return result
@@ -119,9 +116,7 @@ class ReplicatedEngine(Engine):
     def prepare(self, reduces: bool) -> None:
         if reduces:
             self._world.comm.announce(f"the gradients of {self._ledger.place()}")
-            ddp = self._replicated
-            ddp.require_forward_param_sync = True  # the next forward pass begins with rank zero's buffers
-            ddp.reducer.prepare_for_backward([each for found in self._outputs for each in found])
+            self._replicated.reducer.prepare_for_backward([each for found in self._outputs for each in found])
             self._is_finished = False
         self._outputs = []
 

@@ -1,0 +1,186 @@
+"""A device that runs behind its host: how far it is, what it waits in, and that it does not wait for ever."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from unisono.backends.cpu import CpuBackend
+from unisono.comm import ending
+from unisono.comm.device_watch import DeviceWatch
+from unisono.comm.processes import ProcessCommunicator
+from unisono.errors import BrokenWorldError
+from unisono.outcome import Outcome
+
+CPU = torch.device("cpu")
+NEVER_S = 3600.0  # between two looks of the watch's own: the tests look themselves
+
+
+class Gpu(CpuBackend):
+    """A device that comes to a mark when it is told to."""
+
+    def __init__(self) -> None:
+        self.at = 0
+        self.submitted = 0
+
+    def mark(self, device: torch.device, tensors: Any = ()) -> int:
+        self.submitted += 1
+        return self.submitted
+
+    def is_reached(self, mark: int) -> bool:
+        return mark <= self.at
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    monkeypatch.setattr("unisono.comm.processes.DeviceWatch", partial(DeviceWatch, look_s=NEVER_S))
+    return Gpu()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[dist.Store]:
+    """That of a default process group of one, which the test may end."""
+    made = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=made, rank=0, world_size=1)
+    yield made
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def rank_on(gpu: Gpu, store: dist.Store) -> Iterator[tuple[ProcessCommunicator, DeviceWatch]]:
+    comm = ProcessCommunicator(CPU, store, backend=gpu)
+    assert comm._watch is not None
+    try:
+        yield comm, comm._watch
+    finally:
+        comm.leave()
+
+
+def test_a_device_that_keeps_up_is_progress_and_waits_for_nothing(gpu, store):
+    with rank_on(gpu, store) as (comm, watch):
+        comm.all_reduce(torch.ones(1))
+        before = comm.progress
+        watch.look()  # puts a mark
+        gpu.at = gpu.submitted
+        watch.look()
+        assert comm.progress > before
+        assert comm.current is None
+        after = comm.progress
+        for _ in range(4):  # an idle device makes none, however often it is asked
+            watch.look()
+            gpu.at = gpu.submitted
+        assert comm.progress == after
+
+
+def test_a_device_that_is_behind_tells_since_when(gpu, store):
+    with rank_on(gpu, store) as (comm, watch):
+        comm.all_reduce(torch.ones(2))
+        watch.look()
+        assert comm.current is None
+        watch.look()
+        assert comm.current == "the device's work since all_reduce(float32[2], 'sum')"
+        gpu.at = gpu.submitted
+        watch.look()
+        assert comm.current is None
+
+
+def test_a_device_that_computes_for_long_without_a_collective_is_in_none(gpu, store):
+    with rank_on(gpu, store) as (comm, watch):
+        comm.barrier()
+        watch.look()
+        gpu.at = gpu.submitted
+        watch.look()
+        for _ in range(3):
+            watch.look()
+        assert comm.current is None
+
+
+def test_a_peer_s_failure_ends_what_the_device_waits_in_and_is_the_cause(gpu, store):
+    with rank_on(gpu, store) as (comm, watch):
+        comm.barrier()
+        assert watch.look()
+        assert watch.look()
+        store.set("unisono/failure", Outcome.failure(LookupError("no such digit"), "rank 3").to_bytes())
+        assert not watch.look()
+        assert not dist.is_initialized()
+        with pytest.raises(BrokenWorldError, match="rank 3 failed with LookupError: no such digit") as broken:
+            comm.all_reduce(torch.ones(1))
+        assert repr(broken.value.__cause__) == "LookupError('no such digit')"
+
+
+def test_a_rank_that_leaves_takes_its_watch_along(gpu, store):
+    with rank_on(gpu, store) as (comm, watch):
+        assert watch._thread.is_alive()
+        comm.leave()
+        assert not watch._thread.is_alive()
+
+
+def test_a_watch_ends_with_an_error_of_its_device_which_the_rank_meets_itself(gpu):
+    class Failed(Gpu):
+        def mark(self, device: torch.device, tensors: Any = ()) -> int:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+    watch = DeviceWatch(Failed(), CPU, lambda: 0, lambda: False, look_s=0)
+    watch._thread.join(20)
+    assert not watch._thread.is_alive()
+    watch.close()
+
+
+# The end of a group.
+
+
+class Ends:
+    """What ends a group: each waits until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.called: list[str] = []
+        self.let_go = threading.Event()
+        self.alarms: list[int] = []
+        monkeypatch.setattr(ending, "_END_S", 0.05)
+        monkeypatch.setattr(signal, "alarm", self.alarms.append)
+        monkeypatch.setattr(dist, "destroy_process_group", lambda: self._wait("destroy"))
+        monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: self._abort())
+        self.abort_ends = True
+
+    def _abort(self) -> None:
+        if self.abort_ends:
+            self.let_go.set()
+        self._wait("abort")
+
+    def _wait(self, name: str) -> None:
+        self.called.append(name)
+        self.let_go.wait(20)
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
+    made = Ends(monkeypatch)
+    yield made
+    made.let_go.set()
+
+
+def test_an_orderly_end_that_waits_for_a_peer_is_given_up(ends):
+    ending.end_group(is_broken=False, waits_for_device=True)
+    assert (ends.called, ends.alarms) == (["destroy", "abort"], [])
+
+
+def test_a_broken_group_is_aborted_at_once(ends):
+    ending.end_group(is_broken=True, waits_for_device=True)
+    assert (ends.called, ends.alarms) == (["abort"], [])
+
+
+def test_a_process_whose_group_cannot_be_ended_ends_all_the_same(ends, caplog):
+    ends.abort_ends = False
+    ending.end_group(is_broken=True, waits_for_device=True)
+    assert ends.alarms == [ending._LAST_S]
+    assert "could not be ended within" in caplog.text

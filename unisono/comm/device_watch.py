@@ -1,0 +1,88 @@
+"""How far a rank's device is, and that it does not wait for ever.
+
+On an accelerator a collective's call returns when it has been submitted. The host runs on, and waits later, wherever it
+needs a number: inside the driver, where the failure of a peer wakes nobody. So a thread of its own puts a mark behind
+what has been submitted, and looks whether the device has come to it. What was begun before a mark that was reached is
+over: that is progress. While a mark is awaited, a peer's failure is looked for; where there is one, the wait is ended.
+
+Nothing of this is in the way of a step, and it sees what torch's engines submit, too: whatever goes by the device's
+default stream.
+
+*Threads:* `unisono-device-watch`, a daemon, until `close`; `num_done` and `is_behind` are for any.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from unisono.protocols import Backend
+
+_LOOK_S = 0.5
+
+
+class DeviceWatch:
+    """Watches a rank's device from its start until `close`, or until it has ended the wait.
+
+    Args:
+        count: how many collectives the rank has begun.
+        end_wait: looks for a peer's failure; where there is one, ends what the device waits in, and returns true.
+
+    Attributes:
+        num_done: how many of the collectives the device is known to have finished.
+        is_behind: it has been at work for longer than one look, and collectives were begun before that.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        device: torch.device,
+        count: Callable[[], int],
+        end_wait: Callable[[], bool],
+        look_s: float = _LOOK_S,
+    ) -> None:
+        self.num_done = 0
+        self.is_behind = False
+        self._mark = partial(backend.mark, device)
+        self._is_reached, self._count, self._end_wait = backend.is_reached, count, end_wait
+        self._awaited: tuple[Any, int] | None = None  # a mark, and how many collectives had begun before it
+        self._is_over = threading.Event()
+        args = self, partial(backend.activate, device), look_s
+        self._thread = threading.Thread(target=_watch, args=args, name="unisono-device-watch", daemon=True)
+        atexit.register(self.close)  # it must not be in the driver when that goes
+        self._thread.start()
+
+    def close(self) -> None:
+        """Watch no more. Idempotent; from any thread."""
+        self._is_over.set()
+        atexit.unregister(self.close)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def look(self) -> bool:
+        """Look once; whether there is anything more to watch."""
+        if self._awaited is None:
+            begun = self._count()  # before the mark: what begins in between may lie behind it
+            self._awaited = self._mark(), begun
+            return True
+        mark, begun = self._awaited
+        if self._is_reached(mark):
+            self._awaited, self.num_done, self.is_behind = None, begun, False
+            return True
+        self.is_behind = begun > self.num_done
+        return not self._end_wait()
+
+
+def _watch(watch: DeviceWatch, activate: Callable[[], None], look_s: float) -> None:
+    """Body of the thread. An error of the device ends it: the rank's own thread meets the same one."""
+    try:
+        activate()
+        while not watch._is_over.wait(look_s) and watch.look():
+            pass
+    except RuntimeError:
+        watch.is_behind = False
