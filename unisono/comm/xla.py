@@ -1,7 +1,7 @@
 """The XLA runtime's own all_reduce: among all devices of a process, one thread each, or among processes with one each.
 
-Ranks first cut what they have recorded, and wait until their device has run it, each for itself. When all have come, the
-last thread records the reduction for every device and cuts it, one device after the other. So a graph that holds a
+Ranks first cut what they have recorded, and wait until their device has run it, each for itself. When all have come,
+the last thread records the reduction for every device and cuts it, one device after the other. So a graph that holds a
 collective holds nothing else, and is the same on each device whatever the ranks do beside it: batches of different
 sizes, work on rank zero only, values that are read. And the runtime, which aborts the process when a device does not
 come to a collective within 15 s, is asked only when all ranks are there and their devices idle: a replica that fails is
