@@ -9,6 +9,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from unisono.compat.torch_xla.core.steps import mark_step
@@ -47,6 +48,7 @@ def all_reduce(
 ) -> torch.Tensor: ...
 @overload
 def all_reduce(reduce_type: str, inputs: L, scale: float = ..., groups: Groups = ..., pin_layout: bool = ...) -> L: ...
+@_disable_dynamo
 @torch.no_grad()
 def all_reduce(
     reduce_type: str, inputs: Any, scale: float = 1.0, groups: Groups = None, pin_layout: bool = True
@@ -101,6 +103,7 @@ def _parts(tensor: torch.Tensor, group: list[int] | None, world: World) -> list[
     return parts if group is None else [parts[rank] for rank in group]
 
 
+@_disable_dynamo
 @torch.no_grad()
 def all_gather(
     value: Any,
@@ -118,11 +121,11 @@ def all_gather(
 
     Args:
         value: a tensor, or a list of them, for a list.
-        output: what is written, and returned, in the place of new tensors: of the results' shapes.
+        output: what is written, and returned, in the place of new tensors; it takes the results' shapes.
         channel_id, use_global_device_ids: have no effect, here and below.
 
     Raises:
-        ValueError: `output` has other shapes, or is another number of tensors.
+        ValueError: `output` is another number of tensors.
     """
     world = current_world()
     group = own_group(groups, world)
@@ -148,6 +151,7 @@ def all_gather_bucketized(
     return all_gather(input_list, dim, groups, output)  # type: ignore[no-any-return]
 
 
+@_disable_dynamo
 @torch.no_grad()
 def reduce_scatter(
     reduce_type: str,
@@ -203,6 +207,7 @@ def reduce_scatter_bucketized(
     )
 
 
+@_disable_dynamo
 @torch.no_grad()
 def collective_broadcast(
     tensors: Sequence[torch.Tensor], root_ordinal: int = 0, groups: Groups = None, pin_layout: bool = True
@@ -232,9 +237,7 @@ def _of_each(fn: Callable[[torch.Tensor], torch.Tensor], value: Any, output: Any
     if output is None:
         return result
     if output.shape != result.shape:
-        raise ValueError(
-            f"output has shape {tuple(output.shape)}, and the result {tuple(result.shape)}; pass such a one"
-        )
+        output.resize_(result.shape)
     return output.copy_(result)
 
 
