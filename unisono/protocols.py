@@ -126,6 +126,12 @@ class Backend(Protocol):
     def memory(self, device: torch.device) -> int:
         """Bytes in use: allocated on an accelerator, resident in this process on a CPU."""
 
+    def matmul_precision(self) -> str:
+        """How exact products of float32 matrices are in this process: "highest", "high", "medium" or "default"."""
+
+    def set_matmul_precision(self, precision: str) -> None:
+        """Set it; "default" is what it was at first. ValueError, where there is no such precision."""
+
     def counters(self) -> dict[str, int]:
         """What the family's runtime has counted in this process, by names such as "graphs compiled"; often nothing."""
 

@@ -65,6 +65,45 @@ def test_groups_reduce_and_gather_among_themselves(several):
     assert several.run(reduce) == expected
 
 
+def test_lists_are_gathered_and_scattered_one_by_one_into_what_is_given(way):
+    def collect():
+        rank, count = xm.get_ordinal(), way.ranks
+        own = [mine([rank]), mine([[10 * rank]])]
+        outputs = [torch.zeros_like(own[0]), mine([[0] * 3] * 4)]  # they take the results' shapes
+        assert all(a is b for a, b in zip(xm.all_gather(own, output=outputs), outputs, strict=True))
+        rows = mine([[float(rank + column) for column in range(2 * count)]])
+        part = xm.reduce_scatter(xm.REDUCE_SUM, rows, 0.5, 1, count)
+        assert xm.reduce_scatter_bucketized(xm.REDUCE_SUM, [rows], 0.5, -1, count)[0].equal(part)
+        found = xm.all_gather_bucketized(own, bucket_cap_mb=0)
+        assert [each.tolist() for each in found] == [each.tolist() for each in outputs]
+        sent = mine([rank + 5.0])
+        xm.collective_broadcast([sent], root_ordinal=count - 1)
+        return [each.tolist() for each in outputs], part.tolist(), sent.tolist()
+
+    ranks = range(way.ranks)
+    gathered = [[*ranks], [[10 * rank] for rank in ranks]]
+    totals = [(sum(ranks) + way.ranks * column) / 2 for column in range(2 * way.ranks)]
+    expected = [(gathered, [totals[2 * rank : 2 * rank + 2]], [way.ranks + 4.0]) for rank in ranks]
+    assert way.run(collect) == expected
+
+
+def test_groups_scatter_among_themselves(several):
+    def scatter():
+        own = group_of(xm.get_ordinal())
+        return xm.reduce_scatter("max", mine([xm.get_ordinal()] * len(own)), 1.0, 0, len(own), PAIRS).tolist()
+
+    if len({len(group) for group in PAIRS}) == 1:
+        assert several.run(scatter) == [[max(group_of(rank))] for rank in range(RANKS)]
+
+
+def test_a_compiled_function_may_call_collectives(way):
+    def reduce():
+        compiled = torch.compile(lambda own: xm.all_reduce(xm.REDUCE_SUM, own + 1) * 2, backend="eager")
+        return compiled(mine([1.0])).tolist()
+
+    assert way.run(reduce) == [[4.0 * way.ranks]] * way.ranks
+
+
 def test_all_gather_puts_ranks_side_by_side(way):
     def gather():
         own = mine([[xm.get_ordinal()], [10]])
@@ -85,6 +124,9 @@ def test_all_gather_puts_ranks_side_by_side(way):
         (lambda x: xm.all_reduce("sum", x, groups=[[7]]), ValueError, "must hold each of the ordinals 0 to 0 once"),
         (lambda x: xm.all_gather(x, groups=[0]), TypeError, "no list of lists"),
         (lambda x: xm.all_reduce("sum", 3), TypeError, "'int' object is not iterable"),
+        (lambda x: xm.all_gather(3), TypeError, "takes a tensor or a list of them, and got a int"),
+        (lambda x: xm.all_gather([mine([1])], output=[]), ValueError, "output has 0 tensors for 1"),
+        (lambda x: xm.reduce_scatter("sum", mine([1]), 1, 0, 3), ValueError, "shard_count=3, but 1 replicas get a part"),
     ],
 )
 def test_bad_reductions_are_told(call, error, words):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from unisono import DataParallel, all_reduce, barrier, broadcast, current_world, optimizer_step, rank
-from unisono.errors import BrokenWorldError, CollectiveMismatchError
+from unisono.errors import BrokenWorldError, BusyError, CollectiveMismatchError
 
 ABORTS_S = 15  # after which the runtime ends a process in which a device waits for another
 
@@ -217,3 +218,66 @@ def test_a_batch_of_another_replicas_device_is_refused(devices):
 
     with pytest.raises(ValueError, match=r"the Sequential is on xla:\d and got a tensor of shape \(2, 6\) on xla:\d"):
         DataParallel(network, devices)(crosses, [])
+
+
+def test_two_objects_take_turns_at_a_device(devices):
+    """Two threads that record on one device end the process."""
+    first, second = DataParallel(network, devices), DataParallel(network, devices[-1:])
+    has_begun, may_end = threading.Event(), threading.Event()
+    told: list[Any] = []
+
+    def waits(*_: Any) -> float:
+        has_begun.set()
+        may_end.wait()
+        return all_reduce(torch.ones(1, device=current_world().device)).item()
+
+    calling = threading.Thread(target=lambda: told.extend(first(waits, [])))
+    calling.start()
+    has_begun.wait()
+    try:
+        refused = f"xla:{len(devices) - 1} computes for another DataParallel, and a lazy device serves one at a time"
+        with pytest.raises(BusyError, match=refused):
+            second(train, loader(8))
+        with pytest.raises(BusyError, match=refused):
+            DataParallel(network, devices[-1:])
+    finally:
+        may_end.set()
+        calling.join()
+    assert told == [float(len(devices))] * len(devices)
+    second(train, loader(8))
+    torch.testing.assert_close(weights(second), plain_weights(1, 8), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_device_that_still_computes_is_waited_for_before_the_runtime_reduces(script):
+    """The runtime warns of a device that waits for another after 5 s, and ends the process after 15 s."""
+    done = script(
+        """
+import math, time, torch
+from torch import nn
+from unisono import DataParallel, all_reduce, current_world, placement, rank
+
+def works(seconds, device):
+    factor = torch.full((1024, 1024), 1 / 1024, device=device)
+    def chain(count):
+        own = factor
+        for _ in range(count):
+            own = own @ factor
+        return own
+    chain(20)
+    placement.lazy_barrier(wait=True)
+    began = time.perf_counter()
+    kept = chain(20)
+    placement.lazy_barrier(wait=True)
+    each = (time.perf_counter() - began) / 20
+    return chain(math.ceil(seconds / each)).sum()
+
+def loop(model, batches, device, context):
+    slow = works(8, device) if rank() == 1 else None
+    return all_reduce(torch.ones(1, device=device)).item()
+
+print(DataParallel(nn.Linear(1, 1), ['xla:0', 'xla:1'])(loop, []))
+"""
+    )
+    assert done.stdout.splitlines()[-1:] == ["[2.0, 2.0]"], done.stderr
+    assert "may be stuck" not in done.stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,9 @@ from torch import nn
 
 from unisono import Accelerator, all_gather_object, all_reduce, current_world, spawn
 from unisono.backends import xla
-from unisono.errors import BrokenWorldError
+from unisono.comm.fitting import seat_of
+from unisono.comm.xla import XlaProcesses
+from unisono.errors import BrokenWorldError, CollectiveMismatchError
 from unisono.strategies import DDP
 
 
@@ -97,3 +101,20 @@ def test_a_runtime_that_does_not_join_the_processes_is_found_out_at_the_start():
 
     with pytest.raises(BrokenWorldError, match="an all_reduce of ones over 2 XLA devices gave 1"):
         spawn(pretending, nprocs=2, backend="xla")
+
+
+@pytest.mark.parametrize("other", ["all_reduce(float32[3], 'sum')", "barrier()"])
+def test_processes_that_the_runtime_joins_compare_their_calls_before_it_is_asked(other):
+    """As on a TPU, where a chip that is alone in a collective waits for ever."""
+
+    def differs(index: int) -> None:
+        world = current_world()
+        comm = XlaProcesses(seat_of(world.comm), partial(world.backend.synchronize, world.device))
+        if index and other == "barrier()":
+            comm.barrier()
+        comm.all_reduce(torch.ones(2 + index, device=world.device))
+
+    with pytest.raises(CollectiveMismatchError) as mismatch:
+        spawn(differs, nprocs=2, backend="xla")
+    for deed in (other, "all_reduce(float32[2], 'sum')"):
+        assert f"called {deed}" in str(mismatch.value)

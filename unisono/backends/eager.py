@@ -64,6 +64,14 @@ class EagerBackend(ABC):
     def seeded_state(self, seed: int, device: torch.device) -> torch.Tensor | None:
         return torch.Generator(device).manual_seed(seed).get_state()
 
+    def matmul_precision(self) -> str:
+        return torch.get_float32_matmul_precision()
+
+    def set_matmul_precision(self, precision: str) -> None:
+        if precision not in ("default", "highest", "high", "medium"):
+            raise ValueError(f"precision={precision!r} does not exist; choose default, highest, high or medium")
+        torch.set_float32_matmul_precision("highest" if precision == "default" else precision)
+
     def counters(self) -> dict[str, int]:
         return {}
 

@@ -266,6 +266,14 @@ class XlaBackend:
             return int(psutil.Process().memory_info().rss)
         return int(self.runtime()._XLAC._xla_memory_info(str(device))["bytes_used"])
 
+    def matmul_precision(self) -> str:
+        return str(self.runtime()._XLAC._xla_get_mat_mul_precision())
+
+    def set_matmul_precision(self, precision: str) -> None:
+        if precision not in ("default", "highest", "high"):
+            raise ValueError(f"precision={precision!r} does not exist; choose default, highest or high")
+        self.runtime()._XLAC._xla_set_mat_mul_precision(precision)
+
     def counters(self) -> dict[str, int]:
         """Graphs that were compiled, how long that took, and how often one was found compiled."""
         if self._xla is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -33,16 +33,18 @@ def thread_communicators(
         backend.thread_transport([each for each, its in zip(devices, backends, strict=True) if its is backend])
         for backend in backends
     }
-    settles = [partial(backend.mark_step, device) for backend, device in zip(backends, devices, strict=True)]
+    places = list(zip(backends, devices, strict=True))
     if transports == {"torch"}:
-        for seat, backend, device in zip(seats, backends, devices, strict=True):
+        for seat, (backend, device) in zip(seats, places, strict=True):
             seat.follow_streams(backend, device)
         return list(seats)
     if transports == {"runtime"}:
         from unisono.comm.xla import XlaThreads, join_devices
 
         join_devices(tuple(devices))
-        return [XlaThreads(seat, settle) for seat, settle in zip(seats, settles, strict=True)]
+        waits = [partial(backend.synchronize, device) for backend, device in places]
+        return [XlaThreads(seat, wait) for seat, wait in zip(seats, waits, strict=True)]
+    settles = [partial(backend.mark_step, device) for backend, device in places]
     return [HostedCommunicator(seat, settle) for seat, settle in zip(seats, settles, strict=True)]
 
 
@@ -81,14 +83,16 @@ def process_communicator(
     transport = backend.process_transport()
     if transport == "torch":
         return ProcessCommunicator(device, store, is_checked, owns_group, backend)
-    seat = ProcessCommunicator(_HOST, store, is_checked, owns_group)
-    settle: Callable[[], None] = partial(backend.mark_step, device)
     if transport == "host":
-        return HostedCommunicator(seat, settle)
+        return HostedCommunicator(
+            ProcessCommunicator(_HOST, store, is_checked, owns_group), partial(backend.mark_step, device)
+        )
     from unisono.comm.xla import XlaProcesses, check_joined
 
+    # Checked always: what a device is left alone with in a collective of the runtime's, nobody could tell.
+    seat = ProcessCommunicator(_HOST, store, True, owns_group)
     check_joined([torch.ones(1, device=device)], seat.size)
-    return XlaProcesses(seat, settle)
+    return XlaProcesses(seat, partial(backend.synchronize, device))
 
 
 def seat_of(comm: Communicator) -> Communicator:

@@ -180,6 +180,14 @@ class ProcessCommunicator:
     def barrier(self) -> None:
         self._run(Call("barrier"), self._meet)
 
+    def meet(self, call: Call) -> None:
+        """Return when all ranks have come to `call`, which somebody else's transport is to serve.
+
+        Raises:
+            BrokenWorldError, CollectiveMismatchError: as for that collective.
+        """
+        self._run(call, self._meet)
+
     def announce(self, purpose: str) -> None:
         if self._has_left or self._broken is not None or not isinstance(self._arrivals, SharedArrivals):
             self._run(Announcement(purpose), lambda: None)

@@ -1,10 +1,11 @@
 """The XLA runtime's own all_reduce: among all devices of a process, one thread each, or among processes with one each.
 
-Threads first cut what they have recorded, each for itself. When all have come, the last one records the reduction for
-every device and cuts it, one device after the other. So a graph that holds a collective holds nothing else, and is the
-same on each device whatever the ranks do beside it: batches of different sizes, work on rank zero only, values that are
-read. And the runtime, which aborts the process when a device does not come to a collective within 15 s, is asked only
-when all are there: a replica that fails is an error, and the process goes on.
+Ranks first cut what they have recorded, and wait until their device has run it, each for itself. When all have come,
+the last thread records the reduction for every device and cuts it, one device after the other. So a graph that holds a
+collective holds nothing else, and is the same on each device whatever the ranks do beside it: batches of different
+sizes, work on rank zero only, values that are read. And the runtime, which aborts the process when a device does not
+come to a collective within 15 s, is asked only when all ranks are there and their devices idle: a replica that fails is
+an error, one that is slow is waited for, and the process goes on.
 
 What the runtime does not reduce, and what is only moved, goes through main memory.
 """
@@ -38,7 +39,7 @@ class _XlaCommunicator(HostedCommunicator[C], ABC):
 
     Args:
         inner: where the ranks meet.
-        settle: cuts the graph of this rank's device.
+        settle: cuts the graph of this rank's device, and returns when the device has run it.
     """
 
     @torch.no_grad()
@@ -68,7 +69,7 @@ class XlaProcesses(_XlaCommunicator[ProcessCommunicator]):
     """A process's seat, where the runtime joins the processes: one TPU chip each. Objects go by the process group."""
 
     def _together(self, call: Call, own: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-        self.inner.barrier()  # a peer that has failed breaks this, and not the runtime
+        self.inner.meet(call)  # a peer that has failed, or comes to something else, breaks this, and not the runtime
         (reduced,) = _reduce_all([own], op)
         return reduced
 
@@ -92,13 +93,17 @@ def join_devices(devices: tuple[torch.device, ...]) -> None:
 def check_joined(ones: Sequence[torch.Tensor], size: int) -> None:
     """Reduce ones, which are those of this process, and compare with the number of ranks.
 
-    What has been recorded on the devices before is cut first: on one of them only, it would make its graph another one.
+    What has been recorded on the devices before is cut and run first: on one of them only, it would make its graph
+    another one, or keep the others waiting in the reduction.
 
     Raises:
         BrokenWorldError: it is another number. Runtimes that do not know of one another reduce nothing, in silence.
     """
+    import torch_xla
+
     for each in ones:
         _cut(each.device)
+    torch_xla._XLAC._xla_wait_device_ops(torch_xla._XLAC._xla_real_devices([str(each.device) for each in ones]))
     found = [each.item() for each in _reduce_all(ones, "sum")]
     if any(each != size for each in found):
         raise BrokenWorldError(
@@ -109,7 +114,7 @@ def check_joined(ones: Sequence[torch.Tensor], size: int) -> None:
 
 
 def _reduce_all(tensors: Sequence[torch.Tensor], op: ReduceOp) -> list[torch.Tensor]:
-    """The reductions among the tensors' devices and their peers, one on each; each in a graph of its own."""
+    """The reductions among the tensors' devices, which are idle, and their peers; each in a graph of its own."""
     import torch_xla
 
     reduced = []

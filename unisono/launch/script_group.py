@@ -3,7 +3,7 @@
 What is written for torchrun, or for torch's own `spawn`, calls `init_process_group`, trains, and calls
 `destroy_process_group`. Here it gets the group that it asks for, with its own backend, time-out and options, in the
 place of ours: the ranks meet in the store that they share, and no port is opened. A script that asks `is_initialized()`
-first finds ours.
+first finds ours, and one that names a family of devices as its backend, as PyTorch/XLA's do, means ours.
 
 *Threads:* the one that initialises groups.
 """
@@ -14,9 +14,12 @@ import functools
 import inspect
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+
+from unisono.backends import NAMES
 
 _OURS = (None, "env://")  # who says nothing else means the group that the launcher has announced
 
@@ -26,6 +29,7 @@ def let_scripts_initialise() -> None:
     ours = weakref.ref(dist.group.WORLD)
     store = dist.distributed_c10d._get_default_store()
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    backend = dist.get_backend()
     original = dist.init_process_group
     signature = inspect.signature(original)
     numbers = itertools.count(1)
@@ -33,6 +37,10 @@ def let_scripts_initialise() -> None:
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         asked = signature.bind(*args, **kwargs).arguments
+        if asked.get("backend") in NAMES:
+            if dist.is_initialized():
+                return
+            asked |= {"backend": backend, "init_method": None}
         if asked.get("store") is None and asked.get("init_method") in _OURS:
             # A group that was destroyed has left its addresses in the store.
             asked["store"] = dist.PrefixStore(f"unisono/group/{next(numbers)}", store)  # type: ignore[attr-defined]
@@ -44,5 +52,10 @@ def let_scripts_initialise() -> None:
             dist.destroy_process_group()
         original(**asked)
 
+    install(init_process_group)
+
+
+def install(init_process_group: Callable[..., None]) -> None:
+    """Put it into the place of torch's."""
     for module in (dist, dist.distributed_c10d):
         module.init_process_group = init_process_group  # type: ignore[attr-defined] # of one of the two, mypy knows

@@ -80,6 +80,10 @@ class SyncBatchNorm(_BatchNorm):
 
     _seat: _Seat | None = None
 
+    def meet_in(self, comm: Communicator, weigh: Callable[[], float]) -> None:
+        """From now on, normalise over the samples of the ranks there. `weigh`: as for `synchronize_batch_norm`."""
+        self._seat = _Seat(comm, weigh)
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.training or self._seat is None or self._seat.comm.size == 1:
             return super().forward(input)
@@ -129,7 +133,8 @@ def synchronize_batch_norm(module: nn.Module, world: World, weigh: Callable[[], 
         _refuse_others(name, layer)
     for layer in layers.values():
         layer.__class__ = _SYNCHRONIZED.get(type(layer), type(layer))
-        layer._seat = _Seat(world.comm, weigh)  # type: ignore[assignment]  # no tensor and no module
+        assert isinstance(layer, SyncBatchNorm)
+        layer.meet_in(world.comm, weigh)
     return module
 
 

@@ -34,6 +34,7 @@ from unisono.parallel.agreement import first_difference
 from unisono.parallel.caller_state import CallerState
 from unisono.parallel.context import Context
 from unisono.parallel.generators import ReplicaGenerators
+from unisono.parallel.leases import leases
 from unisono.parallel.optimizer import ByHand
 from unisono.parallel.replicas import ReplicaThreads
 from unisono.randomness import seed_of
@@ -62,6 +63,7 @@ class DataParallel:
     Raises:
         TypeError: `network` is no module and makes none, or `device_ids` is no list of devices.
         ValueError: a device is repeated or does not exist.
+        BusyError: an XLA device computes for another DataParallel.
         RuntimeError: for a native run, the module's parameters lie on several devices.
     """
 
@@ -78,17 +80,16 @@ class DataParallel:
         )
         if self._is_native:
             resolved = [resolve_device(_only_device(module))]
-            self.models = [module]
         else:
             if device_ids is None:
                 family = pick_backend()
                 device_ids = [family.device(index) for index in range(family.device_count())]
             resolved = resolve_devices(device_ids)
-            for backend, device in resolved:
-                backend.start(device)
-            self.models = [move_module(copy.deepcopy(module), device) for _, device in resolved]
         self.devices = [str(device) for _, device in resolved]
         self._resolved = resolved
+        self._threads = ReplicaThreads(len(resolved))
+        self._calls: dict[object, None] = {}  # the mark of the call that runs, then of those that are being refused
+        self.models = self._replicated(module)
         self._contexts = [Context(device) for _, device in resolved]
         self._timelines = [Timeline() for _ in resolved]
         self._randomness = [
@@ -96,9 +97,7 @@ class DataParallel:
             for rank, (backend, device) in enumerate([] if self._is_native else resolved)
         ]
         self.generators = [each.cpu for each in self._randomness]
-        self._threads = ReplicaThreads(len(resolved))
         self._sources = Sources()  # of the DataLoaders that it was called with: each call is the next epoch
-        self._calls: dict[object, None] = {}  # the mark of the call that runs, then of those that are being refused
 
     def __call__(
         self,
@@ -119,7 +118,8 @@ class DataParallel:
             What the calls returned, in device order.
 
         Raises:
-            BusyError: a call of this object is running, or was interrupted twice and has not ended yet.
+            BusyError: a call of this object is running, or was interrupted twice and has not ended yet; on XLA devices,
+                also one of another object over one of them.
             RuntimeError: this is a worker, or a replica, of several.
             BaseException: what the first failing replica raised, in its own type. The object can be used again; if the
                 replicas' parameters are no longer alike, a note says so, and how to make them.
@@ -172,17 +172,30 @@ class DataParallel:
         finally:
             self._calls.pop(mark, None)
 
+    def _replicated(self, module: nn.Module) -> list[nn.Module]:
+        if self._is_native:
+            return [module]
+        mark = object()
+        try:
+            self._enter(mark)
+            for backend, device in self._resolved:
+                backend.start(device)
+            return [move_module(copy.deepcopy(module), device) for _, device in self._resolved]
+        finally:
+            self._calls.pop(mark, None)
+
     def _enter(self, mark: object) -> None:
         """Let one call in at a time. The caller takes its mark away in one operation, so that no interrupt leaves it.
 
         Raises:
-            BusyError: another one is in, or was left by its caller.
+            BusyError: another one is in, or was left by its caller; or lazy devices compute for another object.
         """
         self._calls[mark] = None
         first, *_ = self._calls  # in one operation, too: others come and go
         if first is not mark:
             raise BusyError("this DataParallel is running a loop, and runs one at a time; make another one")
         self._threads.check_idle()
+        leases.take([device for backend, device in self._resolved if backend.is_lazy], self)
 
     def _run(
         self,

@@ -17,6 +17,9 @@ from typing import Any, ParamSpec, TypeVar, overload
 import torch
 
 from unisono.compat.absent import refuse
+from unisono.compat.torch_xla import _XLAC as _XLAC
+from unisono.compat.torch_xla import absent_modules as _absent_modules
+from unisono.compat.torch_xla import experimental as experimental
 from unisono.compat.torch_xla import runtime as runtime
 from unisono.compat.torch_xla.core import devices as _devices
 from unisono.compat.torch_xla.core import steps as _steps
@@ -26,15 +29,11 @@ from unisono.compat.torch_xla.distributed import xla_multiprocessing as _multipr
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_INSTEAD = {
-    "experimental": "it holds drafts of the original's",
-    "stablehlo": "torch.export writes a model's graph",
-    "_XLAC": "it is the original's C extension, and what a script does with it works there only",
-}
+_absent_modules.explain_from_now_on(__name__)
 
 
 def __getattr__(name: str) -> Any:
-    refuse(__name__, name, _INSTEAD)
+    refuse(__name__, name, _absent_modules.INSTEAD)
 
 
 def device(index: int | None = None) -> torch.device:
@@ -59,7 +58,7 @@ def real_devices() -> list[str]:
 
 def sync(wait: bool = False, reset_scope: bool = True) -> None:
     """The step ends here. As `xla_model.mark_step`; `reset_scope` has no effect."""
-    _steps.mark_step(wait)
+    _steps.mark_step(wait, reset_scope)
 
 
 @contextmanager

@@ -13,7 +13,6 @@ _NO_SPMD = "one replica of your script runs per device, by launch(), spawn() or 
 
 _INSTEAD = {
     "use_spmd": _NO_SPMD,
-    "initialize_cache": "compilations are kept for the process",
     "set_device_type": "set UNISONO_BACKEND=cpu, cuda, mps or xla before the program starts",
     "get_master_ip": "launchers tell the workers one another's address",
 }
@@ -59,6 +58,7 @@ def global_device_count() -> int:
 
 
 global_runtime_device_count = global_device_count
+addressable_runtime_device_count = addressable_device_count
 
 
 def process_index() -> int:
@@ -80,6 +80,15 @@ def local_process_count() -> int:
 def host_index() -> int:
     """The number of this machine."""
     return current_world().node_rank
+
+
+def initialize_cache(path: str, readonly: bool = False) -> None:
+    """Has no effect: what is compiled is kept for the process."""
+
+
+def get_num_cached_compilation_graph() -> int:
+    """How many graphs this process has compiled."""
+    return here()[0].counters().get("graphs compiled", 0)
 
 
 def is_spmd() -> bool:

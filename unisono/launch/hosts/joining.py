@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -21,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from unisono import preemption
-from unisono.backends import pick_backend
+from unisono.backends import NAMES, pick_backend
 from unisono.backends.cores import fair_num_threads
 from unisono.comm.fitting import seat_of
 from unisono.comm.processes import ProcessCommunicator
@@ -29,6 +31,7 @@ from unisono.errors import StoppedError
 from unisono.launch.hosts.common_return import returning_together
 from unisono.launch.hosts.environment import announced_place, take, within
 from unisono.launch.process_group import depart, join
+from unisono.launch.script_group import install
 from unisono.launch.worker import exit_error
 from unisono.outcome import Outcome, add_note_once
 from unisono.protocols import Backend
@@ -120,6 +123,29 @@ def run_announced(
     if preemption.is_agreed():
         raise StoppedError(results)
     return results
+
+
+@functools.cache
+def let_scripts_name_families() -> None:
+    """From now on `init_process_group` of this process takes a family of devices as its backend: it joins our world.
+
+    A process that nobody has announced anything to gets a group of its own.
+    """
+    original = dist.init_process_group
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        if signature.bind(*args, **kwargs).arguments.get("backend") not in NAMES:
+            original(*args, **kwargs)
+        elif not dist.is_initialized():
+            if join_world().world_size > 1:
+                if not dist.is_initialized():
+                    original(*args, **kwargs)  # it has destroyed ours
+            elif not dist.is_initialized():
+                original("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+
+    install(init_process_group)
 
 
 def _returning_together(world: World, timeout: timedelta) -> AbstractContextManager[None]:

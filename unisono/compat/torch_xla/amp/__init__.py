@@ -14,7 +14,7 @@ def __getattr__(name: str) -> Any:
     scaling = (
         "bfloat16, which autocast takes here, needs no loss scaling; for float16, Accelerator(mixed_precision='fp16')"
     )
-    refuse(__name__, name, {"GradScaler": scaling, "syncfree": "torch.optim has the optimizers"})
+    refuse(__name__, name, {"GradScaler": scaling})
 
 
 def autocast(

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from unisono.compat.torch_xla.core.steps import mark_step
@@ -42,17 +43,23 @@ _FOLDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 @overload
-def all_reduce(reduce_type: str, inputs: torch.Tensor, scale: float = ..., groups: Groups = ...) -> torch.Tensor: ...
+def all_reduce(
+    reduce_type: str, inputs: torch.Tensor, scale: float = ..., groups: Groups = ..., pin_layout: bool = ...
+) -> torch.Tensor: ...
 @overload
-def all_reduce(reduce_type: str, inputs: L, scale: float = ..., groups: Groups = ...) -> L: ...
+def all_reduce(reduce_type: str, inputs: L, scale: float = ..., groups: Groups = ..., pin_layout: bool = ...) -> L: ...
+@_disable_dynamo
 @torch.no_grad()
-def all_reduce(reduce_type: str, inputs: Any, scale: float = 1.0, groups: Groups = None) -> Any:
+def all_reduce(
+    reduce_type: str, inputs: Any, scale: float = 1.0, groups: Groups = None, pin_layout: bool = True
+) -> Any:
     """Reduce over the replicas, then multiply by `scale`; not differentiable (`functions.all_reduce` is).
 
     Args:
         reduce_type: "sum", "mul", "min", "max"; "and" and "or" of whole numbers and bools, bit by bit.
         inputs: a tensor, for a new one; or a list of tensors, which are reduced in place.
         groups: lists of ordinals, each replica in one of them: it is reduced over one's own. All replicas call.
+        pin_layout: has no effect, here and below.
 
     Raises:
         TypeError: the tensors' type does not have the operation, or cannot be scaled.
@@ -96,19 +103,142 @@ def _parts(tensor: torch.Tensor, group: list[int] | None, world: World) -> list[
     return parts if group is None else [parts[rank] for rank in group]
 
 
+@_disable_dynamo
 @torch.no_grad()
-def all_gather(value: torch.Tensor, dim: int = 0, groups: Groups = None) -> torch.Tensor:
+def all_gather(
+    value: Any,
+    dim: int = 0,
+    groups: Groups = None,
+    output: Any = None,
+    pin_layout: bool = True,
+    channel_id: int | None = None,
+    use_global_device_ids: bool | None = None,
+) -> Any:
     """The replicas' tensors, which have one shape, side by side along `dim`, by ordinal; those without dimensions are
     stacked.
 
     Not differentiable (`functions.all_gather` is). `groups`, and the errors, are those of `all_reduce`.
+
+    Args:
+        value: a tensor, or a list of them, for a list.
+        output: what is written, and returned, in the place of new tensors; it takes the results' shapes.
+        channel_id, use_global_device_ids: have no effect, here and below.
+
+    Raises:
+        ValueError: `output` is another number of tensors.
     """
     world = current_world()
     group = own_group(groups, world)
-    if group is None:
-        return collectives.all_gather(value, dim, world)
-    parts = _parts(value, group, world)
-    return torch.stack(parts) if value.ndim == 0 else torch.cat(parts, dim)
+
+    def gathered(tensor: torch.Tensor) -> torch.Tensor:
+        if group is None:
+            return collectives.all_gather(tensor.detach(), dim, world)
+        parts = _parts(tensor, group, world)
+        return torch.stack(parts) if tensor.ndim == 0 else torch.cat(parts, dim)
+
+    return _of_each(gathered, value, output)
+
+
+def all_gather_bucketized(
+    input_list: Sequence[torch.Tensor],
+    dim: int = 0,
+    groups: Groups = None,
+    output: Sequence[torch.Tensor] | None = None,
+    pin_layout: bool = False,
+    bucket_cap_mb: float = 160,
+) -> list[torch.Tensor]:
+    """`all_gather` of a list; `bucket_cap_mb` has no effect."""
+    return all_gather(input_list, dim, groups, output)  # type: ignore[no-any-return]
+
+
+@_disable_dynamo
+@torch.no_grad()
+def reduce_scatter(
+    reduce_type: str,
+    input: Any,
+    scale: float,
+    scatter_dim: int,
+    shard_count: int,
+    groups: Groups = None,
+    output: Any = None,
+    pin_layout: bool = True,
+    channel_id: int | None = None,
+    use_global_device_ids: bool | None = None,
+) -> Any:
+    """As `all_reduce`, of which each replica gets its own of `shard_count` equal parts along `scatter_dim`.
+
+    Args:
+        input: a tensor, or a list of them, for a list.
+        shard_count: the number of replicas; with groups, that of one's own.
+        output: as for `all_gather`.
+
+    Raises:
+        ValueError: `shard_count` is another number, or does not divide a tensor.
+    """
+    world = current_world()
+    group = own_group(groups, world) or list(range(world.world_size))
+    if shard_count != len(group):
+        raise ValueError(f"shard_count={shard_count}, but {len(group)} replicas get a part each; pass their number")
+
+    def scattered(tensor: torch.Tensor) -> torch.Tensor:
+        size = tensor.shape[scatter_dim]
+        if size % shard_count:
+            raise ValueError(f"shard_count={shard_count} does not divide dimension {scatter_dim}, which has {size}")
+        reduced = _reduced(reduce_type, tensor, scale, group if groups else None, world)
+        return reduced.chunk(shard_count, scatter_dim)[group.index(world.rank)].clone()
+
+    return _of_each(scattered, input, output)
+
+
+def reduce_scatter_bucketized(
+    reduce_type: str,
+    input_list: Sequence[torch.Tensor],
+    scale: float,
+    scatter_dim: int,
+    shard_count: int,
+    groups: Groups = None,
+    output: Sequence[torch.Tensor] | None = None,
+    pin_layout: bool = False,
+    bucket_cap_mb: float = 160,
+) -> list[torch.Tensor]:
+    """`reduce_scatter` of a list; `bucket_cap_mb` has no effect."""
+    return reduce_scatter(  # type: ignore[no-any-return]
+        reduce_type, input_list, scale, scatter_dim, shard_count, groups, output
+    )
+
+
+@_disable_dynamo
+@torch.no_grad()
+def collective_broadcast(
+    tensors: Sequence[torch.Tensor], root_ordinal: int = 0, groups: Groups = None, pin_layout: bool = True
+) -> None:
+    """Give every replica the tensors of the root, in place.
+
+    Args:
+        groups: as for `all_reduce`; the root's tensors come to its own group, the others keep theirs.
+    """
+    world = current_world()
+    group = own_group(groups, world)
+    for each in tensors:
+        sent = each if group is None or root_ordinal in group else each.clone()
+        collectives.broadcast(sent, root_ordinal, world)
+
+
+def _of_each(fn: Callable[[torch.Tensor], torch.Tensor], value: Any, output: Any) -> Any:
+    """`fn` of a tensor, or of each of a list; written into `output`, where there is one."""
+    if not isinstance(value, torch.Tensor):
+        if not isinstance(value, list | tuple) or not all(isinstance(each, torch.Tensor) for each in value):
+            raise TypeError(f"this takes a tensor or a list of them, and got a {type(value).__name__}")
+        outputs = [None] * len(value) if output is None else output
+        if len(outputs) != len(value):
+            raise ValueError(f"output has {len(outputs)} tensors for {len(value)}; pass one for each")
+        return [_of_each(fn, each, its) for each, its in zip(value, outputs, strict=True)]
+    result = fn(value)
+    if output is None:
+        return result
+    if output.shape != result.shape:
+        output.resize_(result.shape)
+    return output.copy_(result)
 
 
 def own_group(groups: Groups, world: World) -> list[int] | None:
@@ -130,7 +260,7 @@ def own_group(groups: Groups, world: World) -> list[int] | None:
     return next(list(group) for group in groups if world.rank in group)
 
 
-def reduce_gradients(optimizer: Optimizer, groups: Groups = None) -> None:
+def reduce_gradients(optimizer: Optimizer, groups: Groups = None, pin_layout: bool = True) -> None:
     """Replace the gradients by their mean over the replicas; to clip them before `optimizer.step()`, say.
 
     As `unisono.optimizer_step` does, the mean is that over all samples, where a loader has told how many each had.
@@ -161,6 +291,7 @@ def optimizer_step(
     barrier: bool = False,
     optimizer_args: Mapping[str, Any] = MappingProxyType({}),
     groups: Groups = None,
+    pin_layout: bool = True,
 ) -> Any:
     """Reduce the gradients over the replicas, then `optimizer.step(**optimizer_args)`, whose result is returned.
 
@@ -183,6 +314,23 @@ def optimizer_step(
     if barrier:
         mark_step()
     return result
+
+
+def all_reduce_bucketized_gradients(
+    gradients: Sequence[torch.Tensor],
+    scale: float,
+    groups: Groups,
+    pin_layout: bool = True,
+    bucket_cap_mb: float = 0,
+) -> None:
+    """`all_reduce` of a list, in place; `bucket_cap_mb` has no effect."""
+    all_reduce(REDUCE_SUM, gradients, scale, groups)
+
+
+def fetch_gradients(optimizer: Optimizer) -> list[torch.Tensor]:
+    """The gradients that the optimizer's parameters have. Scripts know it as `xm._fetch_gradients`."""
+    parameters = (each for group in optimizer.param_groups for each in group["params"])
+    return [each.grad for each in parameters if each.grad is not None]
 
 
 def broadcast_master_param(model: nn.Module) -> None:

@@ -55,6 +55,11 @@ def xla_device_hw(device: str | torch.device) -> str:
     return _hardware(resolve_device(device)[0])
 
 
+def is_xla_tensor(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is on a device of the kind that the caller works on."""
+    return tensor.device.type == here()[1].type
+
+
 def xla_real_devices(devices: Sequence[str | torch.device] | None = None) -> list[str]:
     """The devices by their hardware: "CPU:0" for "xla:0" on a CPU. None takes those that the caller sees."""
     resolved = [resolve_device(each) for each in (devices_of(None) if devices is None else devices)]

@@ -13,6 +13,7 @@ import torch
 from unisono.compat.absent import refuse
 from unisono.compat.torch_xla.core import collectives
 from unisono.compat.torch_xla.core.collectives import REDUCE_MAX, REDUCE_MIN, REDUCE_MUL, REDUCE_SUM, Groups
+from unisono.parallel import batch_norm
 from unisono.world import current_world
 
 
@@ -51,7 +52,8 @@ class AllGather(torch.autograd.Function):
     def forward(ctx: Any, value: torch.Tensor, dim: int) -> torch.Tensor:
         ctx.rank, ctx.dim, ctx.is_scalar = current_world().rank, dim, value.ndim == 0
         ctx.size = 1 if ctx.is_scalar else value.shape[dim]
-        return collectives.all_gather(value, dim)
+        gathered: torch.Tensor = collectives.all_gather(value, dim)
+        return gathered
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -104,3 +106,22 @@ def distributed_mm(w: torch.Tensor, x: torch.Tensor, split: int = 1) -> torch.Te
         product = all_reduce(REDUCE_SUM, w @ everyone)
         results.append(product.narrow(1, world.rank * part.shape[1], part.shape[1]))
     return torch.cat(results, dim=1)
+
+
+class SyncBatchNorm(batch_norm.SyncBatchNorm):
+    """Batch normalisation over the samples of all replicas, for inputs of 2 to 5 dimensions; evaluating, of none.
+
+    It is what one BatchNorm over all of them is. All replicas call it, forward and backward.
+    """
+
+    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
+        super().__init__(num_features, eps, momentum)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        samples = float(len(input))
+        self.meet_in(current_world().comm, lambda: samples)
+        return super().forward(input)
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if not 2 <= input.ndim <= 5:
+            raise ValueError(f"SyncBatchNorm got an input of {input.ndim} dimensions; pass one of 2 to 5")

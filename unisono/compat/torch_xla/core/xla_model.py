@@ -15,12 +15,19 @@ from unisono.compat.torch_xla.core.collectives import REDUCE_MUL as REDUCE_MUL
 from unisono.compat.torch_xla.core.collectives import REDUCE_OR as REDUCE_OR
 from unisono.compat.torch_xla.core.collectives import REDUCE_SUM as REDUCE_SUM
 from unisono.compat.torch_xla.core.collectives import all_gather as all_gather
+from unisono.compat.torch_xla.core.collectives import all_gather_bucketized as all_gather_bucketized
 from unisono.compat.torch_xla.core.collectives import all_reduce as all_reduce
+from unisono.compat.torch_xla.core.collectives import all_reduce_bucketized_gradients as all_reduce_bucketized_gradients
 from unisono.compat.torch_xla.core.collectives import broadcast_master_param as broadcast_master_param
+from unisono.compat.torch_xla.core.collectives import collective_broadcast as collective_broadcast
+from unisono.compat.torch_xla.core.collectives import fetch_gradients as _fetch_gradients  # noqa: F401 - scripts call it
 from unisono.compat.torch_xla.core.collectives import optimizer_step as optimizer_step
 from unisono.compat.torch_xla.core.collectives import reduce_gradients as reduce_gradients
+from unisono.compat.torch_xla.core.collectives import reduce_scatter as reduce_scatter
+from unisono.compat.torch_xla.core.collectives import reduce_scatter_bucketized as reduce_scatter_bucketized
 from unisono.compat.torch_xla.core.devices import get_rng_state as get_rng_state
 from unisono.compat.torch_xla.core.devices import get_xla_supported_devices as get_xla_supported_devices
+from unisono.compat.torch_xla.core.devices import is_xla_tensor as is_xla_tensor
 from unisono.compat.torch_xla.core.devices import send_cpu_data_to_device as send_cpu_data_to_device
 from unisono.compat.torch_xla.core.devices import set_rng_state as set_rng_state
 from unisono.compat.torch_xla.core.devices import wait_device_ops as wait_device_ops
@@ -48,7 +55,6 @@ _NO_MODEL_PARALLELISM = "it moves parts of a model between devices, and this fra
 _INSTEAD = {
     "all_to_all": f"{_NO_MODEL_PARALLELISM}; all_gather gives every replica all parts",
     "collective_permute": f"{_NO_MODEL_PARALLELISM}; all_gather gives every replica all parts",
-    "reduce_scatter": "call all_reduce and take your part, or unisono.current_world().comm.reduce_scatter",
     "unlazy": "call mark_step(), after which tensors have their values",
     "get_memory_info": "unisono.gather_report() tells each rank's memory",
     "parse_xla_device": "a torch.device has `type` and `index`",

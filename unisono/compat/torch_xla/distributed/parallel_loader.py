@@ -38,18 +38,33 @@ def __getattr__(name: str) -> Any:
 
 
 class PerDeviceLoader:
-    """The batches of one device, once. Each `next` ends a step first (`mark_step`), that behind the last batch too."""
+    """The batches of one device, once. Each `next` ends a step first (`mark_step`), that behind the last batch too.
 
-    def __init__(self, iterator: DeviceIterator, device: Place) -> None:
+    Args:
+        batches_per_execution: how many batches make a step.
+    """
+
+    def __init__(self, iterator: DeviceIterator, device: Place, batches_per_execution: int = 1) -> None:
         self._iterator = iterator
         self._place = resolve_device(device)
+        self._per_step = batches_per_execution
+        self._since = batches_per_execution  # batches since the last step's end
 
     def __iter__(self) -> PerDeviceLoader:
         return self
 
     def __next__(self) -> Any:
-        mark_step()
-        return send_attributes(next(self._iterator), *self._place)
+        if self._since == self._per_step:
+            mark_step()
+            self._since = 0
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            if self._since:
+                mark_step()
+            raise
+        self._since += 1
+        return send_attributes(batch, *self._place)
 
     def __len__(self) -> int:
         return len(self._iterator)
@@ -72,6 +87,9 @@ class ParallelLoader:
         batchdim: the dimension of the samples, for `fixed_batch_size`.
         fixed_batch_size: end before the first round with a batch of another size than the first.
         loader_prefetch_size, device_prefetch_size: how many batches may wait as loaded, and moved, per device.
+        batches_per_execution: how many batches make a step.
+        host_to_device_transfer_threads: has no effect: each device has a thread of its own.
+        input_sharding: None; as for `runtime.use_spmd`.
 
     Raises:
         TypeError, ValueError: an argument is not what it must be; nothing has been started.
@@ -85,7 +103,11 @@ class ParallelLoader:
         fixed_batch_size: bool = False,
         loader_prefetch_size: int = 8,
         device_prefetch_size: int = 4,
+        batches_per_execution: int = 1,
+        host_to_device_transfer_threads: int = 1,
+        input_sharding: None = None,
     ) -> None:
+        self._per_step = _checked(batches_per_execution, input_sharding)
         self._native = native.ParallelLoader(
             loader,
             devices,
@@ -106,7 +128,7 @@ class ParallelLoader:
             ValueError: the device is not one of this loader's.
             ClosedError: the loader is closed.
         """
-        return PerDeviceLoader(self._native.per_device_loader(device), device)
+        return PerDeviceLoader(self._native.per_device_loader(device), device, self._per_step)
 
     def per_device_samples(self) -> int:
         """The number of batches for each device; TypeError where the loader has no length."""
@@ -140,7 +162,11 @@ class MpDeviceLoader:
         fixed_batch_size: bool = False,
         loader_prefetch_size: int = 8,
         device_prefetch_size: int = 4,
+        batches_per_execution: int = 1,
+        host_to_device_transfer_threads: int = 1,
+        input_sharding: None = None,
     ) -> None:
+        self._per_step = _checked(batches_per_execution, input_sharding)
         self._device = device
         self._loader = loader
         self._native = native.DeviceLoader(
@@ -157,10 +183,20 @@ class MpDeviceLoader:
 
     def __iter__(self) -> Iterator[Any]:
         take_epoch(self._loader, self._native)
-        return PerDeviceLoader(iter(self._native), self._device)
+        return PerDeviceLoader(iter(self._native), self._device, self._per_step)
 
     def __len__(self) -> int:
         return len(self._native)
+
+
+def _checked(batches_per_execution: int, input_sharding: Any) -> int:
+    native.check_size(batches_per_execution, "batches_per_execution", 1)
+    if input_sharding is not None:
+        raise ValueError(
+            "input_sharding is for one program over all devices, which is unisono.Accelerator(strategy='spmd'); leave "
+            "it out, and each device gets batches of its own"
+        )
+    return batches_per_execution
 
 
 def take_epoch(loader: Iterable[Any], reader: native.ParallelLoader | native.DeviceLoader) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import os
 import sys
+import tempfile
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -108,6 +110,28 @@ class TimedScope:
 
     def __exit__(self, *_: object) -> None:
         self._printfn(f"{self._msg}{1000 * (time.perf_counter() - self._start):.3f}ms")
+
+
+class TmpFolder:
+    """A new folder, which goes with this object.
+
+    Attributes:
+        name: its path.
+    """
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="unisono-", ignore_cleanup_errors=True)
+        weakref.finalize(self, self._folder.cleanup)
+        self.name = self._folder.name
+
+
+def as_list(t: Any) -> list[Any]:
+    """A list or a tuple as a list; anything else as a list of itself."""
+    return list(t) if isinstance(t, list | tuple) else [t]
+
+
+def null_print(*args: Any, **options: Any) -> None:
+    """Print nothing."""
 
 
 def eprint(*args: Any, **options: Any) -> None:

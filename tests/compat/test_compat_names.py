@@ -1,0 +1,240 @@
+"""What scripts import beside their loops: reports, profiles, process groups; and modules that are left out."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from families import PROCESSES, mine
+from torch import nn
+
+import unisono.compat.torch_xla as torch_xla
+import unisono.compat.torch_xla.core.functions as xf
+import unisono.compat.torch_xla.core.xla_model as xm
+import unisono.compat.torch_xla.debug.metrics as met
+import unisono.compat.torch_xla.debug.metrics_compare_utils as mcu
+import unisono.compat.torch_xla.debug.profiler as xp
+import unisono.compat.torch_xla.distributed.parallel_loader as pl
+import unisono.compat.torch_xla.runtime as xr
+import unisono.compat.torch_xla.test.test_utils as test_utils
+import unisono.compat.torch_xla.utils.utils as xu
+from unisono.compat.torch_xla.amp import syncfree
+
+
+def test_updates_are_printed_with_the_replica_and_written_for_tensorboard(way, capfd, tmp_path):
+    def report():
+        folder = str(tmp_path / str(xm.get_ordinal()))
+        writer = test_utils.get_summary_writer(folder)
+        xm.mark_step()
+        test_utils.print_training_update(xm.xla_device(), 3, 0.5, 10.0, 20.0, epoch=1, summary_writer=writer)
+        test_utils.print_test_update(xm.xla_device(), 98.765, epoch=1)
+        test_utils.write_to_summary(writer, 3, {"Accuracy/test": 98.5}, write_xla_metrics=True)
+        test_utils.close_summary_writer(writer)
+
+    way.run(report)
+    told = capfd.readouterr().out
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for rank in range(way.ranks):
+        spec = "" if way.ranks == 1 else f"/{rank} "
+        assert f"{spec}Epoch=1 Step=3 Loss=0.50000 Rate=10.00 GlobalRate=20.00 Time=" in told.replace("Device=", "")
+        read = EventAccumulator(str(tmp_path / str(rank))).Reload()
+        assert [(each.step, each.value) for each in read.Scalars("Accuracy/test")] == [(3, 98.5)]
+        assert read.Scalars("MarkStep__Value")[0].value >= 1
+    assert "| Test Device=" in told
+    assert "Epoch=1 Accuracy=98.77 Time=" in told
+
+
+def test_nothing_is_written_without_a_folder():
+    writer = test_utils.get_summary_writer(None)
+    assert writer is None
+    test_utils.write_to_summary(writer, 1, {"loss": 1.0})
+    test_utils.close_summary_writer(writer)
+
+
+def test_reports_are_read_as_numbers():
+    report = "Metric: step\n  TotalSamples: 3\n  Accumulator: 1500.000ms\nCounter: ms of compiling\n  Value: 7\n"
+    numbers = {"step__TotalSamples": 3, "step__Accumulator_sec": 1.5, "ms of compiling__Value": 7}
+    assert mcu.parse_metrics_report(report) == numbers
+    found = mcu.get_data_points_from_metrics_reports([report, "Counter: steps\n  Value: 1\n"])
+    assert found == {**{name: [value, None] for name, value in numbers.items()}, "steps__Value": [None, 1]}
+    met.clear_all()
+    xm.mark_step()
+    assert mcu.parse_metrics_report(torch_xla._XLAC._xla_metrics_report())["MarkStep__Value"] == 1
+
+
+def test_closures_beside_the_loop_run_in_order_while_it_goes_on(way):
+    def loop():
+        may_run, heard, done = threading.Event(), [], threading.Event()
+
+        def waits(value):
+            may_run.wait()
+            heard.append((value.item(), xm.get_ordinal()))
+
+        for number in range(3):
+            xm.add_step_closure(waits, args=(mine(number * 1.0) * 2,), run_async=True)
+            xm.mark_step()
+        xm.add_step_closure(done.set, run_async=True)
+        assert heard == []
+        xm.mark_step()
+        may_run.set()
+        done.wait()
+        return heard
+
+    assert way.run(loop) == [[(0.0, rank), (2.0, rank), (4.0, rank)] for rank in range(way.ranks)]
+
+
+def test_what_a_closure_beside_the_loop_raises_the_next_steps_end_raises_once():
+    has_failed = threading.Event()
+
+    def fails():
+        has_failed.set()
+        raise FileNotFoundError("the log")
+
+    heard = []
+    xm.add_step_closure(fails, run_async=True)
+    xm.add_step_closure(heard.append, args=(1,), run_async=True)
+    xm.mark_step()
+    for thread in threading.enumerate():
+        if thread.name == "unisono-step-closures":
+            thread.join()
+    xm.add_step_closure(heard.append, args=(2,), run_async=True)
+    with pytest.raises(FileNotFoundError, match="the log"):
+        xm.mark_step()
+    assert (has_failed.is_set(), heard) == (True, [])
+    xm.mark_step()
+
+
+def test_batches_may_make_a_step_together():
+    batches = [torch.ones(1)] * 5
+    met.clear_all()
+    loader = pl.MpDeviceLoader(
+        batches, xm.xla_device(), batches_per_execution=2, host_to_device_transfer_threads=4, input_sharding=None
+    )
+    assert len(list(loader)) == 5
+    assert met.counter_value("MarkStep") == 4  # before the batches 0, 2 and 4, and behind the last
+    with pytest.raises(ValueError, match="input_sharding is for one program over all devices"):
+        pl.MpDeviceLoader(batches, xm.xla_device(), input_sharding="any")
+    with pytest.raises(ValueError, match="batches_per_execution=0"):
+        pl.ParallelLoader(batches, [xm.xla_device()], batches_per_execution=0)
+
+
+def test_normalisation_over_all_replicas_is_that_of_one_device(several):
+    torch.manual_seed(0)
+    rows, plain = torch.randn(several.ranks * 6, 3), nn.BatchNorm1d(3)
+    inputs = rows.clone().requires_grad_()
+    outputs = plain(inputs)
+    outputs.square().sum().backward()
+
+    def normalize():
+        layer = xf.SyncBatchNorm(3).to(xm.xla_device())
+        own = rows.chunk(several.ranks)[xm.get_ordinal()].to(xm.xla_device()).requires_grad_()
+        found = layer(own)
+        found.square().sum().backward()
+        tensors = (found, own.grad, layer.running_mean, layer.running_var, layer.eval()(own))
+        return [each.detach().cpu() for each in tensors]
+
+    results = several.run(normalize)
+    for number, expected in enumerate((outputs, inputs.grad)):
+        torch.testing.assert_close(torch.cat([each[number] for each in results]), expected, rtol=1e-4, atol=1e-5)
+    for found in results:
+        torch.testing.assert_close(found[2:4], [plain.running_mean, plain.running_var], rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="an input of 1 dimensions; pass one of 2 to 5"):
+        xf.SyncBatchNorm(3)(torch.ones(3))
+
+
+@pytest.mark.parametrize("make", [syncfree.SGD, syncfree.Adam, syncfree.AdamW])
+def test_a_step_is_left_out_where_a_number_was_infinite(make):
+    weight = nn.Parameter(mine([1.0]))
+    optimizer = make([weight], lr=0.5)
+    weight.grad = mine([1.0])
+    xm.optimizer_step(optimizer, optimizer_args={"found_inf": mine(1.0)})
+    assert weight.tolist() == [1.0]
+    assert optimizer.step(lambda: 3, found_inf=mine(1.0)) == 3
+    optimizer.step(found_inf=mine(0.0))
+    assert weight.item() < 1.0
+
+
+def test_a_trace_names_the_parts_of_a_step(tmp_path):
+    xp.start_server(9012)
+    xp.start_trace(tmp_path / "new")
+    with pytest.raises(RuntimeError, match="a trace is being recorded in this process already"):
+        xp.start_trace(tmp_path)
+    with xp.StepTrace("train", step_num=7), xp.Trace("forward"):
+        xp.trace_me("inner")(lambda: mine([1.0]) + 1)()
+    xp.stop_trace()
+    names = {each.get("name") for each in json.loads((tmp_path / "new" / "trace-0.json").read_text())["traceEvents"]}
+    assert {"train#7", "forward", "inner"} <= names
+    with pytest.raises(RuntimeError, match="no trace is being recorded"):
+        xp.stop_trace()
+    with pytest.raises(AttributeError, match="a replica traces itself"):
+        xp.trace_detached("localhost:9012", str(tmp_path))
+
+
+def _meets():
+    dist.init_process_group("xla", init_method="xla://")
+    dist.init_process_group("xla", init_method="xla://")  # it is there
+    own = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(own)
+    assert dist.get_world_size() == xr.world_size()
+    return own.item(), xm.all_reduce("sum", mine([1.0])).item()
+
+
+def test_a_process_group_by_a_familys_name_is_our_world():
+    count = PROCESSES.ranks
+    assert PROCESSES.run(_meets) == [(count * (count + 1) / 2, float(count))] * count
+
+
+def test_precision_of_products_is_set_and_told():
+    before = torch_xla._XLAC._xla_get_mat_mul_precision()
+    try:
+        torch_xla._XLAC._xla_set_mat_mul_precision("high")
+        assert torch_xla._XLAC._xla_get_mat_mul_precision() == "high"
+        with pytest.raises(ValueError, match="precision='low' does not exist"):
+            torch_xla._XLAC._xla_set_mat_mul_precision("low")
+    finally:
+        torch_xla._XLAC._xla_set_mat_mul_precision(before)
+
+
+def test_small_things_that_scripts_take():
+    folder = xu.TmpFolder()
+    path = importlib.import_module("pathlib").Path(folder.name)
+    (path / "file").write_text("text")
+    del folder
+    assert not path.exists()
+    assert (xu.as_list((1, 2)), xu.as_list([3]), xu.as_list(4)) == ([1, 2], [3], [4])
+    assert xu.null_print("nothing") is None
+    assert xm.is_xla_tensor(mine([1.0]))
+    assert not xm.is_xla_tensor(torch.ones(1, device="meta"))
+    xr.initialize_cache("/nowhere", readonly=True)
+    assert xr.get_num_cached_compilation_graph() >= 0
+    torch_xla.experimental.eager_mode(True)
+    weight = nn.Parameter(mine([1.0]))
+    optimizer = torch.optim.SGD([weight, nn.Parameter(mine([1.0]))], 1.0)
+    weight.grad = mine([2.0])
+    gradients = xm._fetch_gradients(optimizer)
+    assert [each is weight.grad for each in gradients] == [True]
+    xm.all_reduce_bucketized_gradients(gradients, 0.5, [])
+    assert weight.grad.tolist() == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "distributed.spmd",
+            r"left out on purpose: one program for all devices is unisono.Accelerator",
+        ),
+        ("distributed.fsdp.wrap", "left out on purpose: take unisono.Accelerator with strategy='fsdp' or 'zero1'"),
+        ("experimental.custom_kernel", "left out on purpose: it holds drafts of the original's"),
+        ("core.xla_builder", "left out on purpose: it reaches into the original's runtime"),
+        ("nonsense", "does not exist; docs/migrating_from_torch_xla.md lists the modules"),
+    ],
+)
+def test_modules_that_are_left_out_say_what_to_do_instead(name, words):
+    with pytest.raises(ModuleNotFoundError, match=words):
+        importlib.import_module(f"unisono.compat.torch_xla.{name}")

@@ -1,0 +1,39 @@
+"""`torch_xla.amp.syncfree`: torch's optimizers, whose step can be told to do nothing.
+
+Here `found_inf` is read, which ends a lazy device's graph; without it nothing is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+
+class _Skips(Optimizer):
+    def step(self, closure: Callable[[], Any] | None = None, found_inf: torch.Tensor | None = None) -> Any:
+        """As that of torch's optimizer.
+
+        Args:
+            found_inf: one number; where it is not 0, only the closure runs.
+        """
+        if found_inf is None or not found_inf.item():
+            return super().step(closure)
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
+
+
+class SGD(_Skips, torch.optim.SGD):
+    """`torch.optim.SGD`."""
+
+
+class Adam(_Skips, torch.optim.Adam):
+    """`torch.optim.Adam`."""
+
+
+class AdamW(_Skips, torch.optim.AdamW):
+    """`torch.optim.AdamW`."""

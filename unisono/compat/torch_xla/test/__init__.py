@@ -1,0 +1,1 @@
+"""The modules of `torch_xla.test` that scripts import."""

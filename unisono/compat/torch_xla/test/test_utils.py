@@ -1,0 +1,102 @@
+"""`torch_xla.test.test_utils`: what training scripts print, and write for TensorBoard."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from datetime import datetime
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from unisono.compat.absent import refuse
+from unisono.compat.torch_xla.core.ordinals import get_ordinal
+from unisono.compat.torch_xla.debug import metrics, metrics_compare_utils
+
+
+def __getattr__(name: str) -> Any:
+    refuse(__name__, name, {"XlaTestCase": "torch.testing.assert_close compares tensors on any device"})
+
+
+def get_summary_writer(logdir: str | None) -> Any:
+    """TensorBoard's writer for that folder; None where none is named.
+
+    Raises:
+        ModuleNotFoundError: the package tensorboard is missing.
+    """
+    if not logdir:
+        return None
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(log_dir=logdir)
+    write_to_summary(writer, 0, {"TensorboardStartTimestamp": time.time()})
+    return writer
+
+
+def write_to_summary(
+    summary_writer: Any,
+    global_step: int | None = None,
+    dict_to_write: Mapping[str, float] = MappingProxyType({}),
+    write_xla_metrics: bool = False,
+) -> None:
+    """Write scalars by their names; nothing where the writer is None.
+
+    Args:
+        write_xla_metrics: this replica's metrics and counters, too.
+    """
+    if summary_writer is None:
+        return
+    scalars = dict(dict_to_write)
+    if write_xla_metrics:
+        scalars |= metrics_compare_utils.parse_metrics_report(metrics.metrics_report())
+    for name, value in scalars.items():
+        summary_writer.add_scalar(name, value, global_step)
+
+
+def close_summary_writer(summary_writer: Any) -> None:
+    """Write what is left, and close it; nothing where it is None."""
+    if summary_writer is not None:
+        summary_writer.flush()
+        summary_writer.close()
+
+
+def now(format: str = "%H:%M:%S") -> str:
+    """The time of day, as text."""
+    return datetime.now().strftime(format)
+
+
+def print_training_update(
+    device: str | torch.device,
+    step: int,
+    loss: float,
+    rate: float,
+    global_rate: float,
+    epoch: int | None = None,
+    summary_writer: Any = None,
+) -> None:
+    """Print how training goes: the replica, the step, its loss, samples per second now and since the beginning."""
+    _print(
+        "Training",
+        device,
+        Epoch=epoch,
+        Step=step,
+        Loss=f"{loss:.5f}",
+        Rate=f"{rate:.2f}",
+        GlobalRate=f"{global_rate:.2f}",
+    )
+    write_to_summary(summary_writer, None, {"examples/sec": rate, "average_examples/sec": global_rate})
+
+
+def print_test_update(
+    device: str | torch.device, accuracy: float | None, epoch: int | None = None, step: int | None = None
+) -> None:
+    """Print how an evaluation goes."""
+    _print("Test", device, Step=step, Epoch=epoch, Accuracy=None if accuracy is None else f"{accuracy:.2f}")
+
+
+def _print(what: str, device: str | torch.device, **values: Any) -> None:
+    ordinal = get_ordinal(None)
+    place = device if ordinal is None else f"{device}/{ordinal}"
+    parts = [f"{name}={value}" for name, value in values.items() if value is not None]
+    print("|", what, f"Device={place}", *parts, f"Time={now()}", flush=True)

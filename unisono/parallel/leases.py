@@ -1,0 +1,51 @@
+"""Leases: one object at a time computes on a lazy device, since two threads that record on one end the process.
+
+*Threads:* any. A lease ends when its holder is at rest; nobody gives one back, so no interrupt can leave one behind.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+import torch
+
+from unisono.errors import BusyError
+
+
+class Holder(Protocol):
+    """Who takes leases. It is not at rest from before it takes one until it has left the devices alone."""
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it is at rest."""
+
+
+class Leases:
+    """Who had each device last."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holders: WeakValueDictionary[torch.device, Holder] = WeakValueDictionary()
+
+    def take(self, devices: Sequence[torch.device], holder: Holder) -> None:
+        """Let `holder` have the devices, all or none.
+
+        Raises:
+            BusyError: another one has one of them.
+        """
+        with self._lock:
+            for device in devices:
+                other = self._holders.get(device)
+                if other is not None and other is not holder and not other.is_usable:
+                    raise BusyError(
+                        f"{device} computes for another {type(other).__name__}, and a lazy device serves one at a "
+                        "time; wait until that call has returned, or take other devices"
+                    )
+            self._holders.update(dict.fromkeys(devices, holder))
+
+
+leases = Leases()
+"""Of this process."""
