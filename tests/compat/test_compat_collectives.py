@@ -126,7 +126,11 @@ def test_all_gather_puts_ranks_side_by_side(way):
         (lambda x: xm.all_reduce("sum", 3), TypeError, "'int' object is not iterable"),
         (lambda x: xm.all_gather(3), TypeError, "takes a tensor or a list of them, and got a int"),
         (lambda x: xm.all_gather([mine([1])], output=[]), ValueError, "output has 0 tensors for 1"),
-        (lambda x: xm.reduce_scatter("sum", mine([1]), 1, 0, 3), ValueError, "shard_count=3, but 1 replicas get a part"),
+        (
+            lambda x: xm.reduce_scatter("sum", mine([1]), 1, 0, 3),
+            ValueError,
+            "shard_count=3, but 1 replicas get a part",
+        ),
     ],
 )
 def test_bad_reductions_are_told(call, error, words):
