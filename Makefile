@@ -1,4 +1,4 @@
-# make demo | test | test-all | test-xla | check | bench
+# make demo | test | test-all | test-xla | gpu-check | check | bench
 # Everything is installed into .venv, at the versions in constraints.txt; for test-xla into .venv-xla, with torch 2.9.
 
 PYTHON ?= python3
@@ -13,7 +13,7 @@ PYTEST := -m pytest --numprocesses $(TESTS) --dist worksteal
 XLA    := .venv-xla
 ON_XLA := PJRT_DEVICE=CPU $(XLA)/bin/python $(PYTEST) --backend xla
 
-.PHONY: demo test test-all test-xla check bench clean
+.PHONY: demo test test-all test-xla gpu-check check bench clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/train_digits.py --mode processes --devices 2
@@ -29,6 +29,10 @@ test-xla: $(XLA)/.test
 	CPU_NUM_DEVICES=2 $(ON_XLA) -m "any_family or xla"
 	CPU_NUM_DEVICES=4 $(ON_XLA) -k "any_family and threads-4 or test_xla_replicas or test_xla_compilations"
 	CPU_NUM_DEVICES=8 $(ON_XLA) -k "any_family and threads-8 or test_xla_replicas or test_xla_compilations"
+
+# What can be seen on the GPUs that are here, item by item; about 15 minutes. Without one it says so.
+gpu-check: $(VENV)/.test
+	$(BIN)/python tests/gpu/gpu_check.py
 
 check: $(VENV)/.test $(VENV)/.check
 	$(BIN)/ruff check .

@@ -1,0 +1,495 @@
+"""What can be seen on the GPUs that are here: `make gpu-check`, or `python tests/gpu/gpu_check.py [ITEM ...]`.
+
+Each item runs in an interpreter of its own, says what it has seen, and is `ok`, `FAILED` or `skipped`, with the reason.
+Without CUDA all are skipped, but for `--backend cpu`, by which the items that need no GPU can be tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import unisono
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+LIMIT_S = 280.0
+SOON_S = 15.0  # from a failure to the end of all ranks, the start of two interpreters not counted
+FAMILY = os.environ.get("UNISONO_BACKEND", "cuda")
+NEEDS_A_GPU: dict[Callable[[], str], int] = {}  # an item, and how many it needs
+
+
+def item(gpus: int) -> Callable[[Callable[[], str]], Callable[[], str]]:
+    """An item of the check, which returns what was seen; 0 GPUs can be tried on the CPU."""
+
+    def add(function: Callable[[], str]) -> Callable[[], str]:
+        NEEDS_A_GPU[function] = gpus
+        return function
+
+    return add
+
+
+# Ranks.
+
+
+@dataclass
+class Ended:
+    """A rank that has come to its end: `found` is what it printed last, if that is JSON."""
+
+    code: int
+    found: Any
+    errors: str
+    seconds: float
+
+
+def ranks(name: str, *words: str, size: int = 2, group: str = "gloo", **environment: str) -> list[Ended]:
+    """The ends of so many ranks of `gpu_ranks.py`, which share the GPUs."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": str(size)}
+    began = time.monotonic()
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / "gpu_ranks.py"), name, *words],
+            env={
+                **os.environ,
+                **shared,
+                "UNISONO_BACKEND": FAMILY,
+                "CHECK_GROUP": group,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                **environment,
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    ended = []
+    for each in running:
+        try:
+            out, errors = each.communicate(timeout=max(1.0, LIMIT_S - 60 - (time.monotonic() - began)))
+        except subprocess.TimeoutExpired:
+            each.kill()
+            out, errors = each.communicate()
+            errors += "\nit did not end"
+        seconds = time.monotonic() - began
+        lines = out.strip().splitlines()
+        found = json.loads(lines[-1]) if lines and lines[-1].startswith("{") else None
+        ended.append(Ended(each.returncode, found, errors, seconds))
+    return ended
+
+
+def succeeded(ended: list[Ended]) -> list[Any]:
+    for rank, each in enumerate(ended):
+        assert each.code == 0, f"rank {rank} ended with {each.code}:\n{each.errors[-2000:]}"
+    return [each.found for each in ended]
+
+
+def cause_of(ended: Ended) -> str:
+    """The last line of a rank's traceback."""
+    raised = re.findall(r"^(?:\[rank\d+\]: )?([\w.]+(?:Error|Exception|Interrupt): .*)", ended.errors, re.MULTILINE)
+    return (raised or [f"no traceback, code {ended.code}"])[-1][:160]
+
+
+# Items.
+
+
+@item(gpus=1)
+def versions() -> str:
+    count, was_started = torch.cuda.device_count(), torch.cuda.is_initialized()
+    assert not was_started, "counting devices has initialised CUDA"
+    names = ", ".join(torch.cuda.get_device_name(index) for index in range(count))
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}, {names}; counted without CUDA"
+
+
+@item(gpus=1)
+def tests_that_need_a_gpu() -> str:
+    ran = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-m",
+            "cuda or any_family",
+            "-k",
+            "cuda",
+            "tests/backends",
+            "tests/contract",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    lines = ran.stdout.strip().splitlines()
+    assert ran.returncode == 0, "\n".join(lines[-25:])
+    return lines[-1]
+
+
+@item(gpus=0)
+def two_ranks_share_a_device_by_gloo() -> str:
+    found = succeeded(ranks("collectives"))
+    return f"all collectives, on the device and in main memory; rank 1 waited {found[1]['waited']} s for rank 0"
+
+
+@item(gpus=0)
+def strategies_train_as_on_the_cpu() -> str:
+    seen = []
+    for strategy in ("ddp", "zero1", "fsdp"):
+        ended = ranks("training", strategy)
+        if any(each.code for each in ended):
+            seen.append(f"{strategy} FAILED: {cause_of(ended[0])}")
+            continue
+        cpu = succeeded(ranks("training", strategy, UNISONO_BACKEND="cpu"))[0]
+        here = ended[0].found
+        for case, (loss, weights) in here.items():
+            near = 3e-2 if case in ("bf16", "fp16") else 1e-3
+            is_near = abs(loss - cpu[case][0]) < near and abs(weights - cpu[case][1]) < near * 100
+            seen += [] if is_near else [f"{strategy} {case} FAILED: {loss, weights} and on the CPU {cpu[case]}"]
+        seen.append(f"{strategy}: {len(here)} cases")
+    text = "; ".join(seen)
+    assert "FAILED" not in text, text
+    return text
+
+
+@item(gpus=0)
+def rank_zero_alone_evaluates_batch_norm() -> str:
+    succeeded(ranks("evaluating"))
+    return "three steps, with a forward pass of rank zero alone after each"
+
+
+@item(gpus=0)
+def failures_end_all_ranks_with_the_first_cause() -> str:
+    start = max(each.seconds for each in ranks("collectives"))
+    return _failures(start, "gloo", ["raise", "kill", *(["assert", "memory"] if FAMILY == "cuda" else [])])
+
+
+@item(gpus=2)
+def nccl_joins_two_gpus() -> str:
+    found = succeeded(ranks("collectives", group=""))
+    return f"{found[0]['device']} and {found[1]['device']}; rank 1 waited {found[1]['waited']} s for rank 0"
+
+
+@item(gpus=2)
+def a_peer_s_failure_ends_what_nccl_waits_in() -> str:
+    start = max(each.seconds for each in ranks("collectives", group=""))
+    return _failures(start, "", ["raise", "assert", "memory"])
+
+
+def _failures(start_s: float, group: str, hows: list[str]) -> str:
+    seen = []
+    for how in hows:
+        waiting, failed = ranks("failing", how, group=group)
+        late = max(waiting.seconds, failed.seconds) - start_s
+        seen.append(f"{how}: {cause_of(failed)} | its peer: {cause_of(waiting)} | {late:+.1f} s")
+        assert waiting.code != 0 and failed.code != 0, seen[-1]  # noqa: PT018
+        assert late < SOON_S, seen[-1]
+    return "\n".join(seen)
+
+
+@item(gpus=1)
+def one_rank_under_torchrun_by_nccl() -> str:
+    seen = []
+    for words, is_fine in (["collectives"], True), (["failing", "raise"], False):
+        began = time.monotonic()
+        ran = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", str(HERE / "gpu_ranks.py"), *words],
+            capture_output=True,
+            text=True,
+        )
+        assert (ran.returncode == 0) is is_fine, ran.stderr[-2000:]
+        seen.append(f"{' '.join(words)}: code {ran.returncode} in {time.monotonic() - began:.1f} s")
+    return "; ".join(seen)
+
+
+@item(gpus=1)
+def a_worker_is_forked_and_uses_cuda() -> str:
+    began = time.monotonic()
+    torch.zeros(1, device="cuda")  # the caller's own runtime is up
+    assert unisono.spawn(_doubled, (torch.ones(2, device="cuda"),), nprocs=1, backend="cuda", num_threads=4) == [4.0]
+    (result,) = unisono.spawn(_on_gpu, nprocs=1, backend="cuda", num_threads=4)
+    assert result.device.type == "cpu", "a result has come on a device"
+    apps = _query("--query-compute-apps=pid,used_memory")
+    return f"two groups in {time.monotonic() - began:.1f} s; arguments and results in main memory; contexts: {apps}"
+
+
+def _doubled(index: int, given: torch.Tensor) -> float:
+    device = unisono.current_world().device
+    assert given.device.type == "cpu"
+    return unisono.all_reduce(given.to(device) * 2).sum().item()
+
+
+def _on_gpu(index: int) -> torch.Tensor:
+    return torch.ones(3, device=unisono.current_world().device)
+
+
+@item(gpus=1)
+def steps_wait_for_the_device_only_where_a_number_is_asked_for() -> str:
+    seen = []
+    for options in ({}, {"max_grad_norm": 1.0}, {"mixed_precision": "fp16"}, {"nan_guard": True}):
+        loop = _loop(options)
+        loop(5)
+        torch.cuda.set_sync_debug_mode("warn")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loop(40)
+        torch.cuda.set_sync_debug_mode("default")
+        lines = Counter(
+            f"{Path(each.filename).name}:{each.lineno}" for each in caught if "synchroniz" in str(each.message)
+        )
+        seen.append(f"{options or 'plain'}: {sum(lines.values())} in 40 steps {dict(lines) or ''}")
+    return "\n".join(seen)
+
+
+@item(gpus=1)
+def copies_run_beside_kernels_and_memory_is_reused() -> str:
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    loop = _loop({}, width=2048)
+    loop(10)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        loop(20)
+        torch.cuda.synchronize()
+    events = trace.events()
+    spans = sorted(
+        (each.time_range.start, each.time_range.end)
+        for each in events
+        if each.device_type == DeviceType.CUDA and not each.name.startswith("Mem")
+    )
+    busy, end = 0.0, spans[0][0]
+    for start, stop in spans:
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    calls = Counter(each.name for each in events if each.name in ("cudaMalloc", "cudaHostAlloc", "cudaMemcpyAsync"))
+    return f"kernels fill {busy / (end - spans[0][0]):.0%} of 20 steps; calls of the runtime: {dict(calls)}"
+
+
+def _loop(options: dict[str, Any], width: int = 256) -> Callable[[int], None]:
+    """Steps of an Accelerator on the GPU."""
+    from torch.utils.data import DataLoader, TensorDataset
+
+    accelerator = unisono.Accelerator(device="cuda:0", **options)
+    data = TensorDataset(torch.randn(64 * 60, width), torch.randn(64 * 60, 1))
+    network: Any = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
+    network, optimizer, loader = accelerator.prepare(
+        network, torch.optim.AdamW(network.parameters()), DataLoader(data, 64)
+    )
+
+    def run(steps: int) -> None:
+        for _, (inputs, targets) in zip(range(steps), loader, strict=False):
+            optimizer.zero_grad()
+            accelerator.backward(F.mse_loss(network(inputs), targets))
+            optimizer.step()
+
+    return run
+
+
+@item(gpus=1)
+def a_seed_gives_the_same_numbers_again() -> str:
+    def drawn() -> list[float]:
+        torch.manual_seed(0)
+        return unisono.spawn(_dropped, nprocs=1, backend="cuda", num_threads=1)
+
+    assert drawn() == drawn()
+    weights = []
+    for _ in range(2):
+        unisono.Accelerator(seed=0, device="cuda:0")
+        weights.append(torch.rand(4, device="cuda").tolist())
+    assert weights[0] == weights[1]
+    mixed = unisono.DataParallel(nn.Dropout(), ["cuda:0", "cpu:0"])
+    sums = [mixed(lambda model, *_: float(model(torch.ones(64, device=unisono.current_world().device)).sum()), [])]
+    return f"dropout in workers and under Accelerator(seed=0) comes again; GPU and CPU replicas together: {sums[0]}"
+
+
+def _dropped(index: int) -> float:
+    return F.dropout(torch.ones(1000, device=unisono.current_world().device), 0.5).sum().item()
+
+
+@item(gpus=1)
+def graphs_are_captured_and_models_compiled() -> str:
+    seen = []
+    for compile in (True, {"mode": "reduce-overhead"}):
+        _loop({"compile": compile})(12)
+        seen.append(f"compile={compile}")
+    _capture_beside_copies()
+    return ", ".join([*seen, "torch.cuda.graph 20 times while batches were moved"])
+
+
+def _capture_beside_copies() -> None:
+    weight = torch.rand(64, 64, device="cuda")
+    weight @ weight
+    torch.cuda.synchronize()
+    batches = iter(unisono.DeviceLoader([torch.zeros(1 + number * 4096) for number in range(200)], "cuda:0"))
+    for _ in range(20):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            weight @ weight
+        next(batches)
+        graph.replay()
+    torch.cuda.synchronize()
+
+
+@item(gpus=1)
+def memory_is_that_of_plain_torch() -> str:
+    seen = {}
+    for shape in ("one shape", "changing shapes"):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        lengths = [64 if shape == "one shape" else 1 + number % 97 for number in range(200)]
+        for batch in unisono.DeviceLoader([torch.zeros(length, 1 << 14) for length in lengths], "cuda:0"):
+            batch.sum()
+        torch.cuda.synchronize()
+        seen[shape] = [torch.cuda.max_memory_allocated() >> 20, torch.cuda.max_memory_reserved() >> 20]
+    return f"MiB at most allocated and reserved by 200 batches: {seen}"
+
+
+@item(gpus=1)
+def launches_that_block_give_the_same_numbers() -> str:
+    found = [succeeded(ranks("training", "ddp", CUDA_LAUNCH_BLOCKING=blocking))[0] for blocking in "01"]
+    assert found[0] == found[1], f"{found[0]} and {found[1]}"
+    return "bit by bit"
+
+
+@item(gpus=1)
+def no_kernel_reads_what_is_not_its_own() -> str:
+    tool = shutil.which("compute-sanitizer")
+    if tool is None:
+        return "skipped: compute-sanitizer is not installed"
+    ran = subprocess.run(
+        [
+            tool,
+            "--tool",
+            "memcheck",
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-k",
+            "memory_that_a_kernel",
+            "tests/backends",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    summary = [line for line in ran.stdout.splitlines() if "ERROR SUMMARY" in line]
+    assert summary and " 0 errors" in summary[-1], ran.stdout[-2000:]  # noqa: PT018
+    return summary[-1]
+
+
+@item(gpus=1)
+def an_interrupt_during_kernels_ends_a_worker() -> str:
+    script = "import torch, unisono\n" + (
+        "def work(index):\n"
+        "    weight = torch.rand(8192, 8192, device=unisono.current_world().device)\n"
+        "    print('begun', flush=True)\n"
+        "    while True:\n"
+        "        weight @ weight\n"
+        "unisono.spawn(work, nprocs=1, backend='cuda', num_threads=1)\n"
+    )
+    running = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert running.stdout is not None
+    assert "begun" in running.stdout.readline()
+    began = time.monotonic()
+    running.send_signal(signal.SIGINT)
+    code = running.wait(60)
+    return f"code {code} after {time.monotonic() - began:.1f} s"
+
+
+def _query(what: str) -> str:
+    if shutil.which("nvidia-smi") is None:
+        return "nvidia-smi is not here"
+    return "; ".join(
+        subprocess.check_output(["nvidia-smi", what, "--format=csv,noheader"], text=True).split("\n")
+    ).strip("; ")
+
+
+# The check.
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [each.__name__ for each in NEEDS_A_GPU]
+    parser.add_argument("items", nargs="*", metavar="ITEM", help=f"all of them unless named: {', '.join(names)}")
+    parser.add_argument("--backend", choices=["cuda", "cpu"], default="cuda", help="cpu tries what needs no GPU")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if unknown := set(asked.items) - set(names):
+        parser.error(f"there is no item {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    chosen = {each: gpus for each, gpus in NEEDS_A_GPU.items() if not asked.items or each.__name__ in asked.items}
+    if asked.here:
+        print(next(iter(chosen))())
+        return 0
+    verdicts = [_verdict(each.__name__, gpus, asked.backend) for each, gpus in chosen.items()]
+    print(f"{', '.join(f'{count} {verdict}' for verdict, count in Counter(verdicts).items())}")
+    return int("FAILED" in verdicts)
+
+
+def _verdict(name: str, gpus: int, backend: str) -> str:
+    """Run an item, and print what it has seen."""
+    reason = _missing(gpus, backend)
+    seconds, text = 0.0, f"skipped: {reason}"
+    verdict = "skipped"
+    if not reason:
+        began = time.monotonic()
+        code, text = _run(name, backend)
+        seconds = time.monotonic() - began
+        verdict = "FAILED" if code else "skipped" if text.startswith("skipped: ") else "ok"
+    print(
+        f"{name.replace('_', ' ')}: {verdict} ({seconds:.0f} s)" if seconds else f"{name.replace('_', ' ')}: {verdict}"
+    )
+    print("\n".join(f"    {line}" for line in text.removeprefix("skipped: ").splitlines()), flush=True)
+    return verdict
+
+
+def _missing(gpus: int, backend: str) -> str:
+    if backend == "cpu":
+        return "it needs a GPU" if gpus else ""
+    count = torch.cuda.device_count()
+    if count == 0:
+        return "there is no CUDA device here"
+    return f"it needs {gpus} GPUs, and there is {count}" if gpus > count else ""
+
+
+def _run(name: str, backend: str) -> tuple[int, str]:
+    try:
+        ran = subprocess.run(
+            [sys.executable, __file__, "--here", name],
+            env={**os.environ, "UNISONO_BACKEND": backend},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return 1, f"it did not end within {LIMIT_S:g} s"
+    return ran.returncode, ran.stdout.strip() if ran.returncode == 0 else ran.stderr.strip()[-3000:]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
