@@ -153,7 +153,8 @@ class Communicator(Protocol):
        whose `__cause__` is the first cause where it is known.
     5. No time-out as control flow: it is a last resort, and its message says what was awaited and who was missing.
 
-    One thread per rank uses a communicator; it is not made to be shared.
+    Tensors lie on the rank's device or in main memory, and what comes of them lies where they do. One thread per rank
+    uses a communicator; it is not made to be shared.
     """
 
     rank: int

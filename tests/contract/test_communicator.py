@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from faults import SOON_S
-from modes import FAMILY
+from modes import FAMILY, HOST
 
 from unisono.protocols import Communicator
 
@@ -205,6 +205,19 @@ def test_reduce_scatter_leaves_its_argument_alone(ranks):
         return brought.tolist()
 
     assert ranks.run(reduce) == [list(range(ranks.size))] * ranks.size
+
+
+def test_what_lies_in_main_memory_is_reduced_and_moved_there_whatever_the_rank_s_device_is(ranks):
+    def body(comm: Communicator) -> tuple[list[Any], set[torch.device]]:
+        own = torch.tensor([comm.rank, 1], device=HOST)
+        results = [comm.all_reduce(own.clone()), comm.reduce_scatter(own.repeat(comm.size))[:1]]
+        results += [comm.broadcast(own.clone(), comm.size - 1), *comm.all_gather(own)]
+        return [each.tolist() for each in results], {each.device for each in results}
+
+    size, total = ranks.size, sum(range(ranks.size))
+    for found, places in ranks.run(body):
+        assert found == [[total, size], [total], [size - 1, 1], *([rank, 1] for rank in range(size))]
+        assert places == {HOST}
 
 
 # Moving tensors.
