@@ -42,7 +42,8 @@ class Gpu(CpuBackend):
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    monkeypatch.setattr("unisono.comm.processes.DeviceWatch", partial(DeviceWatch, look_s=NEVER_S))
+    watch = partial(DeviceWatch, look_s=NEVER_S, patience_s=0)
+    monkeypatch.setattr("unisono.comm.processes.DeviceWatch", watch)
     return Gpu()
 
 
@@ -90,6 +91,15 @@ def test_a_device_that_is_behind_tells_since_when(gpu, store):
         watch.look()
         assert comm.current == "the device's work since all_reduce(float32[2], 'sum')"
         gpu.at = gpu.submitted
+        watch.look()
+        assert comm.current is None
+
+
+def test_a_device_that_is_behind_for_a_moment_waits_for_nobody(gpu, store):
+    with rank_on(gpu, store) as (comm, watch):
+        watch._patience_s = NEVER_S
+        comm.all_reduce(torch.ones(2))
+        watch.look()
         watch.look()
         assert comm.current is None
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,18 +25,19 @@ import torch
 from unisono.protocols import Backend
 
 _LOOK_S = 0.5
+_PATIENCE_S = 30.0  # for what a loop may submit at once, and then computes for long without meeting anybody
 
 
 class DeviceWatch:
     """Watches a rank's device from its start until `close`, or until it has ended the wait.
 
     Args:
-        count: how many collectives the rank has begun.
+        count: how many collectives have been submitted to the device.
         end_wait: looks for a peer's failure; where there is one, ends what the device waits in, and returns true.
 
     Attributes:
         num_done: how many of the collectives the device is known to have finished.
-        is_behind: it has been at work for longer than one look, and collectives were begun before that.
+        is_behind: it has been at work for so long that it may wait in a collective that was submitted before.
     """
 
     def __init__(
@@ -45,12 +47,14 @@ class DeviceWatch:
         count: Callable[[], int],
         end_wait: Callable[[], bool],
         look_s: float = _LOOK_S,
+        patience_s: float = _PATIENCE_S,
     ) -> None:
         self.num_done = 0
         self.is_behind = False
+        self._patience_s = patience_s
         self._mark = partial(backend.mark, device)
         self._is_reached, self._count, self._end_wait = backend.is_reached, count, end_wait
-        self._awaited: tuple[Any, int] | None = None  # a mark, and how many collectives had begun before it
+        self._awaited: tuple[Any, int, float] | None = None  # a mark, what was submitted before it, and when
         self._is_over = threading.Event()
         args = self, partial(backend.activate, device), look_s
         self._thread = threading.Thread(target=_watch, args=args, name="unisono-device-watch", daemon=True)
@@ -68,13 +72,13 @@ class DeviceWatch:
         """Look once; whether there is anything more to watch."""
         if self._awaited is None:
             begun = self._count()  # before the mark: what begins in between may lie behind it
-            self._awaited = self._mark(), begun
+            self._awaited = self._mark(), begun, time.monotonic()
             return True
-        mark, begun = self._awaited
+        mark, begun, since = self._awaited
         if self._is_reached(mark):
             self._awaited, self.num_done, self.is_behind = None, begun, False
             return True
-        self.is_behind = begun > self.num_done
+        self.is_behind = begun > self.num_done and time.monotonic() - since >= self._patience_s
         return not self._end_wait()
 
 

@@ -108,7 +108,7 @@ class ProcessCommunicator:
         self._arrivals = arrivals_in(store, self.rank, self.size, is_checked)
         self._watch: DeviceWatch | None = None
         if store is not None and backend is not None and backend.mark(device) is not None:
-            self._watch = DeviceWatch(backend, device, self._num_begun, self._end_wait)
+            self._watch = DeviceWatch(backend, device, _sequence_number, self._end_wait)
 
     @property
     def current(self) -> str | None:
@@ -122,7 +122,7 @@ class ProcessCommunicator:
     def progress(self) -> int:
         """A number that grows with each collective that is begun here, by whomever, and with those that devices end."""
         watch = self._watch
-        return self._num_begun() + (0 if watch is None else watch.num_done)
+        return self.num_calls + _sequence_number() + (0 if watch is None else watch.num_done)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
         check_reduction(tensor, op)
@@ -322,9 +322,6 @@ class ProcessCommunicator:
                 if peer.error is not None:
                     return f"{peer.where} failed with {type(peer.error).__name__}: {peer.error}", peer.error
         return None
-
-    def _num_begun(self) -> int:
-        return self.num_calls + _sequence_number()
 
     def _end_wait(self) -> bool:
         """Let the device wait no more, where a peer has failed; whether one has. In the watch's thread."""

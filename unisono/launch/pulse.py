@@ -12,6 +12,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from unisono.launch.reports import Pulse, Reporter
 from unisono.timeline import Track
@@ -39,6 +40,8 @@ class PulseTaker:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self._awaited: tuple[Any, Any] | None = None  # a loss, and the mark behind it
+        self._loss: float | None = None  # that was known last
         self._at = time.monotonic()
         self._samples = 0
 
@@ -53,7 +56,7 @@ class PulseTaker:
             device_bytes=None if not world.backend.moves_in_background else world.backend.memory(world.device),
             step=sum(track.counts.get("steps", 0) for track in tracks),
             samples_per_s=self._rate(sum(track.counts.get("samples", 0) for track in tracks)),
-            loss=None if world.backend.is_lazy else _loss_of(tracks),
+            loss=None if world.backend.is_lazy else self._loss_of(tracks),
         )
 
     def _rate(self, samples: int) -> float:
@@ -62,18 +65,26 @@ class PulseTaker:
         self._at, self._samples = now, samples
         return round(rate, 1)
 
+    def _loss_of(self, tracks: list[Track]) -> float | None:
+        """The latest loss that is known, and not waited for: a device may never come to it.
 
-def _loss_of(tracks: list[Track]) -> float | None:
-    """The latest loss that is known. A lazy device is not asked, since that would make it compute."""
-    for track in tracks:
-        with contextlib.suppress(Exception):  # of more elements than one, or on a device that has failed
-            if track.loss is not None:
-                return float(track.loss)
-    return None
+        A lazy device is not asked, since that would make it compute.
+        """
+        backend = self._world.backend
+        if self._awaited is None:
+            loss = next((track.loss for track in tracks if track.loss is not None), None)
+            self._awaited = loss, backend.mark(self._world.device)
+        loss, mark = self._awaited
+        if backend.is_reached(mark):
+            self._awaited, self._loss = None, None
+            with contextlib.suppress(Exception):  # there is none, or one of more elements, or the device has failed
+                self._loss = float(loss)
+        return self._loss
 
 
 def _beat(world: World, reporter: Reporter, interval_s: float, is_over: threading.Event) -> None:
     """Body of the pulse's thread."""
+    world.backend.activate(world.device)
     told: Pulse | None = None
     taker = PulseTaker(world)
     while not is_over.wait(interval_s):

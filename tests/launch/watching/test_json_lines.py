@@ -7,11 +7,13 @@ import os
 import signal
 import time
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 import torch
 from faults import Script
 
+from unisono.backends.cpu import CpuBackend
 from unisono.errors import StoppedError, WorkerDiedError
 from unisono.launch.exit_codes import exit_code_of
 from unisono.launch.pulse import PulseTaker
@@ -104,3 +106,29 @@ def test_a_pulse_has_step_loss_and_samples_per_second():
     assert first.samples_per_s > 0.0
     assert second.samples_per_s == 0.0
     assert second.progress == first.progress
+
+
+def test_a_pulse_waits_for_no_loss_that_a_device_has_not_come_to():
+    class Behind(CpuBackend):
+        has_come = False
+
+        def mark(self, device: torch.device, tensors: Any = ()) -> str:
+            return "a mark"
+
+        def is_reached(self, mark: Any) -> bool:
+            return self.has_come
+
+    class Loss(torch.Tensor):
+        def __float__(self) -> float:
+            assert backend.has_come, "it waits for the device"
+            return 2.5
+
+    backend = Behind()
+    world = solo_world(backend)
+    taker, track = PulseTaker(world), world.timeline.loop()
+    track.loss = torch.zeros(()).as_subclass(Loss)
+    assert [taker.take().loss, taker.take().loss] == [None, None]
+    backend.has_come = True
+    assert taker.take().loss == 2.5
+    backend.has_come = False
+    assert taker.take().loss == 2.5  # the last that is known
