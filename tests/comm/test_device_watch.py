@@ -115,17 +115,29 @@ def test_a_device_that_computes_for_long_without_a_collective_is_in_none(gpu, st
         assert comm.current is None
 
 
-def test_a_peer_s_failure_ends_what_the_device_waits_in_and_is_the_cause(gpu, store):
+def test_a_peer_s_failure_ends_what_the_device_waits_in_and_the_rank_goes_on_with_nothing(gpu, store, monkeypatch):
+    def end_and_let_go(*args: Any, **kwargs: Any) -> None:
+        ending.end_group(*args, **kwargs)
+        has_ended.set()
+
+    has_ended = threading.Event()  # what the rank waits in, out of reach of any exception
+    monkeypatch.setattr("unisono.comm.processes.end_group", end_and_let_go)
     with rank_on(gpu, store) as (comm, watch):
         comm.barrier()
         assert watch.look()
         assert watch.look()
         store.set("unisono/failure", Outcome.failure(LookupError("no such digit"), "rank 3").to_bytes())
-        assert not watch.look()
+        looker = threading.Thread(target=watch.look)
+        with pytest.raises(BrokenWorldError) as woken:
+            looker.start()
+            has_ended.wait(20)
+            raise AssertionError("it has gone on")
+        looker.join()
+        assert str(woken.value) == ("rank 0 cannot complete barrier(): rank 3 failed with LookupError: no such digit")
+        assert repr(woken.value.__cause__) == "LookupError('no such digit')"
         assert not dist.is_initialized()
-        with pytest.raises(BrokenWorldError, match="rank 3 failed with LookupError: no such digit") as broken:
+        with pytest.raises(BrokenWorldError, match="rank 3 failed with LookupError: no such digit"):
             comm.all_reduce(torch.ones(1))
-        assert repr(broken.value.__cause__) == "LookupError('no such digit')"
 
 
 def test_a_rank_that_leaves_takes_its_watch_along(gpu, store):

@@ -20,6 +20,7 @@ whose least and greatest tell whether all ranks do the same; only where they do 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -48,6 +49,7 @@ from unisono.comm.operations import (
     pack,
     unpack,
 )
+from unisono.comm.waking import wake
 from unisono.errors import BrokenWorldError, UnisonoError
 from unisono.outcome import Outcome
 from unisono.protocols import Backend, ReduceOp
@@ -106,6 +108,7 @@ class ProcessCommunicator:
         self._last: Entry = Announcement("its first collective")
         self.num_calls = 0
         self._arrivals = arrivals_in(store, self.rank, self.size, is_checked)
+        self._thread = threading.get_ident()
         self._watch: DeviceWatch | None = None
         if store is not None and backend is not None and backend.mark(device) is not None:
             self._watch = DeviceWatch(backend, device, _sequence_number, self._end_wait)
@@ -328,6 +331,9 @@ class ProcessCommunicator:
         if (failure := self._failure_of_a_peer()) is None:
             return False
         self._broken = self._broken or failure
+        error = broken(self.rank, self._last, failure[0])
+        error.__cause__ = failure[1]
+        wake(self._thread, error)  # first: when its wait has ended, it must not go on
         self._end(is_broken=True)
         return True
 
