@@ -264,7 +264,7 @@ def steps_wait_for_the_device_only_where_a_number_is_asked_for() -> str:
 
 
 @item(gpus=1)
-def copies_run_beside_kernels_and_memory_is_reused() -> str:
+def kernels_fill_the_steps_and_memory_is_reused() -> str:
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -354,7 +354,7 @@ def _capture_beside_copies() -> None:
 
 
 @item(gpus=1)
-def memory_is_that_of_plain_torch() -> str:
+def memory_is_bounded_where_shapes_change() -> str:
     seen = {}
     for shape in ("one shape", "changing shapes"):
         torch.cuda.empty_cache()
