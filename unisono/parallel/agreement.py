@@ -108,8 +108,8 @@ def broadcast_together(tensors: Sequence[torch.Tensor], world: World, root: int 
     for group in alike.values():
         flat = torch.cat([each.reshape(-1) for each in group])
         world.comm.broadcast(flat, root)
-        for each, part in zip(group, flat.split([each.numel() for each in group]), strict=True):
-            each.copy_(part.view_as(each))
+        parts = flat.split([each.numel() for each in group])
+        torch._foreach_copy_(group, [part.view_as(each) for each, part in zip(group, parts, strict=True)])
 
 
 def first_difference(models: Sequence[nn.Module]) -> str | None:
