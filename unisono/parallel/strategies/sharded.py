@@ -84,8 +84,8 @@ def _mesh(world: World, options: FSDP) -> DeviceMesh:
     size, kept = world.world_size // options.replicas, options.reshard_after_forward
     if size * options.replicas != world.world_size or 1 == size < world.world_size:
         raise ValueError(
-            f"FSDP(replicas={options.replicas}) makes no equal groups of several of the {world.world_size} ranks; pass a "
-            "divisor, or take strategy='ddp', where each rank has all parameters"
+            f"FSDP(replicas={options.replicas}) makes no equal groups of several of the {world.world_size} ranks; pass "
+            "a divisor, or take strategy='ddp', where each rank has all parameters"
         )
     if kept is not None and not isinstance(kept, bool) and (kept < 1 or size % kept):
         raise ValueError(
