@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import nn
 
+from unisono.parallel.agreement import broadcast_together
+from unisono.parallel.meta_modules import fill
 from unisono.parallel.sparse import is_sparse, sparse_layers, values_of
 from unisono.strategies import FSDP
 from unisono.world import World, current_world
@@ -46,7 +48,7 @@ def shard(model: nn.Module, world: World, options: FSDP) -> FSDPModule:
     must run on all ranks or on none: where they take different ways, units are the classes around the fork.
 
     Args:
-        model: on the world's device.
+        model: on the world's device, or, in parts, on "meta": these are filled unit by unit, with rank zero's numbers.
         world: of processes.
         options: `unisono.strategies.FSDP`.
 
@@ -63,6 +65,8 @@ def shard(model: nn.Module, world: World, options: FSDP) -> FSDPModule:
     is_moved = options.offload and world.device.type != torch.default_generator.device.type  # else it is there
     offload = CPUOffloadPolicy() if is_moved else OffloadPolicy()
     for unit in chosen:
+        if new := fill(unit, world.device):
+            broadcast_together(new, world)
         sharded = fully_shard(
             unit,
             mesh=mesh,
