@@ -65,8 +65,7 @@ def shard(model: nn.Module, world: World, options: FSDP) -> FSDPModule:
     is_moved = options.offload and world.device.type != torch.default_generator.device.type  # else it is there
     offload = CPUOffloadPolicy() if is_moved else OffloadPolicy()
     for unit in chosen:
-        if new := fill(unit, world.device):
-            broadcast_together(new, world)
+        _fill(unit, world)
         sharded = fully_shard(
             unit,
             mesh=mesh,
@@ -79,6 +78,12 @@ def shard(model: nn.Module, world: World, options: FSDP) -> FSDPModule:
     if options.find_unused_parameters:
         sharded.set_reduce_scatter_unused_params(True)
     return sharded  # the last one: the model itself
+
+
+def _fill(unit: nn.Module, world: World) -> None:
+    """Rank zero's numbers for what is on meta. Nothing but the unit holds them then, and its sharding frees them."""
+    if filled := fill(unit, world.device):
+        broadcast_together(filled, world)
 
 
 def _mesh(world: World, options: FSDP) -> DeviceMesh:
