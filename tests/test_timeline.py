@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono import timeline as timelines
-from unisono.timeline import COMPUTE, FETCH, MAX_SPANS, MOVE, PHASES, REDUCE, STEP, Span, Timeline, Track
+from unisono.timeline import COMPUTE, DEVICE, FETCH, MAX_SPANS, MOVE, PHASES, REDUCE, STEP, Span, Timeline, Track
 
 
 @pytest.fixture
@@ -186,3 +186,86 @@ def test_many_helpers_at_once_have_a_track_each():
         thread.join()
     assert [len(set(tracks[start : start + 8])) for start in range(0, 40, 8)] == [8] * 5
     assert len(timeline.tracks()) == 8
+
+
+# A device that works apart from its thread.
+
+
+class Device:
+    """Comes to the stamps that are left in its work when the test says so; each work takes what was submitted."""
+
+    def __init__(self) -> None:
+        self.submitted = self.reached = self.asked = 0
+
+    def stamp(self) -> int:
+        return self.submitted
+
+    def elapsed_ns(self, first: int, second: int) -> int | None:
+        self.asked += 1
+        return second - first if second <= self.reached else None
+
+
+def one_step(track: Track, device: Device, fetch: int = 0) -> None:
+    """The host submits at once, and waits in the reduction for the backward pass."""
+    for phase, work in ((FETCH, fetch), (COMPUTE, 100), (REDUCE, 10), (STEP, 5)):
+        track.switch(phase)
+        device.submitted += work
+
+
+def test_the_backward_pass_is_shown_as_computing_though_the_thread_waits_for_it_elsewhere(clock):
+    timeline, device = Timeline(), Device()
+    timeline.follow(device)
+    for _ in range(3):
+        one_step(timeline.loop(), device)
+    timeline.loop().switch(None)
+    device.reached = device.submitted
+    timeline.loop().on_device.read()
+    _, on_device = timeline.tracks()
+    assert on_device.name == DEVICE
+    assert on_device.totals == {FETCH: 0, COMPUTE: 300, REDUCE: 30, STEP: 15}
+    assert timeline.loop().totals == {FETCH: 3, COMPUTE: 3, REDUCE: 3, STEP: 3}  # of the host
+
+
+def test_the_spans_of_a_device_tile_its_time_from_the_first_stamp_on(clock):
+    timeline, device = Timeline(), Device()
+    timeline.follow(device)
+    one_step(timeline.loop(), device, fetch=7)
+    timeline.loop().switch(None)
+    device.reached = device.submitted
+    timeline.loop().on_device.read()
+    _, on_device = timeline.tracks()
+    assert list(on_device.spans) == [
+        Span(FETCH, 1, 8),
+        Span(COMPUTE, 8, 108),
+        Span(REDUCE, 108, 118),
+        Span(STEP, 118, 123),
+    ]
+
+
+def test_stamps_are_read_two_steps_later_and_not_waited_for():
+    timeline, device = Timeline(), Device()
+    timeline.follow(device)
+    track = timeline.loop()
+    for _ in range(4):
+        one_step(track, device, fetch=1)
+    assert device.asked == 0
+    one_step(track, device, fetch=1)
+    assert (device.asked, track.on_device.totals) == (4, {})  # the device is at nothing yet, and the loop goes on
+    device.reached = 116
+    one_step(track, device, fetch=1)
+    assert track.on_device.totals == {FETCH: 1, COMPUTE: 100, REDUCE: 10, STEP: 5}
+
+
+def test_where_no_stamp_can_be_left_the_phase_before_goes_on():
+    timeline, device = Timeline(), Device()
+    timeline.follow(device)
+    track = timeline.loop()
+    track.switch(COMPUTE)
+    device.submitted, leave = 100, device.stamp
+    device.stamp = lambda: None
+    track.switch(REDUCE)
+    device.submitted, device.stamp = 110, leave
+    track.switch(None)
+    device.reached = 110
+    track.on_device.read()
+    assert track.on_device.totals == {COMPUTE: 110}

@@ -23,6 +23,16 @@ Feature = Literal["compile", "fp16", "process_group", "spmd"]
 them DistributedDataParallel, FSDP2 and sharded optimizers; one program whose tensors lie over all devices."""
 
 
+class DeviceClock(Protocol):
+    """Tells when a device comes to a place in the work that was submitted to it."""
+
+    def stamp(self) -> Any:
+        """Leave a stamp behind what the calling thread has submitted; None where none can be left now."""
+
+    def elapsed_ns(self, first: Any, second: Any) -> int | None:
+        """Nanoseconds between two stamps; None where the device has not come to both. It asks, and does not wait."""
+
+
 @runtime_checkable
 class Backend(Protocol):
     """One family of devices. Stateless but for caches; asking about devices never initialises an accelerator."""
@@ -114,6 +124,9 @@ class Backend(Protocol):
     def mark_step(self, device: torch.device) -> None:
         """A step ends here. Lazy devices execute what they recorded; eager ones have nothing to do."""
 
+    def clock(self, device: torch.device) -> DeviceClock | None:
+        """The clock of a device that works apart from the thread that submits to it; None without one."""
+
     def rng_state(self, device: torch.device) -> torch.Tensor:
         """The state of the device's random generator, a uint8 tensor on the CPU."""
 
@@ -131,6 +144,9 @@ class Backend(Protocol):
 
     def set_matmul_precision(self, precision: str) -> None:
         """Set it; "default" is what it was at first. ValueError, where there is no such precision."""
+
+    def peak_memory(self, device: torch.device) -> int:
+        """The most bytes that were allocated on the device at once; 0 where the family does not count them."""
 
     def counters(self) -> dict[str, int]:
         """What the family's runtime has counted in this process, by names such as "graphs compiled"; often nothing."""

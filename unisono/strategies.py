@@ -26,6 +26,8 @@ class DDP:
     Attributes:
         find_unused_parameters: some parameters take no part in some forward passes.
         bucket_cap_mb: the size of the pieces, in MiB, in which gradients travel.
+        gradient_as_bucket_view: gradients lie in the pieces that travel, and are not copied, which saves memory of
+            their size. (`grad.detach_()` fails then.)
         broadcast_buffers: running statistics are rank zero's on all ranks; False leaves each rank its own.
         comm_hook: how gradients travel: "fp16", "bf16", "powersgd", "post_local_sgd"; None as they are.
         comm_options: of the hook.
@@ -37,6 +39,7 @@ class DDP:
     name: ClassVar[str] = "ddp"
     find_unused_parameters: bool = False
     bucket_cap_mb: float = 25
+    gradient_as_bucket_view: bool = False
     broadcast_buffers: bool = True
     comm_hook: str | None = None
     comm_options: Mapping[str, Any] | None = None
@@ -69,8 +72,17 @@ class FSDP:
         find_unused_parameters: ranks use different parameters. Those that none has used get gradients of zero.
         param_dtype: of the gathered parameters, in which forward and backward passes compute; None is their own.
         reduce_dtype: of gradients while they are reduced; None is the parameters'.
+        reshard_after_forward: a unit gives its parameters back after its forward pass, and gathers them again for its
+            backward pass; False keeps them between the two: more memory, less traffic. A number, which divides the
+            ranks that share parameters, keeps a part of so many ranks' size. None gives back but in the model itself.
+        replicas: groups of ranks that have all parameters each, so many: within a group parameters are gathered, and
+            gradients reduced, and only what a rank keeps of these travels between groups. The ranks of a group follow
+            one another: with one group for each machine, parameters stay on it.
         offload: parameters, gradients and the optimizer's state stay in main memory between their uses.
         elementwise_optimizer: as for `ZeRO1`.
+
+    Raises:
+        TypeError, ValueError: a number is none, or too small.
     """
 
     name: ClassVar[str] = "fsdp"
@@ -78,8 +90,22 @@ class FSDP:
     find_unused_parameters: bool = False
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    reshard_after_forward: bool | int | None = None
+    replicas: int = 1
     offload: bool = False
     elementwise_optimizer: bool = False
+
+    def __post_init__(self) -> None:
+        kept = self.reshard_after_forward
+        if kept is not None and not isinstance(kept, int):
+            raise TypeError(
+                f"reshard_after_forward={kept!r} is a {type(kept).__name__}; pass True, False, a number of ranks, or "
+                "None"
+            )
+        if isinstance(self.replicas, bool) or not isinstance(self.replicas, int):
+            raise TypeError(f"replicas={self.replicas!r} is a {type(self.replicas).__name__}; pass a number of groups")
+        if self.replicas < 1:
+            raise ValueError(f"replicas={self.replicas} are no groups of ranks; pass 1 to share parameters among all")
 
 
 @dataclass(frozen=True)

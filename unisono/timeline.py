@@ -5,6 +5,10 @@ The thread that runs the user's loop is, at each moment, in exactly one phase: w
 phase at their doors, so the phases tile the loop's time without gaps. A helper thread (a transfer, say) works beside
 the loop and has a track of its own.
 
+An accelerator works apart from the thread that submits to it: while the thread reduces, or waits, the backward pass may
+still run. So where a device has a clock, each switch leaves a stamp in its work, and the "device" track has the phases
+as the device went through them. A stamp is read about two steps later, and nothing waits for it.
+
 What a loop waited for is counted beside the phases, by cause (`Waits`): "wait_source_ns" and so on. The other counters
 are "samples", "batches", "steps"; "bytes" of the batches, "repeated" samples in them, which only repeat others; and
 "queued", the batches that waited in the loader at each receipt, added up. A "reader" counts "dropped" samples.
@@ -26,7 +30,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from unisono.protocols import DeviceClock
+
 MAX_SPANS = 16384
+DEVICE = "device"  # the name of that track
+_STAMPS_AHEAD = 16  # of about two steps: whoever read one earlier might find the device still at work on it
 
 FETCH, MOVE, COMPUTE, REDUCE, STEP = PHASES = ("fetch", "move", "compute", "reduce", "step")
 
@@ -65,6 +73,7 @@ class Track:
         self.counts: defaultdict[str, int] = defaultdict(int)
         self.loss: Any = None  # of the latest backward pass: a tensor, which whoever reads it must wait for
         self.innermost: Loop | None = None
+        self.on_device: DeviceTrack | None = None
         self._phase: str | None = None
         self.since = 0  # when the present phase began
 
@@ -76,6 +85,8 @@ class Track:
             self.spans.append(Span(left, self.since, now))
             self.totals[left] += now - self.since
         self._phase, self.since = phase, now
+        if self.on_device is not None:
+            self.on_device.enter(phase, now)
         return left
 
     @contextmanager
@@ -99,6 +110,46 @@ class Track:
         counts[_WAIT_SOURCE] += source
         counts[_WAIT_TRANSFER] += transfer
         counts[_WAIT_PEERS] += peers
+
+
+class DeviceTrack(Track):
+    """The phases of a loop, as its device went through the work that the loop submitted in each.
+
+    The device's time is laid on the host's clock at the first stamp, when it has nothing to do yet.
+
+    Args:
+        clock: of the device.
+    """
+
+    def __init__(self, clock: DeviceClock) -> None:
+        super().__init__(DEVICE)
+        self._clock = clock
+        self._stamps: deque[tuple[str | None, Any]] = deque()  # with the phase that each begins, not read yet
+        self._now = 0
+
+    def enter(self, phase: str | None, now: int) -> None:
+        """What is submitted from now on belongs to `phase`; `now` is the host's time."""
+        stamp = self._clock.stamp()
+        if stamp is not None:
+            self._now = self._now or now
+            self._stamps.append((phase, stamp))
+            self._read(_STAMPS_AHEAD)
+
+    def read(self) -> None:
+        """Read what the device has come to by now."""
+        self._read(1)
+
+    def _read(self, left: int) -> None:
+        while len(self._stamps) > left:
+            (phase, first), (_, second) = self._stamps[0], self._stamps[1]
+            took = self._clock.elapsed_ns(first, second)
+            if took is None:
+                return
+            self._stamps.popleft()
+            began, self._now = self._now, self._now + took
+            if phase is not None:
+                self.spans.append(Span(phase, began, self._now))
+                self.totals[phase] += took
 
 
 class Loop:
@@ -134,6 +185,7 @@ class Timeline:
         self._lock = threading.Lock()
         self._tracks: list[Track] = []
         self._idle: list[Track] = []
+        self._clock: DeviceClock | None = None
         self._of_thread = threading.local()
 
     def loop(self) -> Track:
@@ -141,7 +193,14 @@ class Timeline:
         track: Track | None = getattr(self._of_thread, "loop", None)
         if track is None:
             track = self._of_thread.loop = self._add(Track("loop"))
+            if self._clock is not None:
+                track.on_device = DeviceTrack(self._clock)
+                self._add(track.on_device)
         return track
+
+    def follow(self, clock: DeviceClock) -> None:
+        """Let loops that begin from now on have their phases by the device's clock, too."""
+        self._clock = clock
 
     @contextmanager
     def helper(self, name: str) -> Iterator[Track]:

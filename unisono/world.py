@@ -87,6 +87,11 @@ class World:
     timeline: Timeline = field(default_factory=Timeline)
     state: RankState = field(default_factory=RankState)
 
+    def __post_init__(self) -> None:
+        clock = self.backend.clock(self.device)
+        if clock is not None:
+            self.timeline.follow(clock)
+
     @property
     def is_of_processes(self) -> bool:
         """Whether each rank has a process to itself, and torch's process group joins them."""

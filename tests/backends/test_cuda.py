@@ -127,6 +127,44 @@ def test_a_thread_beside_the_main_one_leaves_graphs_alone_that_others_capture(mo
     assert modes == [1]
 
 
+class Event:
+    """torch.cuda.Event, for a device that has come to the first `reached` of them."""
+
+    reached = 0
+    recorded = 0
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing
+
+    def record(self, stream: Any) -> None:
+        Event.recorded += 1
+        self.number = Event.recorded
+
+    def query(self) -> bool:
+        return self.number <= Event.reached
+
+    def elapsed_time(self, other: Event) -> float:
+        return 1.5 * (other.number - self.number)
+
+    def synchronize(self) -> None:
+        raise AssertionError("the host waits")
+
+
+def test_a_clock_asks_events_and_does_not_wait_for_them(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    clock = cuda.CudaBackend().clock(torch.device("cuda", 0))
+    assert clock.stamp() is None  # CUDA is not up, and stays so
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    first, second = clock.stamp(), clock.stamp()
+    assert clock.elapsed_ns(first, second) is None
+    Event.reached = 2
+    assert clock.elapsed_ns(first, second) == 1_500_000
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert clock.stamp() is None
+
+
 # On a device.
 
 
@@ -265,3 +303,18 @@ def test_a_graph_is_captured_while_batches_are_moved():
         graph.replay()
     torch.cuda.synchronize()
     torch.testing.assert_close(product, weight @ weight)
+
+
+@pytest.mark.cuda
+@needs_cuda
+def test_a_clock_tells_how_long_the_device_was_at_work():
+    backend, device = get_backend("cuda"), get_backend("cuda").device(0)
+    clock, weight = backend.clock(device), torch.rand(4096, 4096, device=device)
+    first = clock.stamp()
+    for _ in range(60):
+        weight @ weight
+    second = clock.stamp()
+    assert clock.elapsed_ns(first, second) is None
+    backend.synchronize(device)
+    assert clock.elapsed_ns(first, second) > 1_000_000
+    assert backend.peak_memory(device) >= weight.nbytes

@@ -133,5 +133,15 @@ def test_more_workers_than_accelerators_are_refused(monkeypatch):
         spawn(work, nprocs=3)
     with pytest.raises(AssertionError, match="a group was started"):
         spawn(work, nprocs=2)
+
+
+def test_workers_may_share_an_accelerator_where_the_group_does_not_need_one_for_each(monkeypatch):
+    family = TwoDevices()
+    family.process_group_backend = "nccl"
+    monkeypatch.setattr(spawn_module, "pick_backend", lambda name: family)
+    with pytest.raises(ValueError, match="nprocs=3 needs as many devices"):
+        spawn(work, nprocs=3)
+    with pytest.raises(AssertionError, match="a group was started"):
+        spawn(work, nprocs=3, process_group="gloo")
     with pytest.raises(AssertionError, match="a group was started"):
         spawn(work)

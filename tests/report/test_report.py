@@ -420,3 +420,34 @@ def test_a_monitored_process_finds_in_its_samples_what_it_used(tmp_path: Path, m
     assert (summarise(world).peak_rss, summarise(world).mean_cpu_percent) == (0, 0)
     monkeypatch.setenv(SAMPLES_PATH, str(path))
     assert (summarise(world).peak_rss, summarise(world).mean_cpu_percent) == (9, 80.0)
+
+
+class Lagging:
+    """A device that goes through what it gets one time unit per stamp, so that each phase takes 1 s of it."""
+
+    def __init__(self) -> None:
+        self.left = 0
+
+    def stamp(self) -> int:
+        self.left += 1
+        return self.left
+
+    def elapsed_ns(self, first: int, second: int) -> int:
+        return 10**9 * (second - first)
+
+
+def test_the_report_has_a_devices_phases_and_waits_and_its_memory(monkeypatch, capsys):
+    backend = get_backend("cpu")
+    monkeypatch.setattr(backend, "clock", lambda device: Lagging(), raising=False)
+    monkeypatch.setattr(backend, "peak_memory", lambda device: 3_000_000, raising=False)
+    with use_world(solo_world(backend)) as world:
+        track = world.timeline.loop()
+        for phase in (FETCH, COMPUTE, REDUCE, STEP, None):
+            track.switch(phase)
+        track.count_wait(Waits(track.totals[FETCH], 0, 0))
+        report = gather_report()
+    (found,) = report.ranks
+    assert [found.seconds[phase] for phase in LOOP_PHASES] == [1, 1, 1, 1]
+    assert found.waits[SOURCE] == pytest.approx(1)
+    print_report(report)
+    assert "memory of the devices, at most: cpu:0 3 MB" in capsys.readouterr().out

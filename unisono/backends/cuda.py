@@ -29,6 +29,7 @@ from torch.nn.utils.rnn import PackedSequence
 from unisono.backends import check_index
 from unisono.backends.eager import EagerBackend
 from unisono.backends.movement import send
+from unisono.protocols import DeviceClock
 from unisono.tree import leaves, nbytes, tree_map
 
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
@@ -40,6 +41,24 @@ class _Ready(NamedTuple):
     done: torch.cuda.Event
     batch: Any
     device: torch.device
+
+
+class _Clock:
+    """Events on the calling thread's stream; none before CUDA is up, which a parent process leaves to its workers, and
+    none in a graph, which would replay them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def stamp(self) -> torch.cuda.Event | None:
+        if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def elapsed_ns(self, first: torch.cuda.Event, second: torch.cuda.Event) -> int | None:
+        return round(first.elapsed_time(second) * 1e6) if first.query() and second.query() else None
 
 
 class CudaBackend(EagerBackend):
@@ -114,6 +133,12 @@ class CudaBackend(EagerBackend):
 
     def memory(self, device: torch.device) -> int:
         return torch.cuda.memory_allocated(device)
+
+    def peak_memory(self, device: torch.device) -> int:
+        return torch.cuda.max_memory_allocated(device)
+
+    def clock(self, device: torch.device) -> DeviceClock | None:
+        return _Clock(device)
 
     def _side_stream(self, device: torch.device) -> torch.cuda.Stream:
         with self._lock:

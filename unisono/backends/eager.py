@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from unisono.protocols import Feature, Transport
+from unisono.protocols import DeviceClock, Feature, Transport
 
 
 class EagerBackend(ABC):
@@ -60,6 +60,12 @@ class EagerBackend(ABC):
 
     def mark_step(self, device: torch.device) -> None:
         pass
+
+    def clock(self, device: torch.device) -> DeviceClock | None:
+        return None
+
+    def peak_memory(self, device: torch.device) -> int:
+        return 0
 
     def seeded_state(self, seed: int, device: torch.device) -> torch.Tensor | None:
         return torch.Generator(device).manual_seed(seed).get_state()

@@ -251,6 +251,9 @@ class XlaBackend:
             inner._xla_step_marker(str(device), [], wait=False, reset_scope=True)
         self._watches[device].look(inner._xla_counter_value("UncachedCompile") or 0, _num_reads(inner))
 
+    def clock(self, device: torch.device) -> None:
+        return None
+
     def rng_state(self, device: torch.device) -> torch.Tensor:
         seed = self.runtime()._XLAC._xla_get_rng_seed(str(device))
         return torch.tensor([seed], dtype=torch.uint64).view(torch.uint8)
@@ -273,6 +276,11 @@ class XlaBackend:
         if precision not in ("default", "highest", "high"):
             raise ValueError(f"precision={precision!r} does not exist; choose default, highest or high")
         self.runtime()._XLAC._xla_set_mat_mul_precision(precision)
+
+    def peak_memory(self, device: torch.device) -> int:
+        if _hardware() == _CPU:
+            return 0
+        return int(self.runtime()._XLAC._xla_memory_info(str(device)).get("peak_bytes_used", 0))
 
     def counters(self) -> dict[str, int]:
         """Graphs that were compiled, how long that took, and how often one was found compiled."""

@@ -23,6 +23,10 @@ REDUCIBLE = (
 )
 """The types that every mode can reduce; any type can be moved."""
 
+HOST = torch.default_generator.device
+"""Main memory. Flags and counts travel from there: to send them from a device, and to read them, waits for all of its
+work."""
+
 _OF_A_STEP = re.compile(r"\bof step |\ba step on |\bpass of the ")
 _ROUND = re.compile(r", round [0-9a-f]{8}")
 _GATHERED = re.compile(r"\ball_gather\((?P<type>\w+)\[(?P<rows>\d+)(?P<row>[\d, ]*)\]")

@@ -35,11 +35,13 @@ def check_call(fn: Any, args: Any) -> None:
         raise TypeError(f"args={args!r} is a {type(args).__name__}; pass a tuple, with one argument as (argument,)")
 
 
-def check_nprocs(nprocs: int | None, family: Backend) -> int:
-    """The number of workers: each gets a device."""
+def check_nprocs(nprocs: int | None, family: Backend, process_group: str | None = None) -> int:
+    """The number of workers. Each gets a device; several may share one where the group is gloo's, not the family's."""
     if nprocs is None:
         return family.device_count()
     check_count(nprocs, "nprocs", 1, "pass a number from 1 on, or None for all devices")
+    if process_group == "gloo" != family.process_group_backend:
+        return nprocs
     try:
         family.check_workers(nprocs)
     except ValueError as error:

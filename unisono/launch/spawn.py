@@ -143,7 +143,7 @@ def spawn(
         carry: imported modules whose globals have been changed, and are to be in the workers as they are here.
         log_format: "json" shows each line that a worker writes as an object with time, rank, stream and text.
         process_group: how torch.distributed reduces: None takes memory that the workers share, and NCCL on CUDA; "gloo"
-            sends over the loopback.
+            sends over the loopback, and lets several workers share a GPU, as tests may.
 
     Returns:
         The values that `fn` returned, by rank.
@@ -160,7 +160,7 @@ def spawn(
     refuse_while_loading()
     check_call(fn, args)
     family = pick_backend(backend)
-    count = check_nprocs(nprocs, family)
+    count = check_nprocs(nprocs, family, process_group)
     check_timeout(timeout)
     group_backend(family, process_group)
     if announced_place() is not None:

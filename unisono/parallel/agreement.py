@@ -86,7 +86,7 @@ def check_replicas(module: nn.Module, every: int = 1, *, buffers: bool = False, 
 
 
 def broadcast_parameters(module: nn.Module, root: int = 0, world: World | None = None) -> None:
-    """Give every rank the root's parameters and buffers, in place.
+    """Give every rank the root's parameters and buffers, in place; those on the device "meta" are nowhere yet.
 
     Raises:
         CollectiveMismatchError: the modules differ in shape or type.
@@ -95,7 +95,7 @@ def broadcast_parameters(module: nn.Module, root: int = 0, world: World | None =
     world = world or current_world()
     remember_sparse(module)
     for tensor in module.state_dict().values():
-        if isinstance(tensor, torch.Tensor):
+        if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
             world.comm.broadcast(tensor, root)
 
 
@@ -108,8 +108,8 @@ def broadcast_together(tensors: Sequence[torch.Tensor], world: World, root: int 
     for group in alike.values():
         flat = torch.cat([each.reshape(-1) for each in group])
         world.comm.broadcast(flat, root)
-        for each, part in zip(group, flat.split([each.numel() for each in group]), strict=True):
-            each.copy_(part.view_as(each))
+        parts = flat.split([each.numel() for each in group])
+        torch._foreach_copy_(group, [part.view_as(each) for each, part in zip(group, parts, strict=True)])
 
 
 def first_difference(models: Sequence[nn.Module]) -> str | None:

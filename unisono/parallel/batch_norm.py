@@ -42,6 +42,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from unisono.comm.operations import HOST
 from unisono.protocols import Communicator
 from unisono.world import World
 
@@ -279,7 +280,9 @@ def _gradients_with_a_graph(
         ValueError: the ranks' weights differ: gradients between two passes are of sums, which have none.
     """
     comm: Communicator = ctx.comm
-    shares = [float(each) for each in comm.all_gather(input.new_tensor([float(ctx.weigh())], dtype=_wide(input.dtype)))]
+    shares = [
+        float(each) for each in comm.all_gather(torch.tensor([float(ctx.weigh())], dtype=torch.float64, device=HOST))
+    ]
     if any(each != shares[0] for each in shares):
         raise ValueError(
             "the ranks have different numbers of samples in this step, and a gradient with a graph of its own "

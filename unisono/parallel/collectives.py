@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from unisono.comm.operations import HOST
 from unisono.protocols import ReduceOp
 from unisono.timeline import REDUCE
 from unisono.tree import leaves, tree_map
@@ -108,7 +109,7 @@ def gather_samples(
     Args:
         gather: every rank's tensor, of tensors of one shape.
     """
-    counts = world.comm.all_gather(torch.tensor([valid_samples], device=world.device))
+    counts = world.comm.all_gather(torch.tensor([valid_samples], device=HOST))
     numbers = [int(count) for count in counts]
 
     def gather_leaf(leaf: Any) -> Any:

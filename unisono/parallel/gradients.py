@@ -1,9 +1,10 @@
 """Reducing gradients: every rank ends with the gradient of the mean loss over all samples of the global batch.
 
 Each rank multiplies its gradients by its factor (`ledger.py` has it), and they are summed over the ranks: in flat
-buckets, one reduction each. The first bucket carries a number more for each parameter (by way of main memory they go
-before it): whether it has a gradient. So a parameter without a gradient on some ranks counts as zero there, and is
-never paired with another one.
+buckets, one reduction each. The first bucket carries a number more for each parameter: whether it has a gradient. So a
+parameter without a gradient on some ranks counts as zero there, and is never paired with another one. Where an
+accelerator works apart from its host, these numbers go from main memory before the buckets: to read them from one would
+wait for the whole backward pass.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from unisono.comm.operations import HOST
 from unisono.parallel.names import name_of
 from unisono.parallel.sparse import is_known_as_sparse, is_sparse, reduce_sparse, refuse_unknown
 from unisono.world import World
@@ -57,9 +59,8 @@ def reduce_gradients(
     world.comm.announce(f"the gradients of {place}")
     notes = [float(parameter.grad is not None) for parameter in parameters]
     present: set[int] = set()
-    if world.is_hosted or not dense:  # to read them from a bucket would cut a graph; or there is none
-        device = None if world.is_hosted else world.device
-        present = _present(world.comm.all_reduce(torch.tensor(notes, device=device)), parameters, world)
+    if world.is_hosted or world.backend.is_accelerated() or not dense:
+        present = _present(world.comm.all_reduce(torch.tensor(notes, device=HOST)), parameters, world)
         notes = []
     for bucket in _buckets(dense):
         flat = _flatten(bucket, factor, notes)
@@ -167,11 +168,15 @@ def _flatten(bucket: list[torch.Tensor], scale: float, notes: list[float]) -> to
 @torch.no_grad()
 def _unflatten(flat: torch.Tensor, bucket: list[torch.Tensor], present: set[int], in_place: bool) -> None:
     """Give each parameter its piece; on lazy devices not in place, where a gradient may be a view of one number."""
-    start = 0
-    for parameter in bucket:
-        piece = flat[start : start + parameter.numel()].view_as(parameter)
-        start += parameter.numel()
+    pieces = flat.split([each.numel() for each in bucket])
+    held: list[torch.Tensor] = []
+    new: list[torch.Tensor] = []
+    for parameter, part in zip(bucket, pieces, strict=True):
+        piece = part.view_as(parameter)
         if parameter.grad is not None and in_place:
-            parameter.grad.copy_(piece)
+            held.append(parameter.grad)
+            new.append(piece)
         elif parameter.grad is not None or id(parameter) in present:
             parameter.grad = piece.clone()
+    if held:
+        torch._foreach_copy_(held, new)

@@ -32,6 +32,7 @@ from weakref import WeakSet
 import torch
 from torch.optim import Optimizer
 
+from unisono.comm.operations import HOST
 from unisono.deliveries import Batch, Loop, name_batches
 from unisono.world import World
 
@@ -71,7 +72,7 @@ def claim_of(batch: Batch | None, weight: float | torch.Tensor | None, world: Wo
         own = checked_weight(weight)
         if world.comm.size == 1:
             return Claim(own, own, batch, True)
-        total = world.comm.all_reduce(torch.tensor(own, dtype=torch.float64, device=world.device))
+        total = world.comm.all_reduce(torch.tensor(own, dtype=torch.float64, device=HOST))
         return Claim(own, float(total), batch, True)
     if batch is None or batch.total is None:
         return Claim(1, world.comm.size, batch)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from unisono.comm.operations import HOST
 from unisono.parallel.collectives import all_gather, all_reduce, refuse_gradient
 from unisono.protocols import ReduceOp
 from unisono.tree import leaves, tree_map
@@ -42,7 +43,7 @@ def pad_nested(values: Any, dim: int, pad_index: float, pad_first: bool, world: 
     padded = [each for each in leaves(values) if -each.ndim <= dim < each.ndim]
     if not padded:
         return values
-    sizes = all_reduce(torch.tensor([each.shape[dim] for each in padded], device=world.device), "max", world).tolist()
+    sizes = all_reduce(torch.tensor([each.shape[dim] for each in padded], device=HOST), "max", world).tolist()
     largest = dict(zip(map(id, padded), sizes, strict=True))
 
     def pad(each: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 import torch
 
+from unisono.comm.operations import HOST
 from unisono.errors import BrokenWorldError, CollectiveMismatchError, UnisonoError
 from unisono.parallel.collectives import all_reduce
 from unisono.world import World, current_world
@@ -129,7 +130,7 @@ def _failed_anywhere(reason: str, size: int, world: World) -> bool:
         world.comm.announce(
             f"the end of an attempt with batch size {size}, where a rank comes early that ran out of memory"
         )
-        return bool(all_reduce(torch.tensor(int(bool(reason)), device=world.device), "max", world))
+        return bool(all_reduce(torch.tensor(int(bool(reason)), device=HOST), "max", world))
     except (BrokenWorldError, CollectiveMismatchError) as error:
         if reason:
             error.add_note(

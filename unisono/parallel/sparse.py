@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from unisono.comm.operations import HOST
 from unisono.parallel.names import name_of
 from unisono.world import World
 
@@ -63,7 +64,7 @@ def reduce_sparse(parameter: torch.Tensor, world: World, factor: float) -> None:
         own = own * factor if factor else torch.zeros_like(own)
         own = own.coalesce() if is_sparse(own) else own
         count = own._nnz() if is_sparse(own) else _DENSE
-    counts = [int(each) for each in world.comm.all_gather(torch.tensor([count], device=world.device))]
+    counts = [int(each) for each in world.comm.all_gather(torch.tensor([count], device=HOST))]
     if _DENSE in counts:
         dense = torch.zeros_like(parameter) if own is None else own.to_dense()
         parameter.grad = world.comm.all_reduce(dense)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from unisono import preemption
+from unisono.comm.operations import HOST
 from unisono.timeline import REDUCE
 from unisono.world import World, current_world
 
@@ -33,8 +34,8 @@ def should_stop(*, world: World | None = None) -> bool:
     `multiprocessing_context` is not "fork" are not shielded.) Schedulers send SIGKILL some time after SIGTERM: a step
     and a checkpoint must fit in between.
 
-    It costs a reduction of one number, and on an accelerator waits for the work submitted before; where steps are
-    short, ask at every tenth, on all ranks at the same ones. Once it is True it stays True in this world, and costs
+    It costs a reduction of one number, for which ranks wait for one another, and not for their devices; where steps
+    are short, ask at every tenth, on all ranks at the same ones. Once it is True it stays True in this world, and costs
     nothing.
 
     In threads (`DataParallel`), all replicas stop when the process is asked; the first call must come from the main
@@ -53,7 +54,7 @@ def should_stop(*, world: World | None = None) -> bool:
     if stop.is_agreed:
         return True
     with world.timeline.loop().span(REDUCE):
-        asked = torch.tensor(int(preemption.is_requested()), dtype=torch.int32, device=world.device)
+        asked = torch.tensor(int(preemption.is_requested()), dtype=torch.int32, device=HOST)
         stop.is_agreed = bool(world.comm.all_reduce(asked, "max").item())
     if stop.is_agreed:
         preemption.agree()

@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from unisono.comm.operations import HOST
 from unisono.parallel.collectives import all_reduce, barrier
 from unisono.world import World
 
@@ -121,7 +122,7 @@ class Trigger:
 
     def check(self) -> bool:
         """Whether some rank has set it since the last check, which resets it. A collective."""
-        flag = torch.tensor(int(self._is_set), device=self._world.device)
+        flag = torch.tensor(int(self._is_set), device=HOST)
         self._is_set = False
         return bool(all_reduce(flag, "max", self._world))
 

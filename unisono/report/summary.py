@@ -1,5 +1,7 @@
 """Where the time of a run went: every rank's timeline in a few numbers, gathered to rank zero.
 
+Where a device has a clock, the phases are those that it went through, and not the thread that submits to it.
+
 What a loop waited for is told by cause: its data's source, the move to the device, its peers. A loop waits for peers in
 two places: for the reader that it shares with them, and where gradients are reduced.
 """
@@ -8,11 +10,12 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
 from unisono.launch.watching.monitor import own_samples
-from unisono.timeline import COMPUTE, FETCH, MOVE, REDUCE, STEP, Span, Waits, wait_counter
+from unisono.timeline import COMPUTE, DEVICE, FETCH, MOVE, REDUCE, STEP, Span, Track, Waits, wait_counter
 from unisono.world import World, current_world
 
 LOOP_PHASES = (FETCH, COMPUTE, REDUCE, STEP)
@@ -42,6 +45,7 @@ class RankSummary:
         nbytes: of the batches that it took, as they were loaded.
         mean_queue: batches that waited in the loader, on average, when the loop asked for one.
         memory: bytes in use when it was summarised.
+        peak_memory: the most bytes that its device has had in use at once; 0 where the family does not count them.
         peak_rss: the most bytes of memory that its process and those below it were seen to have; 0 where nobody looked.
         mean_cpu_percent: of one core, that they kept busy.
         counters: what the runtime of its device has counted in its process: graphs compiled, say.
@@ -63,6 +67,7 @@ class RankSummary:
     waits: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
     nbytes: int = 0
     mean_queue: float = 0.0
+    peak_memory: int = 0
     peak_rss: int = 0
     mean_cpu_percent: float = 0.0
     counters: dict[str, int] = field(default_factory=dict)
@@ -171,16 +176,21 @@ class Report:
 def summarise(world: World | None = None) -> RankSummary:
     """This rank's summary up to now."""
     world = world or current_world()
+    own = world.timeline.loop()
+    if own.on_device is not None:
+        own.on_device.read()
     tracks, samples = world.timeline.tracks(), own_samples(world.rank)
     counts: Counter[str] = Counter()
     for track in tracks:
         counts.update(track.counts.copy())
+    seconds, waited = _seconds(tracks)
     return RankSummary(
         rank=world.rank,
         device=str(world.device),
         pid=os.getpid(),
-        seconds={phase: sum(track.totals.get(phase, 0) for track in tracks) / 1e9 for phase in (*LOOP_PHASES, MOVE)},
+        seconds=seconds,
         memory=world.backend.memory(world.device),
+        peak_memory=world.backend.peak_memory(world.device),
         spans=[(track.name, list(track.spans.copy())) for track in tracks],
         samples=counts["samples"],
         batches=counts["batches"],
@@ -188,13 +198,25 @@ def summarise(world: World | None = None) -> RankSummary:
         repeated=counts["repeated"],
         dropped=counts["dropped"],
         skipped_steps=counts["skipped steps"],
-        waits={cause: counts[wait_counter(cause)] / 1e9 for cause in CAUSES},
+        waits={cause: waited * counts[wait_counter(cause)] / 1e9 for cause in CAUSES},
         nbytes=counts["bytes"],
         mean_queue=counts["queued"] / counts["batches"] if counts["batches"] else 0.0,
         peak_rss=max((sample.rss for sample in samples), default=0),
         mean_cpu_percent=fmean(sample.cpu_percent for sample in samples[1:]) if samples[1:] else 0.0,
         counters=world.backend.counters(),
     )
+
+
+def _seconds(tracks: Sequence[Track]) -> tuple[dict[str, float], float]:
+    """Seconds by phase, and the part of the loops' waiting for data in which their devices had nothing to do."""
+    on_device = [each for each in tracks if each.name == DEVICE and each.totals]
+    on_host = [each for each in tracks if each.name != DEVICE]
+    seconds = {}
+    for phase in (*LOOP_PHASES, MOVE):
+        chosen = on_device if on_device and phase != MOVE else on_host
+        seconds[phase] = sum(each.totals.get(phase, 0) for each in chosen) / 1e9
+    waiting = sum(each.totals.get(FETCH, 0) for each in on_host) / 1e9
+    return seconds, seconds[FETCH] / waiting if on_device and waiting else 1.0
 
 
 def gather_report(world: World | None = None) -> Report | None:

@@ -50,6 +50,9 @@ def _lines(report: Report) -> Iterator[str]:
         depth = sum(each.mean_queue for each in report.ranks) / len(report.ranks)
         causes = ", ".join(f"{cause} {report.waited(cause):.1%}" for cause in CAUSES)
         yield f"waited for: {causes}; {rate:,.1f} MB/s of batches, {depth:.1f} of them waiting per rank"
+    if any(each.peak_memory for each in report.ranks):
+        peaks = (f"{each.device} {each.peak_memory / 1e6:,.0f} MB" for each in report.ranks)
+        yield f"memory of the devices, at most: {', '.join(dict.fromkeys(peaks))}"
     if any(each.peak_rss for each in report.ranks):
         peak = max(each.peak_rss for each in report.ranks)
         busy = sum(each.mean_cpu_percent for each in report.ranks) / 100

@@ -301,3 +301,16 @@ def test_a_parameter_that_autograd_has_no_gradient_for_stays_as_it_was(mode, acc
     compare(
         mode, lines, gradient_accumulation_steps=accumulate, nan_guard=True, strategy=DDP(find_unused_parameters=True)
     )
+
+
+def test_an_overflow_is_told_of_with_the_scale_that_follows(caplog):
+    accelerator = Accelerator(mixed_precision="fp16", scaler_options={"init_scale": 1024.0})
+    plain = nn.Linear(2, 1)
+    network, optimizer = accelerator.prepare(plain, sgd(plain.parameters()))
+    with caplog.at_level("INFO", logger="unisono"):
+        for factor in (1.0, torch.inf, 1.0, 1.0):
+            accelerator.backward(network(torch.ones(1, 2)).sum() * factor)
+            optimizer.step()
+            optimizer.zero_grad()
+    told = [each.getMessage() for each in caplog.records if "overflowed" in each.getMessage()]
+    assert told == ["fp16: gradients overflowed, no step was taken; the loss scale is 512"]

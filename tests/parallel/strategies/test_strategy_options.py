@@ -44,9 +44,11 @@ def test_a_name_stands_for_the_defaults(name: str) -> None:
     [
         DDP(bucket_cap_mb=1e-4),
         ZeRO1(bucket_cap_mb=1e-4),
+        DDP(gradient_as_bucket_view=True),
         FSDP(units=(nn.Linear,)),
         FSDP(units=()),
         FSDP(offload=True),
+        FSDP(units=(nn.Linear,), reshard_after_forward=False),
         FSDP(reduce_dtype=torch.float64),
     ],
     ids=str,
@@ -54,6 +56,98 @@ def test_a_name_stands_for_the_defaults(name: str) -> None:
 def test_what_changes_the_way_only_changes_no_weight(chosen: Any) -> None:
     ranks = PROCESSES_2.run(lambda: trained(Accelerator(strategy=chosen), loader_of(23, 3)))
     assert_all_are([each for each in ranks if each], trained(Plain(), loader_of(23, 6)))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_gradients_that_lie_in_buckets_are_those_of_the_step_and_lie_there_still(accumulate: int) -> None:
+    def body() -> tuple[State, bool]:
+        accelerator = Accelerator(
+            strategy=DDP(gradient_as_bucket_view=True), gradient_accumulation_steps=accumulate, max_grad_norm=0.1
+        )
+        network = seeded(wide())
+        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(22, 3))
+        for inputs, targets, _ in loader:
+            accelerator.backward(F.mse_loss(network(inputs), targets))
+            if accelerator.sync_gradients:
+                share = len({each.grad.untyped_storage().data_ptr() for each in network.parameters()}) == 1
+            optimizer.step()
+            optimizer.zero_grad()
+        return network.state_dict(), share
+
+    def plain() -> State:
+        network = seeded(wide())
+        optimizer, tensors = sgd(network.parameters()), loader_of(22, 3).dataset.tensors
+        size = 6 * accumulate
+        for start in range(0, 22, size):
+            inputs, targets, _ = (each[start : start + size] for each in tensors)
+            optimizer.zero_grad()
+            F.mse_loss(network(inputs), targets).backward()
+            nn.utils.clip_grad_norm_(network.parameters(), 0.1)
+            optimizer.step()
+        return network.state_dict()
+
+    ranks = PROCESSES_2.run(body)
+    assert all(share for _, share in ranks)
+    assert_all_are([state for state, _ in ranks], plain())
+
+
+@pytest.mark.slow
+def test_groups_of_ranks_that_have_all_parameters_train_as_one_and_clip_by_one_norm() -> None:
+    def body() -> tuple[State, State, tuple[int, ...]]:
+        chosen = FSDP(units=(nn.Linear,), replicas=2)
+        accelerator = Accelerator(strategy=chosen, max_grad_norm=0.1)
+        network = seeded(wide())
+        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(22, 3))
+        for inputs, targets, _ in loader:
+            accelerator.backward(F.mse_loss(network(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+        state = accelerator.state_dict(network)
+        accelerator.load_state_dict(network, state)
+        own = network.module[0].weight.to_local()
+        return state, accelerator.state_dict(network), tuple(own.shape)
+
+    def plain() -> State:
+        network = seeded(wide())
+        optimizer, tensors = sgd(network.parameters()), loader_of(22, 3).dataset.tensors
+        for start in range(0, 22, 12):
+            inputs, targets, _ = (each[start : start + 12] for each in tensors)
+            optimizer.zero_grad()
+            F.mse_loss(network(inputs), targets).backward()
+            nn.utils.clip_grad_norm_(network.parameters(), 0.1)
+            optimizer.step()
+        return network.state_dict()
+
+    ranks = Mode("processes", 4).run(body)
+    assert_all_are([ranks[0][0], ranks[0][1]], plain())
+    assert [shape for _, _, shape in ranks] == [(3, 5), (2, 5)] * 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda: FSDP(replicas=0), "replicas=0 are no groups"),
+        (lambda: FSDP(replicas=True), "replicas=True is a bool"),
+        (lambda: FSDP(reshard_after_forward="yes"), "reshard_after_forward='yes' is a str"),
+    ],
+)
+def test_no_number_of_ranks_is_refused(wrong: Any, words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        wrong()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "words"),
+    [
+        (FSDP(replicas=3), "replicas=3.* no equal groups of several of the 2 ranks"),
+        (FSDP(replicas=2), "take strategy='ddp'"),
+        (FSDP(reshard_after_forward=3), "does not divide the 2 ranks"),
+    ],
+    ids=str,
+)
+def test_groups_that_the_ranks_do_not_make_are_refused_on_all_of_them(chosen: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        PROCESSES_2.run(lambda: Accelerator(strategy=chosen).prepare(wide()))
 
 
 def test_units_of_fsdp_may_compute_in_a_narrower_type() -> None:

@@ -93,6 +93,7 @@ class Handlers:
         return DDP(
             self.ddp.find_unused_parameters,
             self.ddp.bucket_cap_mb,
+            self.ddp.gradient_as_bucket_view,
             self.ddp.broadcast_buffers,
             _HOOKS[hook],
             self.ddp.comm_state_option or None,
@@ -131,6 +132,11 @@ def compile_arguments(
     return {"backend": name} | {key: value for key, value in wanted.items() if value is not None}
 
 
+def _reshards(asked: Any) -> bool | int | None:
+    """What FSDP2 takes; names of sharding strategies are for FSDP1, and say nothing of it."""
+    return asked if isinstance(asked, int) else None
+
+
 def fsdp_options(plugin: FullyShardedDataParallelPlugin) -> FSDP:
     """As the native Accelerator takes them.
 
@@ -149,5 +155,6 @@ def fsdp_options(plugin: FullyShardedDataParallelPlugin) -> FSDP:
     return FSDP(
         param_dtype=getattr(policy, "param_dtype", None),
         reduce_dtype=getattr(policy, "reduce_dtype", None),
+        reshard_after_forward=_reshards(plugin.reshard_after_forward),
         offload=bool(getattr(plugin.cpu_offload, "offload_params", plugin.cpu_offload)),
     )

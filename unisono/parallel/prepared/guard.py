@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from unisono.comm.operations import name_ranks
+from unisono.comm.operations import HOST, name_ranks
 from unisono.errors import NonFiniteGradientError
 from unisono.parallel.names import name_of
 from unisono.parallel.sparse import values_of
@@ -56,12 +56,15 @@ class NanGuard:
         wanted = {id(each) for each in parameters}
         found = [told for each, told in self._found.items() if id(each) in wanted]  # in the backward pass's order
         self.forget(parameters)
-        own = [repr(found[place][0]) for place in _true([flag for _, flag in found])]
         held = [(each, each.grad) for each in parameters if each.grad is not None]
         sums = [~torch.isfinite(values_of(getattr(gradient, "_local_tensor", gradient))).all() for _, gradient in held]
-        summed = [name_of(held[place][0], parameters) for place in _true(sums)]  # may overflow in the sum alone
-        any_bad = torch.tensor(int(bool(own or summed)), device=self._world.device)
-        if not self._world.comm.all_reduce(any_bad, "max"):
+        names = [repr(name) for name, _ in found]
+        bad = _true([*(flag for _, flag in found), *sums], self._world.device)
+        own = [names[place] for place in bad if place < len(found)]
+        summed = [  # may overflow in the sum alone
+            name_of(held[place - len(found)][0], parameters) for place in bad if place >= len(found)
+        ]
+        if not self._world.comm.all_reduce(torch.tensor(int(bool(bad)), device=HOST), "max"):
             return
         told = self._world.comm.all_gather_object((own[:1], summed[:1]))
         ranks = [rank for rank, (name, _) in enumerate(told) if name]
@@ -76,6 +79,13 @@ class NanGuard:
         )
 
 
-def _true(flags: list[torch.Tensor]) -> list[int]:
-    """The places of the flags that are set; waits for the device once."""
-    return [place for place, flag in enumerate(torch.stack(flags).tolist()) if flag] if flags else []
+def _true(flags: list[torch.Tensor], device: torch.device) -> list[int]:
+    """The places of the flags that are set; waits for the device once.
+
+    Args:
+        device: where they are read from; those that are elsewhere, of an offloaded gradient, go there.
+    """
+    if not flags:
+        return []
+    read = torch.stack([flag.to(device, non_blocking=True) for flag in flags]).tolist()
+    return [place for place, flag in enumerate(read) if flag]

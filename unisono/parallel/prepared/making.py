@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from unisono.backends.movement import move_module
 from unisono.parallel.batch_norm import synchronize_batch_norm
 from unisono.parallel.compilation import compile_module
+from unisono.parallel.meta_modules import fill, is_on_meta
 from unisono.parallel.passes import Passes
 from unisono.parallel.prepared.guard import NanGuard
 from unisono.parallel.prepared.metric_sync import synchronize_metric
@@ -63,7 +64,12 @@ class Maker:
 
     def model(self, module: nn.Module) -> PreparedModel:
         """The module, on its device, behind its engine."""
-        if self.moves:
+        if is_on_meta(module):
+            if self.strategy.fills:
+                module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self.world.device))
+            else:
+                fill(module, self.world.device)
+        if self.moves and not is_on_meta(module):
             module = move_module(module, self.world.device)
         if self.is_synchronized:
             module = synchronize_batch_norm(module, self.world, self.passes.weight)

@@ -8,11 +8,12 @@ had as many, of which other rows count, it is an error.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from unisono.comm.operations import HOST
 from unisono.deliveries import REMEMBERED, Batch, Loop
 from unisono.rows import Rows
 from unisono.tree import leaves, tree_map
@@ -76,7 +77,7 @@ def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[An
             "outputs of a prepared model, which tell their batch, or pass valid_samples"
         )
     differ = any(each.rows.counted != best[0].rows.counted for each in best)
-    if len(best) > 1 and world.comm.all_reduce(torch.tensor(int(differ), device=world.device), "max"):
+    if len(best) > 1 and world.comm.all_reduce(torch.tensor(int(differ), device=HOST), "max"):
         counts = " or ".join(str(len(each.rows.counted)) for each in best)
         raise ValueError(
             f"values with {count} samples may be those of several loops, and {counts} of them count here; gather what "
@@ -104,8 +105,20 @@ def _kept(values: Any, counted: Sequence[int], count: int) -> tuple[Any, int]:
     """The rows that count, and how many they are, of so many."""
     if len(counted) == count:
         return values, count
-    places = list(counted)
-    return tree_map(lambda leaf: leaf[torch.tensor(places, device=leaf.device, dtype=torch.long)], values), len(places)
+    stretches = _stretches(counted)
+    return tree_map(lambda leaf: torch.cat([leaf[start:stop] for start, stop in stretches]), values), len(counted)
+
+
+def _stretches(places: Iterable[int]) -> list[tuple[int, int]]:
+    """Places in a row, as where they begin and end: rows are cut out by these where they lie. A list of places would be
+    sent to their device, and waited for."""
+    found: list[tuple[int, int]] = []
+    for place in places:
+        if found and found[-1][1] == place:
+            found[-1] = (found[-1][0], place + 1)
+        else:
+            found.append((place, place + 1))
+    return found or [(0, 0)]
 
 
 def _num_rows(values: Any) -> int:
@@ -139,7 +152,7 @@ def _compare(count: int, known: list[Batch], recent: list[Loop], world: World) -
     is_told = not recent or recent[0].rows.is_told
     told = [min(state, 1), -state, is_told, *batches]
     told += [*(-each for each in batches), *are_new, *(-len(rows) for rows in found)]
-    least, most, are_told, *others = world.comm.all_reduce(torch.tensor(told, device=world.device), "min").tolist()
+    least, most, are_told, *others = world.comm.all_reduce(torch.tensor(told, device=HOST), "min").tolist()
     if most < -1:
         counts = " or ".join(str(batch.samples) for batch in known)
         raise ValueError(

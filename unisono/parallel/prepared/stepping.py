@@ -242,7 +242,10 @@ class Stepper:
             else:
                 self._finish()
             if self._scaler is not None:
-                return self._scaler.step(self.optimizer, **arguments)
+                before = self.taken.steps
+                result = self._scaler.step(self.optimizer, **arguments)
+                self._scaler.has_skipped |= self.taken.steps == before
+                return result
             self._count_step()
             return self._plain_step(**arguments)
         finally:

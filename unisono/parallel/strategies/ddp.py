@@ -86,6 +86,7 @@ class ReplicatedEngine(Engine):
             self.module,
             find_unused_parameters=options.find_unused_parameters,
             bucket_cap_mb=options.bucket_cap_mb,  # a fraction will do
+            gradient_as_bucket_view=options.gradient_as_bucket_view,
             **_SYNCS_NO_BUFFERS,
         )
         self._replicated.fill_buckets()

@@ -35,7 +35,7 @@ class Sharded(Strategy):
     """In a world of processes."""
 
     name = "fsdp"
-    is_of_torch = is_needed = True
+    is_of_torch = is_needed = fills = True
 
     def check(self, each: nn.Module | Optimizer) -> None:
         super().check(each)

@@ -24,11 +24,14 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import nn
 
+from unisono.parallel.agreement import broadcast_together
+from unisono.parallel.meta_modules import fill
 from unisono.parallel.sparse import is_sparse, sparse_layers, values_of
 from unisono.strategies import FSDP
 from unisono.world import World, current_world
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
@@ -45,30 +48,62 @@ def shard(model: nn.Module, world: World, options: FSDP) -> FSDPModule:
     must run on all ranks or on none: where they take different ways, units are the classes around the fork.
 
     Args:
-        model: on the world's device.
+        model: on the world's device, or, in parts, on "meta": these are filled unit by unit, with rank zero's numbers.
         world: of processes.
         options: `unisono.strategies.FSDP`.
 
     Raises:
-        ValueError: torch is too old to find unused parameters.
+        ValueError: torch is too old to find unused parameters, or the ranks make no such groups.
     """
     if options.find_unused_parameters:
         _check_finding()
     chosen = [*units_of(model, options.units), model]
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    mesh = init_device_mesh(world.device.type, (world.world_size,))
+    mesh = _mesh(world, options)
     precision = MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype)
     is_moved = options.offload and world.device.type != torch.default_generator.device.type  # else it is there
     offload = CPUOffloadPolicy() if is_moved else OffloadPolicy()
     for unit in chosen:
-        sharded = fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=offload)
+        _fill(unit, world)
+        sharded = fully_shard(
+            unit,
+            mesh=mesh,
+            reshard_after_forward=options.reshard_after_forward,
+            mp_policy=precision,
+            offload_policy=offload,
+        )
         sharded.set_force_sum_reduction_for_comms(True)
     scale_sums(units_in(model), 1.0)
     if options.find_unused_parameters:
         sharded.set_reduce_scatter_unused_params(True)
     return sharded  # the last one: the model itself
+
+
+def _fill(unit: nn.Module, world: World) -> None:
+    """Rank zero's numbers for what is on meta. Nothing but the unit holds them then, and its sharding frees them."""
+    if filled := fill(unit, world.device):
+        broadcast_together(filled, world)
+
+
+def _mesh(world: World, options: FSDP) -> DeviceMesh:
+    """The ranks: groups that have all parameters each, by the ranks of a group, among which these are cut."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    size, kept = world.world_size // options.replicas, options.reshard_after_forward
+    if size * options.replicas != world.world_size or 1 == size < world.world_size:
+        raise ValueError(
+            f"FSDP(replicas={options.replicas}) makes no equal groups of several of the {world.world_size} ranks; pass "
+            "a divisor, or take strategy='ddp', where each rank has all parameters"
+        )
+    if kept is not None and not isinstance(kept, bool) and (kept < 1 or size % kept):
+        raise ValueError(
+            f"FSDP(reshard_after_forward={kept}) does not divide the {size} ranks that share parameters; pass a "
+            "divisor, True or False"
+        )
+    if options.replicas == 1:
+        return init_device_mesh(world.device.type, (size,))
+    return init_device_mesh(world.device.type, (options.replicas, size), mesh_dim_names=("replicas", "shards"))
 
 
 def check_shardable(trained: nn.Module, units: _Classes | None = None) -> None:
@@ -217,18 +252,22 @@ def clip_grad_norm(
     whole = [gradient for gradient in gradients if not is_distributed(gradient)]
     # Norms are gathered and not powers summed: no overflow, NaN stays NaN, and every norm type is right.
     of_whole = _norm([values_of(gradient) for gradient in whole], norm_type, world)
-    norms = [*world.comm.all_gather(_norm(shards, norm_type, world)), of_whole]
+    norms = world.comm.all_gather(_norm(shards, norm_type, world))
+    sharing = max((each.device_mesh.size(-1) for each in gradients if is_distributed(each)), default=0)
+    norms = [*norms[:sharing], of_whole]  # those of the first group: all have the same
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch has it
-    for gradient in (*shards, *whole):
-        gradient.mul_(factor.to(gradient.device))
+    for each in (*shards, *whole):
+        each.mul_(factor.to(each.device))
     return total
 
 
 def _norm(tensors: Sequence[torch.Tensor], norm_type: float, world: World) -> torch.Tensor:
     """The norm of all of them; 0 where a rank's shards are empty."""
-    norm = torch.nn.utils.get_total_norm([each for each in tensors if each.numel()], norm_type)
-    return norm.to(world.device, torch.float64)
+    found = [each for each in tensors if each.numel()]
+    if not found:  # torch's zero would come from main memory, and be waited for
+        return torch.zeros((), dtype=torch.float64, device=world.device)
+    return torch.nn.utils.get_total_norm(found, norm_type).to(world.device, torch.float64)
 
 
 def _own_parameters(chosen: Sequence[nn.Module]) -> list[tuple[nn.Module, list[nn.Parameter]]]:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from unisono.parallel.ledger import Ledger
+from unisono.parallel.meta_modules import check_fillable
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.sharded import is_sharded, loaded_class
 from unisono.protocols import Backend
@@ -32,11 +33,13 @@ class Strategy(ABC):
         name: by which users choose it.
         is_of_torch: it joins one of torch's engines, which take several processes; elsewhere the plain one serves.
         is_needed: among processes no other one may take its place.
+        fills: a model that is on the device "meta" comes to `wrap_model` as it is.
     """
 
     name: ClassVar[str]
     is_of_torch: ClassVar[bool] = False
     is_needed: ClassVar[bool] = False
+    fills: ClassVar[bool] = False
 
     def __init__(self, world: World, ledger: Ledger, options: Any) -> None:
         self.world, self.ledger, self.options = world, ledger, options
@@ -61,6 +64,7 @@ class Strategy(ABC):
         """
         if isinstance(each, nn.Module):
             _check_plain(each)
+            check_fillable(each)
 
     @abstractmethod
     def wrap_model(self, module: nn.Module) -> Engine:

@@ -138,8 +138,7 @@ class AutocastKwargs(KwargsHandler):
 
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
-    """Of DistributedDataParallel. `find_unused_parameters` and `comm_hook` have counterparts; the others change speed
-    and memory, and keep torch's defaults."""
+    """Of DistributedDataParallel. `static_graph`, `dim` and `check_reduction` change no numbers, and have no effect."""
 
     dim: int = 0
     broadcast_buffers: bool = True

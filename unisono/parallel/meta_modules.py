@@ -1,0 +1,78 @@
+"""Modules that were built on the device "meta", which has shapes and no numbers: they get memory where they train.
+
+A model that fits into no rank's memory is built so, and sharded unit by unit: each is filled, and cut, before the next
+one is. Its numbers are those of its modules' own `reset_parameters()`, drawn by rank zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+_RESETS = ("reset_parameters", "_reset_parameters")  # the second one is that of torch's attention and transformers
+
+
+def is_on_meta(module: nn.Module) -> bool:
+    """Whether a parameter or buffer of it is."""
+    return any(_of_own(part) for part in module.modules())
+
+
+def check_fillable(module: nn.Module) -> None:
+    """
+    Raises:
+        ValueError: a part of it has tensors on meta, and does not say what is in them.
+    """
+    for name, part in module.named_modules():
+        names = _of_own(part)
+        if names and not any(hasattr(part, each) for each in _RESETS):
+            where = f"its part {name!r}, a {type(part).__name__}," if name else "it"
+            raise ValueError(
+                f"the {type(module).__name__} was built on the device 'meta', and {where} has {', '.join(names)} and "
+                "no reset_parameters(), which would say what is in them; write one, or build that part elsewhere"
+            )
+
+
+@torch.no_grad()
+def fill(module: nn.Module, device: torch.device) -> list[torch.Tensor]:
+    """Give what is on meta memory on the device, and its first numbers. Tied parameters stay tied.
+
+    Returns:
+        What was filled; drawn by this rank.
+    """
+    filled: dict[torch.Tensor, torch.Tensor] = {}
+    parts = [part for part in _inner_first(module) if _of_own(part)]
+    for part in parts:
+        for held in (part._parameters, part._buffers):
+            for name, tensor in held.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if tensor not in filled:
+                    empty = torch.empty_like(tensor, device=device)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    filled[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+                held[name] = filled[tensor]  # type: ignore[assignment]
+    for part in parts:
+        reset = next(getattr(part, each) for each in _RESETS if hasattr(part, each))
+        reset()
+    return list(filled.values())
+
+
+def _inner_first(module: nn.Module) -> Iterator[nn.Module]:
+    """Its parts in the order in which they were built, each once: that in which they have drawn their numbers."""
+    seen: set[nn.Module] = set()
+
+    def walk(part: nn.Module) -> Iterator[nn.Module]:
+        seen.add(part)
+        for child in part.children():
+            if child not in seen:
+                yield from walk(child)
+        yield part
+
+    return walk(module)
+
+
+def _of_own(part: nn.Module) -> list[str]:
+    held = {**part._parameters, **part._buffers}
+    return [name for name, tensor in held.items() if tensor is not None and tensor.is_meta]
