@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from unisono.backends.device import Device
+from unisono.placement import compiled
 from unisono.placement.barrier import lazy_barrier
 from unisono.placement.copying import copy_to, scalar_like
 from unisono.tree import leaves
@@ -383,3 +384,13 @@ def test_a_barrier_ends_the_step_on_all_devices_before_it_waits(monkeypatch):
 def test_a_barrier_looks_at_its_arguments(device, wait, error, words):
     with pytest.raises(error, match=words):
         lazy_barrier(device, wait=wait)
+
+
+def test_a_compiled_function_is_the_function_on_eager_devices():
+    def double(x, by=2):
+        return x * by
+
+    assert compiled(double)(torch.ones(2), by=3).tolist() == [3.0, 3.0]
+    assert compiled(double).__name__ == "double"
+    with pytest.raises(TypeError, match="fn=3 is a int; pass a function"):
+        compiled(3)

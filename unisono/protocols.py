@@ -56,6 +56,9 @@ class Backend(Protocol):
     def unavailable_reason(self) -> str:
         """Why none can, and the way out, in words; "" where there is nothing to say but that there is none."""
 
+    def unused_hardware(self) -> str:
+        """What this machine has for the family and nobody can use, and the way out, in words; "" where it has none."""
+
     def hardware(self) -> str:
         """What its devices here are made of: "CPU", "CUDA", "MPS" or "TPU". Starts no runtime."""
 

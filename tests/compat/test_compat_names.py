@@ -181,6 +181,8 @@ def _meets():
     own = torch.tensor([dist.get_rank() + 1.0])
     dist.all_reduce(own)
     assert dist.get_world_size() == xr.world_size()
+    dist.destroy_process_group()
+    dist.init_process_group("xla", init_method="xla://")
     return own.item(), xm.all_reduce("sum", mine([1.0])).item()
 
 

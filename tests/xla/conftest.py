@@ -35,13 +35,14 @@ Script = Callable[..., "subprocess.CompletedProcess[str]"]
 def script(tmp_path: Path) -> Script:
     """Run lines in a process of their own, whose runtime starts as its environment says."""
 
-    def run(lines: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    def run(lines: str, text: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
         path = tmp_path / "script.py"
         path.write_text(lines)
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "PJRT_", "CPU_NUM"))}
         return subprocess.run(
             [sys.executable, str(path)],
             env={**kept, "PYTHONPATH": str(ROOT), "PJRT_DEVICE": "CPU", "UNISONO_BACKEND": "xla", **environ},
+            input=text,
             capture_output=True,
             text=True,
             timeout=LIMIT_S,

@@ -10,8 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from unisono import Accelerator, DataParallel, barrier, gather_report, optimizer_step
+from unisono import Accelerator, DataParallel, barrier, current_world, gather_report, optimizer_step, rank
 from unisono.backends import get_backend
+from unisono.placement import compiled as compiled_function
 
 
 def compiled() -> int:
@@ -94,3 +95,47 @@ def test_a_schedule_and_weights_of_nought_and_one_compile_nothing_new(devices):
         if number == 2:
             before = compiled()
     assert compiled() == before
+
+
+def test_a_compiled_function_is_one_program_for_each_shape_on_all_devices(devices):
+    size = width()
+
+    @compiled_function
+    def energies(inputs: torch.Tensor, factor: float) -> torch.Tensor:
+        return (inputs * factor).exp().sum(1) / size
+
+    def loop(*_: Any) -> list[list[float]]:
+        device = current_world().device
+        found = []
+        for number in range(4):
+            inputs = torch.full((2 + number % 2, size), float(number)).to(device)
+            beside = inputs + rank()  # what is recorded before the call is no part of the program
+            found.append(energies(inputs, 0.5 + rank()).tolist())
+            assert beside.sum().item() == inputs.numel() * (number + rank())
+        return found
+
+    replicas = DataParallel(nn.Identity(), devices)
+    replicas(loop, [])
+    before, found = compiled(), get_backend("xla").counters()["graphs found compiled"]
+    for own, result in enumerate(replicas(loop, [])):
+        for number, values in enumerate(result):
+            expected = torch.full((2 + number % 2,), number * (0.5 + own)).exp()
+            torch.testing.assert_close(torch.tensor(values), expected, rtol=1e-5, atol=1e-6)
+    assert compiled() == before
+    assert get_backend("xla").counters()["graphs found compiled"] >= found + 4 * len(devices)
+
+
+def test_replicas_that_come_at_once_compile_a_program_once(devices):
+    size = width()
+    program = compiled_function(lambda inputs: inputs.sin() * size)
+
+    def once(*_: Any) -> None:
+        inputs = torch.ones(3, size).to(current_world().device)
+        barrier()
+        program(inputs)
+
+    replicas = DataParallel(nn.Identity(), devices)
+    replicas(lambda *_: barrier(), [])
+    before = compiled()
+    replicas(once, [])
+    assert compiled() == before + 1

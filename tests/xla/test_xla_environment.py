@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+
+from unisono.backends import xla
 
 TRAIN = """
 import torch
@@ -187,3 +191,60 @@ print(ones, [each.sum().item() for each in pending])
         CPU_NUM_DEVICES="2",
     )
     assert done.stdout.splitlines()[0] == "[2.0, 2.0] [6.0, 12.0, 18.0]", done.stderr
+
+
+TPU = """
+import json, os, sys
+from torch_xla._internal import tpu
+from unisono.backends import xla
+
+def told(chips, count, environ):
+    tpu.num_available_chips = lambda: chips  # what the PCI bus of this machine lacks
+    before = dict(os.environ)
+    os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_WORKER_ID="0", **environ)
+    try:
+        xla._check_chips(count)
+        xla._choose_chip(count - 1, count)
+        return {name: value for name, value in os.environ.items() if before.get(name) != value and name not in environ}
+    except ValueError as error:
+        return str(error)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+print(json.dumps([told(*row) for row in json.loads(sys.stdin.read())]))
+"""
+
+V4 = {"TPU_ACCELERATOR_TYPE": "v4-8", "TPU_HOST_BOUNDS": "1,1,1", "TPU_CHIPS_PER_HOST_BOUNDS": "2,2,1"}
+V3, V2 = {"TPU_ACCELERATOR_TYPE": "v3-8"}, {"TPU_ACCELERATOR_TYPE": "v2-8"}
+HOSTS = {**V4, "TPU_ACCELERATOR_TYPE": "v4-32", "TPU_HOST_BOUNDS": "1,1,4", "TPU_WORKER_HOSTNAMES": "a,b,c,d"}
+TWO_DEVICES = (
+    "each chip of this TPU has 2 devices, and a process computes on one; take DataParallel, which has a thread"
+)
+
+
+def test_workers_on_a_tpu_get_a_chip_each_or_are_refused(script):
+    """By its runtime's own functions, which say what a process of a TPU reads from its environment."""
+    table = [
+        (4, 4, V4, {"CLOUD_TPU_TASK_ID": "3", "TPU_VISIBLE_CHIPS": "3", "TPU_PROCESS_BOUNDS": "2,2,1"}),
+        (4, 1, V4, {"TPU_VISIBLE_CHIPS": "0"}),
+        (4, 2, V4, "nprocs=2, but there are 4 TPU chips here, one for each process"),
+        (4, 8, V3, TWO_DEVICES),
+        (4, 4, V2, TWO_DEVICES),
+        (4, 1, V3, {"TPU_VISIBLE_CHIPS": "0", "TPU_PROCESS_BOUNDS": "1,1,1"}),
+        (4, 4, HOSTS, "this TPU spans 4 machines, whose runtimes wait for one another"),
+    ]
+    done = script(TPU, text=json.dumps([row[:3] for row in table]))
+    for (*row, expected), found in zip(table, json.loads(done.stdout.splitlines()[-1]), strict=True):
+        if isinstance(expected, str):
+            assert expected in found, row
+        else:
+            assert expected.items() <= found.items(), row
+
+
+def test_chips_are_found_on_the_bus_and_a_network_card_is_none(tmp_path):
+    for number, (vendor, device) in enumerate([("0x1ae0", "0x0063"), ("0x1ae0", "0x0042"), ("0x10de", "0x0063")]):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "vendor").write_text(f"{vendor}\n")
+        (tmp_path / str(number) / "device").write_text(f"{device}\n")
+    assert xla._num_chips(str(tmp_path)) == 1

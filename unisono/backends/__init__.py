@@ -6,6 +6,7 @@ To add one: write `foo.py` beside this file, end it with `backend_class = FooBac
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from functools import cache
@@ -47,7 +48,7 @@ def pick_backend(name: str | None = None) -> Backend:
     name = name or os.environ.get(CHOICE) or None
     if name is None:
         here = (backend for backend in map(get_backend, NAMES) if backend.is_available() and backend.is_accelerated())
-        return next(here, get_backend(CPU))
+        return next(here, None) or _only_the_cpu()
     backend = get_backend(name)
     if not backend.is_available():
         reason = backend.unavailable_reason()
@@ -56,6 +57,15 @@ def pick_backend(name: str | None = None) -> Backend:
             f"{', '.join(available_devices())}"
         )
     return backend
+
+
+@cache
+def _only_the_cpu() -> Backend:
+    """The CPU; once, what it is taken in the place of is told."""
+    for backend in map(get_backend, NAMES):
+        if unused := backend.unused_hardware():
+            logging.getLogger("unisono").warning("computing on the CPU: %s", unused)
+    return get_backend(CPU)
 
 
 def backend_of_group(config: str) -> Backend:

@@ -29,6 +29,9 @@ class EagerBackend(ABC):
     def unavailable_reason(self) -> str:
         return ""
 
+    def unused_hardware(self) -> str:
+        return ""
+
     def hardware(self) -> str:
         return self.name.upper()
 

@@ -22,6 +22,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -49,6 +50,9 @@ _SETTINGS = {
     "XLA_ENABLE_PARAM_ALIASING": "0",
 }
 """What virtual devices on the CPU need, and the reasons; facts about torch_xla 2.9."""
+
+_GOOGLE, _CHIPS = "0x1ae0", {"0x0027", "0x005e", "0x0063", "0x006f", "0x0076"}
+"""What TPUs v2 to v7 call themselves on the PCI bus."""
 
 _NARROWING = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_FP16", "XLA_DOWNCAST_FP16", "XLA_USE_32BIT_LONG")
 """Modes that keep the type's name and not its precision."""
@@ -89,6 +93,13 @@ class XlaBackend:
 
     def unavailable_reason(self) -> str:
         return _missing() or ("" if self.is_available() else f"PJRT_DEVICE={_hardware()}, and there is no chip here")
+
+    def unused_hardware(self) -> str:
+        if os.environ.get("PJRT_DEVICE") or not (chips := _num_chips()):
+            return ""
+        missing = _not_installed().partition(": pip")[0]
+        missing = missing or ("" if importlib.util.find_spec("libtpu") else "libtpu is not installed")
+        return f"this machine has {chips} TPU chips, but {missing}: pip install 'unisono[tpu]'" if missing else ""
 
     def is_accelerated(self) -> bool:
         return _hardware() != _CPU
@@ -140,14 +151,13 @@ class XlaBackend:
         self.runtime()
 
     def check_workers(self, count: int) -> None:
-        if _hardware() != _CPU:
-            check_index(count - 1, self.device_count(), self.name)
+        if _hardware() == _TPU and not _missing():
+            _check_chips(count)
 
     def enter_worker(self, local_rank: int, local_world_size: int) -> torch.device:
         if _hardware() == _TPU:
-            from torch_xla._internal import tpu
-
-            tpu.configure_topology(local_rank, local_world_size)  # this process sees its own chip only
+            _check_chips(local_world_size)
+            _choose_chip(local_rank, local_world_size)
         self.runtime()
         if _hardware() == _CPU:
             os.environ["CPU_NUM_DEVICES"] = "1"
@@ -425,12 +435,19 @@ def _started() -> Any:
     return xla._XLAC if xla is not None and is_up else None
 
 
+@cache
+def _num_chips(bus: str = "/sys/bus/pci/devices") -> int:
+    """How many TPU chips the machine has, whether or not they can be used."""
+    places = (Path(each).parent for each in glob.glob(f"{bus}/*/vendor"))
+    numbers = [tuple((place / name).read_text().strip() for name in ("vendor", "device")) for place in places]
+    return sum(vendor == _GOOGLE and device in _CHIPS for vendor, device in numbers)
+
+
 def _hardware() -> str:
     """What the runtime serves, as `PJRT_DEVICE` names it; where that is unset, a TPU that is here, else the CPU."""
     if named := os.environ.get("PJRT_DEVICE"):
         return named.split("_")[0].upper()
-    has_chip = bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*"))
-    return _TPU if has_chip and importlib.util.find_spec("libtpu") else _CPU
+    return _TPU if _num_chips() and importlib.util.find_spec("libtpu") else _CPU
 
 
 def _virtual_count() -> int:
@@ -439,6 +456,42 @@ def _virtual_count() -> int:
     if text is not None and (not text.isdecimal() or int(text) < 1):
         raise ValueError(f"CPU_NUM_DEVICES={text!r} in the environment; it must be a whole number from 1 on")
     return int(text or 0)
+
+
+def _check_chips(count: int) -> None:
+    """Refuse workers that the runtime of this TPU would not join, or would wait for.
+
+    Raises:
+        ValueError: it spans several machines; or its chips have two devices each; or there are others than one or all.
+    """
+    from torch_xla._internal import tpu
+
+    if (hosts := tpu.num_tpu_workers()) > 1:
+        raise ValueError(
+            f"this TPU spans {hosts} machines, whose runtimes wait for one another, and workers are started on one; "
+            "several machines are not supported: take a TPU of one (v4-8, v5litepod-8)"
+        )
+    chips = tpu.num_available_chips()
+    if count > 1 and (cores := tpu.num_logical_cores_per_chip()) > 1:
+        raise ValueError(
+            f"nprocs={count}, but each chip of this TPU has {cores} devices, and a process computes on one; take "
+            f"DataParallel, which has a thread for each of the {chips * cores} devices, or nprocs=1"
+        )
+    if count not in (1, chips):
+        raise ValueError(
+            f"nprocs={count}, but there are {chips} TPU chips here, one for each process, and their runtimes wait for "
+            f"one another: pass nprocs=1 or nprocs={chips}; threads (DataParallel) take any number of devices"
+        )
+
+
+def _choose_chip(local_rank: int, local_world_size: int) -> None:
+    """Let this process see its own chip only, and the runtime know which others there are."""
+    from torch_xla._internal import tpu
+
+    if local_world_size == 1:
+        tpu.configure_one_chip_topology()
+    else:
+        tpu.configure_topology(local_rank, local_world_size)
 
 
 def _may_reduce(count: int) -> bool:

@@ -66,6 +66,9 @@ def devices() -> Iterator[Finding]:
         names = ", ".join(str(family.device(index)) for index in range(family.device_count()))
         more = "; logical: nprocs and devices may name more" if family.name == NAMES[-1] else ""
         yield Finding("devices", "ok", f"{names} (collectives by {group_backend(family)}){more}")
+    for unused in filter(None, (family.unused_hardware() for family in families)):
+        what, _, advice = unused.rpartition(": ")
+        yield Finding("devices", "warning", what, advice)
     if missing := [each.name for each in families if not each.is_available()]:
         yield Finding("devices", "ok", f"no {', no '.join(missing)}")
 

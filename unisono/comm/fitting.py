@@ -41,7 +41,7 @@ def thread_communicators(
     if transports == {"runtime"}:
         from unisono.comm.xla import XlaThreads, join_devices
 
-        join_devices(tuple(devices))
+        join_devices(tuple(devices), len(devices))
         waits = [partial(backend.synchronize, device) for backend, device in places]
         return [XlaThreads(seat, wait) for seat, wait in zip(seats, waits, strict=True)]
     settles = [partial(backend.mark_step, device) for backend, device in places]
@@ -83,15 +83,15 @@ def process_communicator(
     transport = backend.process_transport()
     if transport == "torch":
         return ProcessCommunicator(device, store, is_checked, owns_group, backend)
-    if transport == "host":
+    if transport == "host" or dist.get_world_size() == 1:
         return HostedCommunicator(
             ProcessCommunicator(_HOST, store, is_checked, owns_group), partial(backend.mark_step, device)
         )
-    from unisono.comm.xla import XlaProcesses, check_joined
+    from unisono.comm.xla import XlaProcesses, join_devices
 
     # Checked always: what a device is left alone with in a collective of the runtime's, nobody could tell.
     seat = ProcessCommunicator(_HOST, store, True, owns_group)
-    check_joined([torch.ones(1, device=device)], seat.size)
+    join_devices((device,), seat.size)
     return XlaProcesses(seat, partial(backend.synchronize, device))
 
 

@@ -75,11 +75,12 @@ class XlaProcesses(_XlaCommunicator[ProcessCommunicator]):
 
 
 @cache
-def join_devices(devices: tuple[torch.device, ...]) -> None:
+def join_devices(devices: tuple[torch.device, ...], size: int) -> None:
     """Tell the runtime, once, that these are replicas of one another, and try whether they are.
 
     Args:
-        devices: all of this process.
+        devices: all of this process; those of its peers, too, are replicas then.
+        size: how many there are in all processes.
 
     Raises:
         BrokenWorldError: they do not reduce among themselves.
@@ -87,7 +88,7 @@ def join_devices(devices: tuple[torch.device, ...]) -> None:
     import torch_xla.core.xla_model as xm
 
     xm.set_replication(devices[0], list(devices))
-    check_joined([torch.ones(1, device=device) for device in devices], len(devices))
+    check_joined([torch.ones(1, device=device) for device in devices], size)
 
 
 def check_joined(ones: Sequence[torch.Tensor], size: int) -> None:

@@ -29,7 +29,7 @@ def let_scripts_initialise() -> None:
     ours = weakref.ref(dist.group.WORLD)
     store = dist.distributed_c10d._get_default_store()
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    backend = dist.get_backend()
+    backend = dist.get_backend_config()
     original = dist.init_process_group
     signature = inspect.signature(original)
     numbers = itertools.count(1)

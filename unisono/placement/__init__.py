@@ -1,7 +1,8 @@
-"""Where tensors lie: copying whole structures to a device, refusing what would move or convert by itself, barriers."""
+"""Where tensors lie, and when they are computed: copies, what is refused for mixing, barriers, programs."""
 
 from unisono.backends.device import Device as Device
 from unisono.placement.barrier import lazy_barrier as lazy_barrier
 from unisono.placement.copying import copy_to as copy_to
 from unisono.placement.copying import scalar_like as scalar_like
 from unisono.placement.mixing import strict as strict
+from unisono.placement.programs import compiled as compiled

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextvars import copy_context
+from contextvars import Context, copy_context
 from functools import partial
 from typing import Any
 
@@ -57,26 +57,32 @@ class _Beside:
             if not self._is_running:
                 self._is_running = True
                 # No daemon: a process that ends waits for it.
-                threading.Thread(target=copy_context().run, args=(self._run,), name="unisono-step-closures").start()
+                threading.Thread(target=run_closures, args=(self, copy_context()), name="unisono-step-closures").start()
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                if not self._waiting:
-                    self._is_running = False
-                    return
-                closure = self._waiting.popleft()
-            try:
-                closure()
-            except BaseException as error:
-                with self._changed:
-                    self._error, self._is_running = error, False
-                    self._waiting.clear()
-                    self._changed.notify_all()
-                return
-            del closure
-            with self._changed:
-                self._changed.notify_all()
+    def take(self) -> Callable[[], Any] | None:
+        """The next one; None where the thread is to end."""
+        with self._changed:
+            self._is_running = bool(self._waiting)
+            closure = self._waiting.popleft() if self._waiting else None
+            self._changed.notify_all()
+            return closure
+
+    def fail(self, error: BaseException) -> None:
+        """One has raised: those behind it are dropped."""
+        with self._changed:
+            self._error, self._is_running = error, False
+            self._waiting.clear()
+            self._changed.notify_all()
+
+
+def run_closures(beside: _Beside, context: Context) -> None:
+    """Body of the thread: run closures in the replica's context until none waits, or one raises."""
+    try:
+        while (closure := beside.take()) is not None:
+            context.run(closure)
+            del closure  # and its tensors
+    except BaseException as error:
+        beside.fail(error)
 
 
 def add_step_closure(closure: Callable[..., Any], args: Sequence[Any] = (), run_async: bool = False) -> None:

@@ -99,4 +99,5 @@ def _print(what: str, device: str | torch.device, **values: Any) -> None:
     ordinal = get_ordinal(None)
     place = device if ordinal is None else f"{device}/{ordinal}"
     parts = [f"{name}={value}" for name, value in values.items() if value is not None]
-    print("|", what, f"Device={place}", *parts, f"Time={now()}", flush=True)
+    line = " ".join(["|", what, f"Device={place}", *parts, f"Time={now()}"])
+    print(f"{line}\n", end="", flush=True)  # in one piece: replicas that are threads print at once
