@@ -279,6 +279,8 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
 
         Args:
             parameters: or a model.
+            max_norm: the norm that is left, at most.
+            norm_type: p of the p-norm; infinity for the largest element.
 
         Returns:
             The norm before, a tensor of one element; None while microbatches accumulate.
@@ -291,6 +293,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
 
         Args:
             parameters: or a model.
+            clip_value: the bound, positive.
         """
         self._prepared.clip_value(parameters, clip_value)
 
@@ -332,6 +335,10 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
 
     def reduce(self, values: Any, reduction: ReduceOp = "mean", scale: float = 1.0) -> Any:
         """The reduction over all ranks, times `scale`: new tensors, in the same nesting.
+
+        Args:
+            values: a tensor, or any nesting of tensors, of the same shapes on each rank.
+            reduction: "sum", "mean", "min", "max" or "product".
 
         Raises:
             TypeError, ValueError, CollectiveMismatchError: as for `gather`; or there is no such reduction.
@@ -400,6 +407,10 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         """Load what `state_dict` gave, or what a plain model or optimizer did, under any strategy and number of ranks.
 
         Every rank calls it; rank zero's state counts.
+
+        Args:
+            prepared: a prepared model or optimizer.
+            state: by the names of the module that was prepared; other ranks than zero may pass {}.
         """
         if isinstance(prepared, Optimizer):
             load_optimizer_state(prepared, self._prepared.modules(), state, self.world)

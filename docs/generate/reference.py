@@ -53,6 +53,9 @@ GROUPS: dict[str, list[str]] = {
 }
 """The names of the package itself, by the page that each is on."""
 
+FROM_ELSEWHERE = {"DeviceIterator", "ProcessContext", "Report", "World"}
+"""Classes whose objects users get, and do not make: their signatures say nothing to them."""
+
 SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises")
 WIDTH = 100
 
@@ -167,7 +170,10 @@ def _page_of_module(module: ModuleType) -> str:
 
 def _render(name: str, value: Any) -> str:
     """A public name: its signature, its text, its sections, and its members, where it is a class."""
-    lines = [f"## {name} {{ #{name} }}", "", _signature(name, value), "", _body(parse(_doc_of(value)))]
+    lines = [f"## {name} {{ #{name} }}", ""]
+    if name.rpartition(".")[2] not in FROM_ELSEWHERE:
+        lines += [_signature(name, value), ""]
+    lines.append(_body(parse(_doc_of(value))))
     if inspect.isclass(value):
         lines += [_render_member(name, each, member) for each, member in members_of(value)]
     return "\n".join(lines) + "\n"
