@@ -1,8 +1,8 @@
 """Each Python block of the documents runs.
 
 The blocks of a page run in their order, in one namespace and an empty directory, so that a later one may use what an
-earlier one has made. What a page may take for granted is in `given`. A block that cannot run here is marked where a reader
-sees it: its title begins with "needs" and says what; it is compiled.
+earlier one has made. What a page may take for granted is in `given`. A block that cannot run here is marked where a
+reader sees it: its title begins with "needs" and says what; it is compiled.
 
 Some pages have tests of their own, which compare what their blocks do; `ELSEWHERE` names these.
 """

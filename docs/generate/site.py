@@ -6,17 +6,22 @@ right in the repository (`../examples/resume.py`) is right in the site, where it
 
 from __future__ import annotations
 
+import argparse
 import ast
+import difflib
 import json
 import os
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+
+from unisono.cli.main import COMMANDS
 
 sys.path.insert(0, str(Path(__file__).parent))
 import reference
@@ -36,7 +41,10 @@ COPIED = {
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Fill in the parts of the navigation that are generated."""
     parts: dict[str, list[Any]] = {
-        "Reference": [{title: f"reference/{name}"} for name, title in reference.titles().items()],
+        "Reference": [
+            *({title: f"reference/{name}"} for name, title in reference.titles().items()),
+            {"Command line": "reference/command_line.md"},
+        ],
         "Examples": [page for _, page in sorted(_examples().items())],
         "Decisions": ["decisions/index.md", *(f"decisions/{path.name}" for path in _decisions())],
     }
@@ -63,6 +71,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     made["decisions/index.md"] = _index_of_decisions()
     made |= {page: _page_of_example(path) for path, page in _examples().items()}
     made |= {f"reference/{name}": text for name, text in reference.pages().items()}
+    made["reference/command_line.md"] = _page_of_commands()
     for path, text in made.items():
         files.append(File.generated(config, path, content=text))
     return files
@@ -88,6 +97,29 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return re.sub(r"\]\((?![a-z]+:|#)([^)#\s]+)(#[^)]*)?\)", link, markdown)
 
 
+def _page_of_commands() -> str:
+    """What each command says of itself."""
+    parts = ["# Command line\n"]
+    for name, parser in _parsers().items():
+        parts.append(f"## {name} {{ #{name.replace(' ', '-')} }}\n\n```text\n{parser.format_help()}```\n")
+    return "\n".join(parts)
+
+
+def _parsers() -> dict[str, argparse.ArgumentParser]:
+    """Each command, and what is below it."""
+    root = argparse.ArgumentParser(prog="unisono")
+    subparsers = root.add_subparsers()
+    for name in COMMANDS:
+        import_module(f"unisono.cli.{name}").add_parser(subparsers)
+    found: dict[str, argparse.ArgumentParser] = {}
+    waiting = [subparsers]
+    while waiting:
+        for parser in waiting.pop(0).choices.values():
+            found[parser.prog] = parser
+            waiting += [each for each in parser._actions if isinstance(each, argparse._SubParsersAction)]
+    return found
+
+
 def _decisions() -> list[Path]:
     return sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
 
@@ -98,9 +130,9 @@ def _index_of_decisions() -> str:
 
 
 def _examples() -> dict[str, str]:
-    """The page of each example, by the file's path."""
+    """The page of each example, by the file's path; a plain twin is on the page of the example that it is of."""
     paths = [path for path in (ROOT / "examples").rglob("*") if path.suffix in (".py", ".md", ".ipynb")]
-    names = [path.relative_to(ROOT).as_posix() for path in paths if "__pycache__" not in path.parts]
+    names = [path.relative_to(ROOT).as_posix() for path in paths if not path.stem.endswith("_plain")]
     return {name: name if name.endswith(".md") else f"{name}.md" for name in names}
 
 
@@ -109,16 +141,31 @@ def _page_of_example(path: str) -> str:
     if path.endswith(".md"):
         return source
     if path.endswith(".ipynb"):
-        return _page_of_notebook(path, source)
+        return _page_of_notebook(source)
     tree = ast.parse(source)
     doc = ast.get_docstring(tree) or ""
     code = source.split('"""', 2)[2].lstrip() if doc else source
     name = path.removeprefix("examples/")
-    return f"# {name}\n\n{doc}\n\n````python\n{code}````\n"
+    return f"# {name}\n\n{doc}\n\n````python\n{code}````\n{_difference_from_twin(path, source)}"
 
 
-def _page_of_notebook(path: str, source: str) -> str:
-    parts = [f"<!-- {path} -->"]
+def _difference_from_twin(path: str, source: str) -> str:
+    twin = (ROOT / path).with_name(f"{Path(path).stem}_plain.py")
+    if not twin.exists():
+        return ""
+    before, after = (_body_of(text).splitlines() for text in (twin.read_text(), source))
+    lines = difflib.unified_diff(before, after, n=2, lineterm="")
+    changes = "\n".join(line for line in lines if not line.startswith(("---", "+++", "@@")))
+    return f"\n## What differs from the script for one device\n\n````diff\n{changes}\n````\n"
+
+
+def _body_of(source: str) -> str:
+    """Without the docstring, and without what reads the command line."""
+    return source[source.index("from __future__") : source.index("if __name__")]
+
+
+def _page_of_notebook(source: str) -> str:
+    parts = []
     for cell in json.loads(source)["cells"]:
         text = "".join(cell["source"])
         parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
