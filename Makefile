@@ -34,6 +34,7 @@ check: $(VENV)/.test $(VENV)/.check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/pyright
 
 # The site, in out/site: static files. A warning, a link that leads nowhere among them, is an error.
 docs: $(VENV)/.docs

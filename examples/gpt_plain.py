@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from importlib.metadata import distributions
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -19,8 +20,9 @@ def read_licences(limit: int) -> torch.Tensor:
     texts: dict[str, None] = {}  # many packages have the same
     for package in sorted(distributions(), key=lambda each: each.metadata["Name"].lower()):
         for file in package.files or []:
-            if file.name.upper().startswith(("LICENSE", "LICENCE", "COPYING")) and file.locate().is_file():
-                texts[file.read_text(encoding="utf-8")] = None
+            if file.name.upper().startswith(("LICENSE", "LICENCE", "COPYING")):
+                path = Path(file.locate())
+                texts[path.read_text(encoding="utf-8", errors="ignore") if path.is_file() else ""] = None
     text = "\n".join(texts)[:limit].encode("ascii", "ignore")
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 

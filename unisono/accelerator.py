@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -396,12 +396,14 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             )
         return model_state(self.unwrap_model(prepared), self.world)
 
-    def __getattr__(self, name: str) -> Any:
-        """
-        Raises:
-            AttributeError: there is no such name; what other frameworks call so is told what to do instead.
-        """
-        raise AttributeError(advice_on(name), name=name, obj=self)
+    if not TYPE_CHECKING:  # for a type checker a name that is not here is an error
+
+        def __getattr__(self, name: str) -> Any:
+            """
+            Raises:
+                AttributeError: there is no such name; what other frameworks call so is told what to do instead.
+            """
+            raise AttributeError(advice_on(name), name=name, obj=self)
 
     def load_state_dict(self, prepared: nn.Module | Optimizer, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` gave, or what a plain model or optimizer did, under any strategy and number of ranks.
