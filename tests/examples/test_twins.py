@@ -1,4 +1,4 @@
-"""Each example has a plain twin, of one device and torch alone, and trains what its twin does on any number of ranks.
+"""Each of these examples has a plain twin, of one device and torch alone, and trains what its twin does on any number of ranks.
 
 The twin's DataLoader has an order of its own; here it gets the order of Unisono's, and nothing else of it.
 """
@@ -6,7 +6,6 @@ The twin's DataLoader has an order of its own; here it gets the order of Unisono
 from __future__ import annotations
 
 import difflib
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 import sklearn.datasets  # noqa: F401 - here, since it sets environment variables
 import torch
 import warm_scripts
-from modes import PROCESSES_2, SOLO, THREADS_2, Mode
+from modes import PROCESSES_2, THREADS_2, Mode
 from torch.utils.data import DataLoader
 
 from unisono import DeviceLoader
@@ -32,7 +31,7 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 """The examples, and how they are made small."""
 
-MODES = [SOLO, THREADS_2, PROCESSES_2]
+PLACES = [*((name, THREADS_2) for name in SMALL), ("images", PROCESSES_2), ("contrastive", PROCESSES_2)]
 LINES_THAT_CHANGE = 30
 
 
@@ -56,7 +55,8 @@ def train_twin(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def train(name: str, mode: Mode, directory: Path) -> list[Any]:
     options = dict(SMALL[name], **({"directory": str(directory)} if name == "images" else {}))
-    return mode.run(partial(_train, str(EXAMPLES), name, options))
+    path = str(EXAMPLES)
+    return mode.run(lambda: _train(path, name, options))
 
 
 def _train(path: str, name: str, options: dict[str, Any]) -> Any:
@@ -69,8 +69,7 @@ def _train(path: str, name: str, options: dict[str, Any]) -> Any:
         sys.path.remove(path)
 
 
-@pytest.mark.parametrize("mode", MODES, ids=str)
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(("name", "mode"), PLACES, ids=str)
 def test_it_trains_what_its_plain_twin_does(
     name: str, mode: Mode, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
