@@ -1,4 +1,4 @@
-"""Each of these examples has a plain twin, of one device and torch alone, and trains what its twin does on any number of ranks.
+"""Each of these examples trains, on any number of ranks, what its plain twin does by torch alone on one device.
 
 The twin's DataLoader has an order of its own; here it gets the order of Unisono's, and nothing else of it.
 """
