@@ -23,6 +23,8 @@ def read_licences(limit: int) -> torch.Tensor:
             if file.name.upper().startswith(("LICENSE", "LICENCE", "COPYING")):
                 path = Path(file.locate())
                 texts[path.read_text(encoding="utf-8", errors="ignore") if path.is_file() else ""] = None
+        if sum(map(len, texts)) >= limit:
+            break
     text = "\n".join(texts)[:limit].encode("ascii", "ignore")
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 

@@ -17,6 +17,7 @@ def cells() -> list[str]:
     return ["".join(cell["source"]) for cell in found if cell["cell_type"] == "code"]
 
 
+@pytest.mark.slow
 def test_its_cells_run_and_two_workers_train_what_one_device_does(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

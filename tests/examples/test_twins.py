@@ -25,7 +25,7 @@ EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 SMALL: dict[str, dict[str, Any]] = {
     "images": {"epochs": 2},
     "gan": {"epochs": 1},
-    "gpt": {"epochs": 1, "limit": 10_000},
+    "gpt": {"epochs": 1, "limit": 6_000},
     "contrastive": {"epochs": 1},
     "finetune_transformer": {"epochs": 1, "limit": 3_000},
 }
