@@ -154,7 +154,7 @@ def _index() -> str:
 
 def _first_sentence(value: Any) -> str:
     text = parse(_doc_of(value)).text.partition("\n\n")[0]
-    return re.split(r"(?<=[.:])\s", text.replace("\n", " ") + " ")[0].rstrip(":").replace("|", "\\|")
+    return re.split(r"(?<=\.)\s", text.replace("\n", " ") + " ")[0].strip().rstrip(":").replace("|", "\\|")
 
 
 def _page_of_group(title: str, names: list[str]) -> str:
