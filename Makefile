@@ -1,4 +1,4 @@
-# make demo | test | test-all | test-xla | gpu-check | check | bench
+# make demo | test | test-all | test-xla | gpu-check | check | docs | package | bench
 # Everything is installed into .venv, at the versions in constraints.txt; for test-xla into .venv-xla, with torch 2.9.
 
 PYTHON ?= python3
@@ -13,7 +13,7 @@ PYTEST := -m pytest --numprocesses $(TESTS) --dist worksteal
 XLA    := .venv-xla
 ON_XLA := PJRT_DEVICE=CPU $(XLA)/bin/python $(PYTEST) --backend xla
 
-.PHONY: demo test test-all test-xla gpu-check check bench clean
+.PHONY: demo test test-all test-xla gpu-check check docs package bench clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/train_digits.py --mode processes --devices 2
@@ -38,6 +38,16 @@ check: $(VENV)/.test $(VENV)/.check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/pyright
+
+# The site, in out/site: static files. A warning, a link that leads nowhere among them, is an error.
+docs: $(VENV)/.docs
+	COLUMNS=100 NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo out/site/index.html
+
+# What users install, in dist: the sdist, the wheel made from it; and the quickstart by that wheel, in an empty environment.
+package: $(VENV)/.test $(VENV)/.package
+	$(BIN)/python .ci/package.py
 
 bench: $(VENV)/.bench
 	$(BIN)/python bench/launch.py
@@ -57,7 +67,7 @@ bench: $(VENV)/.bench
 	    PJRT_DEVICE=CPU $(XLA)/bin/python bench/$$each.py || exit 1; done; fi
 
 clean:
-	rm -rf $(VENV) $(XLA) build out *.egg-info
+	rm -rf $(VENV) $(XLA) build dist out *.egg-info
 
 # One stamp per extra of setup.cfg: what is installed stays installed.
 $(VENV)/.%: setup.cfg constraints.txt | $(BIN)/python

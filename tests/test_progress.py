@@ -16,9 +16,10 @@ import pytest
 import torch
 import warm_scripts
 from modes import HOST, SOLO, THREADS_2, Mode
+from torch.utils.data import DataLoader, TensorDataset
 
 import unisono
-from unisono import terminal
+from unisono import DeviceLoader, terminal
 from unisono.launch.watching.lines import LineMixer
 
 PATIENCE_S = 60
@@ -247,6 +248,26 @@ def test_a_file_of_ones_own_and_disable_are_as_in_tqdm() -> None:
     list(unisono.tqdm(range(2), file=stream, disable=True))
     list(unisono.tqdm(range(2), file=stream, disable=None))  # which is True where there is no terminal
     assert stream.getvalue() == "named 2/2\n"
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("kind", ["log", "pipe", "terminal", "disabled"])
+def test_a_bar_over_a_loader_begins_one_epoch(kind: str, written: Callable[[], str]) -> None:
+    if kind == "pipe":
+        terminal.set_columns(60)
+    options = {"terminal": {"file": _Terminal()}, "disabled": {"disable": True}}.get(kind, {})
+    data = TensorDataset(torch.arange(20))
+    plain, shown = (DeviceLoader(DataLoader(data, batch_size=5, shuffle=True)) for _ in range(2))
+    for epoch in range(2):
+        expected = [batch.tolist() for (batch,) in plain]
+        bar = unisono.tqdm(shown, **options)
+        assert shown.epoch == epoch
+        assert [batch.tolist() for (batch,) in bar] == expected
+        assert len(bar) == 4
 
 
 @pytest.mark.slow

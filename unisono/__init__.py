@@ -103,14 +103,16 @@ _MODULES = ["checkpoint", "errors", "functional", "placement", "precision", "str
 __all__ = sorted(_HOME_OF)
 
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return import_module(f"unisono.{name}")
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'unisono' has no attribute {name!r}")
-    value = getattr(import_module(_HOME_OF[name]), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # for a type checker there are the imports above, and no other name
+
+    def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            return import_module(f"unisono.{name}")
+        if name not in _HOME_OF:
+            raise AttributeError(f"module 'unisono' has no attribute {name!r}")
+        value = getattr(import_module(_HOME_OF[name]), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -279,6 +279,8 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
 
         Args:
             parameters: or a model.
+            max_norm: the norm that is left, at most.
+            norm_type: p of the p-norm; infinity for the largest element.
 
         Returns:
             The norm before, a tensor of one element; None while microbatches accumulate.
@@ -291,6 +293,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
 
         Args:
             parameters: or a model.
+            clip_value: the bound, positive.
         """
         self._prepared.clip_value(parameters, clip_value)
 
@@ -332,6 +335,10 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
 
     def reduce(self, values: Any, reduction: ReduceOp = "mean", scale: float = 1.0) -> Any:
         """The reduction over all ranks, times `scale`: new tensors, in the same nesting.
+
+        Args:
+            values: a tensor, or any nesting of tensors, of the same shapes on each rank.
+            reduction: "sum", "mean", "min", "max" or "product".
 
         Raises:
             TypeError, ValueError, CollectiveMismatchError: as for `gather`; or there is no such reduction.
@@ -389,17 +396,23 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             )
         return model_state(self.unwrap_model(prepared), self.world)
 
-    def __getattr__(self, name: str) -> Any:
-        """
-        Raises:
-            AttributeError: there is no such name; what other frameworks call so is told what to do instead.
-        """
-        raise AttributeError(advice_on(name), name=name, obj=self)
+    if not TYPE_CHECKING:  # for a type checker a name that is not here is an error
+
+        def __getattr__(self, name: str) -> Any:
+            """
+            Raises:
+                AttributeError: there is no such name; what other frameworks call so is told what to do instead.
+            """
+            raise AttributeError(advice_on(name), name=name, obj=self)
 
     def load_state_dict(self, prepared: nn.Module | Optimizer, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` gave, or what a plain model or optimizer did, under any strategy and number of ranks.
 
         Every rank calls it; rank zero's state counts.
+
+        Args:
+            prepared: a prepared model or optimizer.
+            state: by the names of the module that was prepared; other ranks than zero may pass {}.
         """
         if isinstance(prepared, Optimizer):
             load_optimizer_state(prepared, self._prepared.modules(), state, self.world)

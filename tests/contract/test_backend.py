@@ -13,7 +13,8 @@ import torch
 from batches import CONTAINERS, ones, same
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from unisono.backends import NAMES, available_devices, get_backend
+from unisono.backends import NAMES, available_devices, get_backend, lacking_members
+from unisono.backends.eager import EagerBackend
 from unisono.comm.solo import SoloCommunicator
 from unisono.protocols import Backend, Communicator
 
@@ -50,6 +51,25 @@ def test_the_law_is_checked_on_a_device_of_the_family(name):
 
 
 # Identity and discovery.
+
+
+def test_it_has_every_member_that_a_backend_needs(family):
+    assert lacking_members(family) == []
+
+
+def test_members_that_a_class_lacks_are_named():
+    class Incomplete(EagerBackend):
+        """Without what each family has to say of itself."""
+
+        def device(self, index: int) -> torch.device:
+            return torch.device("cpu", index)
+
+        def activate(self, device: torch.device) -> None:
+            pass
+
+    found = lacking_members(Incomplete())
+    assert {"name", "device_count", "to_device", "wait_ready", "memory"} <= set(found)
+    assert not {"device", "activate", "hardware", "mark_step", "is_lazy"} & set(found), "it has these"
 
 
 def test_it_is_a_backend_under_its_own_name(family):

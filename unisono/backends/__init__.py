@@ -1,7 +1,10 @@
 """Device families by name, loaded when they are asked for.
 
-To add one: write `foo.py` beside this file, end it with `backend_class = FooBackend`, add "foo" to `NAMES`, and run
-`pytest tests/contract -k foo`.
+To add one: write `foo.py` beside this file, end it with `backend_class = FooBackend`, add "foo" to `OWN`, and run
+`pytest tests/contract -k foo`. Another package adds one by an entry point, and runs the same tests:
+
+    [project.entry-points."unisono.backends"]
+    foo = "package.module:FooBackend"
 """
 
 from __future__ import annotations
@@ -11,13 +14,22 @@ import os
 from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 
 import torch
 
 from unisono.protocols import Backend
 
-NAMES = ("cuda", "mps", "xla", "cpu")
-"""In the order in which `pick_backend` tries them: accelerators first, cpu last."""
+OWN = ("cuda", "mps", "xla", "cpu")
+"""The families of this package."""
+
+FOREIGN: dict[str, EntryPoint] = {
+    each.name: each for each in entry_points(group="unisono.backends") if each.name not in OWN
+}
+"""Those of other packages that are installed, by name. Each is imported when it is asked for."""
+
+NAMES = (*sorted(FOREIGN), *OWN)
+"""In the order in which `pick_backend` tries them: what was installed for it, accelerators, cpu last."""
 
 CHOICE = "UNISONO_BACKEND"
 """The environment variable that names the family to pick where a program names none."""
@@ -32,11 +44,38 @@ def get_backend(name: str) -> Backend:
 
     Raises:
         ValueError: there is no such family.
+        ImportError: it is of another package, and cannot be loaded.
     """
     if name not in NAMES:
         raise ValueError(f"backend {name!r} does not exist; choose one of {', '.join(sorted(NAMES))}")
+    if name in FOREIGN:
+        return _foreign(FOREIGN[name])
     backend: Backend = import_module(f"unisono.backends.{name}").backend_class()
     return backend
+
+
+def _foreign(entry: EntryPoint) -> Backend:
+    """The family of another package. Loading it lets torch know the type of its devices."""
+    try:
+        backend = entry.load()()
+    except Exception as error:
+        package = entry.dist.name if entry.dist is not None else entry.module
+        raise ImportError(
+            f"backend {entry.name!r} of the package {package} cannot be loaded, {type(error).__name__}: {error}; "
+            "repair or uninstall that package"
+        ) from error
+    if lacking := lacking_members(backend):
+        raise ImportError(
+            f"backend {entry.name!r}, {entry.value}, lacks {', '.join(lacking)} of unisono.protocols.Backend"
+        )
+    found: Backend = backend
+    return found
+
+
+def lacking_members(backend: object) -> list[str]:
+    """What an object needs to be a `Backend`, and does not have."""
+    asked = {*Backend.__annotations__, *(name for name in vars(Backend) if not name.startswith("_"))}
+    return sorted(name for name in asked if not hasattr(backend, name))
 
 
 def pick_backend(name: str | None = None) -> Backend:
@@ -106,6 +145,8 @@ def resolve_device(device: str | int | torch.device) -> tuple[Backend, torch.dev
     if isinstance(device, int):
         backend = pick_backend()
         return backend, backend.device(device)
+    if isinstance(device, str) and (kind := device.partition(":")[0]) in FOREIGN:
+        get_backend(kind)
     try:
         wanted = torch.device(device)
     except RuntimeError:

@@ -107,6 +107,7 @@ class Checkpointer:
         Damaged ones are passed over with a warning, where there is another one.
 
         Args:
+            path: of a checkpoint, or of a directory of them; None takes this one's directory.
             must_exist: None is returned where there is none, and this is False.
 
         Raises:
@@ -141,9 +142,14 @@ class Checkpointer:
 
 
 def save(path: str | os.PathLike[str], *, step: int = 0, world: World | None = None, **objects: Any) -> Location:
-    """Save objects, and every rank's random generators, as one checkpoint at that path. All ranks call.
+    """Save objects, and every rank's random generators, as one checkpoint. All ranks call.
 
-    Args and errors are as for `Checkpointer.save`; it returns when the disk has it.
+    Errors are as for `Checkpointer.save`; it returns when the disk has it.
+
+    Args:
+        path: of the checkpoint, which is replaced if it is there; or a URL.
+        step: the number of steps that it says were taken.
+        objects: by name, as for `Checkpointer`.
     """
     saved = Saver(world or current_world()).save(Place(location(path)), objects, step)
     assert saved is not None  # there is no score
@@ -153,7 +159,13 @@ def save(path: str | os.PathLike[str], *, step: int = 0, world: World | None = N
 def load(
     path: str | os.PathLike[str], *, must_exist: bool = True, world: World | None = None, **objects: Any
 ) -> Loaded | None:
-    """Load objects, under the names by which they were saved; as `Checkpointer.load`. All ranks call."""
+    """Load objects; as `Checkpointer.load`. All ranks call.
+
+    Args:
+        path: of a checkpoint, or of a directory of them; or a URL.
+        must_exist: None is returned where there is none, and this is False.
+        objects: under the names by which they were saved.
+    """
     restored = Saver(world or current_world()).load(location(path), objects, must_exist)
     return None if restored is None else restored.loaded
 

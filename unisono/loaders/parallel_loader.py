@@ -312,8 +312,11 @@ class DeviceLoader:
 
     In a world of several processes each rank gets its share of every round, so every rank must loop over it, as often
     as the others. Each loop is the next epoch, counted here: make it once, and not again for each epoch, which would
-    begin at 0 each time. Others over the same DataLoader count their own. The arguments are those of `ParallelLoader`;
-    `device=None` takes the world's device.
+    begin at 0 each time. Others over the same DataLoader count their own.
+
+    Args:
+        device: of the batches; None takes the world's.
+        others: as for `ParallelLoader`.
 
     Attributes:
         valid_samples, weight: as for `DeviceIterator`, of the innermost loop that goes on, or the last one.

@@ -88,6 +88,10 @@ def check_replicas(module: nn.Module, every: int = 1, *, buffers: bool = False, 
 def broadcast_parameters(module: nn.Module, root: int = 0, world: World | None = None) -> None:
     """Give every rank the root's parameters and buffers, in place; those on the device "meta" are nowhere yet.
 
+    Args:
+        module: of the same shape and types on all ranks.
+        root: the rank whose values count.
+
     Raises:
         CollectiveMismatchError: the modules differ in shape or type.
         BrokenWorldError: a peer failed or departed.

@@ -165,6 +165,10 @@ def check_samples(batch: Any, valid_samples: int, dim: int) -> None:
 def broadcast(tensor: torch.Tensor, root: int = 0, world: World | None = None) -> torch.Tensor:
     """Overwrite a tensor with the root's, in place, and return it.
 
+    Args:
+        tensor: of the same shape and type on all ranks.
+        root: the rank whose values count.
+
     Raises:
         ValueError: `root` is no rank of the world; or the tensor requires grad.
         BrokenWorldError, CollectiveMismatchError: as for `all_reduce`.

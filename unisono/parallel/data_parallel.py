@@ -161,6 +161,10 @@ class DataParallel:
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
         """Load the network's state into every replica; as `nn.Module.load_state_dict`.
 
+        Args:
+            state: what `state_dict` gave, or that of the plain network.
+            strict: refuse names that are missing or unexpected.
+
         Raises:
             BusyError: a call is running; a loop loads into its own model, on each replica.
         """

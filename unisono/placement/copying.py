@@ -72,7 +72,11 @@ def copy_to(obj: T, device: DeviceLike) -> T:
 
 
 def scalar_like(value: float, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without dimensions that holds `value`, on the device and in the precision of another."""
+    """A tensor without dimensions that holds `value`, on the device and in the precision of `tensor`.
+
+    Raises:
+        TypeError: `tensor` is none.
+    """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"tensor={tensor!r} is a {type(tensor).__name__}; pass a tensor")
     return torch.full((), value, dtype=tensor.dtype, device=tensor.device)

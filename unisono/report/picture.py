@@ -15,6 +15,7 @@ def save_picture(report: Report, losses: Sequence[float], path: str | Path) -> P
     """Draw the loss by step, and each rank's time by phase, into a PNG file.
 
     Args:
+        report: of `gather_report`, on rank zero.
         losses: the mean loss of each step's global batch.
         path: of the file; its folder is made.
 

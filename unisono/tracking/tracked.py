@@ -26,6 +26,7 @@ class Tracked:
         """Begin a run of all trackers, which write to `project_dir / project_name`; on other ranks than zero, nothing.
 
         Args:
+            project_name: of the run's directory; W&B's project, MLflow's experiment.
             config: what the run was made with, in the first line of its file, and where a library shows it.
             init_kwargs: what a library takes beside, by its name: `{"wandb": {"tags": ["baseline"]}}` goes to
                 `wandb.init`, "tensorboard" to torch's `SummaryWriter`, "mlflow" to `mlflow.start_run`.

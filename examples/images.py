@@ -1,0 +1,78 @@
+"""Classify images of digits: with a schedule, checkpoints, a tracker and a progress bar, on any number of devices.
+
+    python examples/images.py --devices 2
+
+Interrupt it and start it again: it continues after the last whole epoch. The losses are those of one device.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from unisono import Accelerator, spawn, tqdm, world_size
+
+
+def load() -> tuple[TensorDataset, TensorDataset]:
+    """1,437 images of 8 x 8 pixels to train on, and 360 to test with."""
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+    labels = torch.tensor(digits.target)
+    return TensorDataset(images[360:], labels[360:]), TensorDataset(images[:360], labels[:360])
+
+
+def build_model() -> nn.Module:
+    convolutions = [nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, stride=2), nn.ReLU()]
+    return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(64 * 9, 10))
+
+
+def train(index: int, epochs: int, directory: str) -> tuple[list[float], float]:
+    """The mean loss of each epoch, and the accuracy on the test images."""
+    accelerator = Accelerator(seed=0, project_dir=directory, total_limit=2)
+    train_set, test_set = load()
+    model = build_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    loader = DataLoader(train_set, batch_size=60 // world_size(), shuffle=True)
+    test_loader = DataLoader(test_set, batch_size=120 // world_size())
+    model, optimizer, loader, test_loader = accelerator.prepare(model, optimizer, loader, test_loader)
+    scheduler = accelerator.prepare(OneCycleLR(optimizer, max_lr=0.1, total_steps=epochs * len(loader)))
+    accelerator.init_trackers("digits", config={"epochs": epochs})
+    accelerator.load_state(must_exist=False)
+    losses = []
+    for epoch in range(loader.epoch, epochs):
+        total = torch.zeros((), device=accelerator.device)
+        for images, labels in tqdm(loader, desc=f"epoch {epoch}", leave=False):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(images), labels)
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            total += loss.detach() * loader.valid_samples
+        losses.append(accelerator.reduce(total, "sum").item() / len(train_set))
+        accelerator.print(f"epoch {epoch}: loss {losses[-1]:.4f}")
+        accelerator.log({"loss": losses[-1], "lr": scheduler.get_last_lr()[0]}, step=epoch)
+        accelerator.save_state(is_async=True)
+    right = 0
+    with torch.no_grad():
+        for images, labels in test_loader:
+            predictions, labels = accelerator.gather_for_metrics((model(images).argmax(dim=1), labels))
+            right += int((predictions == labels).sum())
+    accelerator.end_training()
+    return losses, right / len(test_set)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--backend", help="cpu, cuda, mps or xla; an accelerator by default, where there is one")
+    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--directory", default="runs/images")
+    given = parser.parse_args()
+    (_, accuracy), *_ = spawn(train, args=(given.epochs, given.directory), nprocs=given.devices, backend=given.backend)
+    print(f"test accuracy {accuracy:.2%}")

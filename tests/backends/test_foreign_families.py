@@ -1,0 +1,81 @@
+"""A family of devices that another package brings, by an entry point."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import unisono
+
+FAMILY = """
+import torch
+
+from unisono.backends.cpu import CpuBackend
+
+torch.utils.rename_privateuse1_backend("mirage")
+
+
+class MirageBackend(CpuBackend):
+    name = "mirage"
+
+    def device_count(self):
+        return 2
+
+    def is_accelerated(self):
+        return True
+
+    def device(self, index):
+        if not 0 <= index < 2:
+            raise ValueError(f"device mirage:{index} does not exist")
+        return torch.device("mirage", index)
+
+
+class Half:
+    name = "half"
+"""
+
+SCRIPT = """
+from unisono import available_devices
+from unisono.backends import get_backend, pick_backend, resolve_device
+
+print(resolve_device("mirage:1")[1], pick_backend().name, available_devices()[:2])
+"""
+
+
+def run(directory: Path, entries: str) -> subprocess.CompletedProcess[str]:
+    """The script, where a package with these entry points is installed."""
+    (directory / "mirages.py").write_text(FAMILY)
+    facts = directory / "mirages-1.0.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: mirages\nVersion: 1.0\n")
+    (facts / "entry_points.txt").write_text(f"[unisono.backends]\n{entries}\n")
+    paths = os.pathsep.join([str(directory), str(Path(unisono.__file__).parent.parent)])
+    environ = {**os.environ, "PYTHONPATH": paths}
+    environ.pop("UNISONO_BACKEND", None)
+    return subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environ, timeout=60)
+
+
+@pytest.mark.slow
+def test_it_is_found_and_comes_before_the_cpu(tmp_path: Path) -> None:
+    done = run(tmp_path, "mirage = mirages:MirageBackend\ncpu = mirages:MirageBackend")
+    assert done.stdout == "mirage:1 mirage ['mirage:0', 'mirage:1']\n", done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ("mirage = mirages:Nothing", "backend 'mirage' of the package mirages cannot be loaded, AttributeError"),
+        ("mirage = mirages:Half", "backend 'mirage', mirages:Half, lacks activate, check_workers, "),
+    ],
+)
+def test_one_that_is_broken_is_an_error_that_names_the_package_or_what_it_lacks(
+    entry: str, words: str, tmp_path: Path
+) -> None:
+    done = run(tmp_path, entry)
+    assert done.returncode == 1
+    assert f"ImportError: {words}" in done.stderr

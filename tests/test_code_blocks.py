@@ -1,0 +1,236 @@
+"""Each Python block of the documents runs.
+
+The blocks of a page run in their order, in one namespace and an empty directory, so that a later one may use what an
+earlier one has made. What a page may take for granted is in `given`. A block that cannot run here is marked where a
+reader sees it: its title begins with "needs" and says what; it is compiled.
+
+Some pages have tests of their own, which compare what their blocks do; `ELSEWHERE` names these.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import warm_scripts
+from modes import wait_preloaded
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import unisono
+from unisono.cli.main import COMMANDS
+from unisono.report.summary import Report, summarise
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
+
+ELSEWHERE = {
+    "README.md": "test_readme.py",
+    "docs/training.md": "test_training_page.py",
+    "docs/checkpoints.md": "test_checkpoints_page.py",
+    "docs/quickstart.md": "test_quickstart.py",
+}
+
+
+class Block(NamedTuple):
+    """A fenced block: its language, its title and its text; and the line of the page that it begins in."""
+
+    language: str
+    title: str
+    text: str
+    line: int
+
+    @property
+    def needs(self) -> str:
+        """What it cannot run without; "" where it runs."""
+        return self.title if self.title.startswith("needs ") else ""
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks_of(page: Path) -> Iterator[Block]:
+    text = page.read_text()
+    for found in re.finditer(r'^```(\w+)(?: title="([^"]*)")?\n(.*?)^```$', text, re.DOTALL | re.MULTILINE):
+        yield Block(found[1], found[2] or "", found[3], text.count("\n", 0, found.start()) + 2)
+
+
+def python_blocks(page: Path) -> list[Block]:
+    return [block for block in blocks_of(page) if block.language == "python"]
+
+
+WITH_PYTHON = [name_of(page) for page in PAGES if python_blocks(page)]
+WITH_DIFFS = [name_of(page) for page in PAGES if any(block.language == "diff" for block in blocks_of(page))]
+
+
+def given(path: Path) -> dict[str, Any]:
+    """What a page takes for granted: torch, this package, a classifier of 60 points, and its loaders."""
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(60, 8), torch.randint(3, (60,)))
+    model, net, small = (nn.Linear(8, 3) for _ in range(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+
+    names = {name: getattr(unisono, name) for name in unisono.__all__}
+    return names | {
+        "__name__": "page",  # no module, so that workers get its functions by value
+        "F": F,
+        "data": data,
+        "device": torch.device("cpu"),
+        "epochs": 2,
+        "loader": DataLoader(data, batch_size=10, shuffle=True),
+        "losses": [0.7, 0.5],
+        "model": model,
+        "net": net,
+        "nn": nn,
+        "optimizer": optimizer,
+        "path": path,
+        "build": lambda: (model, optimizer, DataLoader(data, batch_size=10, shuffle=True)),
+        "save": lambda *states: None,
+        "sgd": torch.optim.SGD(small.parameters(), lr=0.1),
+        "small": small,
+        "step": lambda *batch: None,
+        "test_loader": DataLoader(data, batch_size=10),
+        "torch": torch,
+        "train": lambda index: index,
+        "train_step": train_step,
+        "x": data.tensors[0],
+        "y": data.tensors[1],
+    }
+
+
+@pytest.fixture(scope="module")
+def fonts(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """matplotlib keeps the files of its fonts open."""
+    unisono.save_picture(Report([summarise()]), [2.0, 1.0], tmp_path_factory.mktemp("fonts") / "picture.png")
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run_block(page: str, block: Block, scope: dict[str, Any]) -> None:
+    """The lines of a traceback are those of the page."""
+    exec(compile("\n" * (block.line - 1) + block.text, ROOT / page, "exec"), scope)
+
+
+@pytest.mark.usefixtures("fonts")
+@pytest.mark.parametrize("page", [page for page in WITH_PYTHON if page not in ELSEWHERE])
+def test_the_blocks_of_a_page_run(page: str, directory: Path) -> None:
+    blocks = [block for block in python_blocks(ROOT / page) if not block.needs]
+    if any("spawn(" in block.text for block in blocks):
+        wait_preloaded()
+    scope = given(directory)
+    for block in blocks:
+        run_block(page, block, scope)
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON)
+def test_what_does_not_run_says_what_it_needs_and_compiles(page: str) -> None:
+    for block in python_blocks(ROOT / page):
+        if block.needs:
+            assert re.fullmatch(r"needs (two machines|torchrun|a GPU|a TPU|an account)(: .+)?", block.needs), block
+            compile(block.text, page, "exec")
+
+
+def sides(diff: str) -> tuple[str, str]:
+    """The script before and after the change."""
+    before, after = ([line[1:] for line in diff.splitlines() if line[:1] in (" ", sign, "")] for sign in "-+")
+    return "\n".join(before) + "\n", "\n".join(after) + "\n"
+
+
+@pytest.mark.parametrize("page", WITH_DIFFS)
+def test_the_scripts_after_and_before_a_change_compile(page: str) -> None:
+    for block in blocks_of(ROOT / page):
+        if block.language == "diff" and "\n ..." not in block.text:
+            before, after = sides(block.text)
+            compile(after, page, "exec")
+            if "<-" not in before:  # R
+                compile(before, page, "exec")
+
+
+COMING_FROM = ROOT / "docs" / "coming_from.md"
+DIFFS = {
+    title: sides(diff)
+    for title, diff in re.findall(
+        r"^## (.*?)\n+.*?```diff\n(.*?)```", COMING_FROM.read_text(), re.DOTALL | re.MULTILINE
+    )
+}
+
+
+@pytest.mark.parametrize("title", DIFFS)
+def test_what_a_script_of_another_framework_becomes_trains(title: str, directory: Path) -> None:
+    scope = given(directory)
+    first = {name: weight.clone() for name, weight in scope["model"].state_dict().items()}
+    exec(compile(DIFFS[title][1], f"coming from {title}", "exec"), scope)
+    trained = scope["replicas"].state_dict() if "replicas" in scope else scope["model"].state_dict()
+    assert any(not torch.equal(trained[name], weight) for name, weight in first.items())
+    assert {path.name for path in directory.iterdir()} & {"model.pt", "model", "state"}, "it saves what it has trained"
+
+
+def test_of_the_scripts_that_need_torch_alone_both_sides_run(directory: Path) -> None:
+    """On the CPU, torch's DataParallel calls the module, so the script on one device is the same."""
+    scope = given(directory)
+    exec(compile(DIFFS["nn.DataParallel"][0], "before", "exec"), scope)
+    assert (directory / "model.pt").exists()
+
+
+@pytest.mark.slow
+def test_the_script_for_torchs_own_ddp_runs_as_it_is(directory: Path) -> None:
+    prelude = (
+        "import torch\nfrom torch.nn import functional as F\nfrom torch.utils.data import TensorDataset\n"
+        "data = TensorDataset(torch.randn(60, 8), torch.randint(3, (60,)))\nmodel = torch.nn.Linear(8, 3)\n"
+    )
+    (directory / "train.py").write_text(prelude + DIFFS["DistributedDataParallel"][0])
+    (directory / "launch.py").write_text(warm_scripts.COMMAND)
+    code, _, errors = warm_scripts.complete(
+        directory / "launch.py", "run", "-n", "2", "--backend", "cpu", "train.py", directory=directory
+    )
+    assert code == 0, errors
+    assert (directory / "model.pt").exists()
+
+
+def commands() -> list[tuple[str, str]]:
+    """Each line in a shell block that calls `unisono`, by itself or below srun."""
+    found = []
+    for page in PAGES:
+        for block in blocks_of(page):
+            if block.language == "sh":
+                lines = [line.partition(" #")[0].strip() for line in block.text.replace("\\\n", " ").splitlines()]
+                found += [(name_of(page), line[line.index("unisono ") :]) for line in lines if _calls(line)]
+    return found
+
+
+def _calls(line: str) -> bool:
+    return re.match(r"(srun .*)?unisono [a-z]", line) is not None
+
+
+@pytest.mark.parametrize(("page", "command"), commands())
+def test_a_command_line_is_one_that_unisono_takes(page: str, command: str) -> None:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    subparsers = parser.add_subparsers()
+    for name in COMMANDS:
+        import_module(f"unisono.cli.{name}").add_parser(subparsers)
+    parsed, unknown = parser.parse_known_args(shlex.split(command)[1:])
+    assert not unknown
+    assert callable(parsed.run)
+
+
+def test_the_tests_of_pages_elsewhere_are_there() -> None:
+    assert all((Path(__file__).parent / test).exists() for test in ELSEWHERE.values())
+    assert set(ELSEWHERE) <= set(WITH_PYTHON)

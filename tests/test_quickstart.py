@@ -1,0 +1,66 @@
+"""The quickstart shows what one sees: its scripts run, its changes lead from the first to the last of them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import warm_scripts
+from test_code_blocks import ROOT, blocks_of
+
+BLOCKS = list(blocks_of(ROOT / "docs" / "quickstart.md"))
+SCRIPTS = {block.title: block.text for block in BLOCKS if block.title}
+(SHOWN,) = (block.text for block in BLOCKS if block.language == "text")
+
+
+def run(directory: Path, script: str, *options: str) -> list[str]:
+    """The lines that it prints, as `unisono run` with these options."""
+    (directory / "train.py").write_text(SCRIPTS[script])
+    (directory / "unisono.py").write_text(warm_scripts.COMMAND)
+    code, output, errors = warm_scripts.complete(
+        directory / "unisono.py", "run", "--backend", "cpu", *options, "train.py", directory=directory
+    )
+    assert code == 0, errors
+    return [re.sub(r"^\[rank 0\] ", "", line) for line in output.splitlines()]
+
+
+def is_close(found: str, shown: str) -> bool:
+    """The same words, and numbers that differ by less than rounding may make of them."""
+    number = r"\d+\.\d+"
+    pairs = zip(re.findall(number, found), re.findall(number, shown), strict=True)
+    same_words = re.sub(number, "", found) == re.sub(number, "", shown)
+    return same_words and all(abs(float(one) - float(other)) < 2e-3 for one, other in pairs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_the_script_prints_what_the_page_shows(ranks: str, tmp_path: Path) -> None:
+    found = run(tmp_path, "train.py", "-n", ranks)
+    shown = SHOWN.splitlines()
+    assert len(found) == len(shown)
+    assert all(map(is_close, found[:-1], shown[:-1])), found
+    assert abs(int(found[-1].split()[0]) - int(shown[-1].split()[0])) <= 2, "of 500 points"
+
+
+@pytest.mark.slow
+def test_the_last_script_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
+    found = run(tmp_path, "train_all.py", "-n", "2")
+    assert found[0].startswith("epoch 0"), found
+    assert any("bound:" in line for line in found), "the verdict"
+    assert list((tmp_path / "runs/spirals/spirals").glob("events.out.tfevents.*"))
+    again = run(tmp_path, "train_all.py", "-n", "1")
+    assert again[0] == next(line for line in found if line.endswith("points are right")), "no epoch is left to train"
+
+
+def test_the_changes_lead_from_the_first_script_to_the_last() -> None:
+    lines = SCRIPTS["train.py"].splitlines()
+    for block in BLOCKS:
+        if block.language == "diff":
+            for line in block.text.splitlines():
+                if line.startswith("-"):
+                    lines.remove(line[1:])
+                elif line.startswith("+") and not line.startswith("+from"):
+                    lines.append(line[1:])
+    ours = [line for line in SCRIPTS["train_all.py"].splitlines() if not line.startswith("from unisono")]
+    assert sorted(line for line in lines if not line.startswith("from unisono")) == sorted(ours)
