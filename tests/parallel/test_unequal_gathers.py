@@ -103,3 +103,59 @@ def test_a_gather_of_samples_with_other_columns_on_one_rank_is_named(peers):
     for text in peers.run(lambda: told(gather)):
         assert "CollectiveMismatchError" in text
         assert f"rank {peers.ranks - 1} called all_gather(float32[2, 4])" in text
+
+
+def one_of_many(columns: int) -> dict[str, torch.Tensor]:
+    """Longer in words than a message shows."""
+    return {f"column {each}": torch.ones(2) for each in range(columns)}
+
+
+# What the last rank gathers, while the others gather tensors of the same shapes.
+MISPLACED: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "another order": (lambda: one_of_many(2), lambda: dict(reversed(one_of_many(2).items()))),
+    "another name at the end of many": (
+        lambda: one_of_many(40),
+        lambda: {**one_of_many(39), "column": torch.ones(2)},
+    ),
+    "a list for a tuple": (lambda: (torch.ones(2), torch.ones(2)), lambda: [torch.ones(2), torch.ones(2)]),
+}
+
+
+GATHERS: dict[str, Callable[[Any], Any]] = {
+    "all_gather_samples": lambda values: unisono.all_gather_samples(values, 2),
+    "functional": lambda values: unisono.functional.all_gather_samples(values),
+    "gather": lambda values: unisono.Accelerator().gather(values),
+}
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        *((call, "another order") for call in GATHERS),
+        *(("all_gather_samples", name) for name in MISPLACED if name != "another order"),
+    ],
+)
+def test_equal_tensors_in_another_structure_are_told_on_all_ranks(peers, call, name):
+    make, make_other = MISPLACED[name]
+
+    def gather(call: str) -> str:
+        return told(lambda: GATHERS[call]((make_other if is_last() else make)()))
+
+    for text in peers.run(lambda: gather(call)):
+        assert "CollectiveMismatchError" in text
+
+
+def test_another_dimension_of_one_rank_is_told(peers):
+    def gather() -> Any:
+        return unisono.all_gather_samples(torch.ones(2, 2), 2, dim=int(is_last()))
+
+    for text in peers.run(lambda: told(gather)):
+        assert "CollectiveMismatchError" in text
+        assert "along 0" in text
+        assert "along 1" in text
+
+    def pad() -> Any:
+        return unisono.Accelerator().pad_across_processes(torch.ones(2, 2 + is_last()), dim=int(is_last()))
+
+    for text in peers.run(lambda: told(pad)):
+        assert "CollectiveMismatchError" in text

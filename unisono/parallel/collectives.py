@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from unisono.comm.operations import HOST
+from unisono.parallel.structures import announce_structure
 from unisono.protocols import ReduceOp
 from unisono.timeline import REDUCE
 from unisono.tree import leaves, tree_map
@@ -109,6 +110,7 @@ def gather_samples(
     Args:
         gather: every rank's tensor, of tensors of one shape.
     """
+    announce_structure(f"all_gather_samples along {dim}", batch, world)
     counts = world.comm.all_gather(torch.tensor([valid_samples], device=HOST))
     numbers = [int(count) for count in counts]
 

@@ -6,18 +6,16 @@ tensors. So ranks whose structures differ get an error that names two of them, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from unisono.comm.operations import HOST
 from unisono.parallel.collectives import all_gather, all_reduce, refuse_gradient
+from unisono.parallel.structures import announce_structure, with_shape
 from unisono.protocols import ReduceOp
 from unisono.tree import leaves, tree_map
 from unisono.world import World
-
-_SHOWN = 400  # characters of a structure
 
 
 def gather_nested(values: Any, dim: int, world: World) -> Any:
@@ -39,7 +37,7 @@ def reduce_nested(values: Any, reduction: ReduceOp, scale: float, world: World) 
 
 def pad_nested(values: Any, dim: int, pad_index: float, pad_first: bool, world: World) -> Any:
     """As `Accelerator.pad_across_processes`."""
-    _enter("pad_across_processes", values, world, None, has_shapes=False)
+    _enter(f"pad_across_processes along {dim}", values, world, None, has_shapes=False)
     padded = [each for each in leaves(values) if -each.ndim <= dim < each.ndim]
     if not padded:
         return values
@@ -80,20 +78,4 @@ def _enter(name: str, values: Any, world: World, with_gradient: str | None, has_
             )
         if with_gradient is not None:
             refuse_gradient(each, called, with_gradient)
-    described = _describe(values, _shaped if has_shapes else lambda each: f"{each.dtype}, {each.ndim}-dim")
-    world.comm.announce(f"{name} of {described if len(described) < _SHOWN else f'{described[:_SHOWN]}...'}")
-
-
-def _shaped(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
-def _describe(values: Any, describe_tensor: Callable[[torch.Tensor], str]) -> str:
-    """The structure in words: equal for two ranks whose tensors belong together."""
-    if isinstance(values, torch.Tensor):
-        return describe_tensor(values)
-    if isinstance(values, Mapping):
-        return "{" + ", ".join(f"{key!r}: {_describe(each, describe_tensor)}" for key, each in values.items()) + "}"
-    if isinstance(values, list | tuple):
-        return f"{type(values).__name__}({', '.join(_describe(each, describe_tensor) for each in values)})"
-    return f"{type(values).__name__}({', '.join(describe_tensor(each) for each in leaves(values))})"
+    announce_structure(name, values, world, with_shape if has_shapes else None)

@@ -107,6 +107,14 @@ def zeroed_before_backward(training: Training) -> None:
         training.optimizer.step()
 
 
+def zeroed_by_the_model_before_backward(training: Training) -> None:
+    for batch in training.loader:
+        loss = mean_loss(training.network, batch)
+        training.network.zero_grad()
+        training.accelerator.backward(loss)
+        training.optimizer.step()
+
+
 def computed_inputs(training: Training) -> None:
     for inputs, *others in training.loader:
         training.learn([inputs + 0, *others])
@@ -131,6 +139,7 @@ LOOPS = (
     all_drawn_first,
     after_a_look_at_the_first,
     zeroed_before_backward,
+    zeroed_by_the_model_before_backward,
     computed_inputs,
     with_evaluation_inside,
 )
@@ -158,7 +167,14 @@ def test_however_batches_are_drawn_the_weights_are_those_of_one_device(mode: Mod
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
 def test_under_every_strategy_they_are(strategy: str, accumulate: int) -> None:
-    loops = [straight, with_plain_backward, drawn_one_ahead, all_drawn_first, computed_inputs]
+    loops = [
+        straight,
+        with_plain_backward,
+        drawn_one_ahead,
+        all_drawn_first,
+        zeroed_by_the_model_before_backward,
+        computed_inputs,
+    ]
     first, _ = PROCESSES_2.run(lambda: [trained(loop, accumulate, strategy) for loop in loops])
     expected = plain_run(CASE._replace(accumulate=accumulate), 2)
     for loop, state in zip(loops, first, strict=True):

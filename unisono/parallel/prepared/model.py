@@ -78,7 +78,7 @@ class PreparedModel(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """`module.zero_grad`, but between microbatches of one step."""
         if all(stepper.may_zero() for stepper in self._steppers):
-            self.module.zero_grad(set_to_none)
+            self.engine.zero_grad(set_to_none)
             for stepper in self._steppers:
                 stepper.forget()
 

@@ -197,6 +197,10 @@ class Engine:
         while self.hooks:
             self.hooks.popitem()[1].remove()
 
+    def zero_grad(self, set_to_none: bool) -> None:
+        """`zero_grad` of the module."""
+        self.module.zero_grad(set_to_none)
+
     def forget(self) -> None:
         """The gradients are zero."""
         self.is_held = self.is_reduced = False
