@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
 
@@ -35,25 +34,10 @@ def tqdm(iterable: Iterable[Any] | None = None, *args: Any, world: World | None 
             raise
         raise ImportError("unisono.tqdm needs tqdm, which is not installed; pip install tqdm", name="tqdm") from error
     if (world or current_world()).rank != 0:
-        return _over(iterable, bars.LogBar, *args, **{**options, "disable": True})
+        return bars.LogBar(iterable, *args, **{**options, "disable": True})
     file = options.get("file") or sys.stderr
     if bars.is_notebook() or (hasattr(file, "isatty") and file.isatty()):
-        return _over(iterable, bars.auto.tqdm, *args, **options)
+        return bars.auto.tqdm(iterable, *args, **options)
     if file is sys.stderr and (columns := columns_behind_pipe()):
-        return _over(iterable, bars.PipedBar, *args, **{"ncols": bars.width_within(columns), **options})
-    return _over(iterable, bars.LogBar, *args, **options)
-
-
-def _over(iterable: Iterable[Any] | None, kind: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """A bar over the iterable, which begins it once, by its loop.
-
-    tqdm's own begins it when it is made, too, for `async for`: a loader would count that as an epoch.
-    """
-    if iterable is None or hasattr(iterable, "__aiter__"):
-        return kind(iterable, *args, **options)
-    if len(args) < 2 and options.get("total") is None:  # the second is the total
-        with suppress(TypeError, AttributeError):
-            options["total"] = len(iterable)  # type: ignore[arg-type] # where it has a length
-    bar = kind(None, *args, **options)
-    bar.iterable = iterable
-    return bar
+        return bars.PipedBar(iterable, *args, **{"ncols": bars.width_within(columns), **options})
+    return bars.LogBar(iterable, *args, **options)

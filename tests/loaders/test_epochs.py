@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import logging
 import weakref
 from collections.abc import Callable, Iterator
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+import tqdm
+import tqdm.auto
 from epochs import Numbers, worlds
 from modes import PROCESSES_2, SOLO, THREADS_2, devices
 from torch import nn
@@ -83,6 +86,25 @@ def test_each_loader_over_a_dataloader_counts_epochs_of_its_own():
     assert (taken(evaluation), taken(train)) == (plain(1), plain(7))
     parallel = ParallelLoader(source, ["cpu"])
     assert taken(parallel.per_device_loader("cpu")) == plain(0)
+
+
+@pytest.mark.parametrize("bar", [tqdm.tqdm, tqdm.auto.tqdm], ids=["tqdm", "auto"])
+def test_a_bar_begins_one_epoch_though_it_asks_for_two_iterators(bar):
+    loader = DeviceLoader(shuffled())
+    for epoch in range(3):
+        assert taken(bar(loader, file=io.StringIO())) == plain(epoch)
+    once = DeviceLoader(iter([1, 2, 3]))
+    assert list(bar(once, file=io.StringIO())) == [1, 2, 3]
+
+
+def test_loops_that_began_together_are_epochs_in_the_order_of_their_first_batches():
+    loader = DeviceLoader(shuffled())
+    first, unused, second = iter(loader), iter(loader), iter(loader)
+    both = [(a.tolist(), b.tolist()) for a, b in zip(second, first, strict=True)]
+    assert [sample for a, _ in both for sample in a] == plain(0)
+    assert [sample for _, b in both for sample in b] == plain(1)
+    del unused
+    assert taken(loader) == plain(2)
 
 
 def test_an_evaluation_within_each_epoch_moves_no_epoch_of_the_training():

@@ -515,7 +515,7 @@ def test_a_pass_that_cannot_begin_does_not_keep_the_workers():
     loader = DataLoader(Numbers(4), num_workers=1, persistent_workers=True, batch_sampler=Broken([]))
     for _ in range(2):
         with pytest.raises(OSError, match="no batches today"):
-            iter(DeviceLoader(loader))
+            next(iter(DeviceLoader(loader)))
     assert not loader_workers()
 
 

@@ -368,7 +368,7 @@ def test_a_sampler_that_raises_leaves_the_generators_and_the_epoch_as_they_were(
     before = random_states()
     for _ in range(2):
         with pytest.raises(OSError, match="no order today"):
-            iter(device_loader)
+            next(iter(device_loader))
     assert random_states() == before
     assert device_loader.epoch == 0
     assert not dataset.asked

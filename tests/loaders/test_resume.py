@@ -567,7 +567,7 @@ def test_a_loader_with_a_state_of_its_own_goes_on_by_it(rounds):
     first = DeviceLoader(ahead := Remembering())
     iterator = iter(first)
     delivered = [each for batch in itertools.islice(iterator, rounds) for each in batch.tolist()]
-    until(lambda: ahead.given > rounds)
+    until(lambda: not rounds or ahead.given > rounds)  # what reads ahead, once a batch was drawn
     state = first.state_dict()
     del iterator
     kept = copy.deepcopy(state)

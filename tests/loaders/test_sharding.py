@@ -349,7 +349,7 @@ def test_the_message_of_a_tail_names_values_rule_and_way_out():
         "left in the last; pass a batch size that divides, or tail='split' (the default), 'drop' or 'pad'"
     )
     with pytest.raises(ValueError, match=re.escape(words)):
-        iter(loader)
+        next(iter(loader))
 
 
 def test_a_tail_is_an_error_when_it_comes_where_no_length_is_known():

@@ -164,27 +164,45 @@ class ParallelLoader:
             ValueError: the device is not one of this loader's, or there is a tail where tail="error".
             ClosedError: the loader is closed.
         """
+        iterator = self.iterator(device)
+        self._begin()
+        return iterator
+
+    def iterator(self, device: str | int | torch.device) -> DeviceIterator:
+        """As `per_device_loader`, but that the pass starts when the first batch is drawn."""
         name, names = str(resolve_device(device)[1]), self.devices
         if name not in names:
             raise ValueError(f"device {name} is not one of this loader's devices: {', '.join(names)}")
         place = names.index(name)
-        lanes = self._pipeline.lanes
+        lane, world = self._pipeline.lanes[place], self._loop_world(place)
+        return DeviceIterator(self, lane, world, partial(self._receive, place), partial(self._state_of, lane))
+
+    def _receive(self, place: int) -> Delivery:
+        if not self._receivers:
+            self._begin()
+        return self._receivers[place]()
+
+    def _state_of(self, lane: Lane) -> State:
+        return self.state_dict() if self._begun is None else state_behind(self._source, self._begun, [lane.progress])
+
+    def _begin(self) -> None:
+        """Start the pass, where it has not begun."""
         if self._is_closed:
             raise ClosedError("this ParallelLoader is closed; it makes one pass; again() gives the next one")
+        lanes = self._pipeline.lanes
         with self._starting:
-            if not self._receivers:
-                if self._world.rank == 0:
-                    tell_of_repetition(self._loader, self._source, self._bookmark)
-                begun = self._source.begin(self._rule, self._pipeline.count_left_out)
-                self._begun = begun._replace(pieces=iter(()))
-                self._bookmark.open(self._begun, self._progress())
-                if self._prefetch[0]:
-                    self._pipeline.start(begun.pieces)
-                    self._receivers = [self._receiver(lane, self._begun) for lane in lanes]
-                else:
-                    self._receivers = [Unthreaded(lanes[0], begun.pieces).receive]
-        state = partial(state_behind, self._source, self._begun, [lanes[place].progress])
-        return DeviceIterator(self, lanes[place], self._loop_world(place), self._receivers[place], state)
+            if self._receivers:
+                return
+            if self._world.rank == 0:
+                tell_of_repetition(self._loader, self._source, self._bookmark)
+            begun = self._source.begin(self._rule, self._pipeline.count_left_out)
+            self._begun = begun._replace(pieces=iter(()))
+            self._bookmark.open(self._begun, self._progress())
+            if self._prefetch[0]:
+                self._pipeline.start(begun.pieces)
+                self._receivers = [self._receiver(lane, self._begun) for lane in lanes]
+            else:
+                self._receivers = [Unthreaded(lanes[0], begun.pieces).receive]
 
     def __iter__(self) -> Any:
         raise TypeError(
@@ -360,7 +378,6 @@ class DeviceLoader:
         )
         self.length_was_asked = False
         self._loops = [Progress()]  # the innermost last; not the iterators: their threads end with them
-        self._is_spent = False
 
     @property
     def valid_samples(self) -> int | Any:  # as there
@@ -373,7 +390,7 @@ class DeviceLoader:
     @property
     def _loop(self) -> Progress:
         """The innermost loop that goes on; the last one, where none does."""
-        return next((each for each in reversed(self._loops) if not each.is_over), self._loops[0])
+        return next((each for each in reversed(self._loops) if each.rounds and not each.is_over), self._loops[0])
 
     @property
     def epoch(self) -> int:
@@ -381,17 +398,16 @@ class DeviceLoader:
         return self._never_begun.epoch
 
     def __iter__(self) -> DeviceIterator:
+        """The next loop. It counts as an epoch when its first batch is drawn: some progress bars ask for two."""
         source = self._never_begun._loader
-        if self._is_spent:
+        if isinstance(source, Iterator) and iter(source) is source and any(each.rounds for each in self._loops):
             raise RuntimeError(
                 f"this DeviceLoader was looped over before, and its source, a {type(source).__name__}, gives its "
                 "batches only once; pass an iterable that can begin anew, a list or a DataLoader"
             )
         parallel = self._never_begun.again()
-        iterator = parallel.per_device_loader(self._device)
-        self._is_spent = isinstance(source, Iterator) and iter(source) is source
         self._loops = [each for each in self._loops if each.rounds and not each.is_over] + parallel._progress()
-        return iterator
+        return parallel.iterator(self._device)
 
     def __len__(self) -> int:
         """The number of batches of a whole epoch; TypeError where the loader has no length."""
