@@ -64,13 +64,12 @@ class Maker:
 
     def model(self, module: nn.Module) -> PreparedModel:
         """The module, on its device, behind its engine."""
-        if is_on_meta(module):
-            if self.strategy.fills:
-                module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self.world.device))
-            else:
-                fill(module, self.world.device)
         if self.moves and not is_on_meta(module):
             module = move_module(module, self.world.device)
+        elif self.moves and self.strategy.fills:  # what is on "meta" it fills itself
+            module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self.world.device))
+        elif self.moves:
+            fill(module, self.world.device)
         if self.is_synchronized:
             module = synchronize_batch_norm(module, self.world, self.passes.weight)
         if self._guard is not None:
