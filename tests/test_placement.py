@@ -346,6 +346,9 @@ class Recorder:
     def synchronize(self, device: torch.device) -> None:
         self.calls.append(f"wait {device}")
 
+    def clock(self, device: torch.device) -> None:
+        return None
+
 
 @pytest.mark.parametrize("device", [None, "cpu", 0, Device("cpu"), torch.device("cpu"), ["cpu:0", Device("cpu", 1)]])
 @pytest.mark.parametrize("wait", [False, True])
