@@ -25,7 +25,9 @@ def send(leaf: Any, device: torch.device, non_blocking: bool = False) -> Any:
 def host_buffer(like: torch.Tensor) -> torch.Tensor:
     """Main memory for a copy of that tensor, laid out alike, page-locked where the device copies faster into such."""
     pins = like.device.type == "cuda"
-    return torch.empty_like(like, device="cpu", pin_memory=pins)
+    # By way of meta: what is like an XLA tensor has no memory, wherever it is to lie.
+    layout = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+    return torch.empty_like(layout, device="cpu", pin_memory=pins)
 
 
 def move_module(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
