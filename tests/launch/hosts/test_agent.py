@@ -598,7 +598,8 @@ def test_each_machine_keeps_the_files_of_a_run_under_the_ranks_of_the_whole_worl
         names = {path.name for path in run.path.iterdir()}
         assert names == {"run.json", "events.jsonl", "samples.jsonl", f"rank-{rank}.stdout", f"rank-{rank}.stderr"}
         assert (run.path / f"rank-{rank}.stdout").read_text() == f"from {rank} {host}\n"
-        assert "WorkerDiedError" in (run.path / f"rank-{rank}.stderr").read_text()
+        errors = (run.path / f"rank-{rank}.stderr").read_text()  # killed, or woken by the end of the other
+        assert "WorkerDiedError" in errors or "BrokenWorldError" in errors
         assert (run.facts["state"], run.facts["exit_code"], run.facts["num_machines"]) == ("failed", 1, [2, 2])
         assert [each["event"] for each in run.events] == ["started", "failed", "finished"]
         assert {sample["rank"] for sample in run.samples} == {rank}
