@@ -2,8 +2,8 @@
 
     python bench/threads.py [--blocks 10] [--megabytes 100]
 
-- all_reduce between 2 and 4 threads, against gloo's between as many processes, and against the memory's own speed: the
-  same threads copy their tensors, which moves as many bytes as the least that an all_reduce must move.
+- all_reduce between 2 and 4 threads, against as many processes in shared memory and over gloo, and against the memory's
+  own speed: the same threads copy their tensors, which moves as many bytes as the least that an all_reduce must move.
 - Steps per second of DataParallel against worker processes: the example's CNN, and a model of many small operations,
   whose threads wait for the interpreter's lock most.
 - What a call costs that has nothing to do, and how many threads it starts.
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -60,13 +60,13 @@ def seconds(body: Callable[[], Any]) -> float:
 # Collectives.
 
 
-def gloo_seconds(index: int, length: int) -> float:
+def process_seconds(index: int, length: int) -> float:
     tensor = torch.ones(length)
     return seconds(lambda: dist.all_reduce(tensor))
 
 
 def collectives(ranks: int, length: int, blocks: int) -> None:
-    """The time of an all_reduce in threads, over that of gloo, and over that of a copy by the same threads."""
+    """The time of an all_reduce in threads, against that in processes, and that of a copy by the same threads."""
     replicas = DataParallel(nn.Identity(), devices(ranks))
 
     def reduce(*_: Any) -> float:
@@ -77,16 +77,23 @@ def collectives(ranks: int, length: int, blocks: int) -> None:
         tensor, other = torch.ones(length), torch.empty(length)
         return seconds(lambda: other.copy_(tensor))
 
+    def between_processes(process_group: Literal["gloo"] | None) -> float:
+        options: dict[str, Any] = {"num_threads": 1, "backend": "cpu", "process_group": process_group}
+        times: list[float] = spawn(process_seconds, args=(length,), nprocs=ranks, **options)
+        return max(times)
+
     times = interleave(
         {
             "threads": lambda: max(replicas.run_on_replicas(reduce)),
-            "gloo": lambda: max(spawn(gloo_seconds, args=(length,), nprocs=ranks, num_threads=1, backend="cpu")),
+            "shared memory": lambda: between_processes(None),
+            "gloo": lambda: between_processes("gloo"),
             "copy": lambda: max(replicas.run_on_replicas(copy)),
         },
         blocks,
     )
     print(f"median ms, {ranks} ranks: " + ", ".join(f"{name} {median(t) * 1e3:.1f}" for name, t in times.items()))
-    print(ratio_line(f"gloo's time / threads', {ranks} ranks", times["gloo"], times["threads"]))
+    for other in ("shared memory", "gloo"):
+        print(ratio_line(f"{other}'s time / threads', {ranks} ranks", times[other], times["threads"]))
     print(ratio_line(f"threads' time / that of a copy, {ranks} ranks", times["threads"], times["copy"]), flush=True)
 
 
