@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,12 +17,12 @@ import cloudpickle
 import torch
 from torch import nn
 
-from unisono import DataParallel, DeviceIterator, DeviceLoader, current_world, spawn
+from unisono import DataParallel, DeviceIterator, DeviceLoader, current_world, spawn, warm
 from unisono.backends import get_backend
-from unisono.launch.starting.nursery import zygote_pid
 from unisono.tree import tree_map
 
 FAMILY = os.environ.get("UNISONO_BACKEND", "cpu")  # `pytest --backend` has put it there, for workers, too
+PRELOADED = ("torch._dynamo", "unisono.accelerator", "torch.distributed.optim", "pytest", "modes")
 PATIENCE = timedelta(seconds=30)  # well inside the test's own time limit
 HOST = torch.device("cpu")  # where a body makes what lies in main memory, as data sets do
 
@@ -53,7 +52,7 @@ class Mode:
             return [_there(body)]
         if self.name == "threads":
             return self._replicas()(lambda *_: _there(body), [])
-        wait_preloaded()
+        preload()
         with _by_value(body):
             return spawn(lambda _: _there(body), nprocs=self.ranks, num_threads=1, backend=FAMILY, timeout=PATIENCE)
 
@@ -72,22 +71,9 @@ THREADS_2, THREADS_3, THREADS_4 = (Mode("threads", ranks) for ranks in (2, 3, 4)
 PROCESSES_2 = Mode("processes", 2)
 
 
-def wait_preloaded() -> None:
-    """Give the zygote the idle moment in which it imports what optimizers need, for a second: else each worker does."""
-    if zygote_pid() in _preloaded:
-        return
-    deadline = time.monotonic() + PATIENCE.total_seconds()
-    while not all(_ask_workers(lambda _: "torch.distributed.optim" in sys.modules)):
-        assert time.monotonic() < deadline, "the zygote has not been idle"
-        time.sleep(0.6)  # it does so when nothing is asked of it
-    _preloaded.add(zygote_pid())
-
-
-_preloaded: set[int | None] = set()  # zygotes, by pid
-
-
-def _ask_workers(question: Callable[[int], bool]) -> list[bool]:
-    return spawn(question, nprocs=1, num_threads=1, backend=FAMILY)  # with a number of threads, it is a process
+def preload() -> None:
+    """Let the zygote import what most bodies need, and the first optimizer: else each worker does."""
+    warm(preload=PRELOADED)
 
 
 def fitting(*modes: Mode, workers: bool = False) -> list[Mode]:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import warm_scripts
-from modes import wait_preloaded
+from modes import preload
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -134,7 +134,7 @@ def run_block(page: str, block: Block, scope: dict[str, Any]) -> None:
 def test_the_blocks_of_a_page_run(page: str, directory: Path) -> None:
     blocks = [block for block in python_blocks(ROOT / page) if not block.needs]
     if any("spawn(" in block.text for block in blocks):
-        wait_preloaded()
+        preload()
     scope = given(directory)
     for block in blocks:
         run_block(page, block, scope)

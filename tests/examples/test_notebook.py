@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from modes import wait_preloaded
+from modes import preload
 
 NOTEBOOK = Path(__file__).parent.parent.parent / "examples" / "spirals.ipynb"
 
@@ -22,7 +22,7 @@ def test_its_cells_run_and_two_workers_train_what_one_device_does(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UNISONO_BACKEND", "cpu")
-    wait_preloaded()
+    preload()
     scope: dict[str, Any] = {"__name__": "notebook"}  # no module, so that workers get its functions by value
     for number, cell in enumerate(cells()):
         exec(compile(cell, f"cell {number}", "exec"), scope)

@@ -188,7 +188,7 @@ if pid:
 def test_eighty_groups_leave_no_trace(tmp_path: Path, ear: Ear) -> None:
     source = '''
 import gc, json, tempfile
-from modes import wait_preloaded
+from modes import preload
 from unisono.launch.starting.nursery import zygote_pid
 
 def footprint():
@@ -212,7 +212,7 @@ def repeat(count):
         assert spawn(lambda index: index, nprocs=2) == [0, 1]
     return footprint()
 
-wait_preloaded()
+preload()
 print(json.dumps([repeat(20), repeat(80)]))
 '''
     with Script(RICH + source, tmp_path, "file") as script:  # a fork's memory grows as it stops sharing pages

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults import grandchild, survivors
-from modes import wait_preloaded
+from modes import preload
 
 from unisono.errors import WorkerDiedError
 from unisono.launch.spawn import ProcessContext, spawn
@@ -285,7 +285,7 @@ def test_a_path_entry_that_is_no_string_is_ignored_as_python_does(monkeypatch):
 @pytest.fixture
 def preloaded():
     """The zygote has used its first idle moment to import what optimizers need."""
-    wait_preloaded()
+    preload()
     assert all(spawn(lambda index: "torch._dynamo" in sys.modules, nprocs=2))
 
 

@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import socket
+import sys
 import threading
 import time
 import weakref
@@ -14,12 +15,14 @@ import weakref
 import psutil
 import pytest
 import torch
+import warm_scripts
 from faults import SOON_S, Script, grandchild, stand_still, survivors
 
 from unisono.errors import UnisonoError, WorkerDiedError
 from unisono.launch import group as group_module
 from unisono.launch.spawn import spawn
 from unisono.launch.starting import nursery
+from unisono.launch.starting.nursery import warm
 from unisono.launch.starting.zygote import Zygote
 from unisono.world import current_world
 
@@ -298,10 +301,68 @@ def test_what_the_zygote_imports_after_its_first_workers_is_shared_with_the_next
         gc.unfreeze()
 
 
+@pytest.fixture
+def preloading(monkeypatch, new_zygote):
+    """What tests ask zygotes to import is asked of no zygote after the test."""
+    monkeypatch.setattr(nursery, "_preloaded", [])
+
+
+def test_workers_find_imported_what_was_preloaded_also_in_the_zygote_that_replaces_a_killed_one(
+    preloading, tmp_path, monkeypatch
+):
+    (tmp_path / "preloaded_one.py").write_text("import os\npid = os.getpid()\n")
+    (tmp_path / "preloaded_two.py").write_text("import os\npid = os.getpid()\n")
+    warm(preload=["json"])
+    monkeypatch.syspath_prepend(tmp_path)  # which the zygote that runs has not seen
+    warm(preload=["preloaded_one"])
+    warm(preload=("preloaded_one", "preloaded_two"))
+
+    def look(index):
+        return [sys.modules[name].pid for name in ("preloaded_one", "preloaded_two")]
+
+    first = nursery.zygote_pid()
+    assert spawn(look, nprocs=2) == [[first] * 2] * 2
+    os.kill(first, signal.SIGKILL)
+    nursery._nurseries["zygote"]._process.wait()
+    warm()
+    assert spawn(look, nprocs=2) == [[nursery.zygote_pid()] * 2] * 2
+    assert nursery.zygote_pid() != first
+
+
+@pytest.mark.slow
+def test_an_import_that_fails_or_starts_threads_is_reported_and_workers_start_all_the_same(tmp_path):
+    (tmp_path / "fails.py").write_text("raise SystemExit('no licence')\n")
+    (tmp_path / "waits.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    (tmp_path / "script.py").write_text(
+        "import unisono\nunisono.warm(preload=['fails', 'waits'])\nprint(unisono.spawn(abs, nprocs=2))\n"
+    )
+    code, output, errors = warm_scripts.complete(tmp_path / "script.py")
+    assert (code, output) == (0, "[0, 1]\n"), errors
+    assert "unisono.warm(preload=['fails']): the import has failed" in errors
+    assert "SystemExit: no licence" in errors
+    assert "unisono.warm(preload=['waits']): the import has started threads" in errors
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"preload": "json"}, TypeError, r"a list of module names is expected: \['json'\]"),
+        ({"preload": ["jsno"]}, ModuleNotFoundError, "there is no module named 'jsno'"),
+        ({"preload": ["json"], "start_method": "spawn"}, ValueError, 'use start_method="zygote"'),
+    ],
+)
+def test_what_cannot_be_preloaded_is_an_error_at_once(preloading, options, error, message):
+    with pytest.raises(error, match=message):
+        warm(**options)
+    assert nursery.zygote_pid() is None
+
+
 def test_a_zygote_that_has_forked_often_moves_its_memory_when_it_is_idle(monkeypatch):
     done = []
     monkeypatch.setattr("unisono.launch.starting.zygote.collapse_memory", lambda: done.append("moved"))
-    monkeypatch.setattr("unisono.launch.starting.zygote._preload", lambda: done.append("imported"))
+    monkeypatch.setattr("unisono.launch.starting.zygote._import_optimizers", lambda: done.append("imported"))
     control, other = socket.socketpair()
     with control, other:
         zygote = Zygote(control, os.getpid(), "zygote")

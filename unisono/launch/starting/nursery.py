@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib.util
 import os
 import socket
 import sys
 import threading
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 from subprocess import DEVNULL, Popen, TimeoutExpired
 
@@ -24,6 +26,7 @@ from unisono.launch.starting.interpreter import interpreter_command
 _lock = threading.Lock()
 _nurseries: dict[str, Nursery] = {}  # by start method
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_preloaded: list[str] = []  # the modules that the user has asked every zygote to import
 
 
 class Nursery:
@@ -35,10 +38,8 @@ class Nursery:
 
     def __init__(self, start_method: str) -> None:
         ours, theirs = wire.socket_pair()
-        # The same modules as here, however they are found. Whatever else is in sys.path, Python ignores it.
-        path = [entry for entry in sys.path if isinstance(entry, str)]
         start = (
-            f"import sys; sys.path[:] = {path!r}; "
+            f"import sys; sys.path[:] = {_search_path()!r}; "
             f"from unisono.launch.starting.zygote import main; main({theirs.fileno()}, {os.getpid()}, {start_method!r})"
         )
         environ = dict(os.environ)
@@ -73,6 +74,10 @@ class Nursery:
         _sockets.add(ours)
         return ours
 
+    def preload(self, modules: list[str]) -> None:
+        """Import modules in the zygote, before its next fork. ConnectionError when the zygote is gone."""
+        wire.send(self._control, {"preload": modules, "path": _search_path()})
+
     def close(self) -> None:
         """End the zygote and with it every worker. Idempotent."""
         self._control.close()  # which it takes for our end
@@ -83,13 +88,50 @@ class Nursery:
             self._process.wait()
 
 
-def warm(start_method: str = "zygote") -> None:
+def _search_path() -> list[str]:
+    """The same modules as here, however they are found. Whatever else is in sys.path, Python ignores it."""
+    return [entry for entry in sys.path if isinstance(entry, str)]
+
+
+def warm(start_method: str = "zygote", *, preload: Iterable[str] = ()) -> None:
     """Start the process that workers are forked from, without waiting for it, so that the first `spawn` finds it warm.
 
-    It imports torch on a core of its own while the caller goes on, with its own imports, say. Further calls do nothing.
+    It imports torch on a core of its own while the caller goes on, with its own imports, say. Further calls start
+    nothing, and may name further modules.
+
+    Args:
+        start_method: "zygote" or "spawn", as in `spawn`.
+        preload: modules that are imported there once, and not by each worker, `["transformers"]` for one. They must
+            survive a fork: a module whose import starts threads is reported on stderr, as is one whose import fails.
+            What a worker finds imported is what the file held at that time, whatever has been edited since.
+
+    Raises:
+        ValueError: modules with `start_method="spawn"`, whose workers share no imports.
+        ModuleNotFoundError: there is no such module.
     """
+    modules = _check_preload(start_method, preload)
     with _lock:
-        _living(start_method)
+        nursery = _living(start_method)
+        new = [name for name in modules if name not in _preloaded]
+        if new:
+            _preloaded.extend(new)
+            with contextlib.suppress(ConnectionError):  # the zygote that replaces it imports them at its start
+                nursery.preload(new)
+
+
+def _check_preload(start_method: str, preload: Iterable[str]) -> list[str]:
+    if isinstance(preload, str):
+        raise TypeError(f"preload={preload!r} is one name, where a list of module names is expected: [{preload!r}]")
+    modules = list(preload)
+    if modules and start_method != "zygote":
+        raise ValueError(
+            f"preload={modules} has no effect with start_method={start_method!r}: each of its workers is a fresh "
+            f'interpreter, which imports everything itself; use start_method="zygote"'
+        )
+    for name in modules:
+        if importlib.util.find_spec(name.partition(".")[0]) is None:
+            raise ModuleNotFoundError(f"preload: there is no module named {name!r}", name=name)
+    return modules
 
 
 def open_group(directory: Path, start_method: str) -> socket.socket:
@@ -115,6 +157,9 @@ def _living(start_method: str) -> Nursery:
         nursery = None
     if nursery is None:
         nursery = _nurseries[start_method] = Nursery(start_method)
+        if start_method == "zygote" and _preloaded:
+            with contextlib.suppress(ConnectionError):  # it could not start, as whoever asks it for workers finds out
+                nursery.preload(_preloaded)
     return nursery
 
 

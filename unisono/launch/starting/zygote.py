@@ -64,7 +64,7 @@ from unisono.launch.starting.reaping import (
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # The first optimizer of a process imports torch._dynamo, for more than a second; the first with zero1 the last one.
-_PRELOADED = ("torch._dynamo", "unisono.accelerator", "torch.distributed.optim")
+_FOR_OPTIMIZERS = ("torch._dynamo", "unisono.accelerator", "torch.distributed.optim")
 _IDLE_S = 0.5  # without a request: the workers that were asked for have their cores by now
 _FORKS_WORTH_A_COLLAPSE = 16  # it costs about as much as it saves in so many
 
@@ -86,7 +86,7 @@ class Zygote:
         self.start_method = start_method
         self.idle_work: list[Callable[[], None]] = []  # that is still to do
         if start_method == "zygote":
-            self.idle_work += [_preload, collapse_memory]
+            self.idle_work += [_import_optimizers, collapse_memory]
         self.forks_before_work = 0
         self.working: threading.Thread | None = None
         self.families: set[str] = set()  # of devices, whose modules are imported
@@ -132,10 +132,35 @@ class Zygote:
             message, fds = wire.receive(self.control)
         except EOFError:
             return False
+        if "preload" in message:
+            sys.path[:] = message["path"]
+            self._preload(message["preload"])
+            return True
         group = _Group(socket.socket(fileno=fds[0]), message["directory"])
         self.groups[group.sock.fileno()] = group
         self.selector.register(group.sock.fileno(), selectors.EVENT_READ)
         return True
+
+    def _preload(self, modules: list[str]) -> None:
+        """Import what the user has asked for, on this thread: libraries set signal handlers when they are imported."""
+        if self.working is not None:
+            self.working.join()
+        self.is_frozen = False
+        for name in modules:
+            threads = psutil.Process().num_threads()
+            try:
+                importlib.import_module(name)
+            except (Exception, SystemExit):
+                print(
+                    f"unisono.warm(preload=[{name!r}]): the import has failed, workers try it again:", file=sys.stderr
+                )
+                traceback.print_exc()
+            if psutil.Process().num_threads() > threads:
+                print(
+                    f"unisono.warm(preload=[{name!r}]): the import has started threads, which workers, as forks, do "
+                    f"not have; let the function that workers run import it",
+                    file=sys.stderr,
+                )
 
     def _answer(self, group: _Group) -> None:
         try:
@@ -307,11 +332,11 @@ def _work(work: Callable[[], None]) -> None:
     work()
 
 
-def _preload() -> None:
+def _import_optimizers() -> None:
     """Import what the first optimizer of a worker would import."""
     gc.disable()  # until the next fork
     with contextlib.suppress(Exception):
-        for name in _PRELOADED:
+        for name in _FOR_OPTIMIZERS:
             importlib.import_module(name)
 
 
