@@ -19,6 +19,7 @@ from unisono.errors import CheckpointError
 from unisono.parallel.ledger import Claim, Ledger, Step
 from unisono.parallel.microbatches import Microbatches
 from unisono.parallel.strategies.engine import Begun, Engine
+from unisono.parallel.strategies.sharded import is_distributed
 from unisono.parallel.strategies.states import broadcast_entries, plain_name
 from unisono.world import World
 
@@ -53,7 +54,7 @@ def held_gradients(engines: Sequence[Engine]) -> Held:
         f"{place}/{plain_name(engine.module, name)}": each.grad
         for place, engine in enumerate(engines)
         for name, each in engine.named_leaves().items()
-        if each.grad is not None
+        if each.grad is not None and not is_distributed(each.grad)
     }
 
 

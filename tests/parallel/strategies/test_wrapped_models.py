@@ -8,6 +8,7 @@ import pytest
 import torch
 from modes import PROCESSES_2, SOLO, THREADS_2, Mode
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from twin import State, assert_all_are, loader_of, mean_loss, model, sgd
 
@@ -61,12 +62,42 @@ def test_what_torch_has_sharded_is_refused_and_the_plain_model_is_asked_for(stra
 
 def trained(network: Any, strategy: str) -> State:
     accelerator = Accelerator(strategy=strategy)
-    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(23, 3))
+    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(29, 3))
     for batch in loader:
         accelerator.backward(mean_loss(network, batch))
         optimizer.step()
         optimizer.zero_grad()
     return accelerator.state_dict(network)
+
+
+@STRATEGIES
+def test_gradients_are_zeroed_between_forward_and_backward_by_whichever_line(strategy: str) -> None:
+    """Under fsdp whole parameters may stand in the module then."""
+
+    def body() -> tuple[State, State]:
+        module = model()
+        accelerator = Accelerator(strategy=strategy)
+        network, optimizer, loader = accelerator.prepare(module, sgd(module.parameters()), loader_of(29, 3))
+
+        def by_parameters() -> None:
+            for each in network.parameters():
+                each.grad = None
+
+        def in_place() -> None:
+            for each in module.parameters():
+                if each.grad is not None:
+                    each.grad.detach_().zero_()
+
+        lines = iter([optimizer.zero_grad, module.zero_grad, by_parameters, in_place, network.zero_grad])
+        for inputs, targets, _ in loader:
+            outputs = network(inputs)
+            next(lines)()
+            accelerator.backward(F.mse_loss(outputs, targets))
+            optimizer.step()
+        return accelerator.state_dict(network), trained(model(), strategy)
+
+    for between, after in PROCESSES_2.run(body):
+        assert_all_are([between], after)
 
 
 @pytest.mark.slow

@@ -178,13 +178,6 @@ class ShardedEngine(Engine):
         if reduces:
             scale_sums(self._units, self._ledger.factor())
 
-    def zero_grad(self, set_to_none: bool) -> None:
-        """Behind a forward pass the module has its whole parameters, and the gradients are those of the parts."""
-        self.module.zero_grad(set_to_none)
-        for each in self._parts:
-            if each.grad is not None:
-                each.grad = None if set_to_none else torch.zeros_like(each.grad)
-
     def complete(self) -> None:
         """The backward pass has reduced, or torch's last callback, which may be still to come, will do so."""
         torch.autograd.Variable._execution_engine.queue_callback(weakly(self._check_reduced))

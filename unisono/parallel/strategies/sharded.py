@@ -138,13 +138,45 @@ def scale_sums(units: Iterable[FSDPModule], factor: float) -> None:
         unit.set_gradient_divide_factor(1 / factor if factor else 1.0)
 
 
+_GRAD: Any = torch.Tensor.grad  # the slot that autograd fills
+
+
+class WholeParameter(nn.Parameter):
+    """What stands in the place of a sharded parameter while the model runs, and at times between forward and backward.
+
+    Gradients of earlier backward passes are the sharded parameter's. Who looks for them here, or zeroes them between
+    forward and backward, means those; autograd, and FSDP2 in a backward pass, mean what arrives at this one.
+    """
+
+    sharded: nn.Parameter
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        own: torch.Tensor | None = _GRAD.__get__(self)
+        return self.sharded.grad if own is None and not _is_in_backward() else own
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        _GRAD.__set__(self, gradient)
+        if gradient is None and not _is_in_backward():
+            self.sharded.grad = None
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
 def whole_parameters(model: nn.Module) -> list[nn.Parameter]:
     """What stands in the place of a sharded model's parameters while it runs, the same each time. A collective."""
     found: dict[nn.Parameter, None] = {}
     unit: Any
     for unit in units_in(model):
+        sharded = dict(unit.named_parameters())
         unit.unshard()
-        found.update((each, None) for each in unit.parameters() if not is_distributed(each))
+        for name, each in unit.named_parameters():
+            if not is_distributed(each):
+                each.__class__, each.sharded = WholeParameter, sharded[name]
+                found[each] = None
         unit.reshard()
     return list(found)
 
