@@ -395,6 +395,7 @@ def test_inductor_compiles_the_model_of_four_threads_once(monkeypatch):
     monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "0")  # inductor sets it, and leaves it behind
     monkeypatch.setattr(torch._inductor.config, "cpp_cache_precompile_headers", False)  # which pays for many kernels
     monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)
+    monkeypatch.setattr(torch._inductor.config.cpp, "vec_isa_ok", True)  # without a build of each instruction set
     replicas = DataParallel(Net(), FOUR)
     each_its_own(replicas.models)
     expected = [steps(copy.deepcopy(model), [5, 5]) for model in replicas.models]
