@@ -17,7 +17,7 @@ from unisono import Accelerator, current_world
 from unisono.comm.solo import SoloCommunicator
 from unisono.errors import BrokenWorldError, CollectiveMismatchError
 from unisono.foreign_names import advice_on
-from unisono.parallel.turns import split_between
+from unisono.parallel.rank_view import split_between
 from unisono.world import solo_world
 
 ALL = pytest.mark.parametrize("mode", fitting(SOLO, THREADS_2, THREADS_3, PROCESSES_2, workers=True), ids=str)

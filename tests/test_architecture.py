@@ -353,12 +353,12 @@ CULPRITS: dict[str, list[tuple[str, str]]] = {
         ("unisono.backends.cuda", "def f():\n    from torch_xla.core import xla_model"),
     ],
     "threads have our names and module functions as bodies": [
-        ("unisono.loaders.stages", "def body(): ...\nThread(target=body)"),
-        ("unisono.loaders.stages", "def body(): ...\nthreading.Thread(target=body, name='reader')"),
-        ("unisono.loaders.stages", "threading.Thread(target=lambda: None, name='unisono-reader')"),
-        ("unisono.loaders.stages", "threading.Thread(target=self.body, name='unisono-reader')"),
-        ("unisono.loaders.stages", "threading.Timer(1, body)"),
-        ("unisono.loaders.stages", "ThreadPoolExecutor(2)"),
+        ("unisono.loaders.pipeline", "def body(): ...\nThread(target=body)"),
+        ("unisono.loaders.pipeline", "def body(): ...\nthreading.Thread(target=body, name='reader')"),
+        ("unisono.loaders.pipeline", "threading.Thread(target=lambda: None, name='unisono-reader')"),
+        ("unisono.loaders.pipeline", "threading.Thread(target=self.body, name='unisono-reader')"),
+        ("unisono.loaders.pipeline", "threading.Timer(1, body)"),
+        ("unisono.loaders.pipeline", "ThreadPoolExecutor(2)"),
     ],
     "no module is a drawer for odds and ends": [("unisono.loaders.utils", "'''Utilities.'''")],
     "every module says what it is for": [("unisono.tree", "import torch")],
@@ -385,7 +385,10 @@ INNOCENTS: dict[str, list[tuple[str, str]]] = {
         ("unisono.world", "from unisono.compat.torch_xla.core import xla_model"),
     ],
     "threads have our names and module functions as bodies": [
-        ("unisono.loaders.stages", "def body(): ...\nname = f'unisono-transfer-{rank}'\nThread(target=body, name=name)")
+        (
+            "unisono.loaders.pipeline",
+            "def body(): ...\nname = f'unisono-transfer-{rank}'\nThread(target=body, name=name)",
+        )
     ],
     "no module is a drawer for odds and ends": [("unisono.loaders.channel", "'''A bounded queue.'''")],
     "every module says what it is for": [("unisono.tree", "'''Trees.'''")],

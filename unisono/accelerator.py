@@ -21,17 +21,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.checkpoint.methods import CheckpointMethods
-from unisono.checkpoint.prepared import PreparedStates
+from unisono.checkpoint.prepared_states import PreparedStates
 from unisono.foreign_names import advice_on
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader
 from unisono.parallel.collectives import all_gather_samples
 from unisono.parallel.ledger import Ledger
 from unisono.parallel.microbatches import Microbatches
-from unisono.parallel.nested import gather_nested, pad_nested, reduce_nested
+from unisono.parallel.nested_collectives import gather_nested, pad_nested, reduce_nested
 from unisono.parallel.optimizer import ByHand
 from unisono.parallel.passes import Passes
-from unisono.parallel.prepared.choices import (
+from unisono.parallel.prepared.builder import Builder
+from unisono.parallel.prepared.checks import (
     AUTOCAST,
     check_accumulation,
     check_arguments,
@@ -41,15 +42,14 @@ from unisono.parallel.prepared.choices import (
     check_scaler,
     world_on,
 )
-from unisono.parallel.prepared.making import Maker
 from unisono.parallel.prepared.metrics import valid_rows
 from unisono.parallel.prepared.model import PreparedModel
-from unisono.parallel.prepared.pace import Unit, check_unit
-from unisono.parallel.prepared.preparing import Prepared
+from unisono.parallel.prepared.prepared_objects import PreparedObjects
 from unisono.parallel.prepared.scaler import LossScaler
-from unisono.parallel.strategies.choosing import options_of, strategy_class, strategy_in
+from unisono.parallel.prepared.schedule_units import Unit, check_unit
+from unisono.parallel.rank_view import RankView, Trigger
+from unisono.parallel.strategies.selection import options_of, strategy_class, strategy_in
 from unisono.parallel.strategies.states import load_model_state, load_optimizer_state, model_state, optimizer_state
-from unisono.parallel.turns import RankView, Trigger
 from unisono.protocols import ReduceOp
 from unisono.strategies import Choice
 from unisono.tracking.tracked import Tracked
@@ -160,7 +160,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         self.world.state.part(ByHand).trainers.add(self._passes)
         reduced = AUTOCAST.get(mixed_precision)
         self._autocast = None if reduced is None else partial(torch.autocast, self.device.type, reduced)
-        maker = Maker(
+        builder = Builder(
             world=self.world,
             passes=self._passes,
             strategy=strategy_in(self.world, kind, ledger, options),
@@ -173,7 +173,9 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             max_grad_norm=max_grad_norm,
             seed=seed,
         )
-        self._prepared = Prepared(maker, partial(_prepared_loader, self.world, device_placement, seed), schedule_unit)
+        self._prepared = PreparedObjects(
+            builder, partial(_prepared_loader, self.world, device_placement, seed), schedule_unit
+        )
         self._states = PreparedStates(self._prepared, self._microbatches, self.scaler, project_dir, total_limit)
 
     def prepare(self, *objects: Any) -> Any:

@@ -35,7 +35,7 @@ from unisono.errors import (
     NoCheckpointError,
     StateSeedError,
 )
-from unisono.parallel.strategies.shards import read_shards
+from unisono.parallel.strategies.shard_files import read_shards
 
 SEVERAL = pytest.mark.parametrize("mode", fitting(THREADS_3, PROCESSES_2), ids=str)
 

@@ -32,8 +32,8 @@ from unisono import Accelerator, rank
 from unisono import accelerator as facade
 from unisono.errors import BrokenWorldError, CollectiveMismatchError
 from unisono.parallel.strategies import ddp, flat
-from unisono.parallel.strategies.choosing import STRATEGIES, options_of
 from unisono.parallel.strategies.engine import Engine
+from unisono.parallel.strategies.selection import STRATEGIES, options_of
 
 AMONG_PROCESSES = [name for name in STRATEGIES if name != "spmd"]  # which is one process with all devices
 PLACES = [(SOLO, "ddp"), (THREADS_2, "ddp"), (THREADS_3, "fsdp"), *((PROCESSES_2, name) for name in AMONG_PROCESSES)]
@@ -362,7 +362,7 @@ def test_a_strategy_that_forgets_something_breaks_a_law(
 
 def test_a_hook_of_ddp_that_zeroes_everything_breaks_a_law() -> None:
     def body() -> State:
-        class Zeroing(ddp.Replicated):
+        class Zeroing(ddp.DDPStrategy):
             def wrap_model(self, module: nn.Module) -> Engine:
                 engine = super().wrap_model(module)
                 for each in engine.trained():

@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from unisono.errors import BrokenWorldError, CollectiveMismatchError
 from unisono.loaders.channel import EndOfChannel
 from unisono.loaders.lockstep import Lockstep
+from unisono.loaders.pipeline import Delivery, Stamps
 from unisono.loaders.sharding import Claim, Rule
 from unisono.loaders.sources import Begun
-from unisono.loaders.stages import Delivery, Stamps
 from unisono.world import World, thread_worlds
 
 PATIENCE_S = 20.0

@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from unisono import DeviceLoader, ParallelLoader, current_world, optimizer_step, rank
 from unisono.errors import BrokenWorldError, BusyError, StateError, UnpicklableError
-from unisono.loaders.parts import Cut, Layer, PartReader
+from unisono.loaders.stream_parts import Cut, Layer, PartReader
 from unisono.loaders.streams import StreamSource
 
 PATIENCE_S = 20.0

@@ -37,7 +37,7 @@ from unisono import timeline as timelines
 from unisono.backends import get_backend
 from unisono.errors import ClosedError
 from unisono.launch.watching.monitor import SAMPLES_PATH, Monitor, Sample
-from unisono.loaders.stages import Lane
+from unisono.loaders.pipeline import Lane
 from unisono.report.picture import save_picture
 from unisono.report.summary import CAUSES, LABELS, LOOP_PHASES, PEERS, SOURCE, TRANSFER, RankSummary, summarise
 from unisono.timeline import COMPUTE, FETCH, MOVE, PHASES, REDUCE, STEP, Loop, Waits

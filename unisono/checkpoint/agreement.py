@@ -17,7 +17,7 @@ import torch
 from unisono.checkpoint.directory import Place, check_place, find
 from unisono.checkpoint.manifest import Manifest, read_manifest
 from unisono.checkpoint.remote import Location, check_place_at, score_at
-from unisono.checkpoint.writing import Writer
+from unisono.checkpoint.writer import Writer
 from unisono.errors import CheckpointError, CollectiveMismatchError
 from unisono.outcome import Outcome
 from unisono.world import World

@@ -11,8 +11,8 @@ from uuid import uuid4
 
 import torch
 
+from unisono.checkpoint.contents import Contents, read_contents
 from unisono.checkpoint.files import sync_directory, write_file, write_tensors
-from unisono.checkpoint.reading import Contents, read_contents
 from unisono.checkpoint.remote import Location
 from unisono.errors import CheckpointError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from unisono.checkpoint.prepared import PreparedStates
+from unisono.checkpoint.prepared_states import PreparedStates
 from unisono.checkpoint.remote import Location
 from unisono.checkpoint.saver import Loaded
 

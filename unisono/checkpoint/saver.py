@@ -30,6 +30,7 @@ from unisono.checkpoint.agreement import (
     taken_failure,
     told,
 )
+from unisono.checkpoint.contents import HELD, Contents, read_contents
 from unisono.checkpoint.directory import SHARDS, STATE, Place, commit, new_mark, saving_path
 from unisono.checkpoint.files import Checksum, checksum_of, sync_directory, write_tensors
 from unisono.checkpoint.generators import generator_states, keep_device_generator, restore_generators
@@ -47,15 +48,14 @@ from unisono.checkpoint.objects import (
     whole_states,
 )
 from unisono.checkpoint.plain_data import as_plain
-from unisono.checkpoint.reading import HELD, Contents, read_contents
 from unisono.checkpoint.remote import Location, publish
 from unisono.checkpoint.staging import HostMemory, host_view
-from unisono.checkpoint.writing import Writer
+from unisono.checkpoint.writer import Writer
 from unisono.errors import NoCheckpointError
 from unisono.launch.gloo_greetings import without_greetings
 from unisono.outcome import Outcome
+from unisono.parallel.strategies.shard_files import ShardGroup
 from unisono.parallel.strategies.sharded import is_sharded
-from unisono.parallel.strategies.shards import ShardGroup
 from unisono.parallel.strategies.states import broadcast_entries
 from unisono.parallel.strategies.zero1 import is_divided
 from unisono.world import World

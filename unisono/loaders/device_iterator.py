@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 from unisono.deliveries import Loop as Received
 from unisono.loaders.channel import EndOfChannel
+from unisono.loaders.pipeline import Delivery, Lane
 from unisono.loaders.resume import State
 from unisono.loaders.sharding import Claim
-from unisono.loaders.stages import Delivery, Lane
 from unisono.outcome import Outcome
 from unisono.timeline import COMPUTE, FETCH, Loop
 from unisono.world import World

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from unisono.errors import StateError
-from unisono.loaders.fetching import Fetcher, Request
+from unisono.loaders.fetcher import Fetcher, Request
 from unisono.loaders.order import Batches
 from unisono.loaders.resume import State
 from unisono.loaders.sharding import Claim, Part, Piece, Round, Rule, Size, deal, mark_of, rounds, tail_message

@@ -24,9 +24,9 @@ import torch
 
 from unisono.errors import BrokenWorldError, CollectiveMismatchError
 from unisono.loaders.channel import EndOfChannel
+from unisono.loaders.pipeline import Delivery, Lane, Stamps
 from unisono.loaders.sharding import Claim, Rule, Size, check_told, mark_of
 from unisono.loaders.sources import Begun
-from unisono.loaders.stages import Delivery, Lane, Stamps
 from unisono.loaders.streams import other_stream
 from unisono.outcome import copy_error
 from unisono.timeline import Waits

@@ -11,7 +11,7 @@ Who cuts it, the first that can:
 The last takes for granted that all read the same stream. So what is random in it is seeded alike in every worker, and
 the first sample of each is compared.
 
-*Threads:* the reader's; `parts.py` is what runs in loader workers.
+*Threads:* the reader's; `stream_parts.py` is what runs in loader workers.
 """
 
 from __future__ import annotations
@@ -30,10 +30,20 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from unisono.errors import StateError
-from unisono.loaders.parts import Cut, Cutter, Layer, Made, PartReader, StreamStart, Trail, check_layers, untouched
 from unisono.loaders.resume import State
 from unisono.loaders.sharding import Rule
 from unisono.loaders.sources import Begun, LeftOut, Loaded, rounds_of_loaded
+from unisono.loaders.stream_parts import (
+    Cut,
+    Cutter,
+    Layer,
+    Made,
+    PartReader,
+    StreamStart,
+    Trail,
+    check_layers,
+    untouched,
+)
 from unisono.loaders.workers import WorkerPool
 from unisono.randomness import seed_of
 

@@ -13,8 +13,8 @@ from time import perf_counter_ns
 
 from unisono.errors import ClosedError
 from unisono.loaders.channel import EndOfChannel
+from unisono.loaders.pipeline import Delivery, Lane, Loaded, Stamps
 from unisono.loaders.sharding import Piece
-from unisono.loaders.stages import Delivery, Lane, Loaded, Stamps
 from unisono.outcome import copy_error
 from unisono.tree import nbytes
 

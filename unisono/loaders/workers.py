@@ -28,9 +28,9 @@ except ImportError:  # Windows, which has no such limits
     resource = None  # type: ignore[assignment]
 
 from unisono.errors import BusyError, describe_exit
-from unisono.loaders.fetching import Fetcher, Request, few
-from unisono.loaders.forking import context_of, one_at_a_time, stack_of
-from unisono.loaders.sending import Merged, Packed, can_surely_be_sent, has_many
+from unisono.loaders.fetcher import Fetcher, Request, few
+from unisono.loaders.forked_workers import context_of, one_at_a_time, stack_of
+from unisono.loaders.packing import Merged, Packed, can_surely_be_sent, has_many
 from unisono.loaders.shm import Room, explain, share, why_full
 from unisono.outcome import Outcome, chain_of
 from unisono.randomness import notice_who_asks

@@ -18,7 +18,7 @@ from torch import nn
 
 from unisono.comm.operations import name_ranks
 from unisono.errors import CollectiveMismatchError, ReplicasDifferError
-from unisono.parallel.names import in_brackets
+from unisono.parallel.parameter_names import in_brackets
 from unisono.parallel.sparse import remember_sparse
 from unisono.timeline import REDUCE
 from unisono.world import World, current_world

@@ -33,9 +33,9 @@ from unisono.outcome import add_note_once
 from unisono.parallel.agreement import first_difference
 from unisono.parallel.caller_state import CallerState
 from unisono.parallel.context import Context
-from unisono.parallel.generators import ReplicaGenerators
 from unisono.parallel.leases import leases
 from unisono.parallel.optimizer import ByHand
+from unisono.parallel.replica_generators import ReplicaGenerators
 from unisono.parallel.replicas import ReplicaThreads
 from unisono.randomness import seed_of
 from unisono.timeline import Timeline

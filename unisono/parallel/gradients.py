@@ -16,7 +16,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from unisono.comm.operations import HOST
-from unisono.parallel.names import name_of
+from unisono.parallel.parameter_names import name_of
 from unisono.parallel.sparse import is_known_as_sparse, is_sparse, reduce_sparse, refuse_unknown
 from unisono.world import World
 

@@ -21,7 +21,7 @@ from unisono.deliveries import Batch, check_counts, name_batches
 from unisono.parallel.agreement import check_agreement
 from unisono.parallel.gradients import reduce_gradients, scaled
 from unisono.parallel.ledger import Claim, Crossings, Ledger, claim_of, refuse_crossed
-from unisono.parallel.names import trained_parameters
+from unisono.parallel.parameter_names import trained_parameters
 from unisono.parallel.passes import Passes
 from unisono.timeline import REDUCE, STEP
 from unisono.world import World, current_world

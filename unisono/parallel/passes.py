@@ -34,7 +34,7 @@ from unisono.parallel.ledger import Crossings, refuse_crossed
 from unisono.parallel.microbatches import Bound, Microbatches
 from unisono.parallel.strategies.engine import Begun, Engine, is_left_at
 from unisono.parallel.strategies.sharded import is_distributed
-from unisono.parallel.weakly import weakly
+from unisono.parallel.weak_methods import weak_method
 from unisono.tree import tensors
 
 
@@ -106,7 +106,7 @@ class Passes:
         if engine.is_released:
             return
         self.watch_parameters(engine)
-        arrive = partial(weakly(self._arrive), ref(engine), bound)
+        arrive = partial(weak_method(self._arrive), ref(engine), bound)
         found = tensors(outputs)
         for each in found:
             if each.requires_grad:
@@ -123,7 +123,7 @@ class Passes:
         self._engines[engine] = None
         for each in engine.leaves():
             if each not in engine.hooks:
-                engine.hooks[each] = each.register_hook(partial(weakly(self._arrive_at_leaf), ref(engine)))
+                engine.hooks[each] = each.register_hook(partial(weak_method(self._arrive_at_leaf), ref(engine)))
 
     def has(self, parameters: Set[torch.Tensor]) -> bool:
         """Whether some of these are parameters of the models."""
@@ -273,7 +273,7 @@ class Passes:
         """Count the backward pass that runs, where `backward` has not."""
         self.went_past = self.went_past or not self._is_called
         counted = self._running[task] = self._begun or self._count(bound or self.microbatches.find(()))
-        torch.autograd.Variable._execution_engine.queue_callback(partial(weakly(self._end), task))
+        torch.autograd.Variable._execution_engine.queue_callback(partial(weak_method(self._end), task))
         return counted
 
     def _end(self, task: int) -> None:

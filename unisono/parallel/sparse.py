@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from unisono.comm.operations import HOST
-from unisono.parallel.names import name_of
+from unisono.parallel.parameter_names import name_of
 from unisono.world import World
 
 _known = WeakTensorKeyDictionary()

@@ -4,5 +4,5 @@ from unisono.backends.device import Device as Device
 from unisono.placement.barrier import lazy_barrier as lazy_barrier
 from unisono.placement.copying import copy_to as copy_to
 from unisono.placement.copying import scalar_like as scalar_like
-from unisono.placement.mixing import strict as strict
 from unisono.placement.programs import compiled as compiled
+from unisono.placement.strict_mode import strict as strict

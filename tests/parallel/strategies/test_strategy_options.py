@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from twin import Plain, State, assert_all_are, loader_of, seeded, sgd
 
 from unisono import Accelerator, strategies
-from unisono.parallel.strategies.choosing import STRATEGIES, options_of
+from unisono.parallel.strategies.selection import STRATEGIES, options_of
 from unisono.strategies import DDP, FSDP, ZeRO1
 
 

@@ -39,7 +39,7 @@ from unisono.compat.accelerate.utils.other import extract_model_from_parallel, s
 from unisono.parallel.collectives import all_gather_object
 from unisono.parallel.prepared.metrics import NoSuchBatchError
 from unisono.parallel.prepared.model import PreparedModel
-from unisono.parallel.prepared.pace import Unit
+from unisono.parallel.prepared.schedule_units import Unit
 from unisono.tree import leaves
 
 logger = logging.getLogger(__name__)

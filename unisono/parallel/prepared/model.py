@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from unisono.parallel.passes import Passes
-from unisono.parallel.prepared.stepping import Stepper
+from unisono.parallel.prepared.stepper import Stepper
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.sharded import is_sharded
 from unisono.tree import tree_map

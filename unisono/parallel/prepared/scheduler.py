@@ -8,8 +8,8 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from unisono.deliveries import Loop
-from unisono.parallel.prepared.pace import Lengths, Unit, length_of, unit_of
-from unisono.parallel.prepared.stepping import Stepper
+from unisono.parallel.prepared.schedule_units import Lengths, Unit, length_of, unit_of
+from unisono.parallel.prepared.stepper import Stepper
 
 Scheduler = LRScheduler | ReduceLROnPlateau
 _ROUNDING = 1e-6  # of a metric, between ranks that have computed it from the same values

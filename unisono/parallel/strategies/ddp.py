@@ -16,11 +16,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unisono.parallel.ledger import Ledger
-from unisono.parallel.names import parameters_of
+from unisono.parallel.parameter_names import parameters_of
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.flat import Flat
 from unisono.parallel.strategies.hooks import POST_LOCAL_SGD, attach_hook, hook_names
-from unisono.parallel.weakly import weakly
+from unisono.parallel.weak_methods import weak_method
 from unisono.strategies import DDP
 from unisono.tree import tensors
 from unisono.world import World
@@ -33,7 +33,7 @@ _SYNCS_NO_BUFFERS: dict[str, Any] = next(
 _FORWARD_PASSES = 16  # that one backward pass goes through, at most, where unused parameters are to be found
 
 
-class Replicated(Flat):
+class DDPStrategy(Flat):
     """In a world of processes."""
 
     name = "ddp"
@@ -53,7 +53,7 @@ class Replicated(Flat):
     def wrap_model(self, module: nn.Module) -> Engine:
         if not any(each.requires_grad for each in module.parameters()):  # DDP refuses it
             return super().wrap_model(module)
-        return ReplicatedEngine(module, self.world, self.ledger, self.options)
+        return DDPEngine(module, self.world, self.ledger, self.options)
 
     def check_clipping(self) -> None:
         if self.options.comm_hook == POST_LOCAL_SGD:
@@ -63,7 +63,7 @@ class Replicated(Flat):
             )
 
 
-class ReplicatedEngine(Engine):
+class DDPEngine(Engine):
     """
     Args:
         module, world, ledger: as for `Engine`; a world of processes.
@@ -93,9 +93,9 @@ class ReplicatedEngine(Engine):
         self._averager = attach_hook(
             self._replicated,
             options.comm_hook,
-            weakly(self._ledger.factor),
+            weak_method(self._ledger.factor),
             options.comm_options,
-            finish=weakly(self._note_finish),
+            finish=weak_method(self._note_finish),
         )
 
     def adapt(self, new: Sequence[torch.Tensor]) -> None:
@@ -180,4 +180,4 @@ def unused(model: str, names: Sequence[str]) -> str:
     )
 
 
-strategy_class = Replicated
+strategy_class = DDPStrategy

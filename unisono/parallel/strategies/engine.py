@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from unisono.parallel.agreement import broadcast_together, check_agreement
 from unisono.parallel.gradients import reduce_gradients, scale_gradients
 from unisono.parallel.ledger import Ledger, Step
-from unisono.parallel.weakly import weakly
+from unisono.parallel.weak_methods import weak_method
 from unisono.world import World
 
 
@@ -140,7 +140,7 @@ class Engine:
         """The backward pass that reduces has ended. A collective."""
         self._settle(self.complete)
         if self._earlier:  # when torch's own last callback, which may come after this one, has left the gradients
-            torch.autograd.Variable._execution_engine.queue_callback(weakly(self._add_earlier))
+            torch.autograd.Variable._execution_engine.queue_callback(weak_method(self._add_earlier))
         if not self.is_local:
             self.share_buffers()
 

@@ -25,13 +25,13 @@ from unisono.parallel.strategies.sharded import (
     whole_parameters,
 )
 from unisono.parallel.strategies.strategy import Strategy
-from unisono.parallel.weakly import weakly
+from unisono.parallel.weak_methods import weak_method
 from unisono.strategies import FSDP
 from unisono.tree import tensors
 from unisono.world import World
 
 
-class Sharded(Strategy):
+class FSDPStrategy(Strategy):
     """In a world of processes."""
 
     name = "fsdp"
@@ -46,10 +46,10 @@ class Sharded(Strategy):
 
     def wrap_model(self, module: nn.Module) -> Engine:
         broadcast_parameters(module, world=self.world)
-        return ShardedEngine(module, self.world, self.ledger, self.options)
+        return FSDPEngine(module, self.world, self.ledger, self.options)
 
 
-class ShardedEngine(Engine):
+class FSDPEngine(Engine):
     """
     Gradients arrive at the whole parameters, which are there while the model runs, and never at the module's own.
 
@@ -74,10 +74,10 @@ class ShardedEngine(Engine):
         self._memory, self._gradients = Rebinding(self._parts), Rebinding(())
         for each in self._parts:
             if each.requires_grad:
-                each.register_hook(weakly(self._arrive_at_part))
+                each.register_hook(weak_method(self._arrive_at_part))
         self._backward_pass = -1  # the last one that was announced
         self._is_reducing = False  # a backward pass, or it has failed
-        sharded.register_forward_hook(weakly(self._watch), prepend=True)
+        sharded.register_forward_hook(weak_method(self._watch), prepend=True)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._memory.check("fsdp")
@@ -91,12 +91,12 @@ class ShardedEngine(Engine):
         entries = _with_gradients((args, kwargs))
         for each in entries:
             if each not in self._entries:  # a trained prompt, say, is an input again and again
-                self._entries[each] = each.register_hook(weakly(self._leave))
+                self._entries[each] = each.register_hook(weak_method(self._leave))
         with in_our_words(self._world.comm):
             result = self.module(*args, **kwargs)
         for each in _with_gradients(result) if not entries else ():
             if each.grad_fn is not None:
-                each.grad_fn.register_prehook(weakly(self._refuse_graph))
+                each.grad_fn.register_prehook(weak_method(self._refuse_graph))
         return result
 
     def pass_by(self) -> None:
@@ -120,7 +120,7 @@ class ShardedEngine(Engine):
     def _leave(self, gradient: torch.Tensor) -> None:
         """The gradient of an input is there; where it has a graph of its own, another backward pass begins with it."""
         if torch.is_grad_enabled() and gradient.requires_grad:
-            gradient.register_hook(weakly(self._gather))
+            gradient.register_hook(weak_method(self._gather))
 
     def _gather(self, _: torch.Tensor) -> None:
         self._announce()
@@ -161,7 +161,7 @@ class ShardedEngine(Engine):
     def _watch(self, module: nn.Module, args: Any, outputs: Any) -> None:
         """Let the outputs announce their backward pass: before FSDP2's own hooks on them gather parameters."""
         for leaf in _with_gradients(outputs):
-            leaf.register_hook(weakly(self._announce))
+            leaf.register_hook(weak_method(self._announce))
 
     def _announce(self, _: torch.Tensor | None = None) -> None:
         backward_pass = torch._C._current_graph_task_id()
@@ -180,7 +180,7 @@ class ShardedEngine(Engine):
 
     def complete(self) -> None:
         """The backward pass has reduced, or torch's last callback, which may be still to come, will do so."""
-        torch.autograd.Variable._execution_engine.queue_callback(weakly(self._check_reduced))
+        torch.autograd.Variable._execution_engine.queue_callback(weak_method(self._check_reduced))
 
     def _check_reduced(self) -> None:
         """Refuse a backward pass that has not come to an output, with which torch's reduction begins."""
@@ -216,4 +216,4 @@ def _with_gradients(values: Any) -> list[torch.Tensor]:
     return [each for each in tensors(values) if each.requires_grad]
 
 
-strategy_class = Sharded
+strategy_class = FSDPStrategy

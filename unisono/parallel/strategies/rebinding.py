@@ -7,7 +7,7 @@ from weakref import ref
 
 import torch
 
-from unisono.parallel.names import name_of
+from unisono.parallel.parameter_names import name_of
 
 
 class Rebinding:

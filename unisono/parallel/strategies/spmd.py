@@ -9,7 +9,7 @@ from unisono.protocols import Backend
 from unisono.world import World
 
 
-class Spread(Flat):
+class SPMDStrategy(Flat):
     """The compiler reduces; to us it is a world of one."""
 
     name = "spmd"
@@ -29,4 +29,4 @@ class Spread(Flat):
         backend.spread()
 
 
-strategy_class = Spread
+strategy_class = SPMDStrategy

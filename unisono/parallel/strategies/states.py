@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from unisono.parallel.names import parameters_of
+from unisono.parallel.parameter_names import parameters_of
 from unisono.parallel.strategies.sharded import is_distributed
 from unisono.parallel.strategies.zero1 import is_divided, load_local, numbered
 from unisono.world import World, current_world

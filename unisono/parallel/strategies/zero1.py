@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from unisono.parallel.names import parameters_of
-from unisono.parallel.strategies.ddp import Replicated, own_steps_contradict
+from unisono.parallel.parameter_names import parameters_of
+from unisono.parallel.strategies.ddp import DDPStrategy, own_steps_contradict
 from unisono.parallel.strategies.elementwise import check_elementwise
 from unisono.parallel.strategies.hooks import POST_LOCAL_SGD
 from unisono.parallel.strategies.rebinding import Rebinding
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Divided(Replicated):
+class ZeRO1Strategy(DDPStrategy):
     """As "ddp", but for the optimizers."""
 
     name = "zero1"
@@ -186,4 +186,4 @@ def _make(optimizer: Optimizer, make: Callable[..., T]) -> T:
         ) from error
 
 
-strategy_class = Divided
+strategy_class = ZeRO1Strategy

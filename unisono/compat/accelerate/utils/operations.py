@@ -16,7 +16,7 @@ from unisono.compat.absent import refuse
 from unisono.compat.accelerate.state import joined_world
 from unisono.errors import UnisonoError
 from unisono.parallel import collectives
-from unisono.parallel.nested import gather_nested, pad_nested, reduce_nested
+from unisono.parallel.nested_collectives import gather_nested, pad_nested, reduce_nested
 from unisono.protocols import ReduceOp
 from unisono.tree import batch_size, leaves, take, tensors, tree_map
 from unisono.world import World

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from unisono.compat.torch_xla.core.steps import mark_step
 from unisono.parallel import agreement, collectives
 from unisono.parallel import optimizer as steps
-from unisono.parallel.names import trained_parameters
+from unisono.parallel.parameter_names import trained_parameters
 from unisono.protocols import ReduceOp
 from unisono.timeline import REDUCE
 from unisono.world import World, current_world

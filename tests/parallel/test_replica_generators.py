@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import random_split
 
 from unisono import DataParallel, all_reduce
-from unisono.parallel.generators import ReplicaGenerators, own_generator
+from unisono.parallel.replica_generators import ReplicaGenerators, own_generator
 from unisono.randomness import seeded
 
 TWO = devices(2)
@@ -275,8 +275,8 @@ WITHOUT = """
 import torch
 from torch import nn
 from unisono import DataParallel
-from unisono.parallel import generators
-generators._KEY = "NoSuchKey"
+from unisono.parallel import replica_generators
+replica_generators._KEY = "NoSuchKey"
 replicas = DataParallel(nn.Identity(), ["cpu:0", "cpu:1"])
 for _ in range(3):
     assert len(replicas.run_on_replicas(lambda *_: torch.rand(2).tolist())) == 2

@@ -18,9 +18,9 @@ from unisono.checkpoint.remote import Location, location
 from unisono.checkpoint.remote import numbered_in as numbered_at
 from unisono.checkpoint.saver import Extra, Loaded, Saver
 from unisono.parallel.microbatches import Microbatches
-from unisono.parallel.prepared.pace import Taken
-from unisono.parallel.prepared.preparing import Prepared
+from unisono.parallel.prepared.prepared_objects import PreparedObjects
 from unisono.parallel.prepared.scaler import LossScaler
+from unisono.parallel.prepared.schedule_units import Taken
 from unisono.parallel.strategies.engine import Engine
 
 _FOLDER = "checkpoints"
@@ -38,7 +38,7 @@ class PreparedStates:
 
     def __init__(
         self,
-        prepared: Prepared,
+        prepared: PreparedObjects,
         microbatches: Microbatches,
         scaler: LossScaler | None,
         project_dir: str | os.PathLike[str] | None,

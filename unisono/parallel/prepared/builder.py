@@ -16,18 +16,18 @@ from unisono.parallel.batch_norm import synchronize_batch_norm
 from unisono.parallel.compilation import compile_module
 from unisono.parallel.meta_modules import fill, is_on_meta
 from unisono.parallel.passes import Passes
-from unisono.parallel.prepared.guard import NanGuard
 from unisono.parallel.prepared.metric_sync import synchronize_metric
 from unisono.parallel.prepared.model import PreparedModel
+from unisono.parallel.prepared.nan_guard import NanGuard
 from unisono.parallel.prepared.scaler import LossScaler
-from unisono.parallel.prepared.stepping import Stepper
+from unisono.parallel.prepared.stepper import Stepper
 from unisono.parallel.strategies.strategy import Strategy
 from unisono.randomness import seed_all, seed_of
 from unisono.world import World
 
 
 @dataclass
-class Maker:
+class Builder:
     """
     Attributes:
         world: the rank's.

@@ -22,8 +22,8 @@ from tracing import interrupting
 from unisono.backends.cpu import CpuBackend
 from unisono.errors import ClosedError
 from unisono.loaders.device_iterator import DeviceIterator
+from unisono.loaders.pipeline import Pipeline, Stamps
 from unisono.loaders.sharding import Claim, Piece
-from unisono.loaders.stages import Pipeline, Stamps
 from unisono.timeline import FETCH, Timeline, Waits
 from unisono.world import World, solo_world
 
@@ -529,7 +529,7 @@ def test_an_interrupt_while_the_threads_start_leaves_none_and_nothing_to_complai
         pipeline = Pipeline(2, 2)
         pipeline.add_lane(torch.device("cpu"), Moving(), Timeline(), False)
         begin = partial(pipeline.start, iter([]))
-        is_reached = interrupting(at, ("threading.py", "comm/starting.py", "loaders/stages.py"), begin)
+        is_reached = interrupting(at, ("threading.py", "comm/starting.py", "loaders/pipeline.py"), begin)
         pipeline.stop()
         assert pipeline.join(PATIENCE_S)
         at += 1

@@ -15,30 +15,30 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from unisono.parallel.names import parameters_of, remember_names, trained_parameters
-from unisono.parallel.prepared.making import Maker
+from unisono.parallel.parameter_names import parameters_of, remember_names, trained_parameters
+from unisono.parallel.prepared.builder import Builder
 from unisono.parallel.prepared.metric_sync import is_metric
 from unisono.parallel.prepared.model import PreparedModel
-from unisono.parallel.prepared.pace import Unit
 from unisono.parallel.prepared.repointing import Places
+from unisono.parallel.prepared.schedule_units import Unit
 from unisono.parallel.prepared.scheduler import PreparedScheduler
-from unisono.parallel.prepared.stepping import Stepper, release_engines_of, watch
+from unisono.parallel.prepared.stepper import Stepper, release_engines_of, watch
 from unisono.parallel.strategies.sharded import clip_grad_norm
 
 
-class Prepared:
+class PreparedObjects:
     """What one Accelerator has prepared, for as long as somebody else holds it.
 
     Args:
-        maker: of models and steppers.
+        builder: of models and steppers.
         make_loader: prepares what has batches.
         schedule_unit: what schedules count; None finds out.
     """
 
-    def __init__(self, maker: Maker, make_loader: Callable[[Any], Any], schedule_unit: Unit | None = None) -> None:
+    def __init__(self, builder: Builder, make_loader: Callable[[Any], Any], schedule_unit: Unit | None = None) -> None:
         self._models: list[ref[PreparedModel]] = []  # in the order in which they came, the same on each rank
         self._steppers: list[ref[Stepper]] = []
-        self._maker = maker
+        self._builder = builder
         self._make_loader, self._schedule_unit = make_loader, schedule_unit
         self._loaders: WeakSet[Any] = WeakSet()
         self._in_order: list[ref[Any]] = []  # the loaders and schedulers
@@ -62,7 +62,7 @@ class Prepared:
                 made[id(each)] = self._add_optimizer(each)
         for _, each in flat:
             if is_metric(each):
-                made[id(each)] = self._maker.metric(each)
+                made[id(each)] = self._builder.metric(each)
             elif isinstance(each, LRScheduler | ReduceLROnPlateau):
                 made[id(each)] = self._add_scheduler(each, made)
             elif each is not None and id(each) not in made:
@@ -97,9 +97,9 @@ class Prepared:
         self, parameters: nn.Module | Iterable[torch.Tensor], max_norm: float, norm_type: float
     ) -> torch.Tensor | None:
         """As `Accelerator.clip_grad_norm_`."""
-        self._maker.strategy.check_clipping()
+        self._builder.strategy.check_clipping()
         clipped = self._reduced(parameters, "clip_grad_norm_")
-        return None if clipped is None else clip_grad_norm(clipped, max_norm, norm_type, world=self._maker.world)
+        return None if clipped is None else clip_grad_norm(clipped, max_norm, norm_type, world=self._builder.world)
 
     def clip_value(self, parameters: nn.Module | Iterable[torch.Tensor], clip_value: float) -> None:
         """As `Accelerator.clip_grad_value_`."""
@@ -116,7 +116,7 @@ class Prepared:
                 f"{called} got {len(found)} parameters of no prepared model; prepare() may put others in their place, "
                 "so take them from the model that it returned"
             )
-        if not self._maker.passes.microbatches.is_boundary():
+        if not self._builder.passes.microbatches.is_boundary():
             return None
         for stepper in self.steppers():
             if any(id(each) in wanted for each in trained_parameters(stepper.optimizer)):
@@ -134,7 +134,7 @@ class Prepared:
         self._models.clear()
         self._steppers.clear()
         self._in_order.clear()
-        self._maker.passes.microbatches.ledger.clear()
+        self._builder.passes.microbatches.ledger.clear()
 
     def _check(self, where: str, each: Any, before: list[Any], together: list[Any], places: Places) -> None:
         """Refuse what cannot be prepared, before anything is."""
@@ -149,10 +149,10 @@ class Prepared:
             return
         if isinstance(each, nn.Module):
             _check_devices(where, each)
-            self._maker.strategy.check(each)
+            self._builder.strategy.check(each)
         elif isinstance(each, Optimizer):
             places.check(each, where)
-            self._maker.strategy.check(each)
+            self._builder.strategy.check(each)
         elif isinstance(each, LRScheduler | ReduceLROnPlateau):
             optimizer = each.optimizer
             if self._stepper_of(optimizer) is None and not any(optimizer is other for other in together):
@@ -170,9 +170,9 @@ class Prepared:
 
     def _add_model(self, module: nn.Module) -> PreparedModel:
         release_engines_of(module)  # of an Accelerator that is gone, and perhaps not collected yet
-        model = self._maker.model(module)
+        model = self._builder.model(module)
         remember_names(model.module)
-        watch(model.engine, self._maker.done_in_steps())
+        watch(model.engine, self._builder.done_in_steps())
         self._models.append(ref(model))
         for stepper in self.steppers():
             self._join(model, stepper)
@@ -180,8 +180,8 @@ class Prepared:
         return model
 
     def _add_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        made = self._maker.strategy.wrap_optimizer(optimizer)
-        stepper = self._maker.stepper(made)
+        made = self._builder.strategy.wrap_optimizer(optimizer)
+        stepper = self._builder.stepper(made)
         self._steppers.append(ref(stepper))
         for model in self.models():
             self._join(model, stepper)

@@ -10,7 +10,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-def weakly(method: Callable[_P, _T]) -> Callable[_P, _T]:
+def weak_method(method: Callable[_P, _T]) -> Callable[_P, _T]:
     """The method, without keeping its object; None where that is gone."""
     bound: Any = method
     held, function = ref(bound.__self__), bound.__func__

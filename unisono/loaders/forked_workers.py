@@ -37,7 +37,7 @@ import torch.utils.data.graph_settings
 
 from unisono.backends.seeding import seeding_locks
 from unisono.errors import BusyError
-from unisono.loaders import fetching
+from unisono.loaders import fetcher
 
 _PATIENCE_S = (1.0, 2.0, 4.0, 8.0, 15.0)  # a slow machine may exceed the first ones, at no harm
 _LOCK_S = 1.0
@@ -91,7 +91,7 @@ class Worker(_Process):  # type: ignore[misc]
         for stream in (sys.stdout, sys.stderr):
             if stream is not None and not stream.closed:
                 stream.flush()
-        fetching.at = memoryview(self._cell).cast("q")
+        fetcher.at = memoryview(self._cell).cast("q")
         faulthandler.register(_SIGNAL, self.stacks, all_threads=False)
         os.write(self._report, b".")
         os.close(self._report)

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from unisono.comm.operations import HOST, name_ranks
 from unisono.errors import NonFiniteGradientError
-from unisono.parallel.names import name_of
+from unisono.parallel.parameter_names import name_of
 from unisono.parallel.sparse import values_of
 from unisono.world import World
 

@@ -35,7 +35,7 @@ from torch.utils.data import (
 
 from unisono import DeviceLoader, ParallelLoader
 from unisono.errors import BusyError, UnpicklableError
-from unisono.loaders import fetching
+from unisono.loaders import fetcher
 from unisono.loaders.indexed import IndexedSource
 from unisono.loaders.sharding import Rule
 from unisono.loaders.shm import explain
@@ -366,7 +366,7 @@ def test_the_pool_keeps_the_options_of_the_users_loader():
         prefetch_factor=3,
         persistent_workers=True,
     )
-    pool = WorkerPool(loader, RemoteFetcher(fetching.Fetcher(loader)), WorkerStart(loader.dataset, None), True)
+    pool = WorkerPool(loader, RemoteFetcher(fetcher.Fetcher(loader)), WorkerStart(loader.dataset, None), True)
     for name in ("num_workers", "prefetch_factor", "persistent_workers"):
         assert getattr(pool._loader, name) == getattr(loader, name), name
     assert pool._timeout_s == 77
@@ -493,7 +493,7 @@ def test_the_users_time_out_names_the_worker_the_sample_and_the_line(persistent)
     with pytest.raises(RuntimeError) as told:
         found += [batch.tolist() for batch in loader]
     words = r"timed out after 1 seconds: loader worker 1 \(pid \d+\) is at the sample with index 3, in \(most recent .*"
-    assert re.search(words + r"test_fetching.py\", line \d+ in __getitem__$", str(told.value), re.DOTALL)
+    assert re.search(words + r"test_fetcher.py\", line \d+ in __getitem__$", str(told.value), re.DOTALL)
 
 
 @pytest.mark.slow
@@ -591,8 +591,8 @@ def test_a_part_of_a_dataset_and_a_stack_of_them_are_augmented_sample_by_sample_
 
     assert load(1) == load(2)
     at_once = DataLoader(Subset(AugmentedAtOnce(22), range(22)), batch_size=3, num_workers=1, collate_fn=list)
-    assert fetching.Fetcher(at_once)._fetch_many
-    assert not fetching.Fetcher(DataLoader(Subset(Augmented(22), range(22))))._fetch_many
+    assert fetcher.Fetcher(at_once)._fetch_many
+    assert not fetcher.Fetcher(DataLoader(Subset(Augmented(22), range(22))))._fetch_many
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")

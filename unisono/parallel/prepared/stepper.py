@@ -25,11 +25,11 @@ from unisono.deliveries import Loop
 from unisono.parallel import optimizer as by_hand
 from unisono.parallel.gradients import check_presence
 from unisono.parallel.ledger import Ledger
-from unisono.parallel.names import parameters_of, trained_parameters
+from unisono.parallel.parameter_names import parameters_of, trained_parameters
 from unisono.parallel.passes import Passes
-from unisono.parallel.prepared.guard import NanGuard
-from unisono.parallel.prepared.pace import Taken
+from unisono.parallel.prepared.nan_guard import NanGuard
 from unisono.parallel.prepared.scaler import LossScaler
+from unisono.parallel.prepared.schedule_units import Taken
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.sharded import clip_grad_norm
 from unisono.timeline import REDUCE, STEP

@@ -18,7 +18,7 @@ from modes import THREADS_2
 from torch.utils.data import DataLoader, IterableDataset
 
 from unisono import DeviceLoader, rank
-from unisono.loaders import forking
+from unisono.loaders import forked_workers
 
 COUNT = 23
 
@@ -106,7 +106,7 @@ def test_a_thread_that_shares_tensors_does_not_stop_the_workers():
 
 def test_a_lock_of_torchs_that_is_always_held_is_told_of(monkeypatch):
     with monkeypatch.context() as within:
-        within.setattr(forking, "_PATIENCE_S", (0.1, 0.1))
+        within.setattr(forked_workers, "_PATIENCE_S", (0.1, 0.1))
         with torch.cuda._initialization_lock, pytest.raises(RuntimeError, match="did not begin"):
             one_pass()
     assert sorted(one_pass()) == list(range(COUNT))
@@ -115,7 +115,7 @@ def test_a_lock_of_torchs_that_is_always_held_is_told_of(monkeypatch):
 def test_a_worker_that_is_stuck_is_forked_again(monkeypatch):
     stdout = Sticky(times=2)
     monkeypatch.setattr(sys, "stdout", stdout)
-    monkeypatch.setattr(forking, "_PATIENCE_S", (0.1, 0.1, 60.0))
+    monkeypatch.setattr(forked_workers, "_PATIENCE_S", (0.1, 0.1, 60.0))
     assert sorted(one_pass()) == list(range(COUNT))
     assert int(stdout.forked) >= 4
 
@@ -123,7 +123,7 @@ def test_a_worker_that_is_stuck_is_forked_again(monkeypatch):
 def test_workers_that_are_always_stuck_are_an_error_and_gone(monkeypatch):
     before = set(psutil.Process().children())
     monkeypatch.setattr(sys, "stdout", Sticky(times=1000))
-    monkeypatch.setattr(forking, "_PATIENCE_S", (0.05, 0.05))
+    monkeypatch.setattr(forked_workers, "_PATIENCE_S", (0.05, 0.05))
     with pytest.raises(RuntimeError, match=r"forked 2 times and did not begin.*num_workers=0"):
         one_pass()
     assert set(psutil.Process().children()) <= before
@@ -131,10 +131,10 @@ def test_workers_that_are_always_stuck_are_an_error_and_gone(monkeypatch):
 
 def test_other_start_methods_and_contexts_are_left_as_they_are():
     spawning = multiprocessing.get_context("spawn")
-    assert forking.context_of(spawning) is spawning
-    assert forking.context_of("spawn") == "spawn"
+    assert forked_workers.context_of(spawning) is spawning
+    assert forked_workers.context_of("spawn") == "spawn"
     for given in ("fork", multiprocessing.get_context("fork")):
-        assert isinstance(forking.context_of(given), forking.Context)
+        assert isinstance(forked_workers.context_of(given), forked_workers.Context)
 
 
 def seeded_pass() -> list[int]:

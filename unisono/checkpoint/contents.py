@@ -20,7 +20,7 @@ from unisono.checkpoint.manifest import Manifest
 from unisono.checkpoint.objects import DIVIDED, part_name
 from unisono.checkpoint.remote import Location, fetch
 from unisono.errors import DamagedCheckpointError
-from unisono.parallel.strategies.shards import read_shards
+from unisono.parallel.strategies.shard_files import read_shards
 from unisono.parallel.strategies.states import by_parameter
 
 HELD = "held gradients"  # no name of an object: it has a blank

@@ -21,9 +21,9 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from unisono.errors import StateError
-from unisono.loaders import fetching
+from unisono.loaders import fetcher
+from unisono.loaders.packing import Merged, Packed, can_surely_be_sent, has_many
 from unisono.loaders.resume import is_stateful
-from unisono.loaders.sending import Merged, Packed, can_surely_be_sent, has_many
 from unisono.loaders.sharding import fingerprint, glimpse, mark_of
 from unisono.loaders.workers import use_worker_info
 from unisono.randomness import mixed, seed_all, seed_of
@@ -244,7 +244,7 @@ class _Part:
         while True:
             number = self.index
             self._seed_for(number)
-            fetching.at[0] = number
+            fetcher.at[0] = number
             try:
                 sample = next(self._source)
             except StopIteration:
