@@ -27,7 +27,7 @@ import torch.distributed as dist
 import warm_scripts
 
 from unisono import world
-from unisono.launch.starting import nursery as nurseries
+from unisono.launch.starting import zygote_client
 
 PATIENCE_S = 3.0
 _PROC = Path("/proc")
@@ -49,7 +49,7 @@ class Footprint:
 
 
 def footprint() -> Footprint:
-    zygotes = {nursery.pid for nursery in nurseries._nurseries.values()} | {*filter(None, [warm_scripts.server_pid()])}
+    zygotes = {client.pid for client in zygote_client._clients.values()} | {*filter(None, [warm_scripts.server_pid()])}
     parents = {os.getpid(), *zygotes}
     return Footprint(
         threads={thread for thread in threading.enumerate() if thread.name.startswith("unisono-") or not thread.daemon},

@@ -86,7 +86,7 @@ import sys
 import unisono
 heavy = {"torch", "numpy", "psutil", "cloudpickle", "rich", "matplotlib"} & set(sys.modules)
 own = {name.removeprefix("unisono.launch") for name in sys.modules if name.startswith("unisono.")}
-assert not heavy and own == {"", ".starting", ".starting.early", ".starting.marks"}, (heavy, own)
+assert not heavy and own == {"", ".starting", ".starting.warm_at_import", ".starting.marks"}, (heavy, own)
 unisono.errors.BusyError
 assert "torch" not in sys.modules, "the errors are cheap too"
 """

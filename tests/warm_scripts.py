@@ -33,7 +33,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from unisono.launch.starting import nursery, wire
+from unisono.launch.starting import wire, zygote_client
 from unisono.launch.starting.huge_pages import collapse_memory
 
 MARK = "UNISONO_TEST_RUN"  # in the environment of all processes of a script
@@ -286,7 +286,7 @@ def _sleep(waking: socket.socket) -> tuple[types.CodeType, dict[str, Any]]:
 
 
 def _wake_at_first_start(sleeper: int, waking: socket.socket) -> None:
-    """Let the nursery start the sleeper instead of a fresh interpreter: once, and from this process."""
+    """Let the zygote client start the sleeper instead of a fresh interpreter: once, and from this process."""
     script = os.getpid()
 
     class Woken(subprocess.Popen[bytes]):
@@ -297,10 +297,10 @@ def _wake_at_first_start(sleeper: int, waking: socket.socket) -> None:
             self.pid, self._child_created = sleeper, True
 
     def start(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
-        nursery.Popen = subprocess.Popen
+        zygote_client.Popen = subprocess.Popen
         return (Woken if os.getpid() == script else subprocess.Popen)(*arguments, **options)
 
-    nursery.Popen = start
+    zygote_client.Popen = start
 
 
 def _move(descriptors: dict[int, int]) -> None:

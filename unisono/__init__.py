@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from unisono.backends import available_devices as available_devices
     from unisono.checkpoint.checkpointer import Checkpointer as Checkpointer
     from unisono.launch.context import ProcessContext as ProcessContext
-    from unisono.launch.hosts.joining import join_world as join_world
+    from unisono.launch.hosts.join_world import join_world as join_world
     from unisono.launch.spawn import spawn as spawn
-    from unisono.launch.starting.nursery import warm as warm
+    from unisono.launch.starting.zygote_client import warm as warm
     from unisono.loaders.device_iterator import DeviceIterator as DeviceIterator
     from unisono.loaders.parallel_loader import DeviceLoader as DeviceLoader
     from unisono.loaders.parallel_loader import ParallelLoader as ParallelLoader
@@ -64,8 +64,8 @@ _HOMES = {
     "unisono.backends": ["available_devices"],
     "unisono.checkpoint.checkpointer": ["Checkpointer"],
     "unisono.launch.context": ["ProcessContext"],
-    "unisono.launch.hosts.joining": ["join_world"],
-    "unisono.launch.starting.nursery": ["warm"],
+    "unisono.launch.hosts.join_world": ["join_world"],
+    "unisono.launch.starting.zygote_client": ["warm"],
     "unisono.launch.spawn": ["spawn"],
     "unisono.loaders.device_iterator": ["DeviceIterator"],
     "unisono.loaders.parallel_loader": ["DeviceLoader", "ParallelLoader"],
@@ -120,7 +120,7 @@ def __dir__() -> list[str]:
 
 
 def _warm_where_that_is_asked_for() -> None:
-    import_module("unisono.launch.starting.early").warm_at_import()
+    import_module("unisono.launch.starting.warm_at_import").warm_at_import()
 
 
 _warm_where_that_is_asked_for()

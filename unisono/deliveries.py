@@ -217,7 +217,7 @@ class Deliveries:
 
     def find(self, values: Any) -> list[Batch]:
         """The batches that the tensors lie in, the one delivered last first; none for what was computed from them."""
-        known = self._known(values)
+        known = self._batches_in(values)
         found = {batches[0] for batches in known if len(batches) == 1}
         found |= {_oldest_waiting(batches) for batches in known if found.isdisjoint(batches)}
         return sorted(found, key=lambda batch: -batch.at)
@@ -226,19 +226,19 @@ class Deliveries:
         """The batches of so many rows that the tensors lie in, where that tells which of the rows count."""
         found = {
             batches[-1]: None
-            for batches in self._known(values)
+            for batches in self._batches_in(values)
             if batches[-1].rows == rows and len({each.counted for each in batches}) == 1
         }
         return list(found)
 
     def know_computed(self, inputs: Any, outputs: Any) -> None:
         """Know what was computed without gradients as of the one batch that the inputs lie in, for its rows."""
-        known = self._known(inputs)
+        known = self._batches_in(inputs)
         batches = {batches[-1] for batches in known if len({each.counted for each in batches}) == 1}
         if len(batches) == 1:
             self.know(outputs, *batches)
 
-    def _known(self, values: Any) -> list[list[Batch]]:
+    def _batches_in(self, values: Any) -> list[list[Batch]]:
         """For each tensor that lies in the memory of batches: these."""
         return [found for each in tensors(values) if (found := self._by_memory.find(each))]
 
@@ -249,7 +249,7 @@ class Deliveries:
             ValueError: they are none's.
         """
         used = self._used
-        if used is not None and any(used in batches for batches in self._known(values)):
+        if used is not None and any(used in batches for batches in self._batches_in(values)):
             return [used]
         found = self.find(values)
         if not found:

@@ -190,10 +190,10 @@ def _text_of(error: BaseException) -> str:
     try:
         return str(error)
     except Exception:
-        return _shown(error.args)
+        return _repr_of(error.args)
 
 
-def _shown(value: Any) -> str:
+def _repr_of(value: Any) -> str:
     try:
         return repr(value)
     except Exception:
@@ -231,7 +231,7 @@ def _portable(value: Any) -> Any:
     try:
         pickle.loads(dumps(value))
     except Exception:
-        return _shown(value)
+        return _repr_of(value)
     return value
 
 

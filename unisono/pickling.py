@@ -131,7 +131,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # it has no annotatio
     def reducer_override(self, obj: Any) -> Any:
         _refuse_file(obj)
         if _is_tensor(obj):
-            return _reduced(obj)
+            return _reduce_tensor(obj)
         if _is_storage(obj):
             return _reduced_storage(obj)
         if path := _importable_path(obj):
@@ -255,18 +255,18 @@ def _is_storage(obj: Any) -> bool:
 def _reduced_storage(storage: Any) -> Any:
     """How a storage is pickled: as the buffer that it is. Tensors that share one still do, over there."""
     if hasattr(storage, "_untyped_storage"):
-        return _typed, (storage._untyped_storage, storage.dtype)
+        return _typed_storage, (storage._untyped_storage, storage.dtype)
     storage = storage.cpu()  # itself, where it is there
-    return _untyped, (pickle.PickleBuffer(block_of(storage) if storage.nbytes() else bytearray()),)
+    return _storage_over, (pickle.PickleBuffer(block_of(storage) if storage.nbytes() else bytearray()),)
 
 
-def _typed(untyped: Any, dtype: Any) -> Any:
+def _typed_storage(untyped: Any, dtype: Any) -> Any:
     import torch
 
     return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
 
 
-def _untyped(buffer: Any) -> Any:
+def _storage_over(buffer: Any) -> Any:
     """The storage that the buffer is the memory of, else one with a copy."""
     import torch
 
@@ -278,7 +278,7 @@ def _untyped(buffer: Any) -> Any:
     return storage
 
 
-def _reduced(tensor: Any) -> Any:
+def _reduce_tensor(tensor: Any) -> Any:
     """How a tensor is pickled; as its copy in main memory, where torch would send one together with its device."""
     rebuild, args, *rest = tensor.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
     if rebuild.__name__ == "_rebuild_device_tensor_from_cpu_tensor":

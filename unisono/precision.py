@@ -50,12 +50,12 @@ def to_reduced_precision(x: T, *, dtype: torch.dtype = torch.bfloat16) -> T:
     """
     if dtype not in REDUCED:
         raise ValueError(f"dtype={dtype} is no reduced precision; choose torch.bfloat16 or torch.float16")
-    return _converted(x, FULL, dtype)
+    return _convert(x, FULL, dtype)
 
 
 def to_full_precision(x: T) -> T:
     """`x` with its bfloat16 and float16 tensors in float32: `to_reduced_precision` the other way round."""
-    return _converted(x, REDUCED, torch.float32)
+    return _convert(x, REDUCED, torch.float32)
 
 
 def is_reduced_precision(x: object) -> bool:
@@ -104,7 +104,7 @@ class _Content:
         self.parts: list[_Part] = []
         self.modules: list[nn.Module] = []
         self.optimizers: list[tuple[str, torch.optim.Optimizer]] = []
-        for where, leaf in _located(x, "x"):
+        for where, leaf in _leaves_with_paths(x, "x"):
             if isinstance(leaf, nn.Module):
                 self.modules.append(leaf)
                 self.parts += _module_parts(leaf, where)
@@ -117,7 +117,7 @@ class _Content:
                 raise TypeError(f"x={x!r} is a {type(x).__name__}; pass a tensor, module, optimizer, or a structure")
 
 
-def _converted(x: T, source: frozenset[torch.dtype], target: torch.dtype) -> T:
+def _convert(x: T, source: frozenset[torch.dtype], target: torch.dtype) -> T:
     content = _Content(x)
     _check(x, content, source)
     for module in content.modules:
@@ -196,13 +196,13 @@ def _state(optimizer: torch.optim.Optimizer, where: str) -> Iterator[_Part]:
     is_joint = isinstance(optimizer, torch.optim.LBFGS)  # keeps one vector for all, as the first one's state
     for index, parameter in enumerate(parameters):
         for key, value in optimizer.state.get(parameter, {}).items():
-            for path, leaf in _located(value, f"{where}.state[{index}][{key!r}]"):
+            for path, leaf in _leaves_with_paths(value, f"{where}.state[{index}][{key!r}]"):
                 is_number = key == "step" or (isinstance(leaf, torch.Tensor) and leaf.ndim < min(parameter.ndim, 1))
                 if isinstance(leaf, torch.Tensor) and leaf.dtype in FULL | REDUCED and not is_number:
                     yield _Part(path, leaf, tuple(parameters) if is_joint else (parameter,))
 
 
-def _located(tree: object, where: str) -> Iterator[tuple[str, Any]]:
+def _leaves_with_paths(tree: object, where: str) -> Iterator[tuple[str, Any]]:
     """The leaves of a structure and the ways to them, as Python would write them; each leaf once."""
     tree_map(lambda leaf: leaf, tree)  # ValueError where a container contains itself
     seen: dict[int, object] = {}

@@ -82,7 +82,7 @@ class LoopRows:
             return self._last(rows)
         each_once: dict[tuple[int, ...], Rows] = {}
         for batches, last in found.items():  # the latest come first
-            counted = _counted(batches)
+            counted = _places_that_count(batches)
             known = each_once.get(tuple(counted))
             each_once[tuple(counted)] = Rows(counted, len(batches), last) if known is None else known._replace(end=0)
         return list(reversed(each_once.values()))
@@ -116,7 +116,7 @@ class LoopRows:
                 left -= run.rows
                 batches.append(run[:2])
                 if left <= 0:
-                    return [Rows(_counted(batches[::-1]), len(batches), is_new=False)] if not left else []
+                    return [Rows(_places_that_count(batches[::-1]), len(batches), is_new=False)] if not left else []
         return []
 
     def gather(self, end: int) -> None:
@@ -134,7 +134,7 @@ class LoopRows:
         return [run.rows for run in self._runs[-3:] for _ in range(min(run.times, 3))][-3:]
 
 
-def _counted(batches: Iterable[tuple[int, int]]) -> list[int]:
+def _places_that_count(batches: Iterable[tuple[int, int]]) -> list[int]:
     """The places of the rows that count in these batches, one behind the other, of so many samples and rows each."""
     places: list[int] = []
     start = 0

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from unisono.backends import backend_of_group, get_backend, pick_backend
-from unisono.comm.fitting import process_communicator, seat_of, thread_communicators
 from unisono.comm.processes import ProcessCommunicator
+from unisono.comm.selection import process_communicator, seat_of, thread_communicators
 from unisono.comm.solo import SoloCommunicator
 from unisono.comm.threads import ThreadCommunicator
 from unisono.deliveries import Deliveries

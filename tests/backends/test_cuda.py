@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from unisono import DeviceLoader
 from unisono.backends import cuda, get_backend
-from unisono.backends.cuda import _dense_parts, _pinned
+from unisono.backends.cuda import _dense_parts, _pin_leaf
 from unisono.pickling import dumps_apart, loads_apart
 
 HAS_CUDA = torch.cuda.is_available()
@@ -49,12 +49,12 @@ class Graph:
 
 
 def test_an_object_with_a_method_of_its_own_is_pinned_by_it():
-    assert _pinned(Graph(torch.ones(2))).told == ["pinned"]
+    assert _pin_leaf(Graph(torch.ones(2))).told == ["pinned"]
 
 
 @pytest.mark.parametrize("leaf", [None, "text", 3, object(), torch.eye(2).to_sparse(), torch.ones(2, device="meta")])
 def test_what_cannot_be_pinned_is_left_as_it_is(leaf):
-    assert _pinned(leaf) is leaf
+    assert _pin_leaf(leaf) is leaf
 
 
 def test_an_error_of_pinning_says_how_much_was_asked_for_and_what_bounds_it():
@@ -63,7 +63,7 @@ def test_an_error_of_pinning_says_how_much_was_asked_for_and_what_bounds_it():
             raise RuntimeError("CUDA error: out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory") as caught:
-        _pinned(torch.zeros(1000).as_subclass(Locked))
+        _pin_leaf(torch.zeros(1000).as_subclass(Locked))
     (note,) = caught.value.__notes__
     assert note.startswith("while 4,000 bytes were put into page-locked memory")
     assert "prefetch_bytes" in note

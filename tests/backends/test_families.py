@@ -212,13 +212,13 @@ def test_mps_narrows_double_precision_and_says_so_once(caplog):
     mps = copy.copy(get_backend("mps"))
     mps._has_warned = False
     with caplog.at_level(logging.WARNING):
-        assert [mps._narrowed(torch.ones(2, dtype=torch.float64)).dtype for _ in range(2)] == [torch.float32] * 2
+        assert [mps._narrow_leaf(torch.ones(2, dtype=torch.float64)).dtype for _ in range(2)] == [torch.float32] * 2
     assert [record.message for record in caplog.records] == [
         "a batch holds float64 tensors, which mps does not have: they arrive as float32"
     ]
     kept = torch.ones(2)
-    assert mps._narrowed(kept) is kept
-    assert mps._narrowed("text") == "text"
+    assert mps._narrow_leaf(kept) is kept
+    assert mps._narrow_leaf("text") == "text"
 
 
 def test_processes_on_mps_exchange_copies_in_main_memory_and_have_no_engines():

@@ -20,7 +20,7 @@ import pytest
 from unisono.cli import network_checks, worker_checks
 from unisono.cli.doctor import add_parser
 from unisono.cli.findings import Check, Finding, examine
-from unisono.launch.hosts.disturbances import disturbances
+from unisono.launch.hosts.environment_risks import environment_risks
 
 MAIN = """
 import argparse, sys
@@ -204,10 +204,10 @@ def test_no_worker_is_started_where_a_launcher_has_started_this_process(monkeypa
     ],
 )
 def test_variables_that_harm_a_run_are_told_from_those_that_only_change_it(environ: dict[str, str], harmful: list[str]):
-    found = list(disturbances(environ))
+    found = list(environment_risks(environ))
     assert [each.setting for each in found if each.is_harmful] == harmful
     assert all(each.way_out for each in found if each.is_harmful)
 
 
 def test_a_place_among_others_is_no_leftover_where_a_launcher_has_given_it():
-    assert list(disturbances({"WORLD_SIZE": "4", "RANK": "0"}, is_launched=True)) == []
+    assert list(environment_risks({"WORLD_SIZE": "4", "RANK": "0"}, is_launched=True)) == []

@@ -463,7 +463,7 @@ def machines(*arguments: str, place: AgentPlace | None = None) -> dict[str, obje
     found = command._machine_options(parsed, place)
     if found is None:
         return None
-    numbers = {"nproc": command._told(parsed, place, "nproc")}
+    numbers = {"nproc": command._number_from(parsed, place, "nproc")}
     return {**asdict(found), **numbers, "max_restarts": command._max_restarts(parsed, found, place)}
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from unisono.backends.cpu import CpuBackend
-from unisono.comm import ending
+from unisono.comm import shutdown
 from unisono.comm.device_watch import DeviceWatch
 from unisono.comm.processes import ProcessCommunicator
 from unisono.errors import BrokenWorldError
@@ -117,7 +117,7 @@ def test_a_device_that_computes_for_long_without_a_collective_is_in_none(gpu, st
 
 def test_a_peer_s_failure_ends_what_the_device_waits_in_and_the_rank_goes_on_with_nothing(gpu, store, monkeypatch):
     def end_and_let_go(*args: Any, **kwargs: Any) -> None:
-        ending.end_group(*args, **kwargs)
+        shutdown.end_group(*args, **kwargs)
         has_ended.set()
 
     has_ended = threading.Event()  # what the rank waits in, out of reach of any exception
@@ -168,7 +168,7 @@ class Ends:
         self.called: list[str] = []
         self.let_go = threading.Event()
         self.alarms: list[int] = []
-        monkeypatch.setattr(ending, "_END_S", 0.05)
+        monkeypatch.setattr(shutdown, "_END_S", 0.05)
         monkeypatch.setattr(signal, "alarm", self.alarms.append)
         monkeypatch.setattr(dist, "destroy_process_group", lambda: self._wait("destroy"))
         monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: self._abort())
@@ -192,17 +192,17 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
 
 
 def test_an_orderly_end_that_waits_for_a_peer_is_given_up(ends):
-    ending.end_group(is_broken=False, waits_for_device=True)
+    shutdown.end_group(is_broken=False, waits_for_device=True)
     assert (ends.called, ends.alarms) == (["destroy", "abort"], [])
 
 
 def test_a_broken_group_is_aborted_at_once(ends):
-    ending.end_group(is_broken=True, waits_for_device=True)
+    shutdown.end_group(is_broken=True, waits_for_device=True)
     assert (ends.called, ends.alarms) == (["abort"], [])
 
 
 def test_a_process_whose_group_cannot_be_ended_ends_all_the_same(ends, caplog):
     ends.abort_ends = False
-    ending.end_group(is_broken=True, waits_for_device=True)
-    assert ends.alarms == [ending._LAST_S]
+    shutdown.end_group(is_broken=True, waits_for_device=True)
+    assert ends.alarms == [shutdown._LAST_S]
     assert "could not be ended within" in caplog.text

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from unisono.backends.cpu import CpuBackend
-from unisono.comm.fitting import thread_communicators
 from unisono.comm.operations import Call
+from unisono.comm.selection import thread_communicators
 from unisono.comm.threads import ThreadCommunicator
 
 LONG = timedelta(seconds=30)

@@ -12,7 +12,7 @@ from unisono.backends import check_index
 from unisono.backends.cpu import CpuBackend
 from unisono.launch import spawn as spawn_module
 from unisono.launch.spawn import spawn
-from unisono.launch.starting import nursery
+from unisono.launch.starting import zygote_client
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def _nothing_is_started(monkeypatch):
     def started(*args):
         raise AssertionError("a group was started")
 
-    monkeypatch.setattr(nursery, "open_group", started)
+    monkeypatch.setattr(zygote_client, "open_group", started)
     monkeypatch.setattr(spawn_module, "Supervisor", started)
 
 

@@ -189,7 +189,7 @@ def test_eighty_groups_leave_no_trace(tmp_path: Path, ear: Ear) -> None:
     source = '''
 import gc, json, tempfile
 from modes import preload
-from unisono.launch.starting.nursery import zygote_pid
+from unisono.launch.starting.zygote_client import zygote_pid
 
 def footprint():
     gc.collect()

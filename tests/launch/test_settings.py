@@ -187,7 +187,7 @@ def test_workers_are_started_with_the_flags_of_the_callers_interpreter(tmp_path)
 
 @pytest.mark.slow
 def test_a_setting_that_cannot_be_had_is_reported_once(monkeypatch, caplog):
-    monkeypatch.setattr("unisono.launch.notes._said", set())
+    monkeypatch.setattr("unisono.launch.messages._said", set())
     monkeypatch.setitem(SETTINGS, "locale.setlocale", (lambda: "nowhere.at_all", lambda value: None))
     for _ in range(2):
         spawn(lambda index: index, nprocs=2)

@@ -11,8 +11,8 @@ from faults import Script
 from torch.backends import cudnn
 
 from unisono.errors import UnpicklableError
-from unisono.launch.obstacles import describe_obstacle
 from unisono.launch.spawn import spawn
+from unisono.launch.unpicklable import describe_unpicklable
 
 ATEN = torch.ops.aten
 ADD, ADD_TENSOR = torch.ops.aten.add, torch.ops.aten.add.Tensor
@@ -77,7 +77,7 @@ OBSTACLES = {
 @pytest.mark.parametrize("name", OBSTACLES)
 def test_what_cannot_travel_is_named_with_what_uses_it(name):
     code, described = OBSTACLES[name]
-    assert describe_obstacle(by_value(code)["work"]) == described
+    assert describe_unpicklable(by_value(code)["work"]) == described
 
 
 def test_the_error_names_the_global_and_the_function():

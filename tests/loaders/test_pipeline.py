@@ -529,7 +529,7 @@ def test_an_interrupt_while_the_threads_start_leaves_none_and_nothing_to_complai
         pipeline = Pipeline(2, 2)
         pipeline.add_lane(torch.device("cpu"), Moving(), Timeline(), False)
         begin = partial(pipeline.start, iter([]))
-        is_reached = interrupting(at, ("threading.py", "comm/starting.py", "loaders/pipeline.py"), begin)
+        is_reached = interrupting(at, ("threading.py", "comm/thread_start.py", "loaders/pipeline.py"), begin)
         pipeline.stop()
         assert pipeline.join(PATIENCE_S)
         at += 1

@@ -11,7 +11,7 @@ from torch import nn
 
 from unisono import Accelerator, all_gather_object, all_reduce, current_world, spawn
 from unisono.backends import xla
-from unisono.comm.fitting import seat_of
+from unisono.comm.selection import seat_of
 from unisono.comm.xla import XlaProcesses
 from unisono.errors import BrokenWorldError, CollectiveMismatchError
 from unisono.strategies import DDP
@@ -94,7 +94,7 @@ def test_a_runtime_that_does_not_join_the_processes_is_found_out_at_the_start():
 
     def pretending(index: int) -> None:
         xla.XlaBackend.process_transport = lambda self: "runtime"  # type: ignore[method-assign]
-        from unisono.comm.fitting import process_communicator
+        from unisono.comm.selection import process_communicator
 
         world = current_world()
         process_communicator(world.backend, world.device, owns_group=False)

@@ -96,7 +96,7 @@ def allowed_cores(root: Path = _ROOT) -> list[Core]:
     nodes = {cpu: node for node, members in _numa_nodes(root) for cpu in members}
     siblings = {cpu: _cpu_list(topology / f"cpu{cpu}/topology/thread_siblings_list") & cpus for cpu in cpus}
     if not all(cpu in together for cpu, together in siblings.items()):
-        return [Core(frozenset(together), nodes.get(min(together), 0)) for together in _counted(sorted(cpus))]
+        return [Core(frozenset(together), nodes.get(min(together), 0)) for together in _count_by_core(sorted(cpus))]
     return [Core(frozenset(siblings[cpu]), nodes.get(cpu, 0)) for cpu in sorted(cpus) if cpu == min(siblings[cpu])]
 
 
@@ -127,7 +127,7 @@ def _allowed_cpus() -> set[int]:
     return set(range(os.cpu_count() or 1))
 
 
-def _counted(cpus: list[int]) -> list[list[int]]:
+def _count_by_core(cpus: list[int]) -> list[list[int]]:
     """CPUs by core, where only the numbers of both are known: so many to a core as on the whole machine."""
     ways = max(1, (psutil.cpu_count() or 1) // (psutil.cpu_count(logical=False) or psutil.cpu_count() or 1))
     return [cpus[start : start + ways] for start in range(0, len(cpus), ways)]

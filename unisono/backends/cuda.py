@@ -99,7 +99,7 @@ class CudaBackend(EagerBackend):
     def to_device(self, batch: Any, device: torch.device) -> tuple[Any, Any]:
         stream = self._side_stream(device)
         with torch.cuda.stream(stream):
-            moved = tree_map(lambda leaf: _moved(leaf, device), batch)
+            moved = tree_map(lambda leaf: _move_leaf(leaf, device), batch)
             done = torch.cuda.Event()
             done.record(stream)
         return moved, _Ready(done, moved, device)
@@ -163,12 +163,12 @@ def _driver() -> Any:
         return None
 
 
-def _moved(leaf: Any, device: torch.device) -> Any:
+def _move_leaf(leaf: Any, device: torch.device) -> Any:
     """A leaf on the device, or on its way there on the current stream."""
     if isinstance(leaf, torch.Tensor | PackedSequence):
-        return send(_pinned(leaf), device, non_blocking=True)
+        return send(_pin_leaf(leaf), device, non_blocking=True)
     if _tells_streams(leaf):
-        return send(_pinned(leaf), device)
+        return send(_pin_leaf(leaf), device)
     with torch.cuda.stream(torch.cuda.default_stream(device)):
         return send(leaf, device)
 
@@ -195,7 +195,7 @@ def _dense_parts(leaf: Any) -> list[torch.Tensor]:
     return [leaf]
 
 
-def _pinned(leaf: Any) -> Any:
+def _pin_leaf(leaf: Any) -> Any:
     """The leaf in page-locked memory; an object of the user's own by its method `pin_memory()`, where it has one."""
     if isinstance(leaf, torch.Tensor):
         if leaf.device.type != "cpu" or leaf.layout is not torch.strided:

@@ -47,7 +47,7 @@ def move_module(module: torch.nn.Module, device: torch.device) -> torch.nn.Modul
     for first, *others in ties.values():
         for name in others:
             owner, _, own_name = name.rpartition(".")
-            setattr(module.get_submodule(owner), own_name, _found(module, first))
+            setattr(module.get_submodule(owner), own_name, _tensor_named(module, first))
     return module
 
 
@@ -66,7 +66,7 @@ def _are_apart(one: torch.device, other: torch.device) -> bool:
     return one.type == other.type == "xla" and one.index != other.index
 
 
-def _found(module: torch.nn.Module, name: str) -> torch.Tensor:
+def _tensor_named(module: torch.nn.Module, name: str) -> torch.Tensor:
     owner, _, own_name = name.rpartition(".")
     found: torch.Tensor = getattr(module.get_submodule(owner), own_name)
     return found

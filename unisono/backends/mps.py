@@ -52,7 +52,7 @@ class MpsBackend(EagerBackend):
         return super().unsupported_reason(feature)
 
     def to_device(self, batch: Any, device: torch.device) -> tuple[Any, Any]:
-        return tree_map(lambda leaf: send(self._narrowed(leaf), device), batch), None
+        return tree_map(lambda leaf: send(self._narrow_leaf(leaf), device), batch), None
 
     def wait_ready(self, token: Any) -> None:
         pass
@@ -69,7 +69,7 @@ class MpsBackend(EagerBackend):
     def memory(self, device: torch.device) -> int:
         return int(torch.mps.current_allocated_memory())
 
-    def _narrowed(self, leaf: Any) -> Any:
+    def _narrow_leaf(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float64:
             if not self._has_warned:
                 self._has_warned = True

@@ -15,7 +15,7 @@ from unisono.protocols import Backend
 
 def seed_device(backend: Backend, device: torch.device, seed: int) -> None:
     """Seed the device's random generator, and no other one; on the CPU that is the thread's, where it has its own."""
-    backend.set_rng_state(_seeded(backend, device, seed), device)
+    backend.set_rng_state(_seed_state(backend, device, seed), device)
 
 
 def seed_of_device(backend: Backend, device: torch.device) -> int:
@@ -25,7 +25,7 @@ def seed_of_device(backend: Backend, device: torch.device) -> int:
     """
     state = backend.rng_state(device)
     seed = _seed_in(state, device)
-    if torch.equal(_seeded(backend, device, seed), state):
+    if torch.equal(_seed_state(backend, device, seed), state):
         return seed
     seed = int.from_bytes(blake2b(state.numpy().tobytes(), digest_size=8).digest()) >> 1
     seed_device(backend, device, seed)
@@ -56,7 +56,7 @@ def _asking(
     return ask_and_seed
 
 
-def _seeded(backend: Backend, device: torch.device, seed: int) -> torch.Tensor:
+def _seed_state(backend: Backend, device: torch.device, seed: int) -> torch.Tensor:
     state = backend.seeded_state(seed, device)
     return torch.Generator().manual_seed(seed).get_state() if state is None else state
 

@@ -108,7 +108,7 @@ class XlaBackend:
         """On the CPU as many as `CPU_NUM_DEVICES` says, else those that a TPU has. Does not start the runtime."""
         if _missing():
             return 0
-        if (started := _started()) is not None:
+        if (started := _runtime_module()) is not None:
             return len(started._xla_get_devices())
         if _hardware() == _CPU:
             return _virtual_count() or 1
@@ -123,7 +123,7 @@ class XlaBackend:
                 f"device xla:{index} does not exist: this process computes by strategy='spmd', whose xla:0 stands for "
                 "all of them"
             )
-        is_open = _hardware() == _CPU and not _missing() and _started() is None
+        is_open = _hardware() == _CPU and not _missing() and _runtime_module() is None
         if is_open and index >= self.device_count() and _virtual_count() in (0, self._asked):
             self._asked = index + 1
             os.environ["CPU_NUM_DEVICES"] = str(self._asked)
@@ -143,7 +143,7 @@ class XlaBackend:
 
     def start(self, device: torch.device) -> None:
         self.runtime()
-        if _started() is None:
+        if _runtime_module() is None:
             self.activate(device)
             _try_backward(device)
 
@@ -187,12 +187,12 @@ class XlaBackend:
         def upload(leaf: Any) -> Any:
             leaf = _fit(leaf)
             watch.note_shape(leaf)
-            return self._uploaded(leaf, device)
+            return self._upload_leaf(leaf, device)
 
         moved = tree_map(upload, batch)
         return moved, None if self._sharding is None else moved
 
-    def _uploaded(self, leaf: Any, device: torch.device) -> Any:
+    def _upload_leaf(self, leaf: Any, device: torch.device) -> Any:
         """The leaf on the device, whatever thread asks.
 
         `tensor.to(device)` is for the computing thread alone: until the next cut it holds what is in main memory, and a
@@ -201,9 +201,9 @@ class XlaBackend:
         if isinstance(leaf, PackedSequence) and leaf.data.is_cpu:
             data, sizes, *order = leaf
             return PackedSequence(
-                self._uploaded(data, device),
+                self._upload_leaf(data, device),
                 sizes,
-                *[None if each is None else self._uploaded(each, device) for each in order],
+                *[None if each is None else self._upload_leaf(each, device) for each in order],
             )
         if isinstance(leaf, torch.Tensor) and leaf.is_cpu:
             plain = leaf.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()
@@ -219,7 +219,7 @@ class XlaBackend:
         if self._sharding is not None:
             return
         self.runtime()
-        if _started() is not None:  # with tensors from before, the first step would end in a segmentation fault
+        if _runtime_module() is not None:  # with tensors from before, the first step would end in a segmentation fault
             raise UnisonoError(
                 "strategy='spmd' comes too late: an XLA device of this process is in use already; make the Accelerator "
                 "first, in a process of its own"
@@ -428,7 +428,7 @@ def _num_reads(inner: Any) -> int:
     return int(inner._xla_counter_value("aten::_local_scalar_dense") or 0)
 
 
-def _started() -> Any:
+def _runtime_module() -> Any:
     """What torch_xla is made of in C++, where its runtime is up in this process; else None."""
     xla = sys.modules.get("torch_xla")
     is_up = xla is not None and xla._XLAC._xla_runtime_is_initialized()

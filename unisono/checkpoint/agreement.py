@@ -23,17 +23,17 @@ from unisono.outcome import Outcome
 from unisono.world import World
 
 
-def agreed(ask: Callable[[], Any], world: World) -> Any:
+def agree_on(ask: Callable[[], Any], world: World) -> Any:
     """What rank zero finds, on all ranks; or the error, on all of them."""
     outcome: Outcome[Any] = Outcome.capture(ask) if world.rank == 0 else Outcome()
     if outcome.error is not None and not isinstance(outcome.error, Exception):
         raise outcome.error
-    found, failed = world.comm.broadcast_object((outcome.value, told(outcome.error)))
+    found, failed = world.comm.broadcast_object((outcome.value, encode_error(outcome.error)))
     raise_any([failed], outcome.error)
     return found if world.rank else outcome.value
 
 
-def told(error: BaseException | None) -> bytes | None:
+def encode_error(error: BaseException | None) -> bytes | None:
     """An error for the other ranks, which need not be one that can be pickled."""
     return None if error is None else Outcome.failure(error).to_bytes()
 

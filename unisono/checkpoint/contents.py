@@ -52,15 +52,15 @@ def read_contents(path: Location) -> Contents:
         NoCheckpointError, DamagedCheckpointError, CheckpointVersionError: as for `directory.find`.
     """
     if isinstance(path, Path):
-        return _read(path)
+        return _read_contents(path)
     with tempfile.TemporaryDirectory(prefix="unisono-checkpoint-") as directory:
         local, where = fetch(path, Path(directory))
-        contents = _read(local)
+        contents = _read_contents(local)
     contents.path = where
     return contents
 
 
-def _read(path: Path) -> Contents:
+def _read_contents(path: Path) -> Contents:
     found, manifest = find(path)
     try:
         saved = torch.load(found / STATE, map_location=CPU, weights_only=True)

@@ -52,7 +52,7 @@ def restore_generators(saved: Sequence[Mapping[str, Any]], world: World) -> None
     left out.
     """
     if len(saved) != world.world_size and world.rank == 0:
-        logger.warning("%s", _changed(len(saved), world.world_size))
+        logger.warning("%s", _describe_change(len(saved), world.world_size))
     if world.rank < len(saved):
         _restore(saved[world.rank], world)
         return
@@ -64,7 +64,7 @@ def restore_generators(saved: Sequence[Mapping[str, Any]], world: World) -> None
     _seed_torch(seed, world)
 
 
-def _changed(saved: int, now: int) -> str:
+def _describe_change(saved: int, now: int) -> str:
     text = f"saved by {saved} ranks, loaded by {now}: what is drawn at random (dropout) will differ from there on; "
     if now > saved:
         return text + f"the random generators of {name_ranks(range(saved, now))} begin with new seeds"

@@ -58,7 +58,7 @@ def held_gradients(engines: Sequence[Engine]) -> Held:
     }
 
 
-def take_up_step(
+def resume_step(
     saved: Sequence[Mapping[str, Any]],
     held: Sequence[Mapping[str, torch.Tensor]] | None,
     microbatches: Microbatches,

@@ -12,7 +12,7 @@ from typing import Any
 
 from unisono.checkpoint.checkpointer import check_count
 from unisono.checkpoint.directory import Place, numbered_in
-from unisono.checkpoint.held_gradients import claims_of, held_gradients, take_up_step
+from unisono.checkpoint.held_gradients import claims_of, held_gradients, resume_step
 from unisono.checkpoint.objects import kind_of
 from unisono.checkpoint.remote import Location, location
 from unisono.checkpoint.remote import numbered_in as numbered_at
@@ -85,7 +85,7 @@ class PreparedStates:
             engine.forget()
         if facts[0]["claims"] is not None:
             claims = [each["claims"] for each in facts]
-            take_up_step(claims, restored.held, self._microbatches, self._engines(), self._microbatches.world)
+            resume_step(claims, restored.held, self._microbatches, self._engines(), self._microbatches.world)
         return restored.loaded
 
     def close(self) -> None:

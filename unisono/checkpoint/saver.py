@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 import torch
 
 from unisono.checkpoint.agreement import (
-    agreed,
+    agree_on,
     check_steps,
     checked_score,
     chosen_place,
+    encode_error,
     new_manifest,
     raise_any,
     taken_failure,
-    told,
 )
 from unisono.checkpoint.contents import HELD, Contents, read_contents
 from unisono.checkpoint.directory import SHARDS, STATE, Place, commit, new_mark, saving_path
@@ -52,7 +52,7 @@ from unisono.checkpoint.remote import Location, publish
 from unisono.checkpoint.staging import HostMemory, host_view
 from unisono.checkpoint.writer import Writer
 from unisono.errors import NoCheckpointError
-from unisono.launch.gloo_greetings import without_greetings
+from unisono.launch.gloo_output import suppress_greetings
 from unisono.outcome import Outcome
 from unisono.parallel.strategies.shard_files import ShardGroup
 from unisono.parallel.strategies.sharded import is_sharded
@@ -182,10 +182,10 @@ class Saver:
         comm.announce(f"save_state at step {step}")
         self._writer.wait()
         own, failure = self._own_part(objects, extra), taken_failure(self._writer)
-        ranks = comm.all_gather_object({"step": step, "failure": told(failure), "rank": own})
+        ranks = comm.all_gather_object({"step": step, "failure": encode_error(failure), "rank": own})
         raise_any([each["failure"] for each in ranks], failure)
         check_steps([each["step"] for each in ranks])
-        chosen, mark = agreed(lambda: (chosen_place(place, score), new_mark()), world)
+        chosen, mark = agree_on(lambda: (chosen_place(place, score), new_mark()), world)
         if chosen is None:
             return None
         manifest = new_manifest(step, score, world, kinds_of(objects))
@@ -199,7 +199,7 @@ class Saver:
         write = partial(self._write, chosen, contents, parts, manifest, mark)
         if not is_async:
             result = Outcome.capture(write)
-            raise_any(comm.all_gather_object(told(result.error)), result.error)
+            raise_any(comm.all_gather_object(encode_error(result.error)), result.error)
         elif contents is not None or parts is not None:
             self._writer.start(write, f"saving {chosen.path} at step {step}")
         path: Location = chosen.path
@@ -219,7 +219,7 @@ class Saver:
         contents: dict[str, Any] = {"kinds": kinds_of(objects), "ranks": ranks, "held": None}
         if is_shared and self._is_divided(objects):
             if self._group is None:
-                with without_greetings():
+                with suppress_greetings():
                     self._group = ShardGroup()
             contents["states"], parts, values = divided_states(objects, world, copy)
             parts.update((f"{HELD}/{world.rank}/{name}", copy(each)) for name, each in held.items())
@@ -249,7 +249,7 @@ class Saver:
 
     def _agreed_copy(self, outcome: Outcome[_Copied]) -> tuple[dict[str, Any] | None, dict[str, torch.Tensor] | None]:
         """What goes into `state.pt`, on rank zero, and this rank's parts; if all ranks have copied theirs."""
-        found = self.world.comm.all_gather_object((told(outcome.error), outcome.value and outcome.value.values))
+        found = self.world.comm.all_gather_object((encode_error(outcome.error), outcome.value and outcome.value.values))
         raise_any([failed for failed, _ in found], outcome.error)
         copied = outcome.unwrap()
         if copied.parts is not None:
@@ -319,7 +319,7 @@ class Saver:
                 return None
             return _facts(contents)
 
-        facts = agreed(read, world)
+        facts = agree_on(read, world)
         if facts is None:
             return None
         check_fit(objects, facts["kinds"], facts["described"], str(facts["path"]))

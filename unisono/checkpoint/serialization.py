@@ -49,7 +49,7 @@ def serialize(obj: Any) -> bytes:
     """
     writer = _Description()
     text = json.dumps(writer.describe(obj, "the object")).encode()
-    start = _padded(_HEAD.size + len(text))
+    start = _align(_HEAD.size + len(text))
     parts = [text, bytes(start - _HEAD.size - len(text)), *writer.data]
     length = sum(map(len, parts))
     crc = zlib.crc32(_HEAD.pack(_MAGIC, _VERSION, 0, length, len(text))[_CHECKED:])
@@ -89,14 +89,14 @@ def deserialize(data: bytes | bytearray | memoryview, device: str | int | torch.
         raise DamagedCheckpointError(f"serialize() gave {_HEAD.size + length} bytes, and these are {len(view)}")
     if zlib.crc32(view[_CHECKED:]) != crc:
         raise DamagedCheckpointError("these bytes are not what serialize() gave: their checksum differs")
-    start = _padded(_HEAD.size + described)
+    start = _align(_HEAD.size + described)
     try:
         return _Reader(view[start:], device).read(json.loads(bytes(rest[:described])))
     except (TypeError, ValueError, LookupError, AttributeError) as error:  # the checksum is right: it was forged
         raise DamagedCheckpointError(f"these bytes describe nothing that serialize() gives: {error}") from error
 
 
-def _padded(size: int) -> int:
+def _align(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
 
 
@@ -171,8 +171,8 @@ class _Description:
         host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         raw = memoryview(host.reshape(-1).view(torch.uint8).numpy().data).cast("B") if host.numel() else memoryview(b"")
         place, size = self._size, len(raw)
-        self.data += [raw, bytes(_padded(size) - size)]
-        self._size += _padded(size)
+        self.data += [raw, bytes(_align(size) - size)]
+        self._size += _align(size)
         kind = "parameter" if isinstance(tensor, nn.Parameter) else "tensor"
         dtype = str(tensor.dtype).removeprefix("torch.")
         return [kind, dtype, list(tensor.shape), tensor.requires_grad, str(tensor.device), place, size]

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from functools import partial
 
 from unisono.cli.findings import STATES, Check, Finding, State, examine
-from unisono.launch.hosts.disturbances import wants_color
+from unisono.launch.hosts.environment_risks import wants_color
 
 _NAME_WIDTH = 14
 _COLORS: dict[State, int] = {"ok": 32, "note": 36, "warning": 33, "problem": 31}

@@ -20,9 +20,9 @@ import torch
 from unisono.backends import NAMES, get_backend
 from unisono.backends.cores import allowed_cores, cpu_quota, fair_num_threads, usable_cores
 from unisono.cli.findings import Finding, State
-from unisono.comm.fitting import group_backend
-from unisono.launch.hosts.disturbances import disturbances
+from unisono.comm.selection import group_backend
 from unisono.launch.hosts.environment import announced_agent, announced_place
+from unisono.launch.hosts.environment_risks import environment_risks
 from unisono.launch.watching.memory import memory_limit
 
 OLDEST_TORCH = (2, 9)
@@ -206,7 +206,7 @@ def environment() -> Iterator[Finding]:
         yield Finding("launcher", "note", text, advice)
     elif agent is None:
         yield Finding("launcher", "ok", "none: a plain process, whose spawn starts the workers")
-    for each in disturbances(is_launched=bool(agent or place)):
+    for each in environment_risks(is_launched=bool(agent or place)):
         state: State = "warning" if each.is_harmful else "note"
         yield Finding("environment", state, f"{each.setting} {each.effect}", each.way_out)
 

@@ -57,20 +57,20 @@ def names() -> Iterator[Finding]:
     """Whether this machine's name leads to an address and back, how fast, and what gloo makes of it."""
     host = socket.gethostname()
     try:
-        forward_s, addresses = _timed(lambda: _addresses(host))
+        forward_s, addresses = _time(lambda: _addresses(host))
     except OSError as error:
         yield Finding("names", "note", f"{host} has no address: {error}", f"add it to /etc/hosts: 127.0.1.1 {host}")
         return
-    backward_s, name = _timed(lambda: socket.getnameinfo((addresses[0], 0), 0)[0])
+    backward_s, name = _time(lambda: socket.getnameinfo((addresses[0], 0), 0)[0])
     text = f"{host} is {' '.join(addresses)} ({forward_s * 1e3:.0f} ms), which is {name} ({backward_s * 1e3:.0f} ms)"
     if max(forward_s, backward_s) > SLOW_LOOKUP_S:
         yield Finding("names", "warning", text, RESOLVER_ADVICE)
     else:
         yield Finding("names", "ok", text)
-    yield _announced(addresses[0])
+    yield _check_interface(addresses[0])
 
 
-def _announced(text: str) -> Finding:
+def _check_interface(text: str) -> Finding:
     """The interface that gloo takes where nobody names one: that of the host name's address."""
     address, owner = ipaddress.ip_address(text), interface_of(text)
     if address.is_loopback:
@@ -98,14 +98,14 @@ def endpoint(host: str, port: int) -> Iterator[Finding]:
                 yield Finding("endpoint", "ok", f"{place} is free here, is bound and reached")
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
-            yield _reached(address, port, f"{place}, which is not this machine,")
+            yield _report_reached(address, port, f"{place}, which is not this machine,")
         elif error.errno == errno.EADDRINUSE:
-            yield _reached(address, port, f"{place}, which is in use here,")
+            yield _report_reached(address, port, f"{place}, which is in use here,")
         else:
             yield Finding("endpoint", "problem", f"{place} cannot be bound: {error}", "choose a port above 1023")
 
 
-def _reached(address: str, port: int, what: str) -> Finding:
+def _report_reached(address: str, port: int, what: str) -> Finding:
     try:
         socket.create_connection((address, port), CONNECT_S).close()
     except ConnectionRefusedError:
@@ -122,7 +122,7 @@ def _addresses(host: str) -> list[str]:
     return list(dict.fromkeys(str(each[4][0]) for each in found))
 
 
-def _timed(question: Callable[[], T]) -> tuple[float, T]:
+def _time(question: Callable[[], T]) -> tuple[float, T]:
     began = time.monotonic()
     answer = question()
     return time.monotonic() - began, answer

@@ -26,7 +26,7 @@ from unisono.errors import (
     RemoteTraceback,
     UnisonoError,
 )
-from unisono.launch.starting.early import warm_early
+from unisono.launch.starting.warm_at_import import warm_early
 
 if TYPE_CHECKING:
     from unisono.launch.hosts.agent import MachineOptions
@@ -100,7 +100,7 @@ def _run_on_machines(
     parsed: argparse.Namespace, target: Target, machines: MachineOptions, place: AgentPlace | None
 ) -> None:
     from unisono.backends import pick_backend
-    from unisono.comm.fitting import group_backend
+    from unisono.comm.selection import group_backend
     from unisono.launch.arguments import check_nprocs, check_platform, pick_cores, pick_num_threads
     from unisono.launch.hosts.agent import run_agent
     from unisono.launch.run_target import run_worker_target, variables_of_run
@@ -108,7 +108,7 @@ def _run_on_machines(
 
     family = pick_backend(parsed.backend)
     group_backend(family, parsed.process_group)
-    count = check_nprocs(_told(parsed, place, "nproc"), family)
+    count = check_nprocs(_number_from(parsed, place, "nproc"), family)
     policy = make_policy(
         count=None,
         grace_s=parsed.grace or 25.0,
@@ -167,7 +167,7 @@ def _machine_options(parsed: argparse.Namespace, place: AgentPlace | None) -> Ma
         max_nodes=nodes[1],
         endpoint=endpoint,
         run_id=parsed.rdzv_id or (place.run_id if place is not None else None) or "unisono",
-        node_rank=_told(parsed, place, "node_rank"),
+        node_rank=_number_from(parsed, place, "node_rank"),
         rdzv_conf=parsed.rdzv_conf,
         local_addr=parsed.local_addr,
         lost_after_s=parsed.lost_after,
@@ -176,11 +176,11 @@ def _machine_options(parsed: argparse.Namespace, place: AgentPlace | None) -> Ma
 
 def _max_restarts(parsed: argparse.Namespace, machines: MachineOptions, place: AgentPlace | None) -> int:
     """What was asked for; else three where the run may shrink, which costs one."""
-    asked = _told(parsed, place, "max_restarts")
+    asked = _number_from(parsed, place, "max_restarts")
     return asked if asked is not None else (3 if machines.min_nodes < machines.max_nodes else 0)
 
 
-def _told(parsed: argparse.Namespace, place: AgentPlace | None, name: str) -> int | None:
+def _number_from(parsed: argparse.Namespace, place: AgentPlace | None, name: str) -> int | None:
     """A number as the command line has it, else as the environment has it."""
     found: int | None = getattr(parsed, name)
     return found if found is not None else getattr(place, name, None)

@@ -14,7 +14,7 @@ import torch
 
 from unisono.backends import NAMES, get_backend
 from unisono.cli.findings import Finding
-from unisono.comm.fitting import group_backend
+from unisono.comm.selection import group_backend
 from unisono.launch.hosts.environment import announced_agent, announced_place
 from unisono.launch.spawn import spawn
 from unisono.parallel.collectives import all_reduce
@@ -57,7 +57,7 @@ def workers() -> Iterator[Finding]:
         return
     for family in filter(_has_two, map(get_backend, NAMES)):
         try:
-            yield from _tried(family)
+            yield from _try_collectives(family)
         except Exception as error:
             notes = "; ".join([str(error), *getattr(error, "__notes__", ())])
             text = f"{NUM_WORKERS} workers on {family.name} failed: {type(error).__name__}: {notes}"
@@ -78,7 +78,7 @@ def _has_two(family: Backend) -> bool:
         return False
 
 
-def _tried(family: Backend) -> Iterator[Finding]:
+def _try_collectives(family: Backend) -> Iterator[Finding]:
     first_s, _ = _run(family, tell_start)
     second_s, told = _run(family, measure_collectives)
     text = f"{NUM_WORKERS} on {family.name}: first barrier after {first_s:.2f} s, the next time after {second_s:.3f} s"

@@ -72,10 +72,10 @@ class SharedArrivals:
         return {peer: text.decode(errors="replace") for peer, text in found.items()}
 
     def missing(self, number: int) -> list[int]:
-        return [rank for rank in range(self._size) if self._entered(rank) < number]
+        return [rank for rank in range(self._size) if self._newest_entry(rank) < number]
 
     def last_deed(self, rank: int) -> str:
-        return self._text(rank, self._entered(rank)).decode(errors="replace")
+        return self._text(rank, self._newest_entry(rank)).decode(errors="replace")
 
     def _place(self, rank: int, number: int) -> int:
         return (rank * _KEPT + number % _KEPT) * _NOTE
@@ -88,7 +88,7 @@ class SharedArrivals:
         start = self._place(rank, number)
         return self._bytes[start + _HEAD : start + _HEAD + self._words[start // 8 + 1]]
 
-    def _entered(self, rank: int) -> int:
+    def _newest_entry(self, rank: int) -> int:
         return max(self._words[self._place(rank, place) // 8] for place in range(_KEPT))
 
 
@@ -105,12 +105,12 @@ class StoredArrivals:
         return {}
 
     def missing(self, number: int) -> list[int]:
-        return [rank for rank in range(self._size) if int(self._told(rank)[0]) < number]
+        return [rank for rank in range(self._size) if int(self._read_entry(rank)[0]) < number]
 
     def last_deed(self, rank: int) -> str:
-        return self._told(rank)[2]
+        return self._read_entry(rank)[2]
 
-    def _told(self, rank: int) -> tuple[str, str, str]:
+    def _read_entry(self, rank: int) -> tuple[str, str, str]:
         key = _KEY.format(rank)
         return self._store.get(key).decode().partition(" ") if self._store.check([key]) else ("0", "", "")
 

@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 
 from unisono.comm.arrivals import SharedArrivals, arrivals_in
+from unisono.comm.device_interrupt import wake
 from unisono.comm.device_watch import DeviceWatch
-from unisono.comm.ending import end_group
 from unisono.comm.operations import (
     Announcement,
     Call,
@@ -49,7 +49,7 @@ from unisono.comm.operations import (
     pack,
     unpack,
 )
-from unisono.comm.waking import wake
+from unisono.comm.shutdown import end_group
 from unisono.errors import BrokenWorldError, UnisonoError
 from unisono.outcome import Outcome
 from unisono.protocols import Backend, ReduceOp
@@ -135,7 +135,7 @@ class ProcessCommunicator:
         check_tensor(tensor, "all_gather")
 
         def gather() -> list[torch.Tensor]:
-            sent = self._sent(_as_bytes(tensor))
+            sent = self._on_host(_as_bytes(tensor))
             parts = [torch.empty_like(sent) for _ in range(self.size)]
             dist.all_gather(parts, sent)
             return [part.to(tensor.device).view(tensor.dtype).view(tensor.shape) for part in parts]
@@ -147,7 +147,7 @@ class ProcessCommunicator:
         check_scatter(tensor, self.size)
 
         def scatter() -> torch.Tensor:
-            sent = self._sent(_wire(tensor))
+            sent = self._on_host(_wire(tensor))
             part = torch.empty_like(sent[: len(sent) // self.size])
             dist.reduce_scatter(part, [piece.contiguous() for piece in sent.chunk(self.size)], _TORCH_OPS[op])
             return (part.div_(self.size) if op == "mean" else part).to(tensor.device, tensor.dtype)
@@ -159,7 +159,7 @@ class ProcessCommunicator:
         check_root(root, self.size)
 
         def send() -> torch.Tensor:
-            sent = self._sent(_as_bytes(tensor))
+            sent = self._on_host(_as_bytes(tensor))
             dist.broadcast(sent, root)
             return _write_back(tensor, sent.view(tensor.dtype).view(tensor.shape))
 
@@ -268,7 +268,7 @@ class ProcessCommunicator:
         """Where what is small travels: main memory, if the group takes it from there."""
         return _HOST if _HOST.type in self._types else self._device
 
-    def _sent(self, plain: torch.Tensor) -> torch.Tensor:
+    def _on_host(self, plain: torch.Tensor) -> torch.Tensor:
         return plain.to(self._host) if plain.is_cpu else plain
 
     def _meet(self) -> None:
@@ -308,7 +308,7 @@ class ProcessCommunicator:
         if (failure := self._failure_of_a_peer()) is not None:
             return failure
         with contextlib.suppress(RuntimeError):
-            if self._store is not None and (gone := self._departed(self._store)):
+            if self._store is not None and (gone := self._departed_ranks(self._store)):
                 known = self._arrivals
                 missing = known.missing(self.num_calls) if known else []
                 first = [rank for rank in gone if rank in missing] or gone  # others came, and left as victims
@@ -337,11 +337,11 @@ class ProcessCommunicator:
         self._end(is_broken=True)
         return True
 
-    def _departed(self, store: dist.distributed_c10d.Store) -> list[int]:
+    def _departed_ranks(self, store: dist.distributed_c10d.Store) -> list[int]:
         return [rank for rank in range(self.size) if store.check([_DEPARTED.format(rank)])]
 
     def _reduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-        sent = self._sent(_wire(tensor))
+        sent = self._on_host(_wire(tensor))
         dist.all_reduce(sent, _TORCH_OPS[op])
         if op == "mean":
             sent.div_(self.size)

@@ -73,7 +73,7 @@ class ThreadCommunicator:
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         check_tensor(tensor, "all_gather")
         call = Call.on("all_gather", tensor)
-        shown = self.meet(call, tensor, lambda all_: _shown(all_) or [each.clone() for each in all_])
+        shown = self.meet(call, tensor, lambda all_: _share(all_) or [each.clone() for each in all_])
         if isinstance(shown, _Shown):
             return self._work(call, lambda: [each.detach().clone() for each in shown])
         return [each.to(tensor.device, copy=True) for each in shown]
@@ -83,7 +83,7 @@ class ThreadCommunicator:
         check_reduction(tensor, op, "reduce_scatter")
         check_scatter(tensor, self.size)
         call = Call.on("reduce_scatter", tensor, op)
-        found = self.meet(call, tensor, lambda all_: _shown(all_) or fold(all_, op))
+        found = self.meet(call, tensor, lambda all_: _share(all_) or fold(all_, op))
         if isinstance(found, _Shown):
             return self._work(call, lambda: fold([each.chunk(self.size)[self.rank] for each in found], op))
         part: torch.Tensor = found.chunk(self.size)[self.rank]
@@ -94,7 +94,7 @@ class ThreadCommunicator:
         check_tensor(tensor, "broadcast")
         check_root(root, self.size)
         call = Call.on("broadcast", tensor, root)
-        found = self.meet(call, tensor, lambda all_: _shown(all_) or all_[root].clone())
+        found = self.meet(call, tensor, lambda all_: _share(all_) or all_[root].clone())
         if isinstance(found, _Shown):
             self._work(call, lambda: tensor if self.rank == root else tensor.copy_(found[root]))
             return tensor
@@ -126,10 +126,10 @@ class ThreadCommunicator:
             call, self._purpose = replace(call, purpose=self._purpose), ""
         given = _Given(value, self._streams, self._mark() if isinstance(value, torch.Tensor) else None)
         if not compiling.is_inside:
-            result, marks = self._meeting.exchange(self.rank, call, given, partial(_combined, combine))
+            result, marks = self._meeting.exchange(self.rank, call, given, partial(_combine_with_marks, combine))
         else:
             with compiling.outside():
-                result, marks = self._meeting.exchange(self.rank, call, given, partial(_combined, combine))
+                result, marks = self._meeting.exchange(self.rank, call, given, partial(_combine_with_marks, combine))
         for backend, mark in marks:
             backend.wait_ready(mark)
         return result
@@ -160,7 +160,7 @@ class _Given(NamedTuple):
     mark: Any
 
 
-def _combined(combine: Callable[[list[Any]], R], given: list[_Given]) -> tuple[R, list[tuple[Backend, Any]]]:
+def _combine_with_marks(combine: Callable[[list[Any]], R], given: list[_Given]) -> tuple[R, list[tuple[Backend, Any]]]:
     """The combined values, and marks behind that: on each device, for every rank, which may use all of them."""
     marked = [(each.mark, *each.streams) for each in given if each.mark is not None and each.streams is not None]
     for mark, backend, _ in marked:
@@ -173,5 +173,5 @@ class _Shown(tuple[torch.Tensor, ...]):
     """The ranks' own tensors, to be read by all until they meet again."""
 
 
-def _shown(tensors: list[torch.Tensor]) -> _Shown | None:
+def _share(tensors: list[torch.Tensor]) -> _Shown | None:
     return _Shown(tensors) if is_worth_sharing(tensors) else None

@@ -18,10 +18,10 @@ from functools import cache
 
 import torch
 
-from unisono.comm.hosted import C, HostedCommunicator
 from unisono.comm.operations import Call, check_reduction
 from unisono.comm.processes import ProcessCommunicator
 from unisono.comm.threads import ThreadCommunicator
+from unisono.comm.through_host import C, ThroughHostCommunicator
 from unisono.errors import BrokenWorldError
 from unisono.protocols import ReduceOp
 
@@ -34,7 +34,7 @@ _REDUCED_AS = {
 }
 
 
-class _XlaCommunicator(HostedCommunicator[C], ABC):
+class _XlaCommunicator(ThroughHostCommunicator[C], ABC):
     """Reduces floating-point tensors by the runtime.
 
     Args:

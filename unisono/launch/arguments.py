@@ -12,7 +12,7 @@ from typing import Any
 
 from unisono.backends.cores import disjoint_cores, fair_num_threads
 from unisono.errors import UnisonoError, UnpicklableError
-from unisono.launch.obstacles import describe_obstacle, is_picklable
+from unisono.launch.unpicklable import describe_unpicklable, is_picklable
 from unisono.pickling import dumps_call
 from unisono.protocols import Backend
 
@@ -167,5 +167,5 @@ def pickle_call(
         name, part = next((each for each in named if not is_picklable(each[1])), named[0])
         raise UnpicklableError(
             f"{name}, a {type(part).__name__}, cannot be sent to the workers ({type(error).__name__}: {error})"
-            f"{describe_obstacle(part)}; make it inside fn, or pass what it is made from"
+            f"{describe_unpicklable(part)}; make it inside fn, or pass what it is made from"
         ) from error

@@ -60,7 +60,7 @@ class ProcessContext:
                 workers call `should_stop`, the first one only asks for an early end, as SIGTERM does. What another
                 signal's handler raises here stops them just the same.
         """
-        with self._guarded():
+        with self._stop_on_signal():
             self._supervisor.start()  # here, so that no Ctrl-C can fall between the start and the wait
             is_over = self._supervisor.wait(timeout)
         return self._supervisor.result() if is_over else None
@@ -75,11 +75,11 @@ class ProcessContext:
 
     def start(self) -> None:
         """Start the workers, as `join` does where that has not been done; `spawn` has called it."""
-        with self._guarded():
+        with self._stop_on_signal():
             self._supervisor.start()
 
     @contextmanager
-    def _guarded(self) -> Iterator[None]:
+    def _stop_on_signal(self) -> Iterator[None]:
         """Stop the workers when a signal's handler, that of Ctrl-C for one, raises in the block."""
         try:
             with _sigterm_asks(self._supervisor), _interrupt_asks(self._supervisor):

@@ -27,18 +27,18 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from unisono.errors import UnisonoError, describe_exit
-from unisono.launch.exhaustion import describe_mapped_memory
+from unisono.launch.group_outcome import Worker, conclude, death
 from unisono.launch.hang import HangWatch
-from unisono.launch.notes import say_once, say_to_who_watches
+from unisono.launch.messages import say_if_watched, say_once
 from unisono.launch.policy import Policy
 from unisono.launch.rendezvous import Rendezvous
 from unisono.launch.reports import Kind, Message, Pulse
-from unisono.launch.standstill import Standstill
+from unisono.launch.resource_limits import describe_mapped_memory
+from unisono.launch.stack_collection import StackCollection
 from unisono.launch.starting import wire
 from unisono.launch.starting.marks import OUTER_DIRECTORY
-from unisono.launch.starting.nursery import open_group
-from unisono.launch.starting.reaping import kill_marked
-from unisono.launch.verdict import Worker, conclude, death
+from unisono.launch.starting.process_ends import kill_marked
+from unisono.launch.starting.zygote_client import open_group
 from unisono.launch.watching.memory import OomWatch
 from unisono.launch.watching.monitor import Monitor
 from unisono.launch.watching.output import Output
@@ -98,7 +98,7 @@ class Group:
         self._was_stopped = False  # by the caller, who gives the workers their grace
         self._slow_at: float | None = time.monotonic() + SLOW_S  # when to say that the start takes long
         ask = partial(self._signal, TELL_STACKS, to_sessions=False)
-        self._standstill = Standstill(hang_watch, job.ranks, place.directory, ask, others)
+        self._standstill = StackCollection(hang_watch, job.ranks, place.directory, ask, others)
 
     @property
     def is_stopping(self) -> bool:
@@ -213,9 +213,7 @@ class Group:
             joining = sum(worker.pid is not None for worker in late)
             reason = "they join their peers and import the modules of fn" if joining else "torch is being imported"
             text = f"{len(late)} of {self._job.nprocs} workers have not begun after {SLOW_S:.3g} s: {reason}"
-            say_to_who_watches(
-                text if joining else f"{text}; unisono.warm() at the top of a script does that meanwhile"
-            )
+            say_if_watched(text if joining else f"{text}; unisono.warm() at the top of a script does that meanwhile")
 
     def _hung_at(self) -> float | None:
         return None if self.is_stopping else self._standstill.due()

@@ -114,14 +114,14 @@ def hung_error(
     late = [rank for rank in ranks if rank not in waiting]
     if waiting and watch.returned:
         late = sorted(watch.returned)
-        verdict = f"{_named(late, 'has', 'have')} returned, while {_grouped(waiting)}"
+        verdict = f"{_name_waiting(late, 'has', 'have')} returned, while {_group_by_collective(waiting)}"
     elif waiting and late:
-        verdict = f"{_named(late)} late: {_places(late, stacks)}; {_grouped(waiting)}"
+        verdict = f"{_name_waiting(late)} late: {_places(late, stacks)}; {_group_by_collective(waiting)}"
     else:
         late = _behind(pulses, ranks)  # an accelerator's rank waits wherever it needs a result
-        behind = "" if len(late) == len(ranks) else f" ({_named(late)} behind the others)"
+        behind = "" if len(late) == len(ranks) else f" ({_name_waiting(late)} behind the others)"
         if waiting:
-            verdict = f"all ranks wait, and not for the same: {_grouped(waiting)}{behind}"
+            verdict = f"all ranks wait, and not for the same: {_group_by_collective(waiting)}{behind}"
         else:
             verdict = f"no rank is in a collective: {_places(ranks, stacks)}{behind}"
     error = WorkerHungError(
@@ -131,7 +131,7 @@ def hung_error(
         dict(stacks),
     )
     for rank in ranks:
-        error.add_note(f"rank {rank}:\n{_shown(stacks.get(rank, ''))}")
+        error.add_note(f"rank {rank}:\n{_stack_to_user_function(stacks.get(rank, ''))}")
     return error
 
 
@@ -163,19 +163,19 @@ def _behind(pulses: Mapping[int, Pulse], ranks: list[int]) -> list[int]:
     return [rank for rank, each in progress.items() if each == min(progress.values())]
 
 
-def _grouped(waiting: Mapping[int, str]) -> str:
+def _group_by_collective(waiting: Mapping[int, str]) -> str:
     """Which ranks wait in which collective."""
     ranks: dict[str, list[int]] = {}
     for rank, what in waiting.items():
         ranks.setdefault(what, []).append(rank)
-    return ", ".join(f"{_named(each, 'waits', 'wait')} in {what}" for what, each in ranks.items())
+    return ", ".join(f"{_name_waiting(each, 'waits', 'wait')} in {what}" for what, each in ranks.items())
 
 
-def _named(ranks: list[int], singular: str = "is", plural: str = "are") -> str:
+def _name_waiting(ranks: list[int], singular: str = "is", plural: str = "are") -> str:
     return f"rank {ranks[0]} {singular}" if len(ranks) == 1 else f"ranks {ranks} {plural}"
 
 
-def _shown(stacks: str) -> str:
+def _stack_to_user_function(stacks: str) -> str:
     """The main thread's stack down to the user's function."""
     lines = main_stack(stacks).splitlines()
     ours = next((place for place, line in enumerate(lines) if "/unisono/launch/worker.py" in line), len(lines))

@@ -23,7 +23,7 @@ from hashlib import blake2b
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from unisono.launch.obstacles import is_picklable
+from unisono.launch.unpicklable import is_picklable
 
 _INSTALLED = tuple(
     {each + os.sep for path in sysconfig.get_paths().values() for each in (path, os.path.realpath(path))}
@@ -207,22 +207,22 @@ def _digest_of(value: FunctionType | type) -> str:
     if isinstance(value, FunctionType):
         return _digest_of_code(value.__code__)
     parts = [f"{name}:{_digest_of(each)}" for name, each in vars(value).items() if isinstance(each, FunctionType)]
-    return _hashed("".join(parts))
+    return _digest("".join(parts))
 
 
 def _digest_of_code(code: CodeType) -> str:
     """Of what it does; where it stands in its file does not matter."""
     known = _digests.get(id(code))
     if known is None:
-        constants = [_digest_of_code(each) if isinstance(each, CodeType) else _shown(each) for each in code.co_consts]
+        constants = [_digest_of_code(each) if isinstance(each, CodeType) else _repr_of(each) for each in code.co_consts]
         text = repr((code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants))
-        known = _digests[id(code)] = code, _hashed(text)
+        known = _digests[id(code)] = code, _digest(text)
     return known[1]
 
 
-def _shown(constant: Any) -> str:
+def _repr_of(constant: Any) -> str:
     return repr(sorted(map(repr, constant))) if isinstance(constant, frozenset) else repr(constant)
 
 
-def _hashed(text: str) -> str:
+def _digest(text: str) -> str:
     return blake2b(text.encode(errors="surrogatepass"), digest_size=12).hexdigest()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unisono.launch.imported_modules import is_users_file
-from unisono.launch.obstacles import is_picklable
+from unisono.launch.unpicklable import is_picklable
 
 _STREAMS = ("stdout", "stderr")
 _FILES = (logging.FileHandler, logging.handlers.WatchedFileHandler)

@@ -19,8 +19,8 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from unisono.comm.fitting import group_backend, process_communicator
-from unisono.launch.gloo_greetings import without_greetings
+from unisono.comm.selection import group_backend, process_communicator
+from unisono.launch.gloo_output import suppress_greetings
 from unisono.launch.hosts.addresses import address_towards, interface_of
 from unisono.launch.hosts.environment import Place
 from unisono.launch.hosts.store_server import quieten_store, serve_store
@@ -50,7 +50,7 @@ def join(
     try:
         _name_interface(place)
         store = _store_of(place, timeout)
-        with without_greetings():
+        with suppress_greetings():
             dist.init_process_group(
                 group_backend(backend, process_group),
                 store=store,

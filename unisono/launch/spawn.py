@@ -13,7 +13,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 from unisono import preemption
 from unisono.backends import pick_backend
-from unisono.comm.fitting import group_backend
+from unisono.comm.selection import group_backend
 from unisono.errors import StoppedError, UnisonoError
 from unisono.launch.arguments import (
     check_call,
@@ -32,9 +32,9 @@ from unisono.launch.arguments import (
 )
 from unisono.launch.context import ProcessContext
 from unisono.launch.hosts.environment import announced_place
-from unisono.launch.hosts.joining import run_announced
+from unisono.launch.hosts.join_world import run_announced
 from unisono.launch.imported_modules import check_carried, globals_of
-from unisono.launch.notes import say_once
+from unisono.launch.messages import say_once
 from unisono.launch.policy import Policy
 from unisono.launch.settings import Settings
 from unisono.launch.supervisor import Supervisor

@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.errors import StoppedError, UnpicklableError
-from unisono.launch.exhaustion import note_exhaustion
 from unisono.launch.exit_codes import INTERRUPTED, exit_code_of
 from unisono.launch.group import Group
 from unisono.launch.hang import HangWatch
 from unisono.launch.policy import Policy
 from unisono.launch.rendezvous import Rendezvous, rendezvous
+from unisono.launch.resource_limits import add_limit_note
 from unisono.launch.watching.monitor import Monitor
 from unisono.launch.watching.output import Output
 from unisono.launch.watching.run_directory import RunDirectory
@@ -80,7 +80,7 @@ class Supervisor:
             try:
                 self._thread.start()
             except RuntimeError as error:
-                note_exhaustion(error)
+                add_limit_note(error)
                 raise
 
     def pids(self) -> list[int | None]:
@@ -192,7 +192,7 @@ class Supervisor:
                 attempted = Outcome.capture(self._attempt, restart_count)
                 verdict = attempted.value or Outcome(error=attempted.error)
                 if attempted.error is not None:  # of ours: a worker has looked at its own
-                    note_exhaustion(attempted.error)
+                    add_limit_note(attempted.error)
                 self._record_failures(verdict)
                 if restart_count == self._policy.max_restarts or not self.may_restart(verdict.error):
                     break

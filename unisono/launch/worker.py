@@ -37,20 +37,20 @@ import torch.utils.data  # here, so that every fork has it
 from unisono import preemption, terminal
 from unisono.backends import get_backend
 from unisono.backends.switches import SWITCHES
-from unisono.comm.fitting import explained
 from unisono.comm.processes import is_of_transport
+from unisono.comm.selection import translate_error
 from unisono.errors import StoppedError, UnisonoError, UnpicklableError, WorkerDiedError
-from unisono.launch.exhaustion import note_exhaustion
+from unisono.launch.heartbeat import beating
 from unisono.launch.hosts.environment import Place
 from unisono.launch.imported_modules import adopt_globals, compare_modules, describe_modules
 from unisono.launch.loggers import adopt_loggers
 from unisono.launch.process_group import depart, join
-from unisono.launch.pulse import beating
 from unisono.launch.reports import Kind, Reporter
+from unisono.launch.resource_limits import add_limit_note
 from unisono.launch.script_group import let_scripts_initialise
 from unisono.launch.settings import INTERPRETER, PROCESS, Settings, Value, adopt_settings, read_settings
 from unisono.launch.starting.marks import OUTER_DIRECTORY
-from unisono.launch.starting.reaping import name_process
+from unisono.launch.starting.process_ends import name_process
 from unisono.launch.watching.monitor import SAMPLES_PATH
 from unisono.outcome import Outcome, add_note_once, chain_of, this_process
 from unisono.pickling import loads_call
@@ -188,10 +188,10 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
         outcome = Outcome.failure(exit_error(outcome.error, rank))
     is_secondary = outcome.is_secondary or tells_of_a_peer(outcome.error)
     if world is not None and outcome.error is not None:
-        outcome = replace(outcome, error=explained(outcome.error, world.comm))
+        outcome = replace(outcome, error=translate_error(outcome.error, world.comm))
     is_failure = outcome.error is not None
     if outcome.error is not None:
-        note_exhaustion(outcome.error)
+        add_limit_note(outcome.error)
     where = str(world) if world is not None else f"rank {rank}, {this_process()}, before it joined the world"
     for stream in (sys.stdout, sys.stderr):  # first: a failure that the caller knows of may be answered by a signal
         with contextlib.suppress(Exception):

@@ -72,7 +72,7 @@ class Worker(_Process):  # type: ignore[misc]
     @staticmethod
     def _Popen(process: Any) -> Any:  # noqa: N802 - multiprocessing's name
         for patience_s in _PATIENCE_S:
-            popen = _forked(process, patience_s)
+            popen = _fork_in_time(process, patience_s)
             if popen is not None:
                 return popen
         raise RuntimeError(
@@ -148,7 +148,7 @@ def one_at_a_time() -> Iterator[None]:
         _lock.release()
 
 
-def _forked(process: Any, patience_s: float) -> Any:
+def _fork_in_time(process: Any, patience_s: float) -> Any:
     """The process's Popen, when the process has reported or died; None, and it is gone, where it is stuck."""
     global _forking
     from multiprocessing.popen_fork import Popen  # here: Windows has none

@@ -117,7 +117,7 @@ class IndexedSource:
                 pieces = ([job.piece(self._fetcher.batch(job.request)) for job in each] for each in jobs)
             else:
                 own_seed = seed_of(self.seed, epoch, "workers", rule.kept[0] + rule.shard)
-                pieces = _served(self._pool, jobs, len(rule.kept), own_seed)
+                pieces = _serve_pass(self._pool, jobs, len(rule.kept), own_seed)
             self.epoch, self._offset = epoch + 1, 0
         return Begun(epoch, {"offset": offset}, pieces)
 
@@ -212,7 +212,7 @@ def _request(dealt: Round[list[Any]], part: Part, rule: Rule, epoch: int, seed: 
     return Request(indices, start * rule.shards + rule.shard, own, epoch, seed, rule.shards)
 
 
-def _served(pool: WorkerPool, rounds_of_jobs: Iterator[list[_Job]], width: int, seed: int) -> Iterator[list[Piece]]:
+def _serve_pass(pool: WorkerPool, rounds_of_jobs: Iterator[list[_Job]], width: int, seed: int) -> Iterator[list[Piece]]:
     """The pieces of one pass, `width` of them in each round, as the loader workers make them."""
     asked: deque[_Job] = deque()
     failed: list[Exception] = []

@@ -142,7 +142,7 @@ class Lockstep:
             assert self._spare is not None
             own = self._sample_of(self._spare)
         self._advance(offered, sum(sizes))
-        batch, repeated = self._padded(own)
+        batch, repeated = self._pad(own)
         mark, dealt = mark_of(self._position["offset"]), sum(map(bool, sizes))
         if any(size.untold for size in there):
             claim = Claim(min(own.claim.samples, 1), len(there), mark, repeated, dealt, is_told=False)
@@ -214,7 +214,7 @@ class Lockstep:
         if self._states is not None:
             self._position["states"] = self._states
 
-    def _padded(self, own: Delivery) -> tuple[Any, int]:
+    def _pad(self, own: Delivery) -> tuple[Any, int]:
         """The batch, padded where that is the rule, and how many of its samples are only repeated."""
         batch, samples = own.batch, own.claim.samples
         size = (batch_size(batch, self._dim) or 1) if own.claim.is_told else 1

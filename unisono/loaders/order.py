@@ -121,7 +121,7 @@ class _Draw:
         """What any sampler gives, each item read so: a list where no more than its length comes."""
         # In here one thread draws at a time: those that share a sampler do not change its epoch before it has drawn.
         with seeded(self._seed), torch.default_generator.device:  # whatever the caller's default device is
-            sampler = self._seeded(sampler)
+            sampler = self._with_generator(sampler)
             try:
                 length = min(len(sampler), max(self._length, _AT_ONCE))  # one without an end may tell any length
                 samples = None
@@ -132,7 +132,7 @@ class _Draw:
             more = list(islice(source, 1))
         return drawn if not more else chain(drawn, more, source)
 
-    def _seeded(self, sampler: Any) -> Any:
+    def _with_generator(self, sampler: Any) -> Any:
         """The sampler, with this epoch's generator in place of its own; the user's object is not touched."""
         if callable(getattr(sampler, "set_epoch", None)):
             sampler.set_epoch(self._epoch)
@@ -140,7 +140,7 @@ class _Draw:
         replaced = {}
         if isinstance(getattr(sampler, "generator", _NO_GENERATOR), torch.Generator | None):
             replaced["generator"] = self._generator()
-        if inner is not None and (seeded_inner := self._seeded(inner)) is not inner:
+        if inner is not None and (seeded_inner := self._with_generator(inner)) is not inner:
             replaced["sampler"] = seeded_inner
         if not replaced:
             return sampler

@@ -123,9 +123,9 @@ class Packed:
             self._data = b"!" + Outcome.failure(error).to_bytes()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpacked, (self._data,)
+        return _unpack, (self._data,)
 
 
-def _unpacked(data: bytes) -> Outcome[Any]:
+def _unpack(data: bytes) -> Outcome[Any]:
     content = memoryview(data)[1:]
     return Outcome(pickle.loads(content)) if data[:1] == b"=" else Outcome.from_bytes(bytes(content))

@@ -38,7 +38,7 @@ from weakref import WeakSet
 
 import torch
 
-from unisono.comm.starting import start_threads
+from unisono.comm.thread_start import start_threads
 from unisono.loaders.channel import Channel, EndOfChannel
 from unisono.loaders.resume import Progress
 from unisono.loaders.sharding import Claim, Piece

@@ -209,13 +209,13 @@ def deal(sizes: Sequence[Size], count: int, fill_to: int = 0) -> list[Part]:
     are padded to `fill_to` samples. Where one does not tell its size, all are taken whole, and count as one each.
     """
     if any(size.untold for size in sizes):
-        return [_uncounted(sizes, rank, count) for rank in range(count)]
+        return [_part_of_unknown_size(sizes, rank, count) for rank in range(count)]
     total = sum(size.samples for size in sizes)
     if len(sizes) == count:
         whole = enumerate(sizes)
         parts = [Part(batch, 0, size.samples, size.samples, total) for batch, size in whole]
     else:
-        parts = [_shared(sizes, rank, count, total) for rank in range(count)]
+        parts = [_slice_evenly(sizes, rank, count, total) for rank in range(count)]
     if not fill_to:
         return parts
     return [
@@ -226,7 +226,7 @@ def deal(sizes: Sequence[Size], count: int, fill_to: int = 0) -> list[Part]:
     ]
 
 
-def _shared(sizes: Sequence[Size], rank: int, count: int, total: int) -> Part:
+def _slice_evenly(sizes: Sequence[Size], rank: int, count: int, total: int) -> Part:
     batch, first, after = _sharing(len(sizes), rank, count)
     place, samples = rank - first, sizes[batch].samples
     if not sizes[batch].can_be_cut:
@@ -237,7 +237,7 @@ def _shared(sizes: Sequence[Size], rank: int, count: int, total: int) -> Part:
     return Part(batch, start, stop, stop - start, total) if start < stop else Part(batch, 0, 1, 0, total)
 
 
-def _uncounted(sizes: Sequence[Size], rank: int, count: int) -> Part:
+def _part_of_unknown_size(sizes: Sequence[Size], rank: int, count: int) -> Part:
     batch, first, _ = _sharing(len(sizes), rank, count)
     return Part(batch, 0, sizes[batch].samples, int(rank == first), len(sizes), is_told=False)
 

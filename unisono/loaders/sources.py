@@ -268,7 +268,7 @@ def _behind(loaded: Iterator[Loaded], samples: int, dim: int) -> Iterator[Loaded
         raise StateError(f"the state stands {samples} samples behind the end of this loader: it is not over these data")
 
 
-def _measured(dim: int, loaded: Loaded, is_cut: bool) -> Size:
+def _measure(dim: int, loaded: Loaded, is_cut: bool) -> Size:
     batch, samples = loaded
     return measure(batch, dim, samples, is_cut)
 
@@ -298,7 +298,7 @@ def rounds_of_loaded(
     done = 0
     is_marked = rule.count > len(rule.kept)  # other processes read the round too
     start = offset // rule.shards
-    for dealt in rounds(loaded, rule, partial(_measured, dim), None, start, leave_out, first):
+    for dealt in rounds(loaded, rule, partial(_measure, dim), None, start, leave_out, first):
         first = first or dealt.sizes[0].samples
         batches = [batch for batch, _ in dealt.batches]
         done += len(batches)

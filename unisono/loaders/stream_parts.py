@@ -148,13 +148,13 @@ class PartReader(IterableDataset[Packed]):
         while chunk := list(islice(samples, self.size or 1)):
             made = Made(None, len(chunk), part, samples.by, samples.state(), samples.mark, samples.trail)
             if self.size is None:
-                yield made._replace(batch=self._collated(chunk[0], samples), samples=None)
+                yield made._replace(batch=self._collate_samples(chunk[0], samples), samples=None)
             elif self._drop_last and len(chunk) < self.size:
                 yield made._replace(is_left_out=True)
             else:
-                yield made._replace(batch=self._collated(chunk, samples))
+                yield made._replace(batch=self._collate_samples(chunk, samples))
 
-    def _collated(self, data: Any, samples: _Part) -> Any:
+    def _collate_samples(self, data: Any, samples: _Part) -> Any:
         try:
             return self._collate(data)
         except Exception as error:
@@ -235,7 +235,7 @@ class _Part:
             seed_all(self._seed)
         if callable(getattr(dataset, "set_epoch", None)):
             dataset.set_epoch(cut.epoch)
-        self._source = self._opened(cut.states.get(part))
+        self._source = self._open_iterator(cut.states.get(part))
 
     def __iter__(self) -> _Part:
         return self
@@ -273,7 +273,7 @@ class _Part:
         own = {} if self._has_ended else {name: copy.deepcopy(owners[name].state_dict())}
         return {**own, "index": self.index, "counts": list(self._counts)}
 
-    def _opened(self, state: Any) -> Iterator[Any]:
+    def _open_iterator(self, state: Any) -> Iterator[Any]:
         """The dataset's iterator, in that state, as `state` gave it."""
         if state is None:
             return iter(self._dataset)

@@ -89,18 +89,18 @@ class StreamSource:
             BusyError: the loader's persistent workers serve another pass.
         """
         with self._begins:
-            epoch, position, loader = self.epoch, self._position, self._held()
+            epoch, position, loader = self.epoch, self._position, self._require_loader()
             dataset, by = self._cut_by_rank(loader.dataset, rule, position.get("by"))
             cut = self._cut(by, epoch, position)
             size = loader.batch_size
             if size is not None and rule.shares_batches and self.is_uneven and not rule.is_cut:
                 size = _own_size(size, self._rank, self._ranks)
             drop_last = loader.drop_last or rule.policy.leaves_out
-            made = self._made(loader, PartReader(dataset, loader.collate_fn, size, drop_last, cut))
+            made = self._make_batches(loader, PartReader(dataset, loader.collate_fn, size, drop_last, cut))
             self.epoch, self._position = epoch + 1, {"offset": 0}
         places = len(rule.kept)
         whole = size if rule.policy.refuses and not loader.drop_last else None
-        taken = _Taken(made, cut, position, lambda samples: left_out(_spread(samples, places)), whole)
+        taken = _Taken(made, cut, position, lambda samples: left_out(_share_sizes(samples, places)), whole)
         own = Rule() if self.is_uneven else rule  # the ranks' rounds are made in lockstep
         full = size if rule.policy.fills else None
         pieces = rounds_of_loaded(taken, own, self._dim, left_out, position["offset"], taken.position, full)
@@ -122,9 +122,9 @@ class StreamSource:
 
     def num_rounds(self, rule: Rule) -> int:
         """The number of rounds of a whole epoch, as the loader tells it. TypeError where the dataset has no length."""
-        return rule.rounds_of(len(self._held()))
+        return rule.rounds_of(len(self._require_loader()))
 
-    def _held(self) -> DataLoader[Any]:
+    def _require_loader(self) -> DataLoader[Any]:
         loader = self._loader()
         assert loader is not None
         return loader
@@ -178,7 +178,7 @@ class StreamSource:
             )
         return cut
 
-    def _made(self, loader: DataLoader[Any], reader: PartReader) -> Iterator[Made]:
+    def _make_batches(self, loader: DataLoader[Any], reader: PartReader) -> Iterator[Made]:
         cut = reader.cut
         if not loader.num_workers:
             return reader.made(cut)
@@ -199,7 +199,7 @@ class _Taken:
     def __init__(
         self, made: Iterator[Made], cut: Cut, start: State, leave_out: Callable[[int], None], whole: int | None
     ) -> None:
-        self._made = made
+        self._make_batches = made
         self._whole = whole  # the size that every batch must have
         self._leave_out = leave_out
         self._layers = cut.layers[:-1]
@@ -221,7 +221,7 @@ class _Taken:
 
     def __next__(self) -> Loaded:
         while True:
-            made = next(self._made)
+            made = next(self._make_batches)
             if made.by == "stride" and made.mark:
                 self._compare(made.mark)
             self._compare_trail(made.trail)
@@ -341,10 +341,10 @@ def _own_size(size: int, rank: int, ranks: int) -> int:
             f"batch_size={size} with split='global' is too small for world_size={ranks}: every rank takes a part of "
             "each batch; pass a batch_size of at least that"
         )
-    return _spread(size, ranks)[rank]
+    return _share_sizes(size, ranks)[rank]
 
 
-def _spread(samples: int, places: int) -> list[int]:
+def _share_sizes(samples: int, places: int) -> list[int]:
     share, more = divmod(samples, places)
     return [share + (place < more) for place in range(places)]
 

@@ -265,7 +265,7 @@ class Served:
             value = self._receive()
             batch = value.unwrap() if isinstance(value, Outcome) else value
             self._room.check(batch)
-            return self._freed(batch)
+            return self._free_shared_memory(batch)
         except StopIteration:
             self._values = iter(())  # those of persistent workers go on in the next pass
             raise
@@ -275,7 +275,7 @@ class Served:
             _free(error)
             raise
 
-    def _freed(self, value: Any) -> Any:
+    def _free_shared_memory(self, value: Any) -> Any:
         """The batch, out of shared memory where those that wait for the loop, up to a dozen, would exhaust it.
 
         Or the descriptors, of which each shared tensor holds one.

@@ -82,7 +82,7 @@ def check_replicas(module: nn.Module, every: int = 1, *, buffers: bool = False, 
         with world.timeline.loop().span(REDUCE):
             found = _first_difference(named, world)
         if found is not None:
-            raise _drifted(found, number)
+            raise _replicas_differ_error(found, number)
 
 
 def broadcast_parameters(module: nn.Module, root: int = 0, world: World | None = None) -> None:
@@ -138,7 +138,7 @@ def fingerprint(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.
 
     Each eight bytes of a small tensor count with their place, those of a large one in sums of about a kilobyte.
     """
-    words = [part.to(device) for tensor in tensors for part in _condensed(tensor)]
+    words = [part.to(device) for tensor in tensors for part in _condense(tensor)]
     mixed = torch.cat([*words, torch.zeros(1, dtype=torch.int64, device=device)])
     mixed += torch.arange(1, len(mixed) + 1, device=device) * -0x61C8864680B583EB
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):  # the finaliser of splitmix64
@@ -147,7 +147,7 @@ def fingerprint(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.
     return mixed.sum() >> 2
 
 
-def _condensed(tensor: torch.Tensor) -> list[torch.Tensor]:
+def _condense(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The bits of a tensor as vectors of int64: they themselves, or sums of rows of them where they are many."""
     octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     cut = len(octets) // 8 * 8
@@ -245,7 +245,7 @@ def _show(held: tuple[str, str, int, str] | None, name: str) -> str:
     return f"{form} of sum {total} (bits {bits % 2**64:016x})" if own_name == name else f"{own_name}, {form}"
 
 
-def _drifted(found: _Difference, number: int) -> ReplicasDifferError:
+def _replicas_differ_error(found: _Difference, number: int) -> ReplicasDifferError:
     odd, size = found.odd_ranks(), sum(map(len, found.groups))
     verdict = "" if len(odd) == size else f"; {name_ranks(odd)} differ{'s' * (len(odd) == 1)} from the others"
     return ReplicasDifferError(

@@ -89,7 +89,7 @@ class SyncBatchNorm(_BatchNorm):
         if not self.training or self._seat is None or self._seat.comm.size == 1:
             return super().forward(input)
         self._check_input_dim(input)
-        return _synchronized(self, self._seat, input)
+        return _normalize(self, self._seat, input)
 
 
 class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
@@ -154,7 +154,7 @@ def _refuse_others(name: str, layer: _BatchNorm) -> None:
 
 
 @_disable_dynamo
-def _synchronized(layer: SyncBatchNorm, seat: _Seat, input: torch.Tensor) -> torch.Tensor:
+def _normalize(layer: SyncBatchNorm, seat: _Seat, input: torch.Tensor) -> torch.Tensor:
     """The layer's output in training. Not for a graph: ranks meet in here."""
     share = float(seat.weigh())
     found = _gather_statistics(input.detach(), seat.comm, share)
@@ -200,7 +200,7 @@ def _describe(input: torch.Tensor, number: int) -> torch.Tensor:
     """Per channel the mean, what rounding has cut off from it, and the sum of squared deviations from both."""
     over = _all_but_channels(input)
     mean = input.mean(over)
-    centred = input - _spread(mean, input)
+    centred = input - _per_channel(mean, input)
     rest = centred.mean(over)
     return torch.stack([mean, rest, centred.square_().sum(over) - number * rest.square()])
 
@@ -295,11 +295,11 @@ def _gradients_with_a_graph(
         bias = None if weight is None else torch.zeros_like(weight).requires_grad_(ctx.needs_input_grad[2])
         over = _all_but_channels(x)
         mean = _Summed.apply(x.to(wide).sum(over), comm) / number
-        centred = x.to(wide) - _spread(mean, x)
+        centred = x.to(wide) - _per_channel(mean, x)
         variance = _Summed.apply(centred.square().sum(over), comm) / number
-        normal = centred * _spread(torch.rsqrt(variance + ctx.eps), x)
+        normal = centred * _per_channel(torch.rsqrt(variance + ctx.eps), x)
         if trained is not None and bias is not None:
-            normal = normal * _spread(trained.to(wide), x) + _spread(bias.to(wide), x)
+            normal = normal * _per_channel(trained.to(wide), x) + _per_channel(bias.to(wide), x)
         arguments = [x, trained, bias]
         wanted = [
             each if each is not None and each.requires_grad and is_asked else None
@@ -327,8 +327,8 @@ def _input_gradient(
         return torch.zeros_like(input)
     shift, slope = gain * means / share
     slope = slope * scale
-    found = torch.addcmul(_spread(slope * mean - shift, input), input, _spread(-slope, input))
-    return found.addcmul_(gradient, _spread(gain, input)).to(input.dtype)
+    found = torch.addcmul(_per_channel(slope * mean - shift, input), input, _per_channel(-slope, input))
+    return found.addcmul_(gradient, _per_channel(gain, input)).to(input.dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -340,6 +340,6 @@ def _all_but_channels(input: torch.Tensor) -> list[int]:
     return [dim for dim in range(input.ndim) if dim != 1]
 
 
-def _spread(channels: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+def _per_channel(channels: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
     """A value per channel, in the shape in which it combines with the input."""
     return channels.view(1, -1, *(1 for _ in input.shape[2:]))

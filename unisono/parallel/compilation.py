@@ -83,7 +83,7 @@ def compile_module(module: nn.Module, world: World, **options: Any) -> nn.Module
         module.compile(**options)
         assert module._compiled_call_impl is not None
         compiled = module._compiled_call_impl
-    module._compiled_call_impl = _gated(module, compiled, family.known, world.device.type)
+    module._compiled_call_impl = _put_in_gate(module, compiled, family.known, world.device.type)
     return module
 
 
@@ -121,7 +121,9 @@ def _is_open() -> bool:
     return hasattr(torch.compiler, "_compile_session_context") and hasattr(eval_frame, "_set_lru_cache")
 
 
-def _gated(module: nn.Module, compiled: Callable[..., Any], known: set[object], device: str) -> Callable[..., Any]:
+def _put_in_gate(
+    module: nn.Module, compiled: Callable[..., Any], known: set[object], device: str
+) -> Callable[..., Any]:
     beside = nullcontext if _is_open() else compiling.inside
 
     def call(*args: Any, **kwargs: Any) -> Any:

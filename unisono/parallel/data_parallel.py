@@ -89,7 +89,7 @@ class DataParallel:
         self._resolved = resolved
         self._threads = ReplicaThreads(len(resolved))
         self._calls: dict[object, None] = {}  # the mark of the call that runs, then of those that are being refused
-        self.models = self._replicated(module)
+        self.models = self._replicate(module)
         self._contexts = [Context(device) for _, device in resolved]
         self._timelines = [Timeline() for _ in resolved]
         self._randomness = [
@@ -176,7 +176,7 @@ class DataParallel:
         finally:
             self._calls.pop(mark, None)
 
-    def _replicated(self, module: nn.Module) -> list[nn.Module]:
+    def _replicate(self, module: nn.Module) -> list[nn.Module]:
         if self._is_native:
             return [module]
         mark = object()

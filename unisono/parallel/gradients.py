@@ -60,13 +60,13 @@ def reduce_gradients(
     notes = [float(parameter.grad is not None) for parameter in parameters]
     present: set[int] = set()
     if world.is_hosted or world.backend.is_accelerated() or not dense:
-        present = _present(world.comm.all_reduce(torch.tensor(notes, device=HOST)), parameters, world)
+        present = _ids_with_gradient(world.comm.all_reduce(torch.tensor(notes, device=HOST)), parameters, world)
         notes = []
     for bucket in _buckets(dense):
         flat = _flatten(bucket, factor, notes)
         world.comm.all_reduce(flat)
         if notes:
-            present = _present(flat[-len(notes) :], parameters, world)
+            present = _ids_with_gradient(flat[-len(notes) :], parameters, world)
             flat, notes = flat[: -len(notes)], []
         _unflatten(flat, bucket, present, in_place=not world.backend.is_lazy)
     for each in parameters:
@@ -121,7 +121,7 @@ def check_presence(parameters: Sequence[torch.Tensor]) -> None:
         )
 
 
-def _present(summed: torch.Tensor, parameters: Sequence[torch.Tensor], world: World) -> set[int]:
+def _ids_with_gradient(summed: torch.Tensor, parameters: Sequence[torch.Tensor], world: World) -> set[int]:
     """The parameters that have a gradient somewhere; rank zero warns, once, of those that some ranks lack.
 
     Args:

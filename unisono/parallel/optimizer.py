@@ -207,7 +207,7 @@ def reduce_held(
     """
     hand = world.state.part(ByHand)
     if batches is None:
-        batches = _taken(optimizer, hand, world)
+        batches = _batches_to_step_on(optimizer, hand, world)
     if _is_counted(optimizer, hand):
         if weight is not None:
             raise ValueError(
@@ -233,7 +233,7 @@ def _is_counted(optimizer: Optimizer, hand: ByHand) -> bool:
     return hand.ledger is not None and hand.ledger.count > 0 and optimizer not in hand.ledger.step.stepped
 
 
-def _taken(optimizer: Optimizer, hand: ByHand, world: World) -> Sequence[Batch]:
+def _batches_to_step_on(optimizer: Optimizer, hand: ByHand, world: World) -> Sequence[Batch]:
     """The batches that the optimizer may step on now: those since its last step, or the last one again; none, where
     their loop is over.
 
@@ -306,7 +306,7 @@ def _reducing(
 ) -> Callable[[], Any]:
     """A closure for `optimizer`, where each call is a step of its own."""
     hand = world.state.part(ByHand)
-    batches = _taken(optimizer, hand, world)
+    batches = _batches_to_step_on(optimizer, hand, world)
 
     def compute() -> Any:
         hand.ledger_of(world).clear()

@@ -86,7 +86,7 @@ def find_executable_batch_size(
         )
     if starting_batch_size < 1:
         raise ValueError(f"starting_batch_size={starting_batch_size} is too small; pass a whole number from 1 on")
-    reduce = reduce_batch_size_fn or _halved
+    reduce = reduce_batch_size_fn or _halve
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -153,5 +153,5 @@ def _next_size(reduce: Callable[[int], int], tried: list[int], reason: str) -> i
     return size
 
 
-def _halved(size: int) -> int:
+def _halve(size: int) -> int:
     return size // 2

@@ -27,7 +27,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 
-from unisono.comm.fitting import in_our_words
+from unisono.comm.selection import translate_errors
 from unisono.deliveries import check_counts
 from unisono.parallel.gradients import scaled
 from unisono.parallel.ledger import Crossings, refuse_crossed
@@ -154,7 +154,7 @@ class Passes:
                 self._begun = self._count(named or self.microbatches.bound, weight, is_told=True)
                 loss = loss if self._begun.scale == 1 else loss * self._begun.scale
                 self._begun.scale = 1.0
-            with in_our_words(self._world.comm):
+            with translate_errors(self._world.comm):
                 loss.backward(retain_graph=retain_graph)
         finally:
             self._is_called, self._begun = False, None

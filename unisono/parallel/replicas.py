@@ -23,7 +23,7 @@ from operator import call
 from queue import SimpleQueue
 from typing import Any
 
-from unisono.comm.starting import start_threads
+from unisono.comm.thread_start import start_threads
 from unisono.errors import BusyError
 from unisono.outcome import Outcome
 

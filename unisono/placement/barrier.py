@@ -34,7 +34,7 @@ def lazy_barrier(
     """
     if not isinstance(wait, bool):
         raise TypeError(f"wait={wait!r} is a {type(wait).__name__}; pass True or False")
-    resolved = _resolved(device) + (_resolved(devices) if devices else [])
+    resolved = _resolve(device) + (_resolve(devices) if devices else [])
     for backend, each in resolved:
         backend.mark_step(each)
     if wait:
@@ -42,7 +42,7 @@ def lazy_barrier(
             backend.synchronize(each)
 
 
-def _resolved(device: DeviceLike | Sequence[DeviceLike] | None) -> list[tuple[Backend, torch.device]]:
+def _resolve(device: DeviceLike | Sequence[DeviceLike] | None) -> list[tuple[Backend, torch.device]]:
     if device is None:
         world = current_world()
         return [(world.backend, world.device)]

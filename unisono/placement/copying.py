@@ -152,7 +152,7 @@ def _copy_tensors(tensors: list[torch.Tensor], device: torch.device, memo: _Memo
             by_storage[tensor.untyped_storage()._cdata if is_plain else -id(tensor)].append(tensor)
         for sharing in by_storage.values():
             if len(sharing) == 1:
-                memo[id(sharing[0])] = _like(sharing[0], _moved(sharing[0], device))
+                memo[id(sharing[0])] = _like(sharing[0], _move_copy(sharing[0], device))
                 continue
             memory = _storage_copy(sharing[0], device)
             for tensor in sharing:
@@ -164,7 +164,7 @@ def _copy_tensors(tensors: list[torch.Tensor], device: torch.device, memo: _Memo
                 memo[id(tensor)].grad = tensor.grad.detach().to(device, copy=True)
 
 
-def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _move_copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if is_lazy(tensor):  # a lazy module's: it has neither a shape nor data yet
         kind: Any = type(tensor)
         return kind(tensor.requires_grad, device=device, dtype=tensor.dtype)  # type: ignore[no-any-return]

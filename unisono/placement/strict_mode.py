@@ -64,7 +64,7 @@ class _Strict(TorchFunctionMode):
         if kwargs:
             _gather(kwargs, found)
         if len(found) > 1 and not _is_uniform(found):
-            _check(func, dict(_named(args, kwargs)))
+            _check(func, dict(_name_tensors(args, kwargs)))
         return func(*args, **kwargs)
 
 
@@ -85,7 +85,7 @@ def _is_uniform(tensors: list[torch.Tensor]) -> bool:
     return all(each.dtype == first.dtype and each.device == first.device for each in tensors)
 
 
-def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+def _name_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors by the argument that holds them: "argument 0", "argument 1[2]", "argument 'weight'"."""
 
     def walk(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -131,11 +131,11 @@ def _first_apart(tensors: dict[str, torch.Tensor], trait: Callable[[torch.Tensor
     for where, tensor in tensors.items():
         first_where, first = next(iter(tensors.items()))
         if trait(tensor) != trait(first):
-            return [_described(first_where, first), _described(where, tensor)]
+            return [_describe_tensor(first_where, first), _describe_tensor(where, tensor)]
     return None
 
 
-def _described(where: str, tensor: torch.Tensor) -> str:
+def _describe_tensor(where: str, tensor: torch.Tensor) -> str:
     precision = str(tensor.dtype).removeprefix("torch.")
     return f"{where} is {precision} of shape {tuple(tensor.shape)} on {tensor.device}"
 

@@ -47,7 +47,7 @@ class JsonLines:
         self._began = monotonic()
         started = datetime.now(UTC).isoformat(timespec="seconds")
         try:
-            self._write({"project": project, "config": _named(config), "started": started})
+            self._write({"project": project, "config": _name_non_finite(config), "started": started})
         except BaseException:
             self._file.close()
             raise
@@ -64,7 +64,7 @@ class JsonLines:
             OSError: it cannot be written.
         """
         elapsed_s = round(monotonic() - self._began, 3)
-        self._write({"step": step, "time": elapsed_s, "values": _named(values)})
+        self._write({"step": step, "time": elapsed_s, "values": _name_non_finite(values)})
 
     def close(self) -> None:
         """Close the file."""
@@ -87,12 +87,12 @@ def _create(directory: Path) -> tuple[Path, FileIO]:
     raise AssertionError("unreachable")
 
 
-def _named(value: Any) -> Any:
+def _name_non_finite(value: Any) -> Any:
     """The value with names for the numbers that JSON lacks; keys are texts."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
-        return {str(key): _named(each) for key, each in value.items()}
+        return {str(key): _name_non_finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_named(each) for each in value]
+        return [_name_non_finite(each) for each in value]
     return value

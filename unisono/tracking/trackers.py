@@ -142,7 +142,7 @@ def _choose(log_with: Any) -> tuple[list[str], list[Tracker]]:
         else:
             what = f"the class {each.__name__}" if isinstance(each, type) else f"a {type(each).__name__}"
             raise TypeError(
-                f"log_with holds {what}; pass {_known()}, or an object with the methods log(values, step) and close()"
+                f"log_with holds {what}; pass {_choices()}, or an object with the methods log(values, step) and close()"
             )
     taken = [*names, JsonLines.name]
     for tracker in own:
@@ -160,7 +160,7 @@ def _libraries_of(name: str) -> list[str]:
         return []
     if name not in LIBRARIES:
         raise ValueError(
-            f"log_with={name!r} is unknown; pass {_known()}, or an object with the methods log(values, step) and "
+            f"log_with={name!r} is unknown; pass {_choices()}, or an object with the methods log(values, step) and "
             "close()"
         )
     if not is_installed(name):
@@ -168,7 +168,7 @@ def _libraries_of(name: str) -> list[str]:
     return [name]
 
 
-def _known() -> str:
+def _choices() -> str:
     return ", ".join(map(repr, [*LIBRARIES, JsonLines.name, "all"]))
 
 

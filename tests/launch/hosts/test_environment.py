@@ -288,7 +288,7 @@ def start(script: Path, environ: dict[str, str], *launcher: str) -> warm_scripts
 
 @pytest.fixture
 def joining(tmp_path: Path) -> Path:
-    script = tmp_path / "joining.py"
+    script = tmp_path / "join_world.py"
     script.write_text(JOINING)
     return script
 
@@ -416,7 +416,7 @@ def test_a_number_of_workers_that_the_launcher_has_not_started_is_refused(tmp_pa
 
 
 def test_a_process_that_nobody_has_announced_anything_to_joins_the_world_of_one():
-    from unisono.launch.hosts.joining import join_world
+    from unisono.launch.hosts.join_world import join_world
     from unisono.world import current_world
 
     assert join_world() is current_world()

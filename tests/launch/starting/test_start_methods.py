@@ -16,7 +16,7 @@ from faults import Line, Script, stand_still, survivors
 from unisono.backends.switches import SWITCHES
 from unisono.errors import WorkerDiedError
 from unisono.launch.spawn import spawn
-from unisono.launch.starting import nursery
+from unisono.launch.starting import zygote_client
 from unisono.world import current_world
 
 pytestmark = pytest.mark.slow
@@ -50,7 +50,7 @@ def test_a_fresh_interpreter_runs_what_the_caller_defines():
 
     found = spawn(work, args=("argument",), nprocs=2, start_method="spawn")
     assert [each[:3] for each in found] == [(10, 1, "argument"), (11, 1, "argument")]
-    assert nursery.zygote_pid("spawn") not in (None, nursery.zygote_pid())
+    assert zygote_client.zygote_pid("spawn") not in (None, zygote_client.zygote_pid())
 
 
 def test_what_starts_fresh_interpreters_has_imported_nothing():

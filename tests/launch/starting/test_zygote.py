@@ -21,18 +21,18 @@ from faults import SOON_S, Script, grandchild, stand_still, survivors
 from unisono.errors import UnisonoError, WorkerDiedError
 from unisono.launch import group as group_module
 from unisono.launch.spawn import spawn
-from unisono.launch.starting import nursery
-from unisono.launch.starting.nursery import warm
+from unisono.launch.starting import zygote_client
 from unisono.launch.starting.zygote import Zygote
+from unisono.launch.starting.zygote_client import warm
 from unisono.world import current_world
 
 
 @pytest.fixture
 def new_zygote():
     """The next spawn starts a zygote, and the test's own does not serve the tests after it."""
-    nursery._close()
+    zygote_client._close()
     yield
-    nursery._close()
+    zygote_client._close()
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def running(line, ear):
 @pytest.mark.slow
 def test_a_killed_zygote_is_an_error_and_the_next_spawn_works(running):
     context, pids = running
-    zygote = nursery.zygote_pid()
+    zygote = zygote_client.zygote_pid()
     escaped = [pid for pid in pids if os.getsid(pid) == pid and pid not in context.pids()]
     os.kill(zygote, signal.SIGKILL)
     began = time.monotonic()
@@ -67,7 +67,7 @@ def test_a_killed_zygote_is_an_error_and_the_next_spawn_works(running):
     for pid in escaped:  # what left its session is out of reach when its reaper was killed
         os.kill(pid, signal.SIGKILL)
     assert spawn(lambda index: index, nprocs=2) == [0, 1]
-    assert nursery.zygote_pid() not in (None, zygote)
+    assert zygote_client.zygote_pid() not in (None, zygote)
 
 
 @pytest.mark.slow
@@ -75,16 +75,16 @@ def test_a_killed_zygote_is_an_error_and_the_next_spawn_works(running):
 def test_a_signal_to_everything_at_once_leaves_the_zygote_to_serve(signum):
     """As a scheduler sends it, or a terminal: it means the workers, and the zygote ends with its caller."""
     spawn(lambda index: index, nprocs=2)
-    zygote = nursery.zygote_pid()
+    zygote = zygote_client.zygote_pid()
     os.kill(zygote, signum)
     assert spawn(lambda index: index, nprocs=2) == [0, 1]
-    assert nursery.zygote_pid() == zygote
+    assert zygote_client.zygote_pid() == zygote
 
 
 @pytest.mark.slow
 def test_a_zygote_that_died_between_two_spawns_is_replaced():
     spawn(lambda index: index, nprocs=2)
-    zygote = psutil.Process(nursery.zygote_pid())
+    zygote = psutil.Process(zygote_client.zygote_pid())
     fds = psutil.Process().num_fds()
     zygote.kill()
     zygote.wait()
@@ -155,7 +155,7 @@ def test_a_zygote_that_ends_at_its_start_is_an_error(faulty):
 def test_a_fork_that_fails_stops_the_group_and_costs_no_descriptor(faulty):
     _, count = faulty
     assert spawn(lambda index: index, nprocs=2) == [0, 1]
-    zygote = psutil.Process(nursery.zygote_pid())
+    zygote = psutil.Process(zygote_client.zygote_pid())
     fds = zygote.num_fds()
     for forks in (0, 1):
         count.write_text(str(forks))
@@ -174,10 +174,10 @@ def stand_still_at(index):
 @pytest.mark.slow
 def test_a_zygote_that_dies_while_a_group_is_opened_is_an_error(monkeypatch):
     spawn(lambda index: index, nprocs=2)
-    zygote = psutil.Process(nursery.zygote_pid())
+    zygote = psutil.Process(zygote_client.zygote_pid())
 
     def open_and_kill(*arguments):
-        group = nursery.open_group(*arguments)
+        group = zygote_client.open_group(*arguments)
         zygote.kill()
         zygote.wait()
         return group
@@ -232,7 +232,7 @@ def test_a_caller_without_descriptors_to_spare_gets_an_error_and_nothing_runs():
         for filler in fillers:
             os.close(filler)
     assert process.num_fds() == before
-    assert psutil.Process(nursery.zygote_pid()).children() == []
+    assert psutil.Process(zygote_client.zygote_pid()).children() == []
     assert spawn(lambda index: index, nprocs=2) == [0, 1]
 
 
@@ -269,13 +269,13 @@ def test_forks_of_the_caller_wait_for_a_group_that_is_just_being_opened():
         forking.set()
         child = os.fork()
         if child == 0:
-            os._exit(0 if nursery._lock.acquire(blocking=False) else 1)
+            os._exit(0 if zygote_client._lock.acquire(blocking=False) else 1)
         forked.set()
         codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
     codes: list[int] = []
     thread = threading.Thread(target=fork)
-    with nursery._lock:
+    with zygote_client._lock:
         thread.start()
         forking.wait()
         assert not forked.wait(0.1)
@@ -304,7 +304,7 @@ def test_what_the_zygote_imports_after_its_first_workers_is_shared_with_the_next
 @pytest.fixture
 def preloading(monkeypatch, new_zygote):
     """What tests ask zygotes to import is asked of no zygote after the test."""
-    monkeypatch.setattr(nursery, "_preloaded", [])
+    monkeypatch.setattr(zygote_client, "_preloaded", [])
 
 
 def test_workers_find_imported_what_was_preloaded_also_in_the_zygote_that_replaces_a_killed_one(
@@ -320,13 +320,13 @@ def test_workers_find_imported_what_was_preloaded_also_in_the_zygote_that_replac
     def look(index):
         return [sys.modules[name].pid for name in ("preloaded_one", "preloaded_two")]
 
-    first = nursery.zygote_pid()
+    first = zygote_client.zygote_pid()
     assert spawn(look, nprocs=2) == [[first] * 2] * 2
     os.kill(first, signal.SIGKILL)
-    nursery._nurseries["zygote"]._process.wait()
+    zygote_client._clients["zygote"]._process.wait()
     warm()
-    assert spawn(look, nprocs=2) == [[nursery.zygote_pid()] * 2] * 2
-    assert nursery.zygote_pid() != first
+    assert spawn(look, nprocs=2) == [[zygote_client.zygote_pid()] * 2] * 2
+    assert zygote_client.zygote_pid() != first
 
 
 @pytest.mark.slow
@@ -356,7 +356,7 @@ def test_an_import_that_fails_or_starts_threads_is_reported_and_workers_start_al
 def test_what_cannot_be_preloaded_is_an_error_at_once(preloading, options, error, message):
     with pytest.raises(error, match=message):
         warm(**options)
-    assert nursery.zygote_pid() is None
+    assert zygote_client.zygote_pid() is None
 
 
 def test_a_zygote_that_has_forked_often_moves_its_memory_when_it_is_idle(monkeypatch):

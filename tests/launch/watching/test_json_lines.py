@@ -16,7 +16,7 @@ from faults import Script
 from unisono.backends.cpu import CpuBackend
 from unisono.errors import StoppedError, WorkerDiedError
 from unisono.launch.exit_codes import exit_code_of
-from unisono.launch.pulse import PulseTaker
+from unisono.launch.heartbeat import HeartbeatSender
 from unisono.launch.spawn import spawn
 from unisono.launch.watching import clock
 from unisono.launch.watching.json_lines import describe_line
@@ -94,7 +94,7 @@ def test_a_run_says_its_versions_its_end_and_its_exit_code(tmp_path):
 def test_a_pulse_has_step_loss_and_samples_per_second():
     world = solo_world()
     with use_world(world):
-        taker = PulseTaker(world)
+        taker = HeartbeatSender(world)
         track = world.timeline.loop()
         model = torch.nn.Linear(2, 1)
         loss = model(torch.ones(4, 2)).sum()
@@ -125,7 +125,7 @@ def test_a_pulse_waits_for_no_loss_that_a_device_has_not_come_to():
 
     backend = Behind()
     world = solo_world(backend)
-    taker, track = PulseTaker(world), world.timeline.loop()
+    taker, track = HeartbeatSender(world), world.timeline.loop()
     track.loss = torch.zeros(()).as_subclass(Loss)
     assert [taker.take().loss, taker.take().loss] == [None, None]
     backend.has_come = True

@@ -78,7 +78,7 @@ def map_together(store: Store, rank: int, size: int, num_bytes: int, timeout: ti
         DistStoreError: some ranks have not come within `timeout`.
     """
     try:
-        mapping = _made(store, rank, size, num_bytes) if rank == 0 else _found(store, rank, size, num_bytes)
+        mapping = _create(store, rank, size, num_bytes) if rank == 0 else _open(store, rank, size, num_bytes)
     except OSError:
         store.set(_REFUSED, str(rank))
         return None
@@ -95,7 +95,7 @@ def map_together(store: Store, rank: int, size: int, num_bytes: int, timeout: ti
     return mapping
 
 
-def _made(store: Store, rank: int, size: int, num_bytes: int) -> Mapping:
+def _create(store: Store, rank: int, size: int, num_bytes: int) -> Mapping:
     token = secrets.token_bytes(_TOKEN)
     file = os.memfd_create("unisono-blocks", os.MFD_CLOEXEC)
     with _closed_on_failure(file):
@@ -106,7 +106,7 @@ def _made(store: Store, rank: int, size: int, num_bytes: int) -> Mapping:
     return mapping
 
 
-def _found(store: Store, rank: int, size: int, num_bytes: int) -> Mapping | None:
+def _open(store: Store, rank: int, size: int, num_bytes: int) -> Mapping | None:
     """What the first rank has made; None if it could not."""
     while not store.check([_PLACE]):  # `get` waits without an end where the first rank could make none
         if store.check([_REFUSED]):

@@ -86,7 +86,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         if any(tensor.is_sparse for tensor in tensors):
             return self._by_gloo(*range(self.size())).allreduce(tensors, opts)
         op = _op_of(opts)
-        deeds = [_deed("all_reduce", tensor, op) for tensor in tensors]
+        deeds = [_describe_call("all_reduce", tensor, op) for tensor in tensors]
         return self._in_place(tensors, opts, lambda number, flat: self._blocks.all_reduce(deeds[number], flat, op))
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
@@ -94,12 +94,12 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         op, root = _op_of(opts), opts.rootRank
-        deeds = [_deed("reduce", tensor, f"{op} to {root}") for tensor in tensors]
+        deeds = [_describe_call("reduce", tensor, f"{op} to {root}") for tensor in tensors]
         return self._in_place(tensors, opts, lambda number, flat: self._blocks.reduce(deeds[number], flat, op, root))
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         root = opts.rootRank
-        deeds = [_deed("broadcast", tensor, root) for tensor in tensors]
+        deeds = [_describe_call("broadcast", tensor, root) for tensor in tensors]
         return self._in_place(tensors, opts, lambda number, flat: self._blocks.broadcast(deeds[number], flat, root))
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Any:
@@ -119,7 +119,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Any:
         op = _op_of(opts)
-        deeds = [_deed("reduce_scatter", output, op) for output in outputs]
+        deeds = [_describe_call("reduce_scatter", output, op) for output in outputs]
         parts = [[_flat(part) for part in each] for each in inputs]
         for output, each in zip(outputs, parts, strict=True):
             self._check_parts("reduce_scatter", each, output)
@@ -140,7 +140,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         parts = [_flat(part) for part in inputs[0]] if inputs else []
         if self.rank() == root:
             self._check_parts("scatter", parts, outputs[0])
-        deed = _deed("scatter", outputs[0], root)
+        deed = _describe_call("scatter", outputs[0], root)
         return self._in_place(outputs, opts, lambda number, flat: self._blocks.scatter(deed, flat, parts, root))
 
     def barrier(self, opts: Any = None) -> Any:
@@ -162,12 +162,12 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         return self._by_gloo().recv_anysource(tensors, tag)
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Any:
-        return self._by_gloo(*range(self.size())).alltoall(outputs, inputs, *_given(opts))
+        return self._by_gloo(*range(self.size())).alltoall(outputs, inputs, *_given_options(opts))
 
     def all_to_all_single(
         self, output: torch.Tensor, tensor: torch.Tensor, outputs: list[int], inputs: list[int], opts: Any = None
     ) -> Any:
-        return self._by_gloo(*range(self.size())).alltoall_base(output, tensor, outputs, inputs, *_given(opts))
+        return self._by_gloo(*range(self.size())).alltoall_base(output, tensor, outputs, inputs, *_given_options(opts))
 
     alltoall_base = all_to_all_single
 
@@ -203,7 +203,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         opts: Any,
         root: int | None = None,
     ) -> Any:
-        deeds = [_deed(name, tensor, root) for tensor in inputs]
+        deeds = [_describe_call(name, tensor, root) for tensor in inputs]
         flats = [_flat(tensor) for tensor in inputs]
         wanted = [[_flat(each) for each in pieces] for pieces in outputs]
         if root is None or root == self.rank():
@@ -289,12 +289,12 @@ def _may_go_on() -> bool:
     return frame is not None and frame.f_globals.get("__name__") == dist.distributed_c10d.__name__
 
 
-def _deed(name: str, tensor: torch.Tensor, argument: str | int | None) -> str:
-    return _deed_on(name, tensor.shape, tensor.dtype, argument)
+def _describe_call(name: str, tensor: torch.Tensor, argument: str | int | None) -> str:
+    return _describe_call_on(name, tensor.shape, tensor.dtype, argument)
 
 
 @lru_cache(4096)
-def _deed_on(name: str, shape: tuple[int, ...], dtype: torch.dtype, argument: str | int | None) -> str:
+def _describe_call_on(name: str, shape: tuple[int, ...], dtype: torch.dtype, argument: str | int | None) -> str:
     return deed_of(Call(name, tuple(shape), dtype, argument))
 
 
@@ -305,7 +305,7 @@ def _op_of(opts: Any) -> str:
     return _OPS[op]
 
 
-def _given(opts: Any) -> tuple[Any, ...]:
+def _given_options(opts: Any) -> tuple[Any, ...]:
     return () if opts is None else (opts,)
 
 

@@ -17,7 +17,7 @@ from unisono.accelerator import Accelerator
 from unisono.backends import CPU, resolve_device
 from unisono.compat.absent import refuse
 from unisono.compat.accelerate.utils.dataclasses import DistributedType
-from unisono.launch.hosts.joining import join_world
+from unisono.launch.hosts.join_world import join_world
 from unisono.parallel.rank_view import RankView, where
 from unisono.world import World, current_world, solo_world
 

@@ -52,7 +52,7 @@ from unisono.launch.hosts.other_machines import OtherMachines, Word
 from unisono.launch.hosts.store_server import quieten_store, serve_store
 from unisono.launch.policy import Policy
 from unisono.launch.run_target import variables_set
-from unisono.launch.starting.nursery import warm
+from unisono.launch.starting.zygote_client import warm
 from unisono.launch.supervisor import Supervisor, tell_restart
 from unisono.launch.watching.run_directory import RunDirectory
 from unisono.launch.worker import Job
@@ -115,7 +115,7 @@ def run_agent(job: Job, policy: Policy, options: MachineOptions) -> None:
         run = RunDirectory.create(policy.log_dir, facts, str(facts["host"]))
     warm(policy.start_method)  # while the agents meet
     _quieten()
-    with variables_set(_VARIABLES), _served(options) as is_host:
+    with variables_set(_VARIABLES), _serve_endpoint(options) as is_host:
         handler = rendezvous_registry.get_rendezvous_handler(_parameters(options))
         spec = WorkerSpec(
             role="worker",
@@ -318,7 +318,7 @@ def _run(agent: Agent, options: MachineOptions) -> Outcome[Any]:
 
 
 @contextmanager
-def _served(options: MachineOptions) -> Iterator[bool]:
+def _serve_endpoint(options: MachineOptions) -> Iterator[bool]:
     """Serve the endpoint for the block, or wait for whoever does; whether it is this process."""
     is_host = serves_endpoint(options.endpoint, options.node_rank)
     if "is_host" in options.rdzv_conf:

@@ -95,7 +95,7 @@ def announced_place(environ: Mapping[str, str] | None = None) -> Place | None:
     place = _torchrun_place(environ) or _pod_place(environ) or _slurm_place(environ)
     if place is None or _is_of_another(place, environ.get(TAKEN, "")):
         return None
-    return _checked(place)
+    return _check_place(place)
 
 
 @contextmanager
@@ -286,7 +286,7 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
     return int(text)
 
 
-def _checked(place: Place) -> Place:
+def _check_place(place: Place) -> Place:
     for what, index, count in [
         ("rank", place.rank, place.world_size),
         ("local rank", place.local_rank, place.local_world_size),

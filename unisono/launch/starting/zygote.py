@@ -51,7 +51,7 @@ from unisono.launch.starting import wire
 from unisono.launch.starting.huge_pages import collapse_memory
 from unisono.launch.starting.interpreter import interpreter_command
 from unisono.launch.starting.marks import OUTER_DIRECTORY
-from unisono.launch.starting.reaping import (
+from unisono.launch.starting.process_ends import (
     become_reaper,
     bury_children,
     die_with_parent,
@@ -315,10 +315,10 @@ class Zygote:
 
 
 def _limit_met(error: OSError) -> str:
-    from unisono.launch.exhaustion import describe_exhaustion  # for nothing, in most lives of a zygote
+    from unisono.launch.resource_limits import describe_limit  # for nothing, in most lives of a zygote
 
     with contextlib.suppress(Exception):
-        return describe_exhaustion(error)
+        return describe_limit(error)
     return ""
 
 

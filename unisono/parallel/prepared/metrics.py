@@ -50,7 +50,7 @@ def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[An
     if is_known:
         for batch in known:
             batch.loop.rows.gather(batch.number)
-        return _kept(values, range(known[0].samples), count)
+        return _counted_rows(values, range(known[0].samples), count)
     if not is_told:
         raise ValueError(
             f"values with {count} samples: the batches of this loop do not tell how many samples they hold (objects, "
@@ -84,7 +84,7 @@ def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[An
             "a loop has made before the next one begins, or pass valid_samples"
         )
     best[0].loop.rows.gather(best[0].rows.end if len(best) == 1 else 0)
-    return _kept(values, best[0].rows.counted, count)
+    return _counted_rows(values, best[0].rows.counted, count)
 
 
 class _Fit(NamedTuple):
@@ -101,7 +101,7 @@ class _Fit(NamedTuple):
     is_ambiguous: bool
 
 
-def _kept(values: Any, counted: Sequence[int], count: int) -> tuple[Any, int]:
+def _counted_rows(values: Any, counted: Sequence[int], count: int) -> tuple[Any, int]:
     """The rows that count, and how many they are, of so many."""
     if len(counted) == count:
         return values, count

@@ -70,7 +70,7 @@ class PreparedObjects:
                 _all_prepared[each] = _all_prepared[loader] = loader
                 self._loaders.add(loader)
                 self._in_order.append(ref(loader))
-        return [_rebuilt(each, made) for each in objects]
+        return [_rebuild(each, made) for each in objects]
 
     def models(self) -> list[PreparedModel]:
         """The prepared models."""
@@ -98,15 +98,17 @@ class PreparedObjects:
     ) -> torch.Tensor | None:
         """As `Accelerator.clip_grad_norm_`."""
         self._builder.strategy.check_clipping()
-        clipped = self._reduced(parameters, "clip_grad_norm_")
+        clipped = self._reduce_gradients(parameters, "clip_grad_norm_")
         return None if clipped is None else clip_grad_norm(clipped, max_norm, norm_type, world=self._builder.world)
 
     def clip_value(self, parameters: nn.Module | Iterable[torch.Tensor], clip_value: float) -> None:
         """As `Accelerator.clip_grad_value_`."""
-        if (clipped := self._reduced(parameters, "clip_grad_value_")) is not None:
+        if (clipped := self._reduce_gradients(parameters, "clip_grad_value_")) is not None:
             nn.utils.clip_grad_value_(clipped, clip_value)
 
-    def _reduced(self, parameters: nn.Module | Iterable[torch.Tensor], called: str) -> list[torch.Tensor] | None:
+    def _reduce_gradients(
+        self, parameters: nn.Module | Iterable[torch.Tensor], called: str
+    ) -> list[torch.Tensor] | None:
         """These parameters, with reduced and unscaled gradients; None while microbatches accumulate."""
         found = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
         known = {id(each) for module in self.modules() for each in module.parameters()}
@@ -268,8 +270,8 @@ def _flat(where: str, each: Any) -> list[tuple[str, Any]]:
     return [(where, each)]
 
 
-def _rebuilt(each: Any, made: dict[int, Any]) -> Any:
+def _rebuild(each: Any, made: dict[int, Any]) -> Any:
     if isinstance(each, list | tuple):
-        parts = [_rebuilt(part, made) for part in each]
+        parts = [_rebuild(part, made) for part in each]
         return parts if isinstance(each, list) else type(each)(*parts) if hasattr(each, "_fields") else tuple(parts)
     return made.get(id(each))

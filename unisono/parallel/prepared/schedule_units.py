@@ -105,7 +105,7 @@ def unit_of(scheduler: Any, lengths: Lengths, microbatches: int, is_later: bool)
         counted = {lengths.rounds: "batch", steps: "step"}
     fitting = [unit for epoch, unit in counted.items() if total is not None and total % epoch == 0]
     if len(fitting) != 1 or (is_later and fitting[0] != "step"):
-        raise ValueError(_unknown(scheduler, total, lengths, microbatches))
+        raise ValueError(_describe_unknown_unit(scheduler, total, lengths, microbatches))
     return fitting[0]
 
 
@@ -132,7 +132,7 @@ def _told_length(function: Any) -> int | None:
     return total if isinstance(total, int) else None
 
 
-def _unknown(scheduler: Any, total: int | None, lengths: Lengths, microbatches: int) -> str:
+def _describe_unknown_unit(scheduler: Any, total: int | None, lengths: Lengths, microbatches: int) -> str:
     ends = "has no length that can be read" if total is None else f"ends after {total} steps"
     steps, device_steps = lengths.steps(microbatches), lengths.device_steps(microbatches)
     counted = f" ({device_steps} steps of {microbatches} microbatches)" if microbatches > 1 else ""

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from unisono.comm.fitting import in_our_words
+from unisono.comm.selection import translate_errors
 from unisono.deliveries import Loop
 from unisono.parallel import optimizer as by_hand
 from unisono.parallel.gradients import check_presence
@@ -127,7 +127,7 @@ class Stepper:
             else:
                 with track.span(REDUCE):
                     self.reduce()
-            with track.span(STEP), in_our_words(self.world.comm):
+            with track.span(STEP), translate_errors(self.world.comm):
                 result = self._step(closure, arguments)
                 self.world.backend.mark_step(self.world.device)
         finally:  # whether it was taken or has failed, zero_grad() is next

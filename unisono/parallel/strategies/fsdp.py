@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from unisono.comm.fitting import in_our_words
+from unisono.comm.selection import translate_errors
 from unisono.parallel.agreement import broadcast_parameters
 from unisono.parallel.ledger import Ledger
 from unisono.parallel.strategies.ddp import failed_before
@@ -84,7 +84,7 @@ class FSDPEngine(Engine):
         self._world.comm.announce(f"a forward pass of the {self.name}")  # gathers parameters
         if not torch.is_grad_enabled():
             try:
-                with in_our_words(self._world.comm):
+                with translate_errors(self._world.comm):
                     return self.module(*args, **kwargs)
             finally:
                 self._sharded.reshard()
@@ -92,7 +92,7 @@ class FSDPEngine(Engine):
         for each in entries:
             if each not in self._entries:  # a trained prompt, say, is an input again and again
                 self._entries[each] = each.register_hook(weak_method(self._leave))
-        with in_our_words(self._world.comm):
+        with translate_errors(self._world.comm):
             result = self.module(*args, **kwargs)
         for each in _with_gradients(result) if not entries else ():
             if each.grad_fn is not None:

@@ -1,7 +1,7 @@
 """Strategy: what `prepare` puts behind models and optimizers, so that the ranks train as one.
 
-A strategy is a file that ends with `strategy_class = ...`, and a name in `selection.py`. tests/contract/test_strategy.py
-holds each of them to the same law.
+A strategy is a file that ends with `strategy_class = ...`, and a name in `selection.py`.
+tests/contract/test_strategy.py holds each of them to the same law.
 """
 
 from __future__ import annotations

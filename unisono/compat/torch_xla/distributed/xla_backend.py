@@ -6,6 +6,6 @@ What the group reduces is tensors in main memory and, on CUDA, there. It refuses
 
 from __future__ import annotations
 
-from unisono.launch.hosts.joining import let_scripts_name_families
+from unisono.launch.hosts.join_world import let_scripts_name_families
 
 let_scripts_name_families()

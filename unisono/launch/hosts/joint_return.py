@@ -36,7 +36,7 @@ _SHORTEST_S, _LONGEST_S = 0.002, 0.1  # between two looks of a rank that is back
 _num_calls = 0  # of `spawn` here; every rank counts alike
 
 
-class Returning:
+class JointReturn:
     """One call of `fn` by all ranks.
 
     Args:
@@ -76,7 +76,7 @@ class Returning:
             BrokenWorldError: one has failed, or did not come in time.
         """
         own = self.comm.num_calls
-        rank, entered = _parsed(self._store.compare_set(self._first, "", f"{self.comm.rank} {own}"))
+        rank, entered = _parse_return(self._store.compare_set(self._first, "", f"{self.comm.rank} {own}"))
         if entered != own:
             self.tell(
                 CollectiveMismatchError(
@@ -92,7 +92,7 @@ class Returning:
 
     def first_back(self) -> tuple[int, int] | None:
         """The rank that was back first, and how many collectives it had entered; None where none is back."""
-        return _parsed(self._store.get(self._first)) if self._store.check([self._first]) else None
+        return _parse_return(self._store.get(self._first)) if self._store.check([self._first]) else None
 
     def tell_waiting(self, first: int) -> None:
         """This rank is in a collective that the one who was back first will never enter."""
@@ -134,7 +134,7 @@ class Returning:
 
 
 @contextlib.contextmanager
-def returning_together(comm: ProcessCommunicator, timeout: timedelta) -> Iterator[None]:
+def return_together(comm: ProcessCommunicator, timeout: timedelta) -> Iterator[None]:
     """Run `fn` in the block; after it every rank has come to the block's end, or the world is about to break.
 
     Raises:
@@ -142,7 +142,7 @@ def returning_together(comm: ProcessCommunicator, timeout: timedelta) -> Iterato
     """
     global _num_calls
     _num_calls += 1
-    returning = Returning(comm, dist.distributed_c10d._get_default_store(), _num_calls, timeout)
+    returning = JointReturn(comm, dist.distributed_c10d._get_default_store(), _num_calls, timeout)
     try:
         with returning.watched():
             yield
@@ -152,7 +152,7 @@ def returning_together(comm: ProcessCommunicator, timeout: timedelta) -> Iterato
         raise
 
 
-def _watch(returning: Returning, is_over: threading.Event) -> None:
+def _watch(returning: JointReturn, is_over: threading.Event) -> None:
     """Body of the watch's thread."""
     first: tuple[int, int] | None = None
     with contextlib.suppress(RuntimeError):  # the store may be gone with its host, and nobody is there to be told
@@ -163,6 +163,6 @@ def _watch(returning: Returning, is_over: threading.Event) -> None:
                 return
 
 
-def _parsed(first: bytes) -> tuple[int, int]:
+def _parse_return(first: bytes) -> tuple[int, int]:
     rank, entered = first.split()
     return int(rank), int(entered)

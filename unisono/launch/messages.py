@@ -20,7 +20,7 @@ def say_once(text: str) -> None:
         logger.warning("%s", text)
 
 
-def say_to_who_watches(text: str) -> None:
+def say_if_watched(text: str) -> None:
     """A line for somebody who sits before it: on a terminal or in a notebook; elsewhere `logging` has it as INFO."""
     if _is_watched():
         print(f"unisono: {text}", file=sys.stderr, flush=True)

@@ -25,11 +25,11 @@ import torch.distributed as dist
 from unisono import preemption
 from unisono.backends import NAMES, pick_backend
 from unisono.backends.cores import fair_num_threads
-from unisono.comm.fitting import seat_of
 from unisono.comm.processes import ProcessCommunicator
+from unisono.comm.selection import seat_of
 from unisono.errors import StoppedError
-from unisono.launch.hosts.common_return import returning_together
 from unisono.launch.hosts.environment import announced_place, take, within
+from unisono.launch.hosts.joint_return import return_together
 from unisono.launch.process_group import depart, join
 from unisono.launch.script_group import install
 from unisono.launch.worker import exit_error
@@ -151,7 +151,7 @@ def let_scripts_name_families() -> None:
 def _returning_together(world: World, timeout: timedelta) -> AbstractContextManager[None]:
     seat = seat_of(world.comm)
     if isinstance(seat, ProcessCommunicator):
-        return returning_together(seat, timeout)
+        return return_together(seat, timeout)
     return contextlib.nullcontext()
 
 

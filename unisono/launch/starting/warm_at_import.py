@@ -29,7 +29,7 @@ def warm_early() -> None:
     is_child = process is not None and process.parent_process() is not None
     is_worker = is_child or any(name in os.environ for name in _LAUNCHED)
     if sys.platform == "linux" and not is_worker and os.environ.get(VARIABLE) != "0":
-        from unisono.launch.starting.nursery import warm
+        from unisono.launch.starting.zygote_client import warm
 
         try:
             warm()

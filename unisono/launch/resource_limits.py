@@ -22,13 +22,13 @@ _MANY_FILES = 4096
 _NEARLY_FULL = 1 << 20  # bytes that are left
 
 
-def note_exhaustion(error: BaseException) -> None:
+def add_limit_note(error: BaseException) -> None:
     """Add to an error what limit it has met, where it has met one."""
     with contextlib.suppress(Exception):  # what is read here may be short, too
-        add_note_once(error, describe_exhaustion(error))
+        add_note_once(error, describe_limit(error))
 
 
-def describe_exhaustion(error: BaseException, root: Path = _ROOT) -> str:
+def describe_limit(error: BaseException, root: Path = _ROOT) -> str:
     """What limit an error, or its cause, has met, and the way out; empty where it has met none.
 
     Args:
@@ -70,7 +70,9 @@ def _processes(error: BaseException, root: Path) -> str:
     for directory in cgroup_directories("pids", None, root):
         limit, used = read_number(directory / "pids.max"), read_number(directory / "pids.current")
         if limit is not None:
-            found.append((limit - (used or 0), f"the control group allows {limit} processes and threads{_used(used)}"))
+            found.append(
+                (limit - (used or 0), f"the control group allows {limit} processes and threads{_in_use(used)}")
+            )
     soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     if soft != resource.RLIM_INFINITY:
         found.append((soft, f"this user may have {soft} processes and threads (ulimit -u)"))
@@ -116,7 +118,7 @@ def _loopback(error: BaseException, root: Path) -> str:
     )
 
 
-def _used(count: int | None) -> str:
+def _in_use(count: int | None) -> str:
     return "" if count is None else f", of which {count} are in use"
 
 

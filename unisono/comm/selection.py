@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from unisono.comm.hosted import HostedCommunicator
 from unisono.comm.processes import ProcessCommunicator, is_of_transport
 from unisono.comm.shared_memory import process_group as shared_memory
 from unisono.comm.threads import ThreadCommunicator
+from unisono.comm.through_host import ThroughHostCommunicator
 from unisono.protocols import Backend, Communicator
 
 _HOST = torch.default_generator.device  # main memory, which every process group takes
@@ -45,7 +45,7 @@ def thread_communicators(
         waits = [partial(backend.synchronize, device) for backend, device in places]
         return [XlaThreads(seat, wait) for seat, wait in zip(seats, waits, strict=True)]
     settles = [partial(backend.mark_step, device) for backend, device in places]
-    return [HostedCommunicator(seat, settle) for seat, settle in zip(seats, settles, strict=True)]
+    return [ThroughHostCommunicator(seat, settle) for seat, settle in zip(seats, settles, strict=True)]
 
 
 def group_backend(backend: Backend, asked: str | None = None) -> str:
@@ -84,7 +84,7 @@ def process_communicator(
     if transport == "torch":
         return ProcessCommunicator(device, store, is_checked, owns_group, backend)
     if transport == "host" or dist.get_world_size() == 1:
-        return HostedCommunicator(
+        return ThroughHostCommunicator(
             ProcessCommunicator(_HOST, store, is_checked, owns_group), partial(backend.mark_step, device)
         )
     from unisono.comm.xla import XlaProcesses, join_devices
@@ -102,18 +102,18 @@ def seat_of(comm: Communicator) -> Communicator:
 
 
 @contextmanager
-def in_our_words(comm: Communicator) -> Iterator[None]:
+def translate_errors(comm: Communicator) -> Iterator[None]:
     """Where torch's engines use the process group past the communicator: what they raise of it, raise in our words."""
     try:
         yield
     except RuntimeError as error:
-        told = explained(error, comm)
+        told = translate_error(error, comm)
         if told is error:
             raise
         raise told from told.__cause__
 
 
-def explained(error: BaseException, comm: Communicator) -> BaseException:
+def translate_error(error: BaseException, comm: Communicator) -> BaseException:
     """An error of the transport in our words, where that is known; any other one as it is."""
     seat = seat_of(comm)
     return seat.explain(error) if is_of_transport(error) and isinstance(seat, ProcessCommunicator) else error

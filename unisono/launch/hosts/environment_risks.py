@@ -11,7 +11,7 @@ import psutil
 
 
 @dataclass(frozen=True)
-class Disturbance:
+class EnvironmentRisk:
     """Variables that change what a run does, and what to do about it."""
 
     setting: str  # as in a shell: NAME=value
@@ -113,7 +113,7 @@ _FAMILIES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "PYTORCH_", "TORCH_")  # told of w
 _PLACE = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def disturbances(environ: Mapping[str, str] | None = None, is_launched: bool = False) -> Iterator[Disturbance]:
+def environment_risks(environ: Mapping[str, str] | None = None, is_launched: bool = False) -> Iterator[EnvironmentRisk]:
     """Those of the environment.
 
     Args:
@@ -126,20 +126,20 @@ def disturbances(environ: Mapping[str, str] | None = None, is_launched: bool = F
         for name in rule.names:
             if name in environ and rule.applies(environ[name]):
                 told.add(name)
-                yield Disturbance(f"{name}={environ[name]}", rule.effect, rule.way_out, rule.is_harmful)
+                yield EnvironmentRisk(f"{name}={environ[name]}", rule.effect, rule.way_out, rule.is_harmful)
     if not is_launched:
         yield from _leftovers(environ)
     others = sorted(name for name in environ if name.startswith(_FAMILIES) and name not in told)
     if others:
-        yield Disturbance(" ".join(f"{name}={environ[name]}" for name in others), "is passed on to every worker")
+        yield EnvironmentRisk(" ".join(f"{name}={environ[name]}" for name in others), "is passed on to every worker")
 
 
-def _leftovers(environ: Mapping[str, str]) -> Iterator[Disturbance]:
+def _leftovers(environ: Mapping[str, str]) -> Iterator[EnvironmentRisk]:
     """A place among peers that nobody seems to have given to this process."""
     found = [name for name in _PLACE if name in environ]
     if found:
         is_many = environ.get("WORLD_SIZE", "1") != "1"
-        yield Disturbance(
+        yield EnvironmentRisk(
             " ".join(f"{name}={environ[name]}" for name in found),
             "announces a place among processes, but no launcher is recognised"
             + (": a plain script would not train alone" if is_many else ""),

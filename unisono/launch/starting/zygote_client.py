@@ -20,16 +20,16 @@ from subprocess import DEVNULL, Popen, TimeoutExpired
 
 from unisono.errors import UnisonoError
 from unisono.launch.starting import wire
-from unisono.launch.starting.early import VARIABLE
 from unisono.launch.starting.interpreter import interpreter_command
+from unisono.launch.starting.warm_at_import import VARIABLE
 
 _lock = threading.Lock()
-_nurseries: dict[str, Nursery] = {}  # by start method
+_clients: dict[str, ZygoteClient] = {}  # by start method
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 _preloaded: list[str] = []  # the modules that the user has asked every zygote to import
 
 
-class Nursery:
+class ZygoteClient:
     """A running zygote.
 
     Args:
@@ -111,12 +111,12 @@ def warm(start_method: str = "zygote", *, preload: Iterable[str] = ()) -> None:
     """
     modules = _check_preload(start_method, preload)
     with _lock:
-        nursery = _living(start_method)
+        client = _running_client(start_method)
         new = [name for name in modules if name not in _preloaded]
         if new:
             _preloaded.extend(new)
             with contextlib.suppress(ConnectionError):  # the zygote that replaces it imports them at its start
-                nursery.preload(new)
+                client.preload(new)
 
 
 def _check_preload(start_method: str, preload: Iterable[str]) -> list[str]:
@@ -142,43 +142,43 @@ def open_group(directory: Path, start_method: str) -> socket.socket:
     """
     with _lock:
         for _ in range(2):
-            nursery = _living(start_method)
+            client = _running_client(start_method)
             with contextlib.suppress(ConnectionError):
-                return nursery.open_group(directory)
-            nursery.close()
+                return client.open_group(directory)
+            client.close()
     raise UnisonoError("the process that workers are forked from ends at its start; what it printed stands above")
 
 
-def _living(start_method: str) -> Nursery:
-    """The nursery of that start method, made anew where there is none, or a dead one."""
-    nursery = _nurseries.get(start_method)
-    if nursery is not None and not nursery.is_alive():
-        nursery.close()
-        nursery = None
-    if nursery is None:
-        nursery = _nurseries[start_method] = Nursery(start_method)
+def _running_client(start_method: str) -> ZygoteClient:
+    """The client for that start method: a new one where there is none, or where its zygote has died."""
+    client = _clients.get(start_method)
+    if client is not None and not client.is_alive():
+        client.close()
+        client = None
+    if client is None:
+        client = _clients[start_method] = ZygoteClient(start_method)
         if start_method == "zygote" and _preloaded:
             with contextlib.suppress(ConnectionError):  # it could not start, as whoever asks it for workers finds out
-                nursery.preload(_preloaded)
-    return nursery
+                client.preload(_preloaded)
+    return client
 
 
 @atexit.register
 def _close() -> None:
     """At the interpreter's exit, which has waited for the threads that are no daemons; only daemon groups live now."""
-    while _nurseries:
-        _nurseries.popitem()[1].close()
+    while _clients:
+        _clients.popitem()[1].close()
 
 
 def zygote_pid(start_method: str = "zygote") -> int | None:
     """The pid of the running zygote for that start method, if there is one."""
-    nursery = _nurseries.get(start_method)
-    return nursery.pid if nursery is not None and nursery.is_alive() else None
+    client = _clients.get(start_method)
+    return client.pid if client is not None and client.is_alive() else None
 
 
 def _forget_in_child() -> None:
     """A fork of the caller must not hold the sockets open: their end is what tells the zygote that the caller died."""
-    _nurseries.clear()
+    _clients.clear()
     for sock in list(_sockets):
         sock.close()
     _lock.release()

@@ -8,14 +8,14 @@ import sys
 
 import pytest
 
-from unisono.launch.starting import nursery
-from unisono.launch.starting.early import warm_early
+from unisono.launch.starting import zygote_client
+from unisono.launch.starting.warm_at_import import warm_early
 
 LOOK = """
 import sys, types
 {before}
 import unisono
-started = sys.modules.get("unisono.launch.starting.nursery")
+started = sys.modules.get("unisono.launch.starting.zygote_client")
 print(started is not None and started.zygote_pid() is not None, "torch" in sys.modules)
 """
 NOTEBOOK = "sys.modules['ipykernel'] = types.ModuleType('ipykernel')"
@@ -43,9 +43,9 @@ def test_an_import_starts_it_where_that_was_asked_for(before, environ, is_starte
 
 def test_a_zygote_starts_none_of_its_own(monkeypatch):
     monkeypatch.setenv("UNISONO_WARM", "1")
-    nursery._close()
+    zygote_client._close()
     warm_early()
-    pid = nursery.zygote_pid()
+    pid = zygote_client.zygote_pid()
     assert pid is not None
     with open(f"/proc/{pid}/environ", "rb") as file:
         assert b"UNISONO_WARM" not in file.read()
@@ -55,7 +55,7 @@ def test_one_that_cannot_be_started_is_left_to_the_first_spawn(monkeypatch):
     def refuse(*_, **__):
         raise OSError("no more processes")
 
-    nursery._close()
-    monkeypatch.setattr(nursery, "Popen", refuse)
+    zygote_client._close()
+    monkeypatch.setattr(zygote_client, "Popen", refuse)
     warm_early()
-    assert nursery.zygote_pid() is None
+    assert zygote_client.zygote_pid() is None

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 import psutil
 
 from unisono.errors import WorkerHungError
+from unisono.launch.group_outcome import Worker
 from unisono.launch.hang import HangWatch, all_wait, hung_error
 from unisono.launch.reports import Pulse
-from unisono.launch.verdict import Worker
 from unisono.launch.worker import stacks_path
 from unisono.stacks import main_stack
 
@@ -31,7 +31,7 @@ _STACKS_S = 0.5  # how long the workers of a group that hangs have to write thei
 _OTHERS_S = 5.0  # how long other machines have to show theirs: some beats of theirs and ours
 
 
-class Standstill:
+class StackCollection:
     """A group's, from the first doubt to the error, or to the next progress.
 
     Args:

@@ -8,7 +8,7 @@ import time
 import pytest
 from tracing import interrupting
 
-from unisono.comm.starting import start_threads
+from unisono.comm.thread_start import start_threads
 
 PATIENCE_S = 20.0
 
@@ -19,7 +19,7 @@ def test_wherever_an_interrupt_strikes_no_thread_is_left_about_to_begin():
         ran = threading.Event()
         thread = threading.Thread(target=ran.set, name=f"unisono-start-{at}", daemon=True)
         is_reached = interrupting(
-            at, ("threading.py", "comm/starting.py"), lambda thread=thread: start_threads([thread])
+            at, ("threading.py", "comm/thread_start.py"), lambda thread=thread: start_threads([thread])
         )
         if thread.ident is not None:
             assert ran.wait(PATIENCE_S)

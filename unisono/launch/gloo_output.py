@@ -19,7 +19,7 @@ _GREETING = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. [^\
 
 
 @contextlib.contextmanager
-def without_greetings() -> Iterator[None]:
+def suppress_greetings() -> Iterator[None]:
     """Keep gloo's greetings out of standard output, and nothing else."""
     if not _GREETS:
         yield

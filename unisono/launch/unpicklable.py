@@ -26,7 +26,7 @@ def is_picklable(part: Any) -> bool:
     return True
 
 
-def describe_obstacle(part: Any) -> str:
+def describe_unpicklable(part: Any) -> str:
     """What in a part that is not picklable is to blame, as "; the function 'f' uses the global 'lock', a lock".
 
     Empty where the part itself is.

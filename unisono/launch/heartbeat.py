@@ -35,7 +35,7 @@ def beating(world: World, reporter: Reporter, interval_s: float) -> Iterator[Non
         is_over.set()  # it may be in the middle of a message; the reporter's lock waits for that
 
 
-class PulseTaker:
+class HeartbeatSender:
     """Takes the pulses of one rank, and knows the one before."""
 
     def __init__(self, world: World) -> None:
@@ -86,7 +86,7 @@ def _beat(world: World, reporter: Reporter, interval_s: float, is_over: threadin
     """Body of the pulse's thread."""
     world.backend.activate(world.device)
     told: Pulse | None = None
-    taker = PulseTaker(world)
+    taker = HeartbeatSender(world)
     while not is_over.wait(interval_s):
         pulse = taker.take()
         if pulse != told:

@@ -6,15 +6,15 @@ import logging
 
 import pytest
 
-from unisono.launch import group, notes
+from unisono.launch import group, messages
 from unisono.launch.spawn import spawn
 
 
 @pytest.mark.parametrize("is_watched", [True, False])
 def test_who_watches_is_told_what_takes_long(monkeypatch, capsys, caplog, is_watched):
     monkeypatch.setattr(group, "SLOW_S", 0.0)
-    monkeypatch.setattr(notes, "_is_watched", lambda: is_watched)
-    with caplog.at_level(logging.INFO, "unisono.launch.notes"):
+    monkeypatch.setattr(messages, "_is_watched", lambda: is_watched)
+    with caplog.at_level(logging.INFO, "unisono.launch.messages"):
         assert spawn(lambda index: index, nprocs=2) == [0, 1]
     shown = [line for line in capsys.readouterr().err.splitlines() if "have not begun" in line]
     logged = [each.getMessage() for each in caplog.records if "have not begun" in each.getMessage()]
@@ -24,6 +24,6 @@ def test_who_watches_is_told_what_takes_long(monkeypatch, capsys, caplog, is_wat
 
 def test_nothing_is_said_when_they_have_begun(monkeypatch, capsys):
     monkeypatch.setattr(group, "SLOW_S", 60.0)
-    monkeypatch.setattr(notes, "_is_watched", lambda: True)
+    monkeypatch.setattr(messages, "_is_watched", lambda: True)
     spawn(lambda index: index, nprocs=2)
     assert "have not begun" not in capsys.readouterr().err

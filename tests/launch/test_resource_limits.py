@@ -11,8 +11,8 @@ import pytest
 from faults import Script
 
 from unisono.errors import WorkerDiedError
-from unisono.launch import exhaustion
-from unisono.launch.exhaustion import describe_exhaustion
+from unisono.launch import resource_limits
+from unisono.launch.resource_limits import describe_limit
 from unisono.launch.spawn import spawn
 
 FILES = """
@@ -64,16 +64,12 @@ def test_the_nearest_limit_on_processes_is_named(tmp_path, monkeypatch):
     text = (
         "the control group allows 20 processes and threads, of which 19 are in use; a larger limit (docker run --pids-"
     )
-    assert describe_exhaustion(failing(errno.EAGAIN), tmp_path).startswith(text)
-    assert describe_exhaustion(RuntimeError("can't start new thread"), tmp_path).startswith(text)
+    assert describe_limit(failing(errno.EAGAIN), tmp_path).startswith(text)
+    assert describe_limit(RuntimeError("can't start new thread"), tmp_path).startswith(text)
     (tmp_path / "sys/fs/cgroup/job/pids.max").write_text("max")
-    assert describe_exhaustion(failing(errno.EAGAIN), tmp_path).startswith(
-        "the machine allows 1000 processes and threads;"
-    )
+    assert describe_limit(failing(errno.EAGAIN), tmp_path).startswith("the machine allows 1000 processes and threads;")
     monkeypatch.setattr(resource, "getrlimit", lambda number: (50, 50))
-    assert describe_exhaustion(failing(errno.EAGAIN), tmp_path).startswith(
-        "this user may have 50 processes and threads"
-    )
+    assert describe_limit(failing(errno.EAGAIN), tmp_path).startswith("this user may have 50 processes and threads")
 
 
 class Facts:
@@ -87,15 +83,13 @@ def test_the_place_that_is_full_is_named_and_no_other(monkeypatch):
     places = {"/dev/shm": Facts(0), "/tmp/own": Facts(1 << 30)}
     monkeypatch.setattr("tempfile.tempdir", "/tmp/own")
     monkeypatch.setattr(os, "statvfs", lambda path: places[os.fspath(path)])
-    assert describe_exhaustion(failing(errno.ENOSPC)).startswith(
+    assert describe_limit(failing(errno.ENOSPC)).startswith(
         "/dev/shm is full, with 0 of 64 KiB free; loader workers need it (docker run --shm-size"
     )
     places["/dev/shm"], places["/tmp/own"] = Facts(1 << 30), Facts(0, is_read_only=True)
-    assert describe_exhaustion(failing(errno.EROFS)) == "/tmp/own is read-only; TMPDIR can name a directory with room"
+    assert describe_limit(failing(errno.EROFS)) == "/tmp/own is read-only; TMPDIR can name a directory with room"
     places["/data"] = Facts(4096)
-    assert describe_exhaustion(OSError(errno.ENOSPC, "No space", "/data/file")).startswith(
-        "/data is full, with 4 of 64"
-    )
+    assert describe_limit(OSError(errno.ENOSPC, "No space", "/data/file")).startswith("/data is full, with 4 of 64")
 
 
 def test_other_errors_are_left_as_they_are():
@@ -105,13 +99,13 @@ def test_other_errors_are_left_as_they_are():
         RuntimeError("shapes differ"),
         KeyError(24),
     ):
-        assert describe_exhaustion(error) == ""
+        assert describe_limit(error) == ""
 
 
 def test_the_cause_counts(monkeypatch):
     error = RuntimeError("the loader failed")
     error.__cause__ = failing(errno.EMFILE)
-    assert "files open (ulimit -n)" in describe_exhaustion(error)
+    assert "files open (ulimit -n)" in describe_limit(error)
 
 
 def test_an_interface_that_is_missing_is_named(monkeypatch):
@@ -124,6 +118,6 @@ def test_an_interface_that_is_missing_is_named(monkeypatch):
 
 
 def test_who_is_killed_by_sigbus_is_told_about_memory(monkeypatch):
-    monkeypatch.setattr(exhaustion, "_fullness", lambda place: f"{place} is full")
+    monkeypatch.setattr(resource_limits, "_fullness", lambda place: f"{place} is full")
     with pytest.raises(WorkerDiedError, match=r"killed by SIGBUS .*mapped could not be had: /dev/shm is full"):
         spawn(lambda index: os.kill(os.getpid(), signal.SIGBUS), nprocs=2)

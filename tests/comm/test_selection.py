@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from unisono.backends import get_backend
-from unisono.comm.fitting import group_backend
+from unisono.comm.selection import group_backend
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from unisono.protocols import Communicator, ReduceOp
 C = TypeVar("C", bound=Communicator)
 
 
-class HostedCommunicator(Generic[C]):
+class ThroughHostCommunicator(Generic[C]):
     """A communicator for tensors anywhere, by way of one for tensors in main memory.
 
     Args:
@@ -47,24 +47,24 @@ class HostedCommunicator(Generic[C]):
     @torch.no_grad()
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
         check_reduction(tensor, op)
-        return tensor.copy_(self.inner.all_reduce(self._fetched(tensor), op))
+        return tensor.copy_(self.inner.all_reduce(self._copy_to_host(tensor), op))
 
     @torch.no_grad()
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         check_tensor(tensor, "all_gather")
-        return [each.to(tensor.device) for each in self.inner.all_gather(self._fetched(tensor))]
+        return [each.to(tensor.device) for each in self.inner.all_gather(self._copy_to_host(tensor))]
 
     @torch.no_grad()
     def reduce_scatter(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
         check_reduction(tensor, op, "reduce_scatter")
         check_scatter(tensor, self.size)
-        return self.inner.reduce_scatter(self._fetched(tensor), op).to(tensor.device)
+        return self.inner.reduce_scatter(self._copy_to_host(tensor), op).to(tensor.device)
 
     @torch.no_grad()
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
         check_tensor(tensor, "broadcast")
         check_root(root, self.size)
-        return tensor.copy_(self.inner.broadcast(self._fetched(tensor), root))
+        return tensor.copy_(self.inner.broadcast(self._copy_to_host(tensor), root))
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return self.inner.all_gather_object(value)
@@ -84,7 +84,7 @@ class HostedCommunicator(Generic[C]):
     def leave(self) -> None:
         self.inner.leave()
 
-    def _fetched(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _copy_to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy in main memory; never the tensor itself, which is changed when the collective has succeeded."""
         if tensor.is_cpu:
             return tensor.detach().clone()
