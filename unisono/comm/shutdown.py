@@ -15,11 +15,27 @@ import threading
 from collections.abc import Callable
 
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 logger = logging.getLogger(__name__)
 
 _END_S = 10.0
 _LAST_S = 30  # for what else the process has to do at its end, when its group is stuck
+
+
+def free_reducer(replicated: DistributedDataParallel) -> None:
+    """`__del__` for torch's DistributedDataParallel: free its reducer while the group has another holder.
+
+    A reducer that is the group's last holder joins gloo's threads with the interpreter's lock held, and these may wait for
+    that lock to free a tensor (torch 2.13, `Reducer::~Reducer`).
+    """
+    for name in ("logger", "reducer"):
+        replicated.__dict__.pop(name, None)
+
+
+def free_reducers_before_groups() -> None:
+    """From now on every DistributedDataParallel of this process ends by `free_reducer`."""
+    DistributedDataParallel.__del__ = free_reducer  # type: ignore[attr-defined]
 
 
 def end_group(is_broken: bool, waits_for_device: bool) -> None:

@@ -20,12 +20,17 @@ from typing import Any
 import torch.distributed as dist
 
 from unisono.backends import NAMES
+from unisono.comm.shutdown import free_reducers_before_groups
 
 _OURS = (None, "env://")  # who says nothing else means the group that the launcher has announced
 
 
 def let_scripts_initialise() -> None:
-    """From now on the default process group of this process, which is there, may be initialised once more."""
+    """From now on the default process group of this process, which is there, may be initialised once more.
+
+    Its end does not hang while models that it has reduced are still there.
+    """
+    free_reducers_before_groups()
     ours = weakref.ref(dist.group.WORLD)
     store = dist.distributed_c10d._get_default_store()
     rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -27,6 +27,7 @@ from unisono.backends import NAMES, pick_backend
 from unisono.backends.cores import fair_num_threads
 from unisono.comm.processes import ProcessCommunicator
 from unisono.comm.selection import seat_of
+from unisono.comm.shutdown import free_reducers_before_groups
 from unisono.errors import StoppedError
 from unisono.launch.hosts.environment import announced_place, take, within
 from unisono.launch.hosts.joint_return import return_together
@@ -75,6 +76,7 @@ def join_world(
             world = join(place, pick_backend(backend), timeout, checked, process_group)
             set_process_world(world)
             take(place)
+            free_reducers_before_groups()
             atexit.register(_depart_at_exit, world)
             return world
     return given_world() or current_world()

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from unisono.comm.shutdown import free_reducer
 from unisono.parallel.ledger import Ledger
 from unisono.parallel.parameter_names import parameters_of
 from unisono.parallel.strategies.engine import Engine
@@ -141,6 +142,8 @@ class _Ordered(DistributedDataParallel):
     torch's are so until the first step, and then follow the order in which gradients came in it. What is added up in
     which order follows the buckets: a resumed run would have other bits than the one that was not stopped.
     """
+
+    __del__ = free_reducer
 
     def _build_params_for_reducer(self) -> tuple[list[Any], list[bool]]:
         parameters, are_sparse = super()._build_params_for_reducer()
