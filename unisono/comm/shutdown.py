@@ -26,8 +26,8 @@ _LAST_S = 30  # for what else the process has to do at its end, when its group i
 def free_reducer(replicated: DistributedDataParallel) -> None:
     """`__del__` for torch's DistributedDataParallel: free its reducer while the group has another holder.
 
-    A reducer that is the group's last holder joins gloo's threads with the interpreter's lock held, and these may wait for
-    that lock to free a tensor (torch 2.13, `Reducer::~Reducer`).
+    A reducer that is the group's last holder joins gloo's threads with the interpreter's lock held, and these may wait
+    for that lock to free a tensor (torch 2.13, `Reducer::~Reducer`).
     """
     for name in ("logger", "reducer"):
         replicated.__dict__.pop(name, None)
