@@ -16,7 +16,7 @@ import contextlib
 import ctypes
 import fcntl
 import gc
-import importlib
+import importlib.util
 import json
 import os
 import random
@@ -39,7 +39,9 @@ from unisono.launch.starting.huge_pages import collapse_memory
 MARK = "UNISONO_TEST_RUN"  # in the environment of all processes of a script
 COMMAND = "import sys\nfrom unisono.cli.main import main\nsys.exit(main(sys.argv[1:]))\n"  # a script that is `unisono`
 _BLANK = "0" * 32
-_IMPORTED = ("torch._dynamo", "torch.utils.data", "sklearn.datasets", "unisono.launch.worker", "faults")
+_IMPORTED = ["torch._dynamo", "torch.utils.data", "sklearn.datasets", "unisono.launch.worker", "faults"]
+if importlib.util.find_spec("torch_xla"):  # what it imports; itself it reads the environment, so that scripts import it
+    _IMPORTED += ["torch._inductor.fx_passes.post_grad", "functorch.compile"]
 
 _STARTING = ("spawn", "launch", "unisono.cli")  # one of these words is in every script that starts workers
 

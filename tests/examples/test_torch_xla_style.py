@@ -8,7 +8,6 @@ import importlib.util
 import os
 import re
 import runpy
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -84,9 +83,6 @@ def run(script: str, ranks: int, family: str, *arguments: str, folder: Path = FO
     options = [f"--batch_size={64 // ranks}", f"--num_epochs={EPOCHS}"]
     options += [f"--num_cores={ranks}"] if script in COUNTED else []
     environ = os.environ | {"UNISONO_BACKEND": family, "CPU_NUM_DEVICES": str(ranks), "PJRT_DEVICE": "CPU"}
-    if family == "xla":  # whose settings are read when torch is imported
-        command = [sys.executable, folder / script, *options, *arguments]
-        return subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=100).stdout
     code, output, errors = warm_scripts.complete(folder / script, *options, *arguments, environ=environ)
     assert code == 0, errors
     return output

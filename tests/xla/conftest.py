@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import warm_scripts
 
 from unisono.backends import get_backend
 
@@ -35,17 +35,12 @@ Script = Callable[..., "subprocess.CompletedProcess[str]"]
 def script(tmp_path: Path) -> Script:
     """Run lines in a process of their own, whose runtime starts as its environment says."""
 
-    def run(lines: str, text: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
+    def run(lines: str, **environ: str) -> subprocess.CompletedProcess[str]:
         path = tmp_path / "script.py"
         path.write_text(lines)
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "PJRT_", "CPU_NUM"))}
-        return subprocess.run(
-            [sys.executable, str(path)],
-            env={**kept, "PYTHONPATH": str(ROOT), "PJRT_DEVICE": "CPU", "UNISONO_BACKEND": "xla", **environ},
-            input=text,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-        )
+        environ = {**kept, "PYTHONPATH": str(ROOT), "PJRT_DEVICE": "CPU", "UNISONO_BACKEND": "xla", **environ}
+        code, output, errors = warm_scripts.complete(path, environ=environ, timeout=LIMIT_S)
+        return subprocess.CompletedProcess([str(path)], code, output, errors)
 
     return run

@@ -194,7 +194,7 @@ print(ones, [each.sum().item() for each in pending])
 
 
 TPU = """
-import json, os, sys
+import json, os
 from torch_xla._internal import tpu
 from unisono.backends import xla
 
@@ -212,7 +212,7 @@ def told(chips, count, environ):
         os.environ.clear()
         os.environ.update(before)
 
-print(json.dumps([told(*row) for row in json.loads(sys.stdin.read())]))
+print(json.dumps([told(*row) for row in table]))
 """
 
 V4 = {"TPU_ACCELERATOR_TYPE": "v4-8", "TPU_HOST_BOUNDS": "1,1,1", "TPU_CHIPS_PER_HOST_BOUNDS": "2,2,1"}
@@ -234,7 +234,7 @@ def test_workers_on_a_tpu_get_a_chip_each_or_are_refused(script):
         (4, 1, V3, {"TPU_VISIBLE_CHIPS": "0", "TPU_PROCESS_BOUNDS": "1,1,1"}),
         (4, 4, HOSTS, "this TPU spans 4 machines, whose runtimes wait for one another"),
     ]
-    done = script(TPU, text=json.dumps([row[:3] for row in table]))
+    done = script(f"table = {[row[:3] for row in table]}\n{TPU}")
     for (*row, expected), found in zip(table, json.loads(done.stdout.splitlines()[-1]), strict=True):
         if isinstance(expected, str):
             assert expected in found, row
