@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from unisono.backends import get_backend
-from unisono.comm.selection import group_backend
+from unisono.comm.selection import bound_device, group_backend
 
 
 @pytest.mark.parametrize(
@@ -21,3 +22,12 @@ from unisono.comm.selection import group_backend
 )
 def test_a_family_gets_its_own_transport_and_one_for_main_memory(family, asked, group):
     assert group_backend(get_backend(family), asked) == group
+
+
+@pytest.mark.parametrize(
+    ("family", "asked", "is_bound"),
+    [("cuda", None, True), ("cuda", "gloo", False), ("cpu", None, False), ("mps", None, False), ("xla", None, False)],
+)
+def test_a_group_with_a_transport_of_the_devices_own_is_bound_to_the_device(family, asked, is_bound):
+    device = torch.device(family, 0)
+    assert bound_device(get_backend(family), device, asked) == (device if is_bound else None)

@@ -189,7 +189,9 @@ def failures_end_all_ranks_with_the_first_cause() -> str:
 @item(gpus=2)
 def nccl_joins_two_gpus() -> str:
     found = succeeded(ranks("collectives", group=""))
-    return f"{found[0]['device']} and {found[1]['device']}; rank 1 waited {found[1]['waited']} s for rank 0"
+    bound = [each["bound"] for each in found]
+    assert bound == [each["device"] for each in found], f"the groups are bound to {bound}"
+    return f"{bound}; a group of rank 0 alone reduces; rank 1 waited {found[1]['waited']} s for rank 0"
 
 
 @item(gpus=2)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -57,7 +58,12 @@ def collectives(world: World) -> dict[str, Any]:
     comm.barrier()
     waited = time.monotonic() - began
     assert world.rank == 0 or waited > LATE_S / 2, f"the barrier waited {waited:.2f} s for a rank that was late"
-    return {"device": str(world.device), "waited": round(waited, 2)}
+    alone = dist.new_group([0])  # split from the whole one, where that is bound to a device
+    if world.rank == 0:
+        dist.all_reduce(own, group=alone)
+        assert own.tolist() == [1.0] * 4
+    bound = getattr(dist.group.WORLD, "bound_device_id", None)
+    return {"device": str(world.device), "bound": str(bound), "waited": round(waited, 2)}
 
 
 def training(world: World, strategy: str) -> dict[str, Any]:

@@ -72,6 +72,15 @@ def group_backend(backend: Backend, asked: str | None = None) -> str:
     return shared_memory.NAME
 
 
+def bound_device(backend: Backend, device: torch.device, asked: str | None = None) -> torch.device | None:
+    """The device that torch's group is bound to at its start (`device_id=`), where the family has its own transport.
+
+    NCCL connects at once then, so that what fails there fails at the start; and groups of some ranks are split from it.
+    None where the group only knows main memory, as two ranks on one GPU do by gloo.
+    """
+    return None if backend.process_group_backend == "gloo" or asked is not None else device
+
+
 def process_communicator(
     backend: Backend,
     device: torch.device,

@@ -19,7 +19,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from unisono.comm.selection import group_backend, process_communicator
+from unisono.comm.selection import bound_device, group_backend, process_communicator
 from unisono.launch.gloo_output import suppress_greetings
 from unisono.launch.hosts.addresses import address_towards, interface_of
 from unisono.launch.hosts.environment import Place
@@ -57,6 +57,7 @@ def join(
                 rank=place.rank,
                 world_size=place.world_size,
                 timeout=timeout,
+                device_id=bound_device(backend, device, process_group),
             )
         comm = process_communicator(backend, device, store, is_checked)
         comm.barrier()  # or a rank that is done soon would leave while a slow one still connects to it
