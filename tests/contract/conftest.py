@@ -14,10 +14,13 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
+import torch.distributed as dist
 from door import Door
 from modes import FAMILY
 
 from unisono.backends import get_backend
+from unisono.backends.cpu import CpuBackend
+from unisono.comm.processes import ProcessCommunicator
 from unisono.comm.solo import SoloCommunicator
 from unisono.launch.spawn import spawn
 from unisono.outcome import Outcome, first_cause
@@ -58,22 +61,40 @@ class Ranks:
             return [body(SoloCommunicator())]
         if self.mode == "threads":
             return _run_threads(body, self.size, timeout)
+        there, process_group = (_on_accelerator, "gloo") if self.mode == "accelerators" else (_there, None)
         return spawn(
-            lambda index: _there(body, current_world()),
+            lambda index: there(body, current_world()),
             nprocs=self.size,
             num_threads=1,
             timeout=timeout,
             backend=FAMILY,
+            process_group=process_group,
         )
 
 
-SOLO, THREADS_2, THREADS_4, PROCESSES_2, PROCESSES_3 = (
+class Accelerator(CpuBackend):
+    """Stands in for one: its work is marked, and watched by the communicator, as that of a GPU is."""
+
+    def __init__(self) -> None:
+        self._marks = 0
+
+    def mark(self, device: torch.device, tensors: Any = ()) -> int:
+        self._marks += 1
+        return self._marks
+
+    def is_reached(self, mark: int) -> bool:
+        return mark < self._marks  # by the time of the next one
+
+
+SOLO, THREADS_2, THREADS_4, PROCESSES_2, PROCESSES_3, ACCELERATORS_2 = (
     Ranks("solo", 1),
     Ranks("threads", 2),
     Ranks("threads", 4),
     Ranks("processes", 2),
     Ranks("processes", 3),
+    Ranks("accelerators", 2),
 )
+IN_THE_PLACE_OF_GPUS = [pytest.param(ACCELERATORS_2, marks=pytest.mark.slow)] if FAMILY == "cpu" else []
 
 
 def here(*ways: Ranks) -> list[Ranks]:
@@ -82,13 +103,13 @@ def here(*ways: Ranks) -> list[Ranks]:
     return [each for each in ways if FAMILY == "cpu" or each.mode != "threads" or each.size <= count]
 
 
-@pytest.fixture(params=here(SOLO, THREADS_2, THREADS_4, PROCESSES_2), ids=str)
+@pytest.fixture(params=[*here(SOLO, THREADS_2, THREADS_4, PROCESSES_2), *IN_THE_PLACE_OF_GPUS], ids=str)
 def ranks(request: pytest.FixtureRequest) -> Ranks:
     """Every implementation."""
     return request.param
 
 
-@pytest.fixture(params=here(THREADS_2, THREADS_4, PROCESSES_2), ids=str)
+@pytest.fixture(params=[*here(THREADS_2, THREADS_4, PROCESSES_2), *IN_THE_PLACE_OF_GPUS], ids=str)
 def peers(request: pytest.FixtureRequest) -> Ranks:
     """Every implementation in which a rank has peers."""
     return request.param
@@ -138,6 +159,16 @@ def _there(body: Body, world: World) -> Any:
     with world.device:
         result = body(world.comm)
     return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, result)
+
+
+def _on_accelerator(body: Body, world: World) -> Any:
+    """The same with a communicator that watches its device, in a group of gloo, as two ranks on one GPU have it."""
+    seat: Any = world.comm
+    store = dist.PrefixStore("accelerators", seat._store)  # type: ignore[attr-defined]
+    comm = ProcessCommunicator(world.device, store, is_checked=True, backend=Accelerator())
+    assert comm._watch is not None
+    object.__setattr__(world, "comm", comm)  # which the worker leaves or breaks at its end
+    return _there(body, world)
 
 
 def _run_threads(body: Body, size: int, timeout: timedelta) -> list[Any]:
