@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from unisono.parallel.out_of_memory import find_executable_batch_size as find_executable_batch_size
     from unisono.parallel.stopping import should_stop as should_stop
     from unisono.progress import tqdm as tqdm
+    from unisono.report.phases import phase as phase
     from unisono.report.picture import save_picture as save_picture
     from unisono.report.summary import Report as Report
     from unisono.report.summary import gather_report as gather_report
@@ -89,6 +90,7 @@ _HOMES = {
     "unisono.parallel.out_of_memory": ["find_executable_batch_size"],
     "unisono.parallel.stopping": ["should_stop"],
     "unisono.progress": ["tqdm"],
+    "unisono.report.phases": ["phase"],
     "unisono.report.picture": ["save_picture"],
     "unisono.report.summary": ["Report", "gather_report"],
     "unisono.report.text": ["print_report"],

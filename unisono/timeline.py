@@ -1,9 +1,10 @@
 """Timeline: where one rank's time goes. Always on; a switch of phase costs about a microsecond.
 
-The thread that runs the user's loop is, at each moment, in exactly one phase: waiting for data ("fetch"), computing
-("compute"), reducing ("reduce"), stepping ("step"), or outside any loop. The loader and the collectives switch the
-phase at their doors, so the phases tile the loop's time without gaps. A helper thread (a transfer, say) works beside
-the loop and has a track of its own.
+The thread that runs the user's loop is, at each moment, in exactly one phase: waiting for data ("fetch"), in the
+loop's body ("compute"), reducing ("reduce"), stepping ("step"), or outside any loop. The loader and the collectives
+switch the phase at their doors, so the phases tile the loop's time without gaps. A batch that is received while
+gradients are off is for "evaluate"; and the user names blocks (`phase("augmentation")`): all that passes in one has
+that name. A helper thread (a transfer, say) works beside the loop and has a track of its own.
 
 An accelerator works apart from the thread that submits to it: while the thread reduces, or waits, the backward pass may
 still run. So where a device has a clock, each switch leaves a stamp in its work, and the "device" track has the phases
@@ -37,6 +38,7 @@ DEVICE = "device"  # the name of that track
 _STAMPS_AHEAD = 16  # of about two steps: whoever read one earlier might find the device still at work on it
 
 FETCH, MOVE, COMPUTE, REDUCE, STEP = PHASES = ("fetch", "move", "compute", "reduce", "step")
+EVALUATE, LOG, SAVE = "evaluate", "log", "save"
 
 
 class Waits(NamedTuple):
@@ -75,19 +77,34 @@ class Track:
         self.innermost: Loop | None = None
         self.on_device: DeviceTrack | None = None
         self._phase: str | None = None
+        self._name: str | None = None  # of the innermost named block, whose time is all its own
         self.since = 0  # when the present phase began
 
     def switch(self, phase: str | None) -> str | None:
         """Leave the present phase, enter `phase` (None: outside any loop), and return the one that was left."""
-        now = time.perf_counter_ns()
         left = self._phase
-        if left is not None:
-            self.spans.append(Span(left, self.since, now))
-            self.totals[left] += now - self.since
-        self._phase, self.since = phase, now
-        if self.on_device is not None:
-            self.on_device.enter(phase, now)
+        self._turn(phase, self._name)
         return left
+
+    def _turn(self, phase: str | None, name: str | None) -> None:
+        now = time.perf_counter_ns()
+        ended = self._name or self._phase
+        if ended is not None:
+            self.spans.append(Span(ended, self.since, now))
+            self.totals[ended] += now - self.since
+        self._phase, self._name, self.since = phase, name, now
+        if self.on_device is not None:
+            self.on_device.enter(name or phase, now)
+
+    @contextmanager
+    def named(self, name: str) -> Iterator[None]:
+        """Give the time of the block this name, whatever phases it passes through; of nested blocks the inner one's."""
+        outer = self._name
+        self._turn(self._phase, name)
+        try:
+            yield
+        finally:
+            self._turn(self._phase, outer)
 
     @contextmanager
     def span(self, phase: str) -> Iterator[None]:
@@ -104,6 +121,8 @@ class Track:
 
     def count_wait(self, waits: Waits, is_direct: bool = False) -> None:
         """Add what the loop waited for; where nothing is moved (`is_direct`), handing over belongs to the source."""
+        if self._name is not None:  # the wait is no part of "fetch"
+            return
         counts, (source, transfer, peers) = self.counts, waits
         if is_direct:
             source, transfer = source + transfer, 0

@@ -31,6 +31,7 @@ from unisono import (
     current_world,
     gather_report,
     optimizer_step,
+    phase,
     print_report,
 )
 from unisono import timeline as timelines
@@ -39,7 +40,7 @@ from unisono.errors import ClosedError
 from unisono.launch.watching.monitor import SAMPLES_PATH, Monitor, Sample
 from unisono.loaders.pipeline import Lane
 from unisono.report.picture import save_picture
-from unisono.report.summary import CAUSES, LABELS, LOOP_PHASES, PEERS, SOURCE, TRANSFER, RankSummary, summarise
+from unisono.report.summary import CAUSES, LOOP_PHASES, PEERS, SOURCE, TRANSFER, RankSummary, label, summarise
 from unisono.timeline import COMPUTE, FETCH, MOVE, PHASES, REDUCE, STEP, Loop, Waits
 from unisono.world import solo_world, thread_worlds, use_world
 
@@ -107,6 +108,63 @@ def test_a_long_run_keeps_the_latest_spans_only() -> None:
             track.switch(COMPUTE)
         assert len(track.spans) <= 16384
         assert track.totals.keys() <= {FETCH, COMPUTE}
+
+
+def test_named_blocks_evaluation_logging_and_saving_are_no_part_of_the_loops_body(tmp_path: Path) -> None:
+    with use_world(solo_world()):
+        accelerator = Accelerator(project_dir=tmp_path)
+        accelerator.init_trackers("run")
+        data = DataLoader(torch.arange(12.0, device=HOST).unsqueeze(1), batch_size=4)
+        model = torch.nn.Linear(1, 1)
+        network, optimizer, loader, other = accelerator.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), data, DataLoader(torch.ones(4, 1, device=HOST))
+        )
+        for batch in loader:
+            with phase("augmentation"):
+                barrier()
+                with phase("blurring"):
+                    pass
+            accelerator.backward(network(batch).mean())
+            optimizer.step()
+            accelerator.log({"loss": 1.0})
+            with torch.no_grad():
+                for _ in other:
+                    pass
+        with phase("testing"):
+            for _ in loader:
+                pass
+        accelerator.save_state()
+        accelerator.end_training()
+        own = summarise()
+        (spans,) = [spans for name, spans in own.spans if name == "loop"]
+        report = gather_report()
+    step = ["fetch", "compute", "augmentation", "blurring", "augmentation", "compute", "reduce", "compute", "step"]
+    labels = [each for each, _ in itertools.groupby(span.phase for span in spans)]
+    begin = labels.index("fetch")
+    assert [each for each in labels[begin:] if each != "reduce"][:8] == [each for each in step if each != "reduce"]
+    assert {"evaluate", "log", "save", "testing"} <= set(labels)
+    after = labels[labels.index("testing") :]
+    assert "fetch" not in after, "a loop in a named block is the block's"
+    assert sum(own.seconds[each] for each in own.seconds if each != MOVE) == pytest.approx(own.loop_seconds)
+    assert sum(own.waits.values()) == pytest.approx(own.seconds[FETCH])
+    assert report is not None
+    assert {"augmentation", "blurring", "evaluate", "log", "save", "testing"} == set(report.named_phases)
+
+
+def test_the_longest_named_phase_is_in_the_verdict_and_representations_are_short() -> None:
+    long, short = {"augmentation": 1.0, "save": 0.1}, {"save": 0.2}
+    ranks = [a_rank(rank, (0, 0, 0)) for rank in range(2)]
+    ranks = [replace(each, seconds=each.seconds | named) for each, named in zip(ranks, (long, short), strict=True)]
+    report = Report(ranks)
+    assert report.verdict.endswith("0% for other ranks; 30% goes to augmentation")
+    assert repr(report) == f"<report of 2 rank(s): 800 samples, 381 samples/s; {report.verdict}>"
+    assert repr(ranks[1]) == "<rank 1 on cpu:1: 400 samples, 10 steps in 1.20 s; loop body 83%, saving 17%>"
+
+
+@pytest.mark.parametrize(("name", "error"), [("", ValueError), ("fetch", ValueError), (3, TypeError)])
+def test_a_name_that_a_phase_cannot_have_is_refused(name: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"phase\("), phase(name):
+        pass
 
 
 # What the run waited for.
@@ -289,8 +347,8 @@ def test_the_table_names_every_phase_and_the_rate(capsys: pytest.CaptureFixture[
     print_report(a_report())
     output = capsys.readouterr().out
     words = output.split()
-    for phase in PHASES:
-        assert set(LABELS[phase].split()) <= set(words)
+    for each in PHASES:
+        assert set(label(each).split()) <= set(words)
     assert "50.0%" in words
     assert "200 samples/s over 2 rank(s)" in output
     assert "compute-bound: 0% of the step waits for data, 12% for other ranks" in " ".join(words)

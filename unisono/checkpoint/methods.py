@@ -8,11 +8,14 @@ from typing import Any
 from unisono.checkpoint.prepared_states import PreparedStates
 from unisono.checkpoint.remote import Location
 from unisono.checkpoint.saver import Loaded
+from unisono.timeline import SAVE
+from unisono.world import World
 
 
 class CheckpointMethods:
     """What an Accelerator has in common with Accelerate's, for checkpoints."""
 
+    world: World
     _states: PreparedStates
 
     def register_for_checkpointing(self, *objects: Any) -> None:
@@ -48,7 +51,8 @@ class CheckpointMethods:
             CheckpointError: gradients are reduced, and not stepped on yet.
             TypeError: a state is no plain data.
         """
-        return self._states.save(dir, score, is_async)
+        with self.world.timeline.loop().named(SAVE):
+            return self._states.save(dir, score, is_async)
 
     def load_state(self, dir: str | os.PathLike[str] | None = None, *, must_exist: bool = True) -> Loaded | None:
         """Load what `save_state` has saved, on any number of ranks, under any strategy. Every rank calls it, with the

@@ -7,13 +7,15 @@ from collections.abc import Callable, Sized
 from functools import partial
 from typing import Any, Protocol
 
+import torch
+
 from unisono.deliveries import Loop as Received
 from unisono.loaders.channel import EndOfChannel
 from unisono.loaders.pipeline import Delivery, Lane
 from unisono.loaders.resume import State
 from unisono.loaders.sharding import Claim
 from unisono.outcome import Outcome
-from unisono.timeline import COMPUTE, FETCH, Loop
+from unisono.timeline import COMPUTE, EVALUATE, FETCH, Loop
 from unisono.world import World
 
 
@@ -98,7 +100,7 @@ class DeviceIterator:
         counts["repeated"] += claim.repeated
         counts["bytes"] += delivery.nbytes
         counts["queued"] += queued
-        track.switch(COMPUTE)
+        track.switch(COMPUTE if torch.is_grad_enabled() else EVALUATE)
         track.count_wait(delivery.stamps.divide(began, track.since), lane.is_direct)
         return delivery.batch
 

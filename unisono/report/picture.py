@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 
-from unisono.report.summary import LABELS, LOOP_PHASES, Report
+from unisono.report.summary import LOOP_PHASES, Report, label
 from unisono.timeline import COMPUTE, FETCH, MOVE, REDUCE, STEP
 
+_NAMED = ("#9c6ade", "#3d5a80", "#f28482", "#6d6875", "#b5838d")  # of named phases, in turn
 _COLOURS = {FETCH: "#d1495b", COMPUTE: "#2e86ab", REDUCE: "#edae49", STEP: "#66a182", MOVE: "#8d96a3"}
 
 
@@ -41,12 +43,13 @@ def save_picture(report: Report, losses: Sequence[float], path: str | Path) -> P
 
     names = [f"rank {each.rank}\n{each.device}" for each in report.ranks]
     left = [0.0] * len(names)
-    for phase in LOOP_PHASES:
+    colours = _COLOURS | dict(zip(report.named_phases, cycle(_NAMED), strict=False))
+    for phase in (*LOOP_PHASES, *report.named_phases):
         widths = [100 * each.share(phase) for each in report.ranks]
-        shares.barh(names, widths, left=left, color=_COLOURS[phase], label=LABELS[phase])
+        shares.barh(names, widths, left=left, color=colours[phase], label=label(phase))
         left = [start + width for start, width in zip(left, widths, strict=True)]
     moving = [100 * each.share(MOVE) for each in report.ranks]
-    shares.barh(names, moving, height=0.08, color=_COLOURS[MOVE], label=f"{LABELS[MOVE]} (beside)")
+    shares.barh(names, moving, height=0.08, color=_COLOURS[MOVE], label=f"{label(MOVE)} (beside)")
     shares.invert_yaxis()
     shares.set(title=f"Where the time went, {report.samples_per_second:,.0f} samples/s", xlabel="% of the loops' time")
     shares.set_xlim(0, 100)

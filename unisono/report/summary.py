@@ -15,13 +15,35 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from unisono.launch.watching.monitor import own_samples
-from unisono.timeline import COMPUTE, DEVICE, FETCH, MOVE, REDUCE, STEP, Span, Track, Waits, wait_counter
+from unisono.timeline import (
+    COMPUTE,
+    DEVICE,
+    EVALUATE,
+    FETCH,
+    LOG,
+    MOVE,
+    PHASES,
+    REDUCE,
+    SAVE,
+    STEP,
+    Span,
+    Track,
+    Waits,
+    wait_counter,
+)
 from unisono.world import World, current_world
 
 LOOP_PHASES = (FETCH, COMPUTE, REDUCE, STEP)
-"""The phases that tile a loop's time, in the order of a step; `MOVE` goes on beside them."""
+"""The phases that tile a loop's time with the named ones, in the order of a step; `MOVE` runs beside them."""
 
-LABELS = {FETCH: "waiting for data", MOVE: "moving", COMPUTE: "computing", REDUCE: "reducing", STEP: "stepping"}
+_LABELS = {FETCH: "waiting for data", MOVE: "moving", COMPUTE: "loop body", REDUCE: "reducing", STEP: "stepping"}
+_LABELS |= {EVALUATE: "evaluating", LOG: "logging", SAVE: "saving"}
+
+
+def label(phase: str) -> str:
+    """How a report calls a phase; those that a user has named have their own names."""
+    return _LABELS.get(phase, phase)
+
 
 CAUSES = SOURCE, TRANSFER, PEERS = Waits._fields
 """What a loop waits for, as `RankSummary.waits` names it."""
@@ -30,13 +52,13 @@ _PEER_BOUND = 0.3  # the same for peers that are as fast as one another: some re
 _BOUND = 0.1  # the part of the loops' time from which on a cause of waiting is what the run is bound by
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RankSummary:
     """One rank's share of a run.
 
     Attributes:
         rank, device, pid: who.
-        seconds: by phase; `LOOP_PHASES` add up to the time in loops, "move" is the transfer thread's.
+        seconds: by phase, named ones too; all but "move", which is the transfer thread's, add up to the time in loops.
         samples, batches, steps: how many it took; a repeated sample of a split tail counts as none.
         skipped_steps: that nothing was learned from, since all weights were 0.
         repeated: samples that only repeated others, to keep step or to fill a batch.
@@ -74,12 +96,21 @@ class RankSummary:
 
     @property
     def loop_seconds(self) -> float:
-        """Seconds in loops over this package's loaders."""
-        return sum(self.seconds[phase] for phase in LOOP_PHASES)
+        """Seconds in loops over this package's loaders, and in named phases."""
+        return sum(seconds for phase, seconds in self.seconds.items() if phase != MOVE)
+
+    def __repr__(self) -> str:
+        shares = ", ".join(
+            f"{label(phase)} {self.share(phase):.0%}" for phase in self.seconds if self.share(phase) >= 0.005
+        )
+        return (
+            f"<rank {self.rank} on {self.device}: {self.samples:,} samples, {self.steps:,} steps in "
+            f"{self.loop_seconds:.2f} s; {shares or 'no loop'}>"
+        )
 
     def share(self, phase: str) -> float:
         """The part of the loops' time that went to a phase, 0 to 1."""
-        return self.seconds[phase] / self.loop_seconds if self.loop_seconds else 0.0
+        return self.seconds.get(phase, 0.0) / self.loop_seconds if self.loop_seconds else 0.0
 
     @property
     def bytes_per_second(self) -> float:
@@ -91,11 +122,23 @@ class RankSummary:
         return self.waits[cause] + (self.seconds[REDUCE] if cause == PEERS else 0.0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """All ranks' summaries, in rank order."""
 
     ranks: list[RankSummary]
+
+    def __repr__(self) -> str:
+        return (
+            f"<report of {len(self.ranks)} rank(s): {self.samples:,} samples, "
+            f"{self.samples_per_second:,.0f} samples/s; {self.verdict}>"
+        )
+
+    @property
+    def named_phases(self) -> list[str]:
+        """The phases with names in which time has passed, in the order in which ranks came to them."""
+        found = (phase for each in self.ranks for phase, seconds in each.seconds.items() if seconds)
+        return [phase for phase in dict.fromkeys(found) if phase not in PHASES]
 
     @property
     def samples(self) -> int:
@@ -164,13 +207,20 @@ class Report:
             return f"peer-bound: {peers:.0%} of the step goes to reducing and to waiting for other ranks{slowest}"
         if max(source, transfer) < _BOUND:
             others = f", {peers:.0%} for other ranks" if len(self.ranks) > 1 else ""
-            return f"compute-bound: {source + transfer:.0%} of the step waits for data{others}"
+            return f"compute-bound: {source + transfer:.0%} of the step waits for data{others}{self._longest_named()}"
         if source >= transfer:
             return f"input-bound: {source:.0%} of the step waits for the dataset; more loader workers would help"
         return (
             f"transfer-bound: {transfer:.0%} of the step waits for batches to be moved; more transfer_threads, or "
             "samples of a smaller type, would help"
         )
+
+    def _longest_named(self) -> str:
+        """The named phase that takes most time, where it is worth a look."""
+        total = sum(each.loop_seconds for each in self.ranks)
+        shares = {name: sum(each.seconds.get(name, 0.0) for each in self.ranks) / total for name in self.named_phases}
+        longest = max(shares, key=shares.__getitem__, default="")
+        return f"; {shares[longest]:.0%} goes to {label(longest)}" if shares.get(longest, 0.0) >= _BOUND else ""
 
 
 def summarise(world: World | None = None) -> RankSummary:
@@ -212,7 +262,8 @@ def _seconds(tracks: Sequence[Track]) -> tuple[dict[str, float], float]:
     on_device = [each for each in tracks if each.name == DEVICE and each.totals]
     on_host = [each for each in tracks if each.name != DEVICE]
     seconds = {}
-    for phase in (*LOOP_PHASES, MOVE):
+    named = dict.fromkeys(phase for each in on_host for phase in each.totals.copy() if phase not in PHASES)
+    for phase in (*LOOP_PHASES, MOVE, *named):
         chosen = on_device if on_device and phase != MOVE else on_host
         seconds[phase] = sum(each.totals.get(phase, 0) for each in chosen) / 1e9
     waiting = sum(each.totals.get(FETCH, 0) for each in on_host) / 1e9

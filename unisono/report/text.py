@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.report.summary import CAUSES, LABELS, Report
+from unisono.report.summary import CAUSES, Report, label
 from unisono.timeline import PHASES
 
 
@@ -22,19 +22,26 @@ def print_report(report: Report) -> None:
         raise ImportError("print_report draws with rich: pip install 'unisono[report]'") from error
     table = Table(  # without vertical lines it fits into 80 columns, where nothing says how wide a terminal is
         title="Where the time went",
-        caption="moving goes on in the background, beside the other four",
+        caption="moving runs in the background, beside the others",
         box=SIMPLE_HEAD,
         pad_edge=False,
         collapse_padding=True,
     )
     table.add_column("rank", no_wrap=True)
     for phase in PHASES:
-        table.add_column(LABELS[phase].replace(" for", "\nfor"), justify="right", no_wrap=True)
+        table.add_column(
+            label(phase).replace(" for", "\nfor").replace("loop ", "loop\n"), justify="right", no_wrap=True
+        )
+    named = report.named_phases
+    if named:  # a column for all: what they are called has no bound
+        table.add_column("named", justify="right", no_wrap=True)
     for name in ("seconds", "samples"):
         table.add_column(name, justify="right")
     for each in report.ranks:
-        shares = (f"{each.share(phase):.1%}" for phase in PHASES)
-        table.add_row(f"{each.rank} {each.device}", *shares, f"{each.loop_seconds:.2f}", f"{each.samples:,}")
+        shares = [each.share(phase) for phase in PHASES] + ([sum(map(each.share, named))] if named else [])
+        table.add_row(
+            f"{each.rank} {each.device}", *map("{:.1%}".format, shares), f"{each.loop_seconds:.2f}", f"{each.samples:,}"
+        )
     console = Console()
     console.print(table)
     console.print(f"{report.samples_per_second:,.0f} samples/s over {len(report.ranks)} rank(s)")
@@ -49,6 +56,11 @@ def _lines(report: Report) -> Iterator[str]:
         rate = sum(each.bytes_per_second for each in report.ranks) / 1e6
         depth = sum(each.mean_queue for each in report.ranks) / len(report.ranks)
         causes = ", ".join(f"{cause} {report.waited(cause):.1%}" for cause in CAUSES)
+        shares = {
+            name: sum(each.share(name) for each in report.ranks) / len(report.ranks) for name in report.named_phases
+        }
+        if shares:
+            yield "named: " + ", ".join(f"{label(name)} {share:.1%}" for name, share in shares.items())
         yield f"waited for: {causes}; {rate:,.1f} MB/s of batches, {depth:.1f} of them waiting per rank"
     if any(each.peak_memory for each in report.ranks):
         peaks = (f"{each.device} {each.peak_memory / 1e6:,.0f} MB" for each in report.ranks)

@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from unisono.timeline import LOG
 from unisono.tracking.tracker import Tracker
 from unisono.tracking.trackers import Trackers
+from unisono.world import World
 
 
 class Tracked:
-    """An Accelerator's trackers. The subclass sets `_trackers`."""
+    """An Accelerator's trackers. The subclass sets `world` and `_trackers`."""
 
+    world: World
     _trackers: Trackers
 
     def init_trackers(
@@ -48,7 +51,8 @@ class Tracked:
             UnisonoError: `init_trackers` was not called; ClosedError: `end_training` was.
             TypeError, ValueError: a value is something else; the message names its key.
         """
-        self._trackers.log(values, step)
+        with self.world.timeline.loop().named(LOG):
+            self._trackers.log(values, step)
 
     @property
     def trackers(self) -> list[Tracker]:
