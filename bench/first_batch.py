@@ -1,4 +1,4 @@
-"""How long until the first batch comes: at the beginning of an epoch, and where a run goes on late in one.
+"""How long until the first batch comes: at the beginning of an epoch, and where a run continues late in one.
 
     python bench/first_batch.py [--blocks 15] [--samples 10000000] [--peer-samples 500000]
 

@@ -2,8 +2,8 @@
 
 An accelerator stands in that computes on the CPU. Its memory is marked, and what is computed from marked tensors is
 marked. A host waits where it reads a marked tensor, or a copy crosses between marked memory and other memory and is not
-told to go on by itself: these are the calls that `torch.cuda.set_sync_debug_mode` warns of. (A tensor that is sent to
-another one's device stays where it is: the devices of both have one name here.)
+told to continue by itself: these are the calls that `torch.cuda.set_sync_debug_mode` warns of. (A tensor that is sent
+to another one's device stays where it is: the devices of both have one name here.)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What docs/checkpoints.md shows runs, is left in the middle, and goes on to the same end."""
+"""What docs/checkpoints.md shows runs, is left in the middle, and continues to the same end."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_waits_for_ever():
 def test_hangs_in_c():
     lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
     lock(mutex)
-    lock(mutex)  # goes on waiting after a signal
+    lock(mutex)  # continues waiting after a signal
 
 @pytest.mark.timeout(20)
 def test_fails_among_processes():

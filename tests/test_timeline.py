@@ -250,7 +250,7 @@ def test_stamps_are_read_two_steps_later_and_not_waited_for():
         one_step(track, device, fetch=1)
     assert device.asked == 0
     one_step(track, device, fetch=1)
-    assert (device.asked, track.on_device.totals) == (4, {})  # the device is at nothing yet, and the loop goes on
+    assert (device.asked, track.on_device.totals) == (4, {})  # the device is at nothing yet, and the loop continues
     device.reached = 116
     one_step(track, device, fetch=1)
     assert track.on_device.totals == {FETCH: 1, COMPUTE: 100, REDUCE: 10, STEP: 5}

@@ -82,7 +82,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             devices of the process; BatchNorm sees the global batch. `unisono.strategies` has each with its options.
         compile: compile the models; a mapping has the arguments of `torch.compile`.
         seed: of python's, numpy's and torch's generators, the same on each rank, and of the loaders' orders. Behind
-            the first `prepare` with a model, each rank's generators go on from a seed of its own.
+            the first `prepare` with a model, each rank's generators continue from a seed of its own.
         cpu: take the CPU, whatever there is.
         device_placement: move models, optimizers' states and batches; False moves nothing.
         sync_batchnorm: BatchNorm sees the global batch.
@@ -197,7 +197,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
 
     def free_memory(self) -> None:
         """Let go of everything that was prepared. Optimizers step by themselves again, and models and optimizers can be
-        prepared anew, by this Accelerator or another one; what is not held elsewhere is garbage. A model that strategy
+        prepared again, by this Accelerator or another one; what is not held elsewhere is garbage. A model that strategy
         "fsdp" has sharded stays so: make a new one.
         """
         self._prepared.release()
@@ -322,7 +322,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
 
         Args:
             values: a tensor, or any nesting of tensors, with one row for each sample of a batch; repeated samples are
-                left out. A tensor of the batch itself, or an output of a prepared model, tells which batch; otherwise
+                left out. A tensor of the batch itself, or an output of a prepared model, says which batch; otherwise
                 it is the one that this rank received last, or the last few together.
             valid_samples: how many rows count, from the front, where they are not those of batches.
 
@@ -403,7 +403,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         def __getattr__(self, name: str) -> Any:
             """
             Raises:
-                AttributeError: there is no such name; what other frameworks call so is told what to do instead.
+                AttributeError: no such name; for names of other frameworks the message says what to use instead.
             """
             raise AttributeError(advice_on(name), name=name, obj=self)
 

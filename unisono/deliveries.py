@@ -4,7 +4,7 @@ A loader that knows the whole round tells, with each batch, that it holds n of t
 again by the memory of its tensors, views included, whenever and however often it is used: drawn ahead, replayed, from
 two loaders at once. Where several came in the same memory, it is the oldest that waits for a pass. What was computed
 from it has other memory; there the order in which batches came tells, where one batch alone can be meant, and where
-several may be, nothing is told unless all count the same.
+several may be, nothing is assumed unless all count the same.
 
 This is the one thing that passes between `loaders` and `parallel`, which do not know each other.
 
@@ -35,7 +35,7 @@ class Batch:
 
     Attributes:
         samples: n, this rank's part of the round.
-        rows: how many there are; those behind the samples do not count. None where that cannot be told: it counts as
+        rows: how many there are; those after the samples do not count. None where that cannot be told: it counts as
             one sample then.
         total: N, of all ranks; None where nobody knows it.
         mark: the same on all ranks where they stand in the same round.
@@ -187,7 +187,7 @@ class Deliveries:
         Args:
             values: the batch itself, tensors in any nesting.
             samples, total, mark, dealt: as for `Batch`.
-            repeated: rows of the batch that come behind its samples and do not count.
+            repeated: rows of the batch that come after its samples and do not count.
             is_told: whether it is known how many rows it has.
         """
         loop.rows.count(samples, repeated, is_told)
@@ -223,7 +223,7 @@ class Deliveries:
         return sorted(found, key=lambda batch: -batch.at)
 
     def find_rows(self, values: Any, rows: int) -> list[Batch]:
-        """The batches of so many rows that the tensors lie in, where that tells which of the rows count."""
+        """The batches of that number of rows that the tensors lie in, where that says which of the rows count."""
         found = {
             batches[-1]: None
             for batches in self._batches_in(values)
@@ -342,7 +342,7 @@ def check_counts(batches: Collection[Batch], by_part: bool = False) -> None:
         shown = " or ".join(sorted(f"{samples} of the {total} samples of all ranks" for samples, total in counts))
         raise ValueError(
             f"the loss may be the mean over {shown}: it comes from several batches, or from one of several that were "
-            "drawn ahead, and it cannot be told which; name the batch, accelerator.backward(loss, batch=batch) (by "
+            "drawn ahead, and it cannot be known which; name the batch, accelerator.backward(loss, batch=batch) (by "
             "hand: unisono.backward(loss, batch=batch)), or its samples, weight="
         )
 
@@ -352,7 +352,7 @@ def _are_waiting(batches: list[Batch]) -> bool:
 
 
 def _oldest_waiting(batches: list[Batch]) -> Batch:
-    """The one that is meant of those in the same memory: the loop that goes on has drawn it, and waits to use it."""
+    """The one that is meant of those in the same memory: the loop that continues has drawn it, and waits to use it."""
     waiting = [each for each in batches if each.is_waiting]
     waiting = [each for each in waiting if each.loop.is_trained] or waiting
     if len(waiting) <= 1:

@@ -1,6 +1,6 @@
 """The exceptions of this package. A user's own exception is never wrapped: it keeps its type and gains notes.
 
-Who is to blame is told by the type::
+The type says who is to blame::
 
     UnisonoError (RuntimeError)
     ├── NoWorldError              nobody said which world this process belongs to
@@ -15,7 +15,7 @@ Who is to blame is told by the type::
     ├── WorkerHungError           no rank makes progress; `ranks` are the late ones, `stacks` all
     ├── UnpicklableError          a function or a result cannot travel between processes
     ├── RemoteError               a worker raised an exception that cannot be rebuilt in this process
-    ├── StateError (ValueError)   a loader cannot go on from this state
+    ├── StateError (ValueError)   a loader cannot continue from this state
     │   ├── StateVersionError     it was written by another version
     │   ├── StateLengthError      its dataset had another length
     │   └── StateSeedError        its order had another seed
@@ -129,7 +129,7 @@ class RemoteError(UnisonoError):
 
 
 class StateError(UnisonoError, ValueError):
-    """A loader cannot go on from this state."""
+    """A loader cannot continue from this state."""
 
 
 class StateVersionError(StateError):

@@ -204,7 +204,7 @@ def _backward(function: Any, seat: _Seat, gradient: torch.Tensor, *arguments: An
 
 
 def _meet(function: Any, seat: _Seat, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    """Apply it, after the ranks have told what they come to: a backward pass of some ranks only would wait for ever."""
+    """Apply it, after the ranks have compared what they come to: a backward pass of some ranks only would hang."""
     is_recorded = x.requires_grad and torch.is_grad_enabled()
     seat.comm.announce(f"{seat.call} {'with' if is_recorded else 'without'} a gradient")
     found: torch.Tensor = function.apply(x, *arguments, seat)

@@ -38,7 +38,7 @@ class Outcome(Generic[T]):
         error: what it raised.
         where: the place in words, added to the error as a note when it is unwrapped.
         at: when it ended, `time.monotonic()` in seconds; comparable among the processes of one machine.
-        is_secondary: whether the error only tells that a peer broke the world, directly or through its causes.
+        is_secondary: whether the error only says that a peer broke the world, directly or through its causes.
     """
 
     value: T | None = None

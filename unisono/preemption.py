@@ -101,13 +101,13 @@ def is_requested() -> bool:
 
 
 def request() -> None:
-    """Ask this process to stop, as SIGTERM does; for whoever learns of a preemption in another way."""
+    """Ask this process to stop, as SIGTERM does; for anyone who learns of a preemption in another way."""
     global _is_requested
     _is_requested = True
 
 
 def agree() -> None:
-    """Note that the ranks have agreed to stop early, for whoever tells the launcher."""
+    """Note that the ranks have agreed to stop early, for anyone who tells the launcher."""
     global _is_agreed
     _is_agreed = True
 

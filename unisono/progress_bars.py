@@ -70,7 +70,7 @@ class LogBar(tqdm_asyncio):  # type: ignore[misc]
         """Write a line, if it is time for one. False: nothing is left to be done by tqdm."""
         now = self._time()
         if self._written_at is None:
-            self._written_at = now  # when it began: its first line tells of progress
+            self._written_at = now  # when it began: its first line reports progress
         is_last = self.disable  # tqdm ends it by a newline
         text = str(self) if msg is None else msg
         if text and (is_last or now - self._written_at >= self.mininterval):

@@ -27,7 +27,7 @@ class DeviceClock(Protocol):
     """Tells when a device comes to a place in the work that was submitted to it."""
 
     def stamp(self) -> Any:
-        """Leave a stamp behind what the calling thread has submitted; None where none can be left now."""
+        """Leave a stamp after what the calling thread has submitted; None where none can be left now."""
 
     def elapsed_ns(self, first: Any, second: Any) -> int | None:
         """Nanoseconds between two stamps; None where the device has not come to both. It asks, and does not wait."""
@@ -137,7 +137,7 @@ class Backend(Protocol):
         """Restore what `rng_state` gave."""
 
     def seeded_state(self, seed: int, device: torch.device) -> torch.Tensor | None:
-        """What `rng_state` gives behind that seed; None where the device draws from the CPU's generator."""
+        """What `rng_state` gives after that seed; None where the device draws from the CPU's generator."""
 
     def memory(self, device: torch.device) -> int:
         """Bytes in use: allocated on an accelerator, resident in this process on a CPU."""

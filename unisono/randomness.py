@@ -70,7 +70,7 @@ def notice_who_asks() -> None:
 class Watch:
     """Sees whether anything is drawn from the three generators from now on, at the price of seeding them once.
 
-    Python's and numpy's are seeded alike each time, so that the first number tells whether it is the first.
+    Python's and numpy's are seeded alike each time, so that the first number says whether it is the first.
 
     Args:
         seed: of torch's generator, which tells it to who asks (`torch.initial_seed()`).

@@ -1,4 +1,4 @@
-"""Which rows of a loop's batches count for a metric, where only the number of rows tells which batches they are of.
+"""Which rows of a loop's batches count for a metric, where only the number of rows says which batches they are of.
 
 A batch has its samples in its first rows; those after them repeat others, and count for nothing.
 
@@ -16,7 +16,7 @@ _KEPT = 4096  # runs of alike batches of which nothing was gathered
 
 
 class Rows(NamedTuple):
-    """The places of the rows that count, among those of so many batches.
+    """The places of the rows that count, among those of several batches.
 
     Attributes:
         end: the number of the last of these batches; 0 where it may be one or another.
@@ -30,7 +30,7 @@ class Rows(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """So many batches in a row, each of so many samples, and rows: those of its samples first."""
+    """A run of equal batches: the same number of samples each, and of rows, those of the samples first."""
 
     samples: int
     rows: int
@@ -43,7 +43,7 @@ class LoopRows:
     Attributes:
         num_batches: how many there were.
         is_gathered: a metric was gathered of some.
-        is_told: it is known how many rows each of them has; else no number of rows tells which they are.
+        is_told: it is known how many rows each of them has; else no number of rows says which they are.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class LoopRows:
         self.is_told = True
 
     def count(self, samples: int, repeated: int, is_told: bool = True) -> None:
-        """A batch was delivered, with so many samples, and rows after them that do not count."""
+        """A batch was delivered: its number of samples, and of rows after them that do not count."""
         self.is_told = self.is_told and is_told
         for runs in (self._runs, self._ungathered):
             is_more = bool(runs) and runs[-1][:2] == (samples, samples + repeated)
@@ -64,7 +64,7 @@ class LoopRows:
         self.num_batches += 1
 
     def fitting(self, rows: int) -> list[Rows]:
-        """Those that count of batches in a row that have so many rows together. Each answer once, the latest last.
+        """The rows that count in runs of batches with `rows` rows together. Each answer once, the latest last.
 
         They are batches of which no metric was gathered; where none of these fit, the last ones.
         """
@@ -135,7 +135,7 @@ class LoopRows:
 
 
 def _places_that_count(batches: Iterable[tuple[int, int]]) -> list[int]:
-    """The places of the rows that count in these batches, one behind the other, of so many samples and rows each."""
+    """The places of the rows that count in these batches, joined; a batch is its numbers of samples and rows."""
     places: list[int] = []
     start = 0
     for samples, rows in batches:

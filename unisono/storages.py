@@ -96,7 +96,7 @@ def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 
 def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """From the first byte of the tensor in its storage to behind the last one."""
+    """From the first byte of the tensor in its storage to after the last one."""
     begin = int(tensor.storage_offset()) * tensor.itemsize
     if tensor.is_contiguous():
         return begin, begin + tensor.nbytes

@@ -223,7 +223,7 @@ class Timeline:
 
     @contextmanager
     def helper(self, name: str) -> Iterator[Track]:
-        """Lend a helper thread a track for its life; the next thread of that name goes on with the same one."""
+        """Lend a helper thread a track for its life; the next thread of that name continues with the same one."""
         with self._lock:
             track = next((track for track in self._idle if track.name == name), None)
             if track is not None:

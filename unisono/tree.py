@@ -253,7 +253,7 @@ def _like_mapping(node: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
         twin = _copy_mapping(node)
         for key, value in mapped.items():
             twin[key] = value
-    except TypeError:  # an immutable mapping is made anew from its items
+    except TypeError:  # an immutable mapping is rebuilt from its items
         return type(node)(mapped)  # type: ignore[call-arg]
     return twin
 

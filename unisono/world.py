@@ -54,7 +54,7 @@ class RankState:
         return found
 
     def restart(self) -> None:
-        """The rank's loop begins anew: whatever an earlier one has left is of no step."""
+        """The rank's loop starts again: whatever an earlier one has left is of no step."""
         for each in list(self._parts.values()):
             if hasattr(each, "restart"):
                 each.restart()
@@ -261,7 +261,7 @@ def _adopted_world() -> World:
 def answer_as_one_rank() -> None:
     """Let who asks for its rank in this process, a loader worker, hear from now on that it is the only one.
 
-    The loader workers of all ranks are told as one row: a dataset that cut itself by both would be cut twice.
+    Datasets see the loader workers of all ranks as one row: a dataset that cut itself by both would be cut twice.
     """
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     for module in (torch.distributed, getattr(torch.distributed, "distributed_c10d", None)):

@@ -49,7 +49,15 @@ GROUPS: dict[str, list[str]] = {
         "available_devices",
     ],
     "Saving": ["Checkpointer"],
-    "Reports, progress and trackers": ["gather_report", "Report", "print_report", "save_picture", "tqdm", "Tracker"],
+    "Reports, progress and trackers": [
+        "gather_report",
+        "Report",
+        "print_report",
+        "phase",
+        "save_picture",
+        "tqdm",
+        "Tracker",
+    ],
 }
 """The names of the package itself, by the page that each is on."""
 

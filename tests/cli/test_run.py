@@ -152,6 +152,31 @@ def test_a_script_for_torchrun_runs_unchanged(tmp_path, num_workers):
     assert output.count("trying to initialize the default process group twice") == num_workers
 
 
+LATE = """
+import os, time, torch.distributed as dist
+make_group = dist.distributed_c10d._new_process_group_helper
+def make_group_late(*args, **kwargs):
+    made = make_group(*args, **kwargs)
+    if os.environ["RANK"] == "1":
+        time.sleep(0.3)  # longer than the other rank takes to end its group, if nothing holds it
+        open("late", "x").close()
+    return made
+dist.distributed_c10d._new_process_group_helper = make_group_late
+dist.init_process_group("gloo")
+assert os.path.exists("late"), "a rank can end its group while another is still joining it"
+dist.destroy_process_group()
+"""
+
+
+def test_a_group_that_a_script_initialises_begins_on_all_ranks_before_it_can_end_on_one(tmp_path):
+    (tmp_path / "late.py").write_text(LATE)
+    (tmp_path / "launch.py").write_text(warm_scripts.COMMAND)
+    code, _, errors = warm_scripts.complete(
+        tmp_path / "launch.py", "run", "-n", "2", "--backend", "cpu", "late.py", directory=tmp_path
+    )
+    assert code == 0, errors
+
+
 def test_the_output_of_a_single_worker_stays_a_terminal(tmp_path):
     (tmp_path / "train.py").write_text(
         "import sys\nprint([each.isatty() for each in (sys.stdin, sys.stdout, sys.stderr)])"
@@ -194,7 +219,7 @@ def train(rank):
     {body}
 for _ in range(2):
     print(unisono.spawn(train))
-print("went on", unisono.all_gather_object(unisono.rank()))
+print("continued", unisono.all_gather_object(unisono.rank()))
 """
 
 
@@ -202,7 +227,7 @@ def test_a_rank_that_has_returned_waits_for_slow_peers_and_the_script_goes_on(ru
     slow = "unisono.barrier(); time.sleep(0.6 * rank); return rank"  # longer than the watch's interval
     code, output, errors = run("-n", "2", "--backend", "cpu", "--no-prefix", script(RETURNING.format(body=slow)))
     assert code == 0, errors
-    assert sorted(output.splitlines()) == ["[0, 1]"] * 4 + ["went on [0, 1]"] * 2
+    assert sorted(output.splitlines()) == ["[0, 1]"] * 4 + ["continued [0, 1]"] * 2
 
 
 @pytest.mark.parametrize("call", ["barrier()", "all_gather_object({'loss': 1})", "all_gather(torch.tensor([5]))"])

@@ -247,7 +247,7 @@ def test_a_slow_combination_is_no_time_out():
 
 @given(st.integers(2, 4), st.integers(0, 3), st.integers(0, 5), st.booleans())
 def test_whoever_ends_and_whenever_nobody_is_left_waiting(size, who, when, fails):
-    """Rank `who` ends after `when` rounds, with an error or without; the others would go on to round 5."""
+    """Rank `who` ends after `when` rounds, with an error or without; the others would continue to round 5."""
     meeting = Meeting(size, LONG)
     who %= size
 

@@ -235,7 +235,7 @@ def test_a_rank_that_was_stopped_goes_on_where_it_was():
         tensor = torch.ones(1)
         if index == 1:
             pid, stopped = os.getpid(), os.fork()
-            if stopped == 0:  # a child stops it, waits until it stands, and lets it go on
+            if stopped == 0:  # a child stops it, waits until it stands, and lets it continue
                 os.kill(pid, signal.SIGSTOP)
                 while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
                     pass

@@ -116,7 +116,7 @@ def test_batches_may_make_a_step_together():
         batches, xm.xla_device(), batches_per_execution=2, host_to_device_transfer_threads=4, input_sharding=None
     )
     assert len(list(loader)) == 5
-    assert met.counter_value("MarkStep") == 4  # before the batches 0, 2 and 4, and behind the last
+    assert met.counter_value("MarkStep") == 4  # before the batches 0, 2 and 4, and after the last
     with pytest.raises(ValueError, match="input_sharding is for one program over all devices"):
         pl.MpDeviceLoader(batches, xm.xla_device(), input_sharding="any")
     with pytest.raises(ValueError, match="batches_per_execution=0"):

@@ -496,7 +496,7 @@ NOT_ON_XLA = (
     "an expanded tensor, in place",
     "an expanded tensor to overwrite",
 )
-"""It has no sparse tensors and no eight bit floats, and tells of no tensor that it is an expanded one."""
+"""It has no sparse tensors and no eight bit floats, and says of no tensor that it is an expanded one."""
 
 
 def test_a_refusal_reads_the_same_in_every_mode_and_leaves_the_world_whole(ranks):

@@ -1,4 +1,4 @@
-"""The example that survives: killed by SIGTERM in mid-epoch, it goes on from there on another number of devices."""
+"""The example that survives: killed by SIGTERM in mid-epoch, it continues from there on another number of devices."""
 
 from __future__ import annotations
 

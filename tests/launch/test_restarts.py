@@ -1,4 +1,4 @@
-"""A group that fails is started anew: with a new rendezvous, a higher count, and its function's own checkpoint."""
+"""A group that fails is restarted: with a new rendezvous, a higher count, and its function's own checkpoint."""
 
 from __future__ import annotations
 

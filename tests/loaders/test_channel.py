@@ -29,7 +29,7 @@ class CodedError(Exception):
 
 
 class Waiting:
-    """A callback that tells when a thread is about to wait, and answers False."""
+    """A callback that says when a thread is about to wait, and answers False."""
 
     def __init__(self, threads: int = 1) -> None:
         self._left = threading.Semaphore(0)

@@ -320,7 +320,7 @@ def test_a_batch_of_tensors_arrays_and_texts_comes_out_as_it_was_made(num_worker
 
 
 class Informed(Numbers):
-    """Sample i tells what its worker knows of itself."""
+    """Sample i says what its worker knows of itself."""
 
     def __getitem__(self, index: int) -> Any:
         info = get_worker_info()

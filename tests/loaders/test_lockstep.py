@@ -99,7 +99,7 @@ def begun_at(position: dict[str, Any]) -> Begun:
 
 
 def deliveries_of(rank: int, ranks: int, batches: Sequence[Any], **more: Any) -> list[Delivery]:
-    """What the lane of a rank with one loader worker gives: each batch with the position behind it."""
+    """What the lane of a rank with one loader worker gives: each batch with the position after it."""
     made, taken = [], 0
     for batch in batches:
         taken += len(batch)
@@ -354,7 +354,7 @@ def test_ranks_that_stand_at_different_batches_are_told():
 
     for error in ranks.run(body):
         assert type(error) is CollectiveMismatchError
-        assert "rank 0 asks for what comes behind 4 samples of the stream, rank 1 behind 0;" in str(error)
+        assert "rank 0 asks for what comes after 4 samples of the stream, rank 1 behind 0;" in str(error)
 
 
 def test_a_rank_that_leaves_earlier_wakes_the_others():

@@ -65,7 +65,7 @@ class CodedError(Exception):
 
 
 class Paced:
-    """An endless source that gives batch k only after `let(k)`, and tells what it has given."""
+    """An endless source that gives batch k only after `let(k)`, and says what it has given."""
 
     def __init__(self, free: int = 0) -> None:
         self.given: list[int] = []

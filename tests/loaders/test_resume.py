@@ -1,4 +1,4 @@
-"""A loop goes on where it stood: at any sample, on any number of devices, with nothing lost or repeated."""
+"""A loop continues where it stood: at any sample, on any number of devices, with nothing lost or repeated."""
 
 from __future__ import annotations
 
@@ -437,7 +437,7 @@ def test_any_iterable_goes_on_by_reading_what_was_delivered_before(caplog, split
                 second = resumed(ranks_of(batches, after, split=split), state)
                 assert delivered + counted([take(loader) for loader in second]) == list(range(20))
             done = state["offset"]
-            words = f"resumes behind {done} samples of list, which has no state_dict: they are read and dropped"
+            words = f"resumes after {done} samples of list, which has no state_dict: they are read and dropped"
             assert (words in caplog.text) == (done > 0)
             assert counted([take(loader) for loader in second]) == list(range(20))
 
@@ -486,7 +486,7 @@ def test_what_counts_is_that_of_the_loop_that_goes_on():
             pass
         assert (loader.valid_samples, loader.weight) == (seen[-1], 1.0)
     assert seen == [3, 2]
-    assert loader.valid_samples == 2, "behind the loop it is still that of the last batch"
+    assert loader.valid_samples == 2, "after the loop it is still that of the last batch"
 
 
 def test_two_loaders_over_one_go_on_as_an_uninterrupted_run_does():
@@ -508,7 +508,7 @@ def test_two_loaders_over_one_go_on_as_an_uninterrupted_run_does():
     whole = made()
     for loader, epoch in zip(whole, (2, 1), strict=True):
         loader.set_epoch(epoch)
-    assert epochs(*resumed_loaders) == epochs(*whole)[1:], "behind the first batch of four"
+    assert epochs(*resumed_loaders) == epochs(*whole)[1:], "after the first batch of four"
 
 
 def test_a_state_in_another_samplers_order_is_refused():
@@ -522,7 +522,7 @@ def test_a_state_behind_the_end_of_a_plain_iterable_is_told_of():
     take(first, 5)
     second = DeviceLoader(list(torch.arange(10).split(3)))
     second.load_state_dict(first.state_dict())
-    with pytest.raises(StateError, match="the state stands 5 samples behind the end of this loader"):
+    with pytest.raises(StateError, match="the state stands 5 samples beyond the end of this loader"):
         list(second)
 
 

@@ -192,7 +192,7 @@ def loader_of(dataset: Any, workers: int = 0, size: int | None = SIZE, **options
 def passes(
     mode: Mode, make: Callable[[], Any], *plan: int | None, workers: int = 0, state: Any = None, **options: Any
 ) -> list[list[Got]]:
-    """For each rank one pass for each place of the plan, which tells how many batches it takes; None takes all."""
+    """For each rank one pass for each place of the plan, which says how many batches it takes; None takes all."""
 
     def body() -> list[Got]:
         device_options = {name: options[name] for name in ("tail", "split", "already_sharded") if name in options}
@@ -912,7 +912,7 @@ def test_the_state_tells_what_was_delivered_though_all_was_read():
     loader = DeviceLoader(loader_of(dataset))
     iterator = iter(loader)
     next(iterator)
-    while len(dataset.reads) < COUNT:  # the reader needs nobody to go on
+    while len(dataset.reads) < COUNT:  # the reader needs nobody to continue
         threading.Event().wait(0.001)
     state = loader.state_dict()
     assert (state["epoch"], state["offset"], state["layers"]) == (0, SIZE, [[1, 1, [SIZE]]])

@@ -470,7 +470,7 @@ def test_where_it_cannot_be_told_whether_they_are_alike_the_cause_is_raised_all_
     replicas = DataParallel(nn.LazyLinear(2), TWO)
     with pytest.raises(KeyError, match="mine") as caught:
         replicas.run_on_replicas(lambda *_: {}["mine"])
-    assert any("whether the replicas are still alike cannot be told" in note for note in caught.value.__notes__)
+    assert any("whether the replicas are still alike cannot be known" in note for note in caught.value.__notes__)
 
 
 @pytest.mark.any_family
@@ -743,7 +743,7 @@ def test_an_interrupt_of_replicas_in_plain_python_ends_them_at_their_next_collec
         if device.index == 0:
             interrupt_main_thread()
         while True:
-            sum(range(10_000))  # plain Python, until a collective tells that the world is broken
+            sum(range(10_000))  # plain Python, until a collective says that the world is broken
             try:
                 unisono.barrier()
             except BrokenWorldError as error:
@@ -774,7 +774,7 @@ def test_a_second_interrupt_leaves_a_loop_that_does_not_end_and_the_object_says_
     try:
         with pytest.raises(KeyboardInterrupt) as caught:
             replicas.run_on_replicas(stay)
-        assert caught.value.__notes__ == ["replicas [0] still run the loop; is_usable tells when they have returned"]
+        assert caught.value.__notes__ == ["replicas [0] still run the loop; is_usable says when they have returned"]
         assert not replicas.is_usable
         for use in (lambda: replicas(lambda *_: 1, []), lambda: replicas.load_state_dict(replicas.state_dict())):
             with pytest.raises(

@@ -1,4 +1,4 @@
-"""A run that is stopped in mid-epoch and goes on over another number of devices ends with the same weights.
+"""A run that is stopped in mid-epoch and continues over another number of devices ends with the same weights.
 
 Compared in float64: a sum over more ranks is added up in another order, which is all that may differ.
 """

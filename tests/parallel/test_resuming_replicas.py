@@ -1,4 +1,4 @@
-"""DataParallel over a ParallelLoader of one's own: its arguments hold, and its state goes on from call to call."""
+"""DataParallel over a ParallelLoader of one's own: its arguments hold, and its state continues from call to call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replica threads on the XLA devices of a process: any program, any failure, and the process goes on."""
+"""Replica threads on the XLA devices of a process: any program, any failure, and the process continues."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class Device:
         """The first device that the XLA runtime serves: of a TPU, else of the CPU. Starts the runtime.
 
         Raises:
-            ValueError: torch_xla is not there; the message tells how it is installed. It is never an eager device.
+            ValueError: torch_xla is not there; the message says how it is installed. It is never an eager device.
         """
         backend = pick_backend("xla")
         device = backend.device(0)

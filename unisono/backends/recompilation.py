@@ -70,6 +70,6 @@ class RecompilationWatch:
         if num_reads:
             return (
                 "values are read in mid-step (.item(), print, `if tensor:`), each of which cuts a graph; read them "
-                "behind the optimizer's step, and not in each one"
+                "after the optimizer's step, and not in each one"
             )
         return "a number of python's that changes from step to step becomes a part of each; make a tensor of it"

@@ -1,4 +1,4 @@
-"""Seeding one device's random generator, and asking it for a seed from which it goes on, in any family."""
+"""Seeding one device's random generator, and asking it for a seed from which it continues, in any family."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def seed_device(backend: Backend, device: torch.device, seed: int) -> None:
 
 
 def seed_of_device(backend: Backend, device: torch.device) -> int:
-    """A seed from which the generator goes on as it stands now: the one it has, where nothing was drawn since.
+    """A seed from which the generator continues as it stands now: the one it has, where nothing was drawn since.
 
-    Otherwise it is seeded anew, by where it stands.
+    Otherwise it is reseeded, by where it stands.
     """
     state = backend.rng_state(device)
     seed = _seed_in(state, device)

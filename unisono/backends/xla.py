@@ -44,7 +44,7 @@ _SETTINGS = {
     "PJRT_CPU_ASYNC_CLIENT": "0",
     # Each collective occupies a thread of the pool until all devices have come to it.
     "XLA_THREAD_POOL_SIZE": "64",
-    # Else 0 and 1 become constants of the graph, so that a factor's value decides whether it is compiled anew.
+    # Else 0 and 1 become constants of the graph, so that a factor's value decides whether it is compiled again.
     "XLA_NO_SPECIAL_SCALARS": "1",
     # Else a tensor's copy shares its buffer, which is gone when the copy is changed in place.
     "XLA_ENABLE_PARAM_ALIASING": "0",
@@ -357,7 +357,7 @@ def _fit(leaf: Any) -> Any:
     """The leaf, where XLA has its like.
 
     Raises:
-        TypeError: it has not; the message tells what to do.
+        TypeError: it has not; the message says what to do.
     """
     if not isinstance(leaf, torch.Tensor):
         return leaf

@@ -39,7 +39,7 @@ def encode_error(error: BaseException | None) -> bytes | None:
 
 
 def raise_any(failed: Sequence[bytes | None], own: BaseException | None) -> None:
-    """Raise, on all ranks, what one has told of; this rank's own error as it is."""
+    """Raise, on all ranks, what one has reported; this rank's own error as it is."""
     for each in failed:
         if each is not None:
             Outcome.failure(own).unwrap() if own is not None else Outcome.from_bytes(each).unwrap()

@@ -46,9 +46,9 @@ def keep_device_generator(states: Mapping[str, Any], world: World) -> None:
 
 
 def restore_generators(saved: Sequence[Mapping[str, Any]], world: World) -> None:
-    """Let this rank's generators go on where the saved rank's of the same number stood.
+    """Let this rank's generators continue where the saved rank's of the same number stood.
 
-    On another number of ranks that is not the same run any more: a log line says which generators begin anew, or are
+    On another number of ranks that is not the same run any more: a log line says which generators start again, or are
     left out.
     """
     if len(saved) != world.world_size and world.rank == 0:

@@ -1,6 +1,6 @@
 """Objects as bytes, and back: tensors, modules by their states, and containers of them. No pickle: nothing is run.
 
-    magic "UNISONO", version, CRC-32 of all behind it, lengths of all that follows and of the description, the
+    magic "UNISONO", version, CRC-32 of all after it, lengths of all that follows and of the description, the
     description in JSON, tensors' bytes
 
 The description is the object with each container's type; tensors lie behind it, each at a multiple of 64 bytes. An

@@ -150,7 +150,7 @@ def _add_machines(group: Any) -> None:
         type=_seconds,
         default=60.0,
         metavar="S",
-        help="go on without a machine that has been silent for S seconds (%(default)s), or end, where too few are left",
+        help="continue without a machine that is silent for S seconds (%(default)s), or end where too few are left",
     )
     _add(group, "--local-addr", metavar="A", help="this machine's address for the others")
 

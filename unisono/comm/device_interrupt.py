@@ -1,7 +1,7 @@
 """Waking a rank whose device waited for a peer that has failed.
 
 When its group is aborted, the wait in the driver ends as if all were well, and gives numbers that nobody has computed.
-So the rank's thread must not go on with them: it gets an exception at the next line that it runs.
+So the rank's thread must not continue with them: it gets an exception at the next line that it runs.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ def departure(last_deeds: Mapping[int, str]) -> str:
     deeds = {_ROUND.sub("", deed) for deed in last_deeds.values() if deed}
     if len(last_deeds) > 1 or not deeds:
         return has
-    return f"{has} after it {deeds.pop()}: it returned, or left its loop, while others go on; end loops on all ranks"
+    return f"{has} after it {deeds.pop()}: it returned, or left its loop, while others continue; end loops on all ranks"
 
 
 def mismatch_error(deeds: Mapping[int, str]) -> CollectiveMismatchError:

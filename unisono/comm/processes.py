@@ -333,7 +333,7 @@ class ProcessCommunicator:
         self._broken = self._broken or failure
         error = broken(self.rank, self._last, failure[0])
         error.__cause__ = failure[1]
-        wake(self._thread, error)  # first: when its wait has ended, it must not go on
+        wake(self._thread, error)  # first: when its wait has ended, it must not continue
         self._end(is_broken=True)
         return True
 

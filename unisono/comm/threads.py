@@ -5,11 +5,11 @@ everybody's tensors, between two meetings: before the first they are not complet
 change his own.
 
 An accelerator's tensors are combined by work that the last thread submits, on its own streams, while each rank may have
-submitted its work on another one. So each hands in a mark behind that; the combining follows all marks, and what the
+submitted its work on another one. So each hands in a mark after that; the combining follows all marks, and what the
 ranks do next follows the combining. Nobody waits on the host.
 
 Invariants:
-1. A thread that fails between the two meetings breaks the world, so nobody goes on with a result that is half there.
+1. A thread that fails between the two meetings breaks the world, so nobody continues with a result that is half there.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class _Given(NamedTuple):
 
 
 def _combine_with_marks(combine: Callable[[list[Any]], R], given: list[_Given]) -> tuple[R, list[tuple[Backend, Any]]]:
-    """The combined values, and marks behind that: on each device, for every rank, which may use all of them."""
+    """The combined values, and marks after that: on each device, for every rank, which may use all of them."""
     marked = [(each.mark, *each.streams) for each in given if each.mark is not None and each.streams is not None]
     for mark, backend, _ in marked:
         backend.wait_ready(mark)

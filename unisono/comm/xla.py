@@ -5,7 +5,7 @@ the last thread records the reduction for every device and cuts it, one device a
 collective holds nothing else, and is the same on each device whatever the ranks do beside it: batches of different
 sizes, work on rank zero only, values that are read. And the runtime, which aborts the process when a device does not
 come to a collective within 15 s, is asked only when all ranks are there and their devices idle: a replica that fails is
-an error, one that is slow is waited for, and the process goes on.
+an error, one that is slow is waited for, and the process continues.
 
 What the runtime does not reduce, and what is only moved, goes through main memory.
 """

@@ -118,7 +118,7 @@ def _interrupt_asks(supervisor: Supervisor) -> Iterator[None]:
 def _sigterm_asks(supervisor: Supervisor) -> Iterator[None]:
     """SIGTERM asks workers that heed it to stop; where none does, it ends this process, and so the workers.
 
-    A process that heeds SIGTERM itself goes on doing so.
+    A process that heeds SIGTERM itself continues doing so.
     """
     before = signal.getsignal(signal.SIGTERM)
     is_heeding = preemption.takes(before)

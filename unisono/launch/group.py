@@ -139,7 +139,7 @@ class Group:
         self._signal(signal.SIGTERM, [worker for worker in self.workers if worker.heeds_stop], to_sessions=False)
 
     def hear(self, word: Word) -> None:
-        """Another machine has told how far its workers are, or that its part of the group has failed."""
+        """Another machine has sent how far its workers are, or that its part of the group has failed."""
         self._standstill.hear(word, time.monotonic(), self._running())
         if word.verdict:
             self.give_up(Outcome.from_bytes(word.verdict), _SETTLE_S)
@@ -340,7 +340,7 @@ class Group:
             wire.send(self._zygote, message)
 
     def _close_group(self) -> None:
-        """Close our end, and wait for the zygote's, which tells that no worker is left."""
+        """Close our end, and wait for the zygote's, which says that no worker is left."""
         assert self._zygote is not None
         with self._zygote, contextlib.suppress(OSError, EOFError):
             self._zygote.shutdown(socket.SHUT_WR)

@@ -1,6 +1,6 @@
 """What became of a group: its results, or the first cause with all that is known about it.
 
-The first cause is the earliest failure that is neither secondary (it only tells that a peer broke the world) nor of our
+The first cause is the earliest failure that is neither secondary (it only says that a peer broke the world) nor of our
 own making (the group was being stopped). Its error keeps its type; the notes say where it happened, what the worker
 had last written to stderr, and which ranks were stopped because of it; `failures` holds every rank's error.
 """

@@ -103,7 +103,7 @@ def hung_error(
     """The error of a group that hangs.
 
     Args:
-        watch: that has told so.
+        watch: that has noticed it.
         stacks: each rank's stacks, as faulthandler writes them.
         ranks: those that have not ended.
         is_deadlock: whether it is known that no time would help.

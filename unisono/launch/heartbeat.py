@@ -1,4 +1,4 @@
-"""A worker's pulse: how far it is and which collective it is in, told to the supervisor whenever that has changed.
+"""A worker's pulse: how far it is and which collective it is in, sent to the supervisor whenever that has changed.
 
 Nothing is written on the way of a step: a thread looks at counters that are kept anyway.
 
@@ -40,7 +40,7 @@ class HeartbeatSender:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._awaited: tuple[Any, Any] | None = None  # a loss, and the mark behind it
+        self._awaited: tuple[Any, Any] | None = None  # a loss, and the mark after it
         self._loss: float | None = None  # that was known last
         self._at = time.monotonic()
         self._samples = 0

@@ -10,7 +10,7 @@ from unisono.launch.watching.output import OutputOptions
 
 @dataclass(frozen=True)
 class Policy:
-    """How a job is seen through; `spawn` tells what each means."""
+    """How a job is seen through; `spawn` says what each means."""
 
     start_method: str = "zygote"
     grace_s: float = 5.0

@@ -212,7 +212,7 @@ def _check_module(name: str, target: str) -> None:
     """Find a module without importing it or what it is in.
 
     Raises:
-        ModuleNotFoundError: there is none; the message tells how far the name leads.
+        ModuleNotFoundError: there is none; the message says how far the name leads.
     """
     found: ModuleSpec | None = None
     parts = name.split(".")

@@ -46,7 +46,8 @@ def let_scripts_initialise() -> None:
             if dist.is_initialized():
                 return
             asked |= {"backend": backend, "init_method": None}
-        if asked.get("store") is None and asked.get("init_method") in _OURS:
+        is_met_in_store = asked.get("store") is None and asked.get("init_method") in _OURS
+        if is_met_in_store:
             # A group that was destroyed has left its addresses in the store.
             asked["store"] = dist.PrefixStore(f"unisono/group/{next(numbers)}", store)  # type: ignore[attr-defined]
             asked["init_method"] = None
@@ -56,8 +57,17 @@ def let_scripts_initialise() -> None:
         if dist.is_initialized() and dist.group.WORLD is ours():
             dist.destroy_process_group()
         original(**asked)
+        if is_met_in_store:
+            _wait_for_all(asked["store"], asked["world_size"])
 
     install(init_process_group)
+
+
+def _wait_for_all(store: dist.distributed_c10d.Store, world_size: int) -> None:
+    """A rank that ends its group at once would otherwise close connections that a peer is still opening (gloo)."""
+    if store.add("begun", 1) == world_size:
+        store.set("all_begun", "")
+    store.wait(["all_begun"])
 
 
 def install(init_process_group: Callable[..., None]) -> None:

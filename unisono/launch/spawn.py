@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 class SpawnOptions(TypedDict, total=False):
-    """The keyword-only arguments of `spawn`, which tells what each means."""
+    """The keyword-only arguments of `spawn`, which says what each means."""
 
     backend: str | None
     start_method: str | None
@@ -134,8 +134,8 @@ def spawn(
         timeout: how long a collective waits for a peer before it gives up; a last resort.
         hang_timeout_s: seconds without progress of any rank (a collective, a batch, a step) after which the group is
             stopped with a WorkerHungError; None takes most of `timeout`, where a rank waits in a collective.
-        max_restarts: how often a group that has failed is started anew, with `restart_count` + 1 in its world; `fn`
-            goes on from its own checkpoint.
+        max_restarts: how often a group that has failed is restarted, with `restart_count` + 1 in its world; `fn`
+            continues from its own checkpoint.
         grace_s: seconds that a worker has between SIGTERM (or SIGINT) and SIGKILL.
         log_dir: where a directory of this run is made: each rank's stdout and stderr, events, the monitor's samples.
         log_ranks: show the output of these ranks only; the files have all.
@@ -226,7 +226,7 @@ def make_policy(
         start_method=check_start_method(start_method),
         grace_s=check_duration(grace_s, "grace_s"),
         daemon=daemon,
-        max_restarts=check_count(max_restarts, "max_restarts", 0, "pass how often the group may be started anew"),
+        max_restarts=check_count(max_restarts, "max_restarts", 0, "pass how often the group may be restarted"),
         hang_timeout_s=None if hang_timeout_s is None else check_duration(hang_timeout_s, "hang_timeout_s", False),
         log_dir=check_log_dir(log_dir),
         output=OutputOptions(prefix, check_log_ranks(log_ranks, count), check_log_format(log_format) == "json"),
@@ -271,7 +271,7 @@ def _tell_idle_options(join: bool, **options: object) -> None:
     """What only the one who starts the workers can do is not passed over in silence where that is somebody else."""
     if not join:
         raise UnisonoError(
-            "spawn(join=False) would start workers and go on, but a launcher has started this process as one of its "
+            "spawn(join=False) would start workers and continue, but a launcher has started this process as one of its "
             "workers: pass join=True, or run the script without a launcher"
         )
     if given := [name for name, value in options.items() if value]:

@@ -77,7 +77,7 @@ class StackCollection:
             self._others.say(pulses=pulses, returned=returned, stacks={})
 
     def hear(self, word: Word, now: float, running: Sequence[Worker]) -> None:
-        """Another machine has told how far its ranks are, or has asked."""
+        """Another machine has sent how far its ranks are, or has asked."""
         before = self._words.get(word.machine)
         self._words[word.machine] = word
         for rank, (progress, doing) in word.pulses.items():

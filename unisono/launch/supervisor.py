@@ -47,7 +47,7 @@ class Supervisor:
     """Starts the workers of a job and watches them.
 
     Args:
-        run: keeps the files of the run, which goes on after this job; None makes a directory for it, as `policy` says.
+        run: keeps the files of the run, which continues after this job; None makes one for it, as `policy` says.
         others: the other machines, where the workers have peers there.
     """
 
@@ -147,7 +147,7 @@ class Supervisor:
                 self.wait()
 
     def hear(self, word: Word) -> None:
-        """Another machine has told of its workers."""
+        """Another machine has reported its workers."""
         self._request(lambda group: group.hear(word))
 
     def give_up(self, reason: BaseException) -> None:

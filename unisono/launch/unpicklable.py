@@ -1,6 +1,6 @@
 """What in a call cannot be pickled: looked for after pickling has failed, since a pickler does not say where it was.
 
-From the part that fails, the search goes on to what fails in it, and ends at what has no such part: the open file, the
+The search descends from the part that fails to what fails in it, and ends at what has no such part: the open file, the
 lock, the generator.
 """
 

@@ -2,7 +2,7 @@
 
 1. It becomes the caller's equal: environment, directory, import path, standard streams.
 2. It joins the world: its device, its share of the CPU's cores and threads, the process group, wherever the ranks meet.
-3. It calls `fn(rank, *args)`; meanwhile a thread tells how far it is.
+3. It calls `fn(rank, *args)`; meanwhile a thread says how far it is.
 4. It sends an `Outcome` through its pipe, whatever happened, and only then leaves the world, so that its own error
    reaches the caller before the peers' errors about the broken world do.
 5. It ends by `os._exit`, after what `fn` has left to be done: its threads that are no daemons, its atexit functions.
@@ -59,7 +59,7 @@ from unisono.world import World, set_process_world
 TELL_STACKS = getattr(signal, "SIGRTMIN", 28) + 7  # asks a worker for its stacks, also inside C++; USR2 is the user's
 
 _MAX_SOCKET_PATH = 104  # bytes: the least that a Unix has
-_LEAVE_S = 5  # how long a worker that has told its outcome may take to leave the world
+_LEAVE_S = 5  # how long a worker that has sent its outcome may take to leave the world
 
 _is_loading = False  # while the call is rebuilt, which imports modules
 
@@ -137,7 +137,7 @@ class Job:
         )
 
     def facts(self) -> dict[str, Any]:
-        """What a run's directory tells of it."""
+        """What a run's directory says of it."""
         return {
             "argv": self.argv,
             "directory": self.directory,
@@ -183,7 +183,7 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
                 threading._shutdown()  # type: ignore[attr-defined] # joins threads that are no daemons, as any end does
     except BaseException as error:
         outcome = Outcome.failure(error)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # fn has come to its end, and that is told first
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # fn has ended, and that is reported first
     if isinstance(outcome.error, SystemExit) and not isinstance(outcome.error, StoppedError):
         outcome = Outcome.failure(exit_error(outcome.error, rank))
     is_secondary = outcome.is_secondary or tells_of_a_peer(outcome.error)
@@ -227,7 +227,7 @@ def tells_of_a_peer(error: BaseException | None) -> bool:
 
 
 def refuse_while_loading() -> None:
-    """UnisonoError in a worker that still imports the module of `fn`: a spawn there would go on without end."""
+    """UnisonoError in a worker that still imports the module of `fn`: a spawn there would continue without end."""
     if _is_loading:
         raise UnisonoError(
             "spawn was called by a module that a worker imports to find fn in it, and would be called again in each "

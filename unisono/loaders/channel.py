@@ -8,7 +8,7 @@ channel, or all that a lane consists of.
 Invariants:
 1. Items come out in the order in which they went in, and all of them before the end or the error that follows.
 2. Closing either end wakes the other at once. Nothing polls.
-3. Any object is an item, None too: the end is told by an exception, not by a mark.
+3. Any object is an item, None too: an exception stands for the end, not a mark.
 4. `cancel` takes no lock. A loader that is garbage is cancelled by the thread that collects it, which may be one of
    its own that holds the lock. So who waits listens for a bell, which can be rung from anywhere and keeps its rings,
    and not for a condition.

@@ -132,11 +132,11 @@ class DeviceIterator:
         return int(self.state_dict()["epoch"])
 
     def state_dict(self) -> State:
-        """The loader's state behind the last batch that this loop received; as for `ParallelLoader`."""
+        """The loader's state after the last batch that this loop received; as for `ParallelLoader`."""
         return self._state()
 
     def close(self) -> None:
-        """Take no more: this device's batches fall away, the other devices go on. Idempotent."""
+        """Take no more: this device's batches fall away, the other devices continue. Idempotent."""
         self._lane.cancel()
         self._abandon_loop()
 

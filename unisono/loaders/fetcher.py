@@ -27,7 +27,7 @@ class Request(NamedTuple):
     Attributes:
         indices: of the samples in the dataset.
         start: the position of the first one in the epoch's order.
-        own: so many stand in a row there; those behind repeat them from the start.
+        own: how many stand in a row there; those behind repeat them from the start.
         epoch, seed: the epoch, and its seed.
         step: how far apart two neighbours are in the order of all ranks, where their samplers cut it.
     """
@@ -58,7 +58,7 @@ class Fetcher:
         self._epoch: int | None = None
         self._told: object = None  # stands for the telling of that epoch
         self._draws: bool | None = None  # whether making a batch draws from the process's generators
-        self._seeded: tuple[object, ...] | None = None  # where they stood behind the last seed, while that is unknown
+        self._seeded: tuple[object, ...] | None = None  # where they stood after the last seed, while that is unknown
 
     def batch(self, request: Request, is_seeded: bool = False) -> Any:
         """The batch asked for.
@@ -110,7 +110,7 @@ class Fetcher:
         if not self._is_batched:
             return self._collate(self._sample(request, 0, is_seeded))
         if self._has_rows:
-            with suppress(Exception):  # what is wrong with an index is told below, with its sample
+            with suppress(Exception):  # what is wrong with an index is reported below, with its sample
                 return _rows(self._dataset, request.indices)
         if self._fetch_many:
             if is_seeded:

@@ -9,7 +9,7 @@ the loader is ahead of the loop, the less often the ranks meet.
 
 Invariants:
 1. All ranks meet at the same rounds, since each knows what all have offered.
-2. An error of one rank's source ends the loop on all ranks, behind the rounds that were complete.
+2. An error of one rank's source ends the loop on all ranks, after the rounds that were complete.
 3. Behind its end, whatever that is, a loop meets nobody: it ends in the same way again.
 """
 
@@ -85,7 +85,7 @@ class Lockstep:
         world: whose loop it is.
         rule: its `tail` and `fixed_batch_size` say what becomes of the rounds for which some rank has no batch.
         dim: the dimension along which the samples of a batch lie.
-        ahead: so many batches may wait here, beside those in the lane.
+        ahead: how many batches may wait here, beside those in the lane.
         begun: the pass.
     """
 
@@ -201,7 +201,7 @@ class Lockstep:
         return _Offer(start, batches, self._spare is not None, failure, known["by"], workers, known["mark"] or 0)
 
     def _advance(self, offered: list[_Ready | None], total: int) -> None:
-        """Move the position, which is that of all ranks' parts, behind a round."""
+        """Move the position, which is that of all ranks' parts, after a round."""
         before = self._position
         ranks, workers, taken = before["layers"][-1]
         taken, last = list(taken), list(before["last"])
@@ -285,7 +285,7 @@ def _check(offers: list[_Offer]) -> list[_Offer]:
             raise BrokenWorldError(f"the loader of rank {rank} failed with {offer.failure}")
         if offer.start != offers[0].start:
             raise CollectiveMismatchError(
-                f"rank 0 asks for what comes behind {offers[0].start} samples of the stream, rank {rank} behind "
+                f"rank 0 asks for what comes after {offers[0].start} samples of the stream, rank {rank} behind "
                 f"{offer.start}; every rank must loop over the loader as often as the others, and leave it at the same "
                 "batch"
             )
@@ -300,6 +300,6 @@ def _check(offers: list[_Offer]) -> list[_Offer]:
         raise RuntimeError(other_stream("ranks"))
     for batches in zip(*(offer.batches for offer in going), strict=False):  # what all are going to take
         trails = {batch.trail for batch in batches if batch.trail is not None}
-        if len(trails) > len(dict(trails)):  # two marks behind the same row
+        if len(trails) > len(dict(trails)):  # two marks after the same row
             raise RuntimeError(other_stream("ranks"))
     return going

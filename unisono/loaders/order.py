@@ -2,7 +2,7 @@
 
 The samplers of torch, and samplers and batch samplers of one's own, keep their meaning. One that draws from a generator
 draws from one that is seeded for the epoch; one that draws from the process's generators finds them seeded so, while
-its order is drawn; one with `set_epoch` is told the epoch. Of one that goes on beyond its length, or beyond the
+its order is drawn; one with `set_epoch` is told the epoch. Of one that continues beyond its length, or beyond the
 dataset's where it tells none, the rest is drawn when it is needed, and that from the process's generators as they are.
 Nothing is loaded here, so a late beginning costs no more than drawing the order.
 """
@@ -26,7 +26,7 @@ _AT_ONCE = 1 << 22  # indices; some seconds and 100 MB
 
 
 class Batches:
-    """The batches of indices of one epoch behind its first `offset` samples, drawn once; iterated over once.
+    """The batches of indices of one epoch after its first `offset` samples, drawn once; iterated over once.
 
     A batch of one's own that the offset cuts loses its first samples.
 
@@ -87,7 +87,7 @@ def _behind(batches: Iterable[list[Any]], offset: int) -> Iterator[list[Any]]:
 
 
 def _until(items: Iterator[Any], samples: int | None) -> Iterator[Any]:
-    """The items, up to so many samples; an item that is a list holds as many as it is long."""
+    """The items, up to that many samples; an item that is a list holds as many as it is long."""
     if samples is None:
         yield from items
         return

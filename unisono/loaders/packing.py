@@ -1,4 +1,4 @@
-"""What travels from a loader worker to its parent: a batch, or the error in its place, each told whole.
+"""What travels from a loader worker to its parent: a batch, or the error in its place, each as a whole.
 
 torch sends an error as text, and rebuilds it only if its class takes one argument; a batch that cannot be pickled it
 drops, and waits for it for ever. So what is not certain to arrive is pickled in the worker's own thread, where whatever

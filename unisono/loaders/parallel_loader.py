@@ -50,7 +50,7 @@ class ParallelLoader:
     """One pass over `loader`, dealt to `devices`: batch i goes to `devices[i % len(devices)]`.
 
     Plain batches come out, of the loader's own structure. Every device takes the same number of steps, and no sample is
-    lost: `sharding.py` tells which samples go where.
+    lost: `sharding.py` says which samples go where.
 
     Args:
         loader: a DataLoader or any other iterable of batches. A DataLoader over a map-style dataset is read in an order
@@ -245,7 +245,7 @@ class ParallelLoader:
         return twin
 
     def state_dict(self) -> State:
-        """Where the loops stand: behind the last round of which every device has received its batch.
+        """Where the loops stand: after the last round of which every device has received its batch.
 
         What was prefetched does not count. When all have reached the end, it is the beginning of the next epoch. The
         state is the same on every rank, and can be loaded by a loader with another number of ranks or devices, another
@@ -254,7 +254,7 @@ class ParallelLoader:
         return self._bookmark.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the pass, which has not begun, go on from a state.
+        """Let the pass, which has not begun, continue from a state.
 
         Raises:
             StateError: it is not the state of such a loader; its subclasses tell why.
@@ -337,7 +337,7 @@ class DeviceLoader:
         others: as for `ParallelLoader`.
 
     Attributes:
-        valid_samples, weight: as for `DeviceIterator`, of the innermost loop that goes on, or the last one.
+        valid_samples, weight: as for `DeviceIterator`, of the innermost loop that continues, or the last one.
     """
 
     def __init__(
@@ -389,7 +389,7 @@ class DeviceLoader:
 
     @property
     def _loop(self) -> Progress:
-        """The innermost loop that goes on; the last one, where none does."""
+        """The innermost loop that continues; the last one, where none does."""
         return next((each for each in reversed(self._loops) if each.rounds and not each.is_over), self._loops[0])
 
     @property
@@ -403,7 +403,7 @@ class DeviceLoader:
         if isinstance(source, Iterator) and iter(source) is source and any(each.rounds for each in self._loops):
             raise RuntimeError(
                 f"this DeviceLoader was looped over before, and its source, a {type(source).__name__}, gives its "
-                "batches only once; pass an iterable that can begin anew, a list or a DataLoader"
+                "batches only once; pass an iterable that can start again, a list or a DataLoader"
             )
         parallel = self._never_begun.again()
         self._loops = [each for each in self._loops if each.rounds and not each.is_over] + parallel._progress()
@@ -415,7 +415,7 @@ class DeviceLoader:
         return len(self._never_begun)
 
     def __getattr__(self, name: str) -> Any:
-        """What a DataLoader tells of itself: `dataset`, `batch_size`, ... as they are there, for all ranks."""
+        """What a DataLoader says of itself: `dataset`, `batch_size`, ... as they are there, for all ranks."""
         if name in _TOLD and "_never_begun" in self.__dict__:
             return getattr(self._never_begun._loader, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -427,14 +427,14 @@ class DeviceLoader:
         return f"DeviceLoader({self._never_begun._loader!r}, {str(self._device)!r})"
 
     def state_dict(self) -> State:
-        """Where the loop stands: behind the last batch that it received, whatever was prefetched.
+        """Where the loop stands: after the last batch that it received, whatever was prefetched.
 
         At the end of an epoch it is the beginning of the next one. Otherwise as for `ParallelLoader`.
         """
         return self._never_begun.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next loop go on from a state.
+        """Let the next loop continue from a state.
 
         Raises:
             StateError: it is not the state of such a loader; its subclasses tell why.

@@ -17,7 +17,7 @@ ends them.
 Invariants:
 1. Every lane gets the same rounds, in order.
 2. An error of the source, or of a transfer, closes the lane behind what was dealt before it, in its own type.
-3. A lane whose loop has ended is cancelled: its batches fall away, and the other lanes go on. So do those behind a
+3. A lane whose loop has ended is cancelled: its batches fall away, and the other lanes continue. So do those after a
    batch that could not be moved.
 4. One thread may drain one lane after another, and a loop may be left. A full lane grows beyond its bounds while
    another lane waits, if the only thread that empties the full one is that waiter, or no iterator is left for it.
@@ -424,7 +424,7 @@ def transfer(lane: Lane, conveyor: Conveyor) -> None:
 
 
 def _take(conveyor: Conveyor) -> Loaded | None:
-    """The next piece for a transfer; None behind the last, when the outbox is closed too."""
+    """The next piece for a transfer; None after the last, when the outbox is closed too."""
     try:
         return conveyor.inbox.receive()
     except EndOfChannel:

@@ -28,7 +28,7 @@ _bookmarks: weakref.WeakKeyDictionary[DataLoader[Any], weakref.ref[Bookmark]] = 
 class Sources:
     """The sources of the DataLoaders that an owner of several passes has read, each kept as long as its DataLoader.
 
-    So the epochs go on, and persistent workers stay, where each pass is made by a ParallelLoader of its own. A
+    So the epochs continue, and persistent workers stay, where each pass is made by a ParallelLoader of its own. A
     DataLoader that its source holds (by a collate_fn that is its own method) is kept as long as this is.
 
     *Threads:* any.
@@ -63,9 +63,9 @@ def source_of(loader: Iterable[Any], world: World, dim: int, seed: int | None) -
 def tell_of_repetition(loader: Iterable[Any], source: Source, bookmark: Bookmark) -> None:
     """Say once that a pass begins at epoch 0 again, where the order tells epochs apart: what reads it was made again.
 
-    That is a loader over the same DataLoader, or another DataLoader over the same dataset. It is told where the one
+    That is a loader over the same DataLoader, or another DataLoader over the same dataset. It is known where the one
     before is gone: it was made for one epoch. Of two that live, each counts its own. A dataset is read by DataLoaders
-    one after another without repetition where one of them goes on to a later epoch, and where no gradients are wanted.
+    one after another without repetition where one of them comes to a later epoch, and where no gradients are wanted.
 
     Args:
         source, bookmark: of the loader whose pass is about to begin.

@@ -25,7 +25,7 @@ class Progress:
 
     Attributes:
         rounds: the number of batches received.
-        position: that of the source behind the last of them; None before the first.
+        position: that of the source after the last of them; None before the first.
         claim: of the last of them.
         has_ended: whether the loop was told that there are no more.
         is_left: whether it was left, before or after its end.
@@ -55,7 +55,7 @@ def is_stateful(owner: Any) -> bool:
 
 
 def check_state(state: Mapping[str, Any], length: int | None, seed: int, order: str | None) -> None:
-    """Refuse a state that this loader cannot go on from.
+    """Refuse a state that this loader cannot continue from.
 
     Raises:
         StateError: it is none.
@@ -66,12 +66,12 @@ def check_state(state: Mapping[str, Any], length: int | None, seed: int, order: 
     if state["version"] != VERSION:
         raise StateVersionError(
             f"the state has version {state['version']!r}, this loader reads version {VERSION}; load it with the "
-            "version of unisono that saved it, or begin the epoch anew with set_epoch"
+            "version of unisono that saved it, or begin the epoch again with set_epoch"
         )
     missing = [name for name in ("epoch", "seed", "length", "offset") if name not in state]
     if missing:
         raise StateError(f"the state has no {', '.join(missing)}: it is not what a loader's state_dict() gives")
-    for name in ("epoch", "offset", "batches"):  # the last one only where the position is told by it
+    for name in ("epoch", "offset", "batches"):  # the last one only where the position depends on it
         number = state.get(name, 0)
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
             raise StateError(f"the state's {name} is {number!r}; it must be a whole number from 0 on")

@@ -121,7 +121,7 @@ class Rule:
         return policy_of(self.tail)
 
     def rounds_of(self, batches: int) -> int:
-        """The number of rounds that so many batches make."""
+        """The number of rounds that this many batches make."""
         full, more = divmod(batches, self.batches)
         return full + (more > 0 and not self.policy.leaves_out and not self.fixed_batch_size)
 
@@ -182,7 +182,7 @@ class Claim(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A batch for one rank with its claim, and the position of the source behind its round."""
+    """A batch for one rank with its claim, and the position of the source after its round."""
 
     batch: Any
     claim: Claim

@@ -39,8 +39,8 @@ class Room:
     """What the loader workers of one pool find there, and whether it is enough.
 
     Args:
-        num_workers, prefetch_factor: so many workers, and so many batches that each makes ahead.
-        waiting: so many batches wait for the loop, once they are received.
+        num_workers, prefetch_factor: how many workers, and how many batches each makes ahead.
+        waiting: how many batches wait for the loop, once they are received.
 
     Attributes:
         is_tight: whether those that wait had better be taken out of there.

@@ -1,6 +1,6 @@
 """Source: what a loader reads from, epoch after epoch; and the source of any iterable of batches.
 
-A source makes the rounds: one piece for each device of this process, with its claim and the position behind the round.
+A source makes the rounds: one piece for each device of this process, with its claim and the position after the round.
 It can begin a pass at any position that it gave out.
 """
 
@@ -84,7 +84,7 @@ class Bookmark:
         self._begun, self._progress = begun._replace(pieces=iter(())), progress
 
     def state(self) -> State:
-        """The state behind the last round that all loops of the pass have received."""
+        """The state after the last round that all loops of the pass have received."""
         return state_behind(self._source, self._begun, self._progress)
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -105,7 +105,7 @@ class Bookmark:
 
 
 def state_behind(source: Source, begun: Begun | None, progress: Sequence[Progress]) -> State:
-    """The state behind the last round that all these loops of a pass have received; at its end, that of the next."""
+    """The state after the last round that all these loops of a pass have received; at its end, that of the next."""
     if begun is None or all(each.has_ended for each in progress):
         epoch, position = source.next_position()
     else:
@@ -170,7 +170,7 @@ class PlainSource:
         """Let the next pass begin there.
 
         Raises:
-            StateError: nothing tells how many batches come before it.
+            StateError: nothing says how many batches come before it.
         """
         if "batches" not in position and position["offset"]:
             raise StateError("the state does not tell the number of batches: it was saved by a loader of another kind")
@@ -200,7 +200,7 @@ class PlainSource:
             done = 0
         elif done:
             logger.warning(
-                "the loop resumes behind %d samples of %s, which has no state_dict: they are read and dropped",
+                "the loop resumes after %d samples of %s, which has no state_dict: they are read and dropped",
                 done, type(self._loader).__name__,
             )  # fmt: skip
         return _behind(zip(iter(self._loader), repeat(None)), done, self._dim)
@@ -230,7 +230,7 @@ class ItemSource(PlainSource):
         """Let the next pass begin there.
 
         Raises:
-            StateError: nothing tells how many items come before it, or there are not so many.
+            StateError: nothing says how many items come before it, or there are fewer.
         """
         self._items.seek(epoch, {"offset": position.get("batches", 0)}, Rule())
         super().seek(epoch, position, rule)
@@ -249,7 +249,7 @@ _START: State = {"offset": 0, "batches": 0}
 
 
 def _behind(loaded: Iterator[Loaded], samples: int, dim: int) -> Iterator[Loaded]:
-    """The batches behind so many samples; of one that this cuts, the rest."""
+    """The batches after that many samples; of one that this cuts, the rest."""
     for batch, known in loaded:
         size = measure(batch, dim, known) if samples else None
         if size is None:
@@ -261,11 +261,11 @@ def _behind(loaded: Iterator[Loaded], samples: int, dim: int) -> Iterator[Loaded
             samples = 0
         else:
             raise StateError(
-                f"the state stands behind {samples} samples of a batch of {size.samples} that cannot be cut; resume "
+                f"the state stands after {samples} samples of a batch of {size.samples} that cannot be cut; resume "
                 "with the batch size that it was saved with"
             )
     if samples:
-        raise StateError(f"the state stands {samples} samples behind the end of this loader: it is not over these data")
+        raise StateError(f"the state stands {samples} samples beyond the end of this loader: it is not over these data")
 
 
 def _measure(dim: int, loaded: Loaded, is_cut: bool) -> Size:
@@ -287,7 +287,7 @@ def rounds_of_loaded(
     Args:
         dim: the dimension along which batches are cut.
         offset: the epoch's samples before them.
-        behind: the position behind that many of the epoch's samples and of these batches, when it has read those; it
+        behind: the position after that many of the epoch's samples and of these batches, when it has read those; it
             is told the size of the epoch's first batch, too.
         first: that size, where the batch came before; also the one to pad to.
     """

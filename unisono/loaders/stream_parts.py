@@ -5,7 +5,7 @@ not.
 
 Invariants:
 1. Every sample of every part is given once, in the part's own order.
-2. What was taken is told by counts for each part, so a stream that is cut by stride can go on with other numbers of
+2. What was taken is kept as counts for each part, so a stream that is cut by stride can continue with other numbers of
    ranks and workers; one that is cut otherwise needs the same numbers.
 """
 
@@ -30,14 +30,14 @@ from unisono.randomness import mixed, seed_all, seed_of
 from unisono.world import answer_as_one_rank
 
 Cutter = Literal["caller", "dataset", "worker", "stride"]
-"""Who cuts a stream into parts; `streams.py` tells who does when."""
+"""Who cuts a stream into parts; `streams.py` says who does when."""
 
 
 Trail = tuple[int, int]
 
 
 class Layer(NamedTuple):
-    """What `ranks` ranks with `workers` loader workers each took of a stream: so many samples of each part.
+    """What `ranks` ranks with `workers` loader workers each took of a stream: a number of samples of each part.
 
     Where the numbers change, a second layer deals what the first has left, and so on.
     """
@@ -94,7 +94,7 @@ class Made(NamedTuple):
         batch: None where `samples` were left out, by drop_last.
         samples: their number; None where only the batch can tell.
         part, by: which part, and who has cut it.
-        state: the dataset's own behind it.
+        state: the dataset's own after it.
         mark: of the first sample of the stream; 0 where that was not read.
         trail: behind how many rows of the stream, a row being one sample for each part, and a mark of what began them:
             the same for all who read the same stream. None where not all of it was read.
@@ -142,7 +142,7 @@ class PartReader(IterableDataset[Packed]):
             yield Packed(error=error)
 
     def made(self, cut: Cut, worker: int = 0, asked: AskedInfo | None = None) -> Iterator[Made]:
-        """The batches of the part that a worker reads; `asked` tells whether the dataset asks for its number."""
+        """The batches of the part that a worker reads; `asked` says whether the dataset asks for its number."""
         part = cut.part(worker)
         samples = _Part(self.dataset, cut, part, asked)
         while chunk := list(islice(samples, self.size or 1)):
@@ -262,7 +262,7 @@ class _Part:
                 return sample
 
     def state(self) -> Any:
-        """The state behind the last sample that the stream's iterator has, or else the dataset; None where none has.
+        """The state after the last sample that the stream's iterator has, or else the dataset; None where none has.
 
         Of a stream that has ended there is nothing to keep: its own state may be that of the next beginning.
         """
@@ -323,7 +323,7 @@ class _Part:
 
 
 def check_layers(cut: Cut, by: Cutter) -> None:
-    """Refuse to go on with a stream that is cut in another way than before, where samples would be lost.
+    """Refuse to continue with a stream that is cut in another way than before, where samples would be lost.
 
     Raises:
         StateError: samples were taken, and the numbers of ranks and workers have changed, or who cuts.
@@ -337,8 +337,8 @@ def check_layers(cut: Cut, by: Cutter) -> None:
     raise StateError(
         f"the state was saved by {before.ranks} rank(s) with {before.workers} loader worker(s) each over a stream that "
         f"was cut by the {cut.layers_by}; here are {cut.ranks} with {cut.workers}, and it is cut by the {by}: only "
-        "what is cut by stride goes on with other numbers. Who cuts is decided when a pass begins: the dataset's shard "
-        "or split (split_dataset_by_node for HuggingFace's), then its __iter__, if it asks get_worker_info() for "
+        "what is cut by stride continues with other numbers. Who cuts is decided when a pass begins: the dataset's "
+        "shard or split (split_dataset_by_node for HuggingFace's), then its __iter__, if it asks get_worker_info() for "
         "num_workers, else the stride. Resume with the same numbers, or begin the epoch again with set_epoch"
     )
 

@@ -85,7 +85,7 @@ class StreamSource:
 
         Raises:
             ValueError: the global batch is smaller than the number of ranks.
-            StateError: the state belongs to another number of ranks or workers, and the stream cannot be cut anew.
+            StateError: the state belongs to another number of ranks or workers, and the stream cannot be cut again.
             BusyError: the loader's persistent workers serve another pass.
         """
         with self._begins:
@@ -110,7 +110,7 @@ class StreamSource:
         """Let the next pass begin there.
 
         Raises:
-            StateError: nothing tells what was taken of which part.
+            StateError: nothing says what was taken of which part.
         """
         if position["offset"]:
             check_stream(position)
@@ -213,7 +213,7 @@ class _Taken:
         self._states = dict(cut.states)
         self._mark: int | None = start.get("mark") if cut.is_resumed else None
         self._is_saved = self._mark is not None
-        self._trail: Trail | None = None  # behind the last batch
+        self._trail: Trail | None = None  # after the last batch
         self._trails: dict[int, int] = {}  # the last ones, of any part
 
     def __iter__(self) -> _Taken:
@@ -241,7 +241,7 @@ class _Taken:
             return made.batch, made.samples
 
     def position(self, offset: int, *_: int) -> State:
-        """The position behind the last batch; of this rank's parts only."""
+        """The position after the last batch; of this rank's parts only."""
         last = list(self._lasts)
         last[self._rank] = self._last
         layers = [*self._layers, Layer(self._ranks, self._workers, tuple(self._taken))]

@@ -267,7 +267,7 @@ class Served:
             self._room.check(batch)
             return self._free_shared_memory(batch)
         except StopIteration:
-            self._values = iter(())  # those of persistent workers go on in the next pass
+            self._values = iter(())  # those of persistent workers continue in the next pass
             raise
         except Exception as error:
             explain(error)

@@ -52,7 +52,7 @@ def check_agreement(parameters: Sequence[torch.Tensor], world: World) -> None:
 
 
 def check_replicas(module: nn.Module, every: int = 1, *, buffers: bool = False, world: World | None = None) -> None:
-    """Compare the parameters of all ranks, bit by bit, at every so many calls; call it after each step, on every rank.
+    """Compare the parameters of all ranks, bit by bit, at every n calls; call it after each step, on every rank.
 
     It costs one pass over the parameters and a reduction of two numbers. What it finds is any change of bits, but for
     values of a large parameter that have changed places within a kilobyte.

@@ -2,9 +2,9 @@
 
 The replicas of a model share what is compiled: torch keeps it with the code of `forward`, with the weights as inputs.
 But a thread that finds nothing compiled waits for torch's lock and then compiles what another one has just compiled. So
-here a call that may have to compile passes a gate, one at a time, and who comes behind it finds the work done.
+here a call that may have to compile passes a gate, one at a time, and who comes after it finds the work done.
 
-Which calls may compile is told by their signature: the shapes and types of what goes in, and the modes that torch looks
+The signature says which calls may compile: the shapes and types of what goes in, and the modes that torch looks
 at. A signature is known once a call with it has returned; known ones pass by the gate. The signature is coarser than
 torch's own conditions in a few places (a flag that a module reads, a global), and there each replica may compile for
 itself. It is never wrong: torch decides what runs.

@@ -111,7 +111,7 @@ class DataParallel:
         Args:
             loop_fn: the loop; its `device_loader` yields plain batches, each step's batches forming a global batch.
             loader: as for `ParallelLoader`, each call being the next epoch of a DataLoader; or one of these over the
-                same devices: its arguments hold, and its state goes on from call to call.
+                same devices: its arguments hold, and its state continues from call to call.
             fixed_batch_size, batchdim: as for `ParallelLoader`.
 
         Returns:
@@ -217,7 +217,7 @@ class DataParallel:
             self._calls.pop(mark, None)
 
     def _worlds(self) -> list[World]:
-        """The replicas' worlds, the same in each call: what a loop keeps in its context goes on to hold."""
+        """The replicas' worlds, the same in each call: what a loop keeps in its context continues to hold."""
         _refuse_ranks(current_world())
         meet_anew(self._own_worlds)
         for world in self._own_worlds:
@@ -292,7 +292,7 @@ class DataParallel:
                 outcomes[cause].unwrap()
             return [outcome.unwrap() for outcome in outcomes]
         except BaseException as error:
-            if self._threads.running:  # interrupted twice, the second time perhaps before they were told of the first
+            if self._threads.running:  # interrupted twice, the second time perhaps before they knew of the first
                 interrupt(error)
             else:
                 meet_anew(worlds)  # the meeting that broke keeps its cause, and so the batches in the frames of that
@@ -304,11 +304,11 @@ class DataParallel:
     def _what_is_left(self) -> str:
         """What a failed call has made of the object, in words; nothing where it is as good as before."""
         if running := self._threads.running:
-            return f"replicas {running} still run the loop; is_usable tells when they have returned"
+            return f"replicas {running} still run the loop; is_usable says when they have returned"
         try:
             name = first_difference(self.models)
         except Exception as reason:  # a device that fails at everything from now on, a lazy layer without weights
-            return f"whether the replicas are still alike cannot be told ({type(reason).__name__}: {reason})"
+            return f"whether the replicas are still alike cannot be known ({type(reason).__name__}: {reason})"
         if name is None:
             return ""
         return (
@@ -329,7 +329,7 @@ def _body(
     """What one replica thread runs: its part in its world, which it leaves, or breaks when it fails.
 
     A failure closes the loaders of all, since the others may never come to a collective. Before that it notes its rank
-    in `failed`, so that whom it woke with an error stands behind it.
+    in `failed`, so that whom it woke with an error stands after it.
     """
 
     def play() -> T:
@@ -353,7 +353,7 @@ def _body(
             raise
         finally:
             if loaders:
-                loaders[world.rank].close()  # what is still dealt to this replica falls away; the others go on
+                loaders[world.rank].close()  # what is still dealt to this replica falls away; the others continue
 
     return body
 

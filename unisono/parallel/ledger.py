@@ -113,7 +113,7 @@ class Crossings:
         self.task, self.is_held = torch._C._current_graph_task_id(), True
 
     def restart(self) -> None:
-        """The rank's loop begins anew."""
+        """The rank's loop starts again."""
         self.is_held = False
 
 
@@ -213,7 +213,7 @@ class Ledger:
         return Claim(0 if batch is not None and not batch.samples else 1, self._size, batch)
 
     def accumulate(self, every: int) -> None:
-        """Let so many microbatches make a step, from the next one on: a step that has begun ends as it was begun."""
+        """Set how many microbatches make a step, from the next one on: a step that has begun ends as it was begun."""
         self._next = (every, every > 1)
         if not self.step.is_open:
             self.every, self.is_mean = self._next
@@ -336,5 +336,5 @@ class Ledger:
             self._begin(self.step.following())
 
     def restart(self) -> None:
-        """The rank's loop begins anew; where it stood before, the ranks need not agree."""
+        """The rank's loop starts again; where it stood before, the ranks need not agree."""
         self._begin(Step())

@@ -58,7 +58,7 @@ class Microbatches:
         self.restart()
 
     def restart(self) -> None:
-        """The rank's loop begins anew."""
+        """The rank's loop starts again."""
         self.ledger.restart()
         self.bound = Bound()
         self.num_asked = 0
@@ -147,7 +147,7 @@ class Microbatches:
         if self.ledger.every > 1 and self._block is None and len(bound.candidates) > 1:
             raise ValueError(
                 "the model's inputs were computed from a batch, and several were drawn that it may be: which "
-                "microbatches make a step cannot be told; let each one's lines run in `with accelerator.accumulate():`"
+                "microbatches make a step cannot be known; let each one's lines run in `with accelerator.accumulate():`"
             )
 
     def check_alike(self) -> None:
@@ -157,7 +157,7 @@ class Microbatches:
                 "the gradients were assigned by hand, and may come from several batches, of which this rank had "
                 f"different parts ({', '.join(f'{each:.3g}' for each in sorted(self._parts))} of an even one), so that "
                 "one number cannot weigh them; let accelerator.backward(loss) leave them in .grad, or step on each "
-                "batch and zero_grad() behind each step"
+                "batch and zero_grad() after each step"
             )
 
     def warn_of_unknown_ends(self) -> None:
@@ -166,7 +166,7 @@ class Microbatches:
         if is_unknown and not self._has_warned and self.world.rank == 0:
             self._has_warned = True
             logger.warning(
-                "gradient_accumulation_steps=%d, and the batches come from no prepared loader: nothing tells where a "
+                "gradient_accumulation_steps=%d, and the batches come from no prepared loader: nothing says where a "
                 "loop ends, so that "
                 "what is left of it at its end is not stepped on, and forward passes tell one microbatch from the "
                 "next; prepare(loader), or let each batch's lines run in `with accelerator.accumulate():`",

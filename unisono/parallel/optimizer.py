@@ -60,7 +60,7 @@ class ByHand:
         return self.ledger
 
     def restart(self) -> None:
-        """The rank's loop begins anew, and whatever an earlier one has left is of no step."""
+        """The rank's loop starts again, and whatever an earlier one has left is of no step."""
         self.ledger = None
         self.taken.clear()
         for each in list(self.trainers):

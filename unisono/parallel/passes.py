@@ -1,4 +1,4 @@
-"""Passes: backward passes through an Accelerator's models, which are told of by hooks on outputs and on parameters.
+"""Passes: backward passes through an Accelerator's models, which hooks announce: on outputs and on parameters.
 
 The outputs of a forward pass carry its batch to the backward pass, which alone is counted. When a backward pass comes
 to a model, by an output or, where it goes past the outputs, by the first of its parameters, the ledger says what the
@@ -44,7 +44,7 @@ class _Pass:
 
     Attributes:
         bound: its batch.
-        part: of the microbatch, where the user has told; None where each output knows its own.
+        part: of the microbatch, where the user has said it; None where each output knows its own.
         scale: of the microbatch, for what arrives at parameters.
         is_reducing: it ends a step.
         engines: of the models whose gradients it reduces when it ends; what was interrupted keeps none.
@@ -88,7 +88,7 @@ class Passes:
         self._world, self._ledger = microbatches.world, microbatches.ledger
         self._crossings = self._world.state.part(Crossings)
         self._is_called = False  # `backward`, and it runs
-        self._begun: _Pass | None = None  # by `backward`, with what the user has told
+        self._begun: _Pass | None = None  # by `backward`, with what the user has said
         self._running: dict[int, _Pass] = {}  # by autograd's number
         self._engines: WeakKeyDictionary[Engine, None] = WeakKeyDictionary()  # in the order of their first passes
 

@@ -63,7 +63,7 @@ def own_generator(generator: torch.Generator) -> Iterator[None]:
 
 
 class ReplicaGenerators:
-    """The random generators of one replica, which go on from call to call.
+    """The random generators of one replica, which continue from call to call.
 
     On a device that has a generator to itself, that one stands where the replica left it while the replica runs, and is
     put back afterwards.

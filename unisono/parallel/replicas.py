@@ -48,7 +48,7 @@ class ReplicaThreads:
         self._queues: list[SimpleQueue[_Call | None]] = [SimpleQueue() for _ in range(count)]
         self._started: set[int] = set()
         self._pid = os.getpid()  # where they run: a forked process has none of them
-        self._call: _Call | None = None  # that goes on, or was left
+        self._call: _Call | None = None  # that continues, or was left
         weakref.finalize(self, _dismiss, self._queues)
 
     @property
@@ -58,7 +58,7 @@ class ReplicaThreads:
         return [] if made is None else [number for number in range(len(made.bodies)) if number not in made.outcomes]
 
     def check_idle(self) -> None:
-        """Refuse to go on while threads are still at work.
+        """Refuse to continue while threads are still at work.
 
         Raises:
             BusyError: a call was interrupted twice, and some thread has not come back from it yet.

@@ -82,7 +82,7 @@ def reduce_sparse(parameter: torch.Tensor, world: World, factor: float) -> None:
 
 
 def _gather(own: torch.Tensor, counts: list[int], world: World) -> torch.Tensor:
-    """All ranks' rows, one behind the other, where each rank has its own number of them."""
+    """All ranks' rows, one after the other, where each rank has its own number of them."""
     padded = own.new_zeros((max(counts), *own.shape[1:]))
     padded[: len(own)] = own
     parts = world.comm.all_gather(padded)

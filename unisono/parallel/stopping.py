@@ -29,8 +29,8 @@ def should_stop(*, world: World | None = None) -> bool:
                 break
 
     From the first call on, SIGTERM no longer ends this process, which is then expected to ask again and again, and
-    loader workers that are started later ignore the signal, so that the loop goes on until it has saved. (One that runs
-    before the first call would be ended: ask once before the loop. Those of a DataLoader whose
+    loader workers that are started later ignore the signal, so that the loop continues until it has saved. (One that
+    runs before the first call would be ended: ask once before the loop. Those of a DataLoader whose
     `multiprocessing_context` is not "fork" are not shielded.) Schedulers send SIGKILL some time after SIGTERM: a step
     and a checkpoint must fit in between.
 

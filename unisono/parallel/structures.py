@@ -1,4 +1,4 @@
-"""What nested values look like, in words: ranks whose values differ are told before anything is sent.
+"""What nested values look like, in words: differences between ranks are reported before anything is sent.
 
 Equal tensors in another order, or under other names, are one rank's labels among the other's predictions.
 """

@@ -2,8 +2,8 @@
 
 Where a device has a clock, the phases are those that it went through, and not the thread that submits to it.
 
-What a loop waited for is told by cause: its data's source, the move to the device, its peers. A loop waits for peers in
-two places: for the reader that it shares with them, and where gradients are reduced.
+What a loop waited for is split by cause: its data's source, the move to the device, its peers. A loop waits for peers
+in two places: for the reader that it shares with them, and where gradients are reduced.
 """
 
 from __future__ import annotations

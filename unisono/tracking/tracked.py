@@ -76,6 +76,6 @@ class Tracked:
         """End the run: close all trackers. Call it when all is logged; once more, it does nothing.
 
         Raises:
-            Exception: what a tracker has raised, behind the end of all others; of several, an ExceptionGroup.
+            Exception: what a tracker has raised, after the end of all others; of several, an ExceptionGroup.
         """
         self._trackers.close()

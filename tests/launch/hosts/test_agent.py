@@ -137,7 +137,7 @@ if world.rank == 1 and how == ["exit 0"]:
 if world.rank == 1 and how == ["kill"] and world.restart_count < int(sys.argv[2]):
     os.kill(os.getpid(), 9)
 unisono.barrier()
-print("went on after", world.restart_count)
+print("continued after", world.restart_count)
 sys.exit(0)
 """
 
@@ -180,7 +180,7 @@ def test_a_script_runs_as_each_rank_and_leaves_nothing_behind(run_member, tempor
     code, output, errors = run_member("$HOME", "$$", "${local_rank}")
     assert code == 0
     told = "has ['$HOME', '$$', '${local_rank}'] 2.0 lo __main__"
-    expected = [f"[rank {rank}] {words}" for rank in range(2) for words in (told, "went on after 0")]
+    expected = [f"[rank {rank}] {words}" for rank in range(2) for words in (told, "continued after 0")]
     assert sorted(output.splitlines()) == expected
     assert sorted(errors.splitlines()) == ["[rank 0] 0 says hello", "[rank 1] 1 says hello"]
     assert list(temporary_files.iterdir()) == []
@@ -210,7 +210,7 @@ def test_workers_that_die_again_and_again_are_started_anew_each_time(run_member,
     options = ("--max-restarts", "2")  # a stale address would break any of them
     code, output, _ = run_member("kill", "2", options=options)
     assert code == 0
-    assert sorted(output.splitlines())[-1] == "[rank 1] went on after 2"
+    assert sorted(output.splitlines())[-1] == "[rank 1] continued after 2"
     for count in (1, 2):
         assert f"restart {count} of 2, because of WorkerDiedError: rank 1 (pid " in caplog.text
 
@@ -330,7 +330,7 @@ def heeding(tmp_path: Path) -> Callable[..., Script]:
 
 
 def test_workers_that_heed_a_stop_save_before_the_agent_ends(heeding, line, ear):
-    with heeding("go on") as script:
+    with heeding("continue") as script:
         assert [words[0] for words in ear.hear_all(2)] == ["running", "running"]
         script.kill(signal.SIGTERM)
         assert ear.hear_all(4) == [["ends", "0"], ["ends", "1"], ["saves", "0"], ["saves", "1"]]
@@ -347,7 +347,7 @@ def is_silent(ear: Ear) -> bool:
 
 
 def test_an_agreed_stop_is_not_taken_for_a_failure(heeding, line, ear):
-    with heeding("go on", "--max-restarts", "2") as script:
+    with heeding("continue", "--max-restarts", "2") as script:
         told = ear.hear_all(2)
         os.kill(int(told[1][2]), signal.SIGTERM)  # to one worker
         assert [words[0] for words in ear.hear_all(4)] == ["ends", "ends", "saves", "saves"]
@@ -358,7 +358,7 @@ def test_an_agreed_stop_is_not_taken_for_a_failure(heeding, line, ear):
 
 
 def test_the_first_ctrl_c_asks_workers_that_heed_a_stop_for_it(heeding, line, ear):
-    with heeding("go on") as script:
+    with heeding("continue") as script:
         assert [words[0] for words in ear.hear_all(2)] == ["running", "running"]
         script.kill(signal.SIGINT)
         assert [words[0] for words in ear.hear_all(4)] == ["ends", "ends", "saves", "saves"]
@@ -383,7 +383,7 @@ def test_an_agent_that_was_asked_ends_though_its_workers_do_not_end_well(heeding
 def test_agents_of_all_machines_end_together_when_one_is_asked_to_stop(tmp_path, line, ear, nodes):
     (tmp_path / "heeding.py").write_text(HEEDING)
     command = [*agent_command(nodes), "--max-restarts", "2", "--rdzv-conf", "last_call_timeout=10"]
-    script = [str(tmp_path / "heeding.py"), str(tmp_path / "line"), "go on"]
+    script = [str(tmp_path / "heeding.py"), str(tmp_path / "line"), "continue"]
     one = agent(tmp_path / "one", *command, "--node-rank", "0", *script)
     two = agent(tmp_path / "two", *command, "--node-rank", "1", *script)
     with one, two:

@@ -74,7 +74,7 @@ def test_mixed_lines_are_one_rank_s_each_and_keep_its_bytes(given_pieces):
             kept[int(marked[1])] += marked[2]
             assert not re.fullmatch(rb" *\r", marked[2]), "a mark with nothing behind it"
         else:
-            assert not line.strip()  # ends what goes on, erases a bar, or was added
+            assert not line.strip()  # ends what continues, erases a bar, or was added
     for rank, text in kept.items():
         written = b"".join(piece for source, piece in given_pieces if source == rank)
         assert re.sub(rb"[\r\n ]", b"", text) == re.sub(rb"[\r\n ]", b"", written)

@@ -298,7 +298,7 @@ def wait_until_still(pid: int) -> int:
     """Wait until a process writes no more, and give the number of bytes that it has written."""
     before, deadline = 0, time.monotonic() + PATIENCE_S
     while (now := psutil.Process(pid).io_counters().write_chars) == 0 or now != before:
-        assert time.monotonic() < deadline, "it goes on"
+        assert time.monotonic() < deadline, "it continues"
         before = now
         time.sleep(0.1)
     return now
@@ -382,7 +382,7 @@ def test_a_full_disk_is_told_once_and_the_run_goes_on(shown, run):
     output.close()
     assert shown.stdout == b"to stdout\nand more\n" * 2
     assert shown.stderr.count(b"unisono:") == 1
-    told = rb"unisono: /\S+/rank-0.stdout does not keep all .* \(No space left on device\); the run goes on\n"
+    told = rb"unisono: /\S+/rank-0.stdout does not keep all .* \(No space left on device\); the run continues\n"
     assert re.search(told, shown.stderr)
     assert run.log(0, "stderr").read_bytes() == b"to stderr\n"
     assert output.tail(1) == ["to stderr"]

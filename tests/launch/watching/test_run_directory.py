@@ -136,7 +136,7 @@ def test_a_directory_that_cannot_be_written_any_more_is_told_once_and_ends_nothi
         run.event("started")
         run.event("ended")
     assert [record.getMessage() for record in caplog.records] == [
-        f"{run.path} is incomplete from here on, the run goes on: [Errno 28] No space left on device"
+        f"{run.path} is incomplete from here on, the run continues: [Errno 28] No space left on device"
     ]
 
 

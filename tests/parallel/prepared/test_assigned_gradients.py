@@ -101,7 +101,7 @@ def test_where_they_were_not_it_is_an_error_whose_way_out_is_one(mode: Mode) -> 
 
     for told in mode.run(body):
         assert "of which this rank had different parts" in told
-        assert "step on each batch and zero_grad() behind each step" in told
+        assert "step on each batch and zero_grad() after each step" in told
     compare(mode, {"stepped on each": stepped_on_each})
 
 

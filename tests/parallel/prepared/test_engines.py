@@ -37,7 +37,7 @@ def fork() -> nn.Module:
 
 
 def wide() -> nn.Module:
-    """Of several buckets, once torch has built them anew."""
+    """Of several buckets, once torch has built them again."""
     sizes = (10, 10, 2000, 500, 1)
     return nn.Sequential(*[nn.Linear(one, two) for one, two in itertools.pairwise(sizes)])
 

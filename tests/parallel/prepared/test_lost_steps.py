@@ -17,7 +17,7 @@ pytestmark = pytest.mark.every_mode
 
 CASE = Case(samples=48, batch=2)
 AT = 4  # the batch at which rank 1 does it
-GOES_ON, LEAVES_OUT, LEAVES_LOOP, RETURNS = "goes on", "leaves out", "leaves loop", "returns"
+GOES_ON, LEAVES_OUT, LEAVES_LOOP, RETURNS = "continues", "leaves out", "leaves loop", "returns"
 
 
 class Training:

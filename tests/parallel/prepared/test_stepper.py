@@ -48,9 +48,7 @@ def test_a_backward_pass_behind_clipping_adds_to_what_was_clipped(mode: Mode) ->
                 optimizer.step()
         return model.weight.grad
 
-    for gradient in mode.run(
-        train
-    ):  # of weight and bias it is 1, whose norm is 2 before; half of the mean comes behind
+    for gradient in mode.run(train):  # of weight and bias it is 1, whose norm is 2 before; half of the mean comes after
         torch.testing.assert_close(gradient, torch.full((1, 3), 0.5 + 0.5, dtype=torch.float64), atol=1e-5, rtol=0)
 
 

@@ -98,7 +98,7 @@ def test_gradients_are_those_of_the_whole_batch_however_it_was_dealt(mode, dtype
 
         ddp = hooked(None, scale, dtype)
         found = []
-        for _ in range(3):  # DDP builds its buckets anew behind the first
+        for _ in range(3):  # DDP builds its buckets again after the first
             ddp.zero_grad()
             loss_of(ddp, own_part(batch(dtype))).backward()
             found.append(gradients_of(ddp))
@@ -202,7 +202,7 @@ def test_powersgd_is_exact_at_first_then_exact_to_its_rank(mode):
 
 
 def train(steps: int, model: nn.Module, average: Callable[[Any], None]) -> list[Gradients]:
-    """The parameters behind each step."""
+    """The parameters after each step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     found = []
     for _ in range(steps):

@@ -1,4 +1,4 @@
-"""States that were saved under one strategy go on under any other, as if nothing had been between, in float64."""
+"""States that were saved under one strategy continue under any other, as if nothing had been between, in float64."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ class Blocks:
             self._here.meet()
 
     def _slots(self, dtype: torch.dtype, length: int) -> list[torch.Tensor]:
-        """Of each rank, so many elements at the beginning of its slot for the next meeting."""
+        """Of each rank, that many elements at the beginning of its slot for the next meeting."""
         which = (self._here.turn + 1) % _SETS
         views = self._views.get((dtype, length, which))
         if views is None:

@@ -1,4 +1,4 @@
-"""Where the processes of one machine meet: a rank goes on when all have come.
+"""Where the processes of one machine meet: a rank continues when all have come.
 
 Each rank counts its meetings in a word of its own, and waits until the words of all others have reached its count.
 

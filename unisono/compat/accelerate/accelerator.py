@@ -1,4 +1,4 @@
-"""`accelerate.Accelerator`: the native one, told by Accelerate's arguments, with its other methods."""
+"""`accelerate.Accelerator`: the native one, made by Accelerate's arguments, with its other methods."""
 
 from __future__ import annotations
 

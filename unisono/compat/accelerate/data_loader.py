@@ -68,7 +68,7 @@ def prepare_data_loader(
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-    """The loader, whose loops begin with the batch after so many."""
+    """The loader, whose loops begin after that many batches."""
     return Later(dataloader, num_batches)
 
 

@@ -1,4 +1,4 @@
-"""`accelerate.local_sgd`: ranks step by themselves, and average their parameters every so many steps."""
+"""`accelerate.local_sgd`: ranks step by themselves, and average their parameters every n steps."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ _LOOK_S = 0.1  # between two looks at the group, and whether machines have come
 _MARGIN_S = 2.0  # after the grace that workers have to come to their early end
 _CAUSE_S = 2.0  # how long a victim's report waits for that of another machine: some beats
 _VARIABLES = {
-    # Else the agent serves a second store at the port that scripts are told to be free.
+    # Else the agent serves a second store at the port that scripts take to be free.
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
 
@@ -73,16 +73,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MachineOptions:
-    """How machines meet, and go on without one another.
+    """How machines meet, and continue without one another.
 
     Attributes:
-        min_nodes, max_nodes: with how many machines the run goes on.
+        min_nodes, max_nodes: with how many machines the run continues.
         endpoint: host:port where the agents meet; the host is one of the machines.
         run_id: the same for all agents of a run.
         node_rank: if the machines are numbered; none but number 0 may serve the endpoint then.
         rdzv_conf: the agent's rendezvous settings, above those chosen here.
         local_addr: this machine's address for the others; None takes the one on the way to the endpoint.
-        lost_after_s: how long a machine may be silent before the others go on without it.
+        lost_after_s: how long a machine may be silent before the others continue without it.
     """
 
     min_nodes: int
@@ -142,7 +142,7 @@ def rendezvous_settings(options: MachineOptions) -> dict[str, str]:
     chosen = {
         # How long a meeting of enough agents waits for more; a machine that comes later joins by a restart. Torch: 30.
         "last_call_timeout": "2",
-        # A machine that is gone is given up after interval x attempts. Torch: 5 x 3, so 46 s in all until work goes on.
+        # A machine that is gone is given up after interval x attempts. Torch: 5 x 3, 46 s in all until work continues.
         "keep_alive_interval": "1",
         "keep_alive_max_attempt": "3",
         # How long the machine of the store may be silent; the others end then.
@@ -283,7 +283,7 @@ class Agent(SimpleElasticAgent):
         return next(iter(self.others.failures()), None)
 
     def _first_cause(self, verdict: Outcome[Any]) -> Outcome[Any]:
-        """What another machine tells of it, in a moment; else the report of the victim that this one is."""
+        """What another machine says of it, in a moment; else the report of the victim that this one is."""
         deadline = time.monotonic() + _CAUSE_S
         while self.others.count > 0 and time.monotonic() < deadline:
             if (found := self.others.failures()) and not found[0].is_secondary:
@@ -319,7 +319,7 @@ def _run(agent: Agent, options: MachineOptions) -> Outcome[Any]:
 
 @contextmanager
 def _serve_endpoint(options: MachineOptions) -> Iterator[bool]:
-    """Serve the endpoint for the block, or wait for whoever does; whether it is this process."""
+    """Serve the endpoint for the block, or wait for anyone who does; whether it is this process."""
     is_host = serves_endpoint(options.endpoint, options.node_rank)
     if "is_host" in options.rdzv_conf:
         is_host = options.rdzv_conf["is_host"].lower() in ("1", "true", "t", "yes", "y")  # as torch reads it
@@ -358,7 +358,7 @@ def _name_of(group: Any) -> str:
 
 
 def _variables_of_group(group: Any, options: MachineOptions) -> dict[str, str]:
-    """What the workers find in their environment, beside what each is told of itself."""
+    """What the workers find in their environment, beside what each rank gets for itself."""
     found = {
         "MASTER_ADDR": group.master_addr,
         "MASTER_PORT": str(group.master_port),
@@ -370,7 +370,7 @@ def _variables_of_group(group: Any, options: MachineOptions) -> dict[str, str]:
 
 
 def _quieten() -> None:
-    """What the agent logs about failures is told by us, once; and its first such line would import torch._dynamo, for
+    """We report what the agent logs about failures, once; and its first such line would import torch._dynamo, for
     two seconds, before anything is restarted. LOGLEVEL brings it back."""
     quieten_store()
     if "LOGLEVEL" not in os.environ:

@@ -4,7 +4,7 @@ Three kinds of launchers are known. One *process per rank* by torchrun or anothe
 SLURM step, or by a Kubernetes pod (PyTorchJob, Kubeflow Trainer): that is a `Place`. One *agent per machine*, which
 starts the ranks itself, by the same three: that is an `AgentPlace`, and `unisono run` reads it.
 
-Workers of `spawn` have variables of their own and are told their world, so nobody announces them a place.
+Workers of `spawn` have variables of their own and get their world as an argument, so nobody announces them a place.
 
 Everything here is a function of a mapping; the process's environment is only the default.
 """
@@ -124,7 +124,7 @@ def _mark(place: Place) -> str:
 
 
 def announced_agent(environ: Mapping[str, str] | None = None) -> AgentPlace | None:
-    """What the environment tells an agent about the other machines, or None where it tells of none.
+    """What the environment tells an agent about the other machines, or None where it names none.
 
     Raises:
         ValueError: a variable is not what it must be, or a SLURM step has several tasks on a machine.

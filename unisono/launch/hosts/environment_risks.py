@@ -105,11 +105,11 @@ _RULES = (
     _Rule(
         ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
         _is_set,
-        "decides which devices there are, and numbers them anew",
+        "decides which devices there are, and renumbers them",
         "unset it to see all",
     ),
 )
-_FAMILIES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "PYTORCH_", "TORCH_")  # told of without an opinion
+_FAMILIES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "PYTORCH_", "TORCH_")  # listed without an opinion
 _PLACE = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

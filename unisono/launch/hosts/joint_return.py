@@ -58,7 +58,7 @@ class JointReturn:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """During the block this rank tells when it waits for one that is back."""
+        """During the block this rank says when it waits for one that is back."""
         is_over = threading.Event()
         thread = threading.Thread(target=_watch, args=(self, is_over), name="unisono-returns", daemon=True)
         thread.start()
@@ -155,7 +155,7 @@ def return_together(comm: ProcessCommunicator, timeout: timedelta) -> Iterator[N
 def _watch(returning: JointReturn, is_over: threading.Event) -> None:
     """Body of the watch's thread."""
     first: tuple[int, int] | None = None
-    with contextlib.suppress(RuntimeError):  # the store may be gone with its host, and nobody is there to be told
+    with contextlib.suppress(RuntimeError):  # the store may be gone with its host, and nobody is left to read it
         while not is_over.wait(_WATCH_S):
             first = first or returning.first_back()
             if first is not None and returning.comm.num_calls > first[1]:

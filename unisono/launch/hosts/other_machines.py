@@ -127,7 +127,7 @@ class OtherMachines:
         return self._round.count - 1 if self._round is not None else 0
 
     def begin_round(self, name: str, number: int, count: int) -> None:
-        """The agents have met, and start workers; this machine is that one of so many."""
+        """The agents have met, and start workers; this machine's number, of how many."""
         self._round = _Round(f"unisono/machines/{name}", count, Word(number))
         if self._threads[0].ident is None:
             self._answered_at = time.monotonic()

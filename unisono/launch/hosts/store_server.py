@@ -61,7 +61,7 @@ def listening_address(addresses: Sequence[str], is_alone: bool) -> str:
 def quieten_store() -> None:
     """Keep the stacks of native code out of stderr that a store prints when its server is gone with its machine.
 
-    What this process tells of a failure is the first cause; TORCH_CPP_LOG_LEVEL=WARNING brings the stacks back. Torch
+    What this process says of a failure is the first cause; TORCH_CPP_LOG_LEVEL=WARNING brings the stacks back. Torch
     reads that when it is imported and, where its library lets it, here once more.
     """
     if _LOG_LEVEL in os.environ:

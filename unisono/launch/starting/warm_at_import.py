@@ -24,7 +24,7 @@ def warm_at_import() -> None:
 
 
 def warm_early() -> None:
-    """Start the zygote, unless this process is a worker itself or has been told not to; never raises."""
+    """Start the zygote, unless this process is a worker itself or must not; never raises."""
     process = sys.modules.get("multiprocessing.process")
     is_child = process is not None and process.parent_process() is not None
     is_worker = is_child or any(name in os.environ for name in _LAUNCHED)

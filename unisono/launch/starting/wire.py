@@ -14,7 +14,7 @@ _QUIET = getattr(socket, "MSG_NOSIGNAL", 0)  # Python ignores SIGPIPE anyway, un
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Two connected sockets, of the one kind that every Unix has and that tells when its other end is gone."""
+    """Two connected sockets, of the one kind that every Unix has and that says when its other end is gone."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
 
 

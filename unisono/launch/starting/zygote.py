@@ -261,7 +261,7 @@ class Zygote:
         except BaseException:
             traceback.print_exc()
         finally:
-            os._exit(1)  # whatever happens, the child never goes on as a second zygote
+            os._exit(1)  # whatever happens, the child never continues as a second zygote
 
     def _reap(self) -> None:
         with contextlib.suppress(BlockingIOError):

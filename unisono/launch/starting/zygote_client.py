@@ -96,7 +96,7 @@ def _search_path() -> list[str]:
 def warm(start_method: str = "zygote", *, preload: Iterable[str] = ()) -> None:
     """Start the process that workers are forked from, without waiting for it, so that the first `spawn` finds it warm.
 
-    It imports torch on a core of its own while the caller goes on, with its own imports, say. Further calls start
+    It imports torch on a core of its own while the caller continues, with its own imports, say. Further calls start
     nothing, and may name further modules.
 
     Args:

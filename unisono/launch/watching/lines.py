@@ -42,7 +42,7 @@ class LineMixer:
 
     def __init__(self) -> None:
         self._source: Hashable = None
-        self._end = b"\n"  # of the line written last; empty: it goes on
+        self._end = b"\n"  # of the line written last; empty: it continues
 
     def add(self, source: Hashable, prefix: bytes, piece: bytes) -> bytes:
         """The bytes to write for a piece of a line: itself, behind what must stand before it."""

@@ -1,4 +1,4 @@
-"""Was it the kernel's out-of-memory killer? A worker's death by SIGKILL, told with its memory's last minutes.
+"""Was it the kernel's out-of-memory killer? A worker's death by SIGKILL, reported with its memory's last minutes.
 
 The killer sends the same signal as `kill -9` does and leaves no word with the process, but the kernel counts its
 victims: in their control group, and on the machine, where those of other containers count too. It counts before it

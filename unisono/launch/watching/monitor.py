@@ -1,6 +1,6 @@
 """The monitor: what each worker and the processes below it use, sampled from outside.
 
-Its samples tell how memory grew before a worker died, they feed the report, and lie in a file for whoever looks later.
+Its samples show how memory grew before a worker died, feed the report, and lie in a file for anyone who looks later.
 
 *Threads:* one daemon thread, `unisono-monitor`, started with the first worker, measures; any thread may ask and tell.
 
@@ -37,7 +37,7 @@ _CURVE = 120  # samples of each worker that are kept
 _REST = 100  # times as long as measuring took
 _PSS_EVERY = 10.0  # intervals
 _SETTLE_S = 0.2  # before the first round, in which the group's other workers start
-_ALL_ROUNDS = 1000  # so many are written; from then on one in ten
+_ALL_ROUNDS = 1000  # all of these are written; from then on one in ten
 
 _Children = dict[int, list[psutil.Process]]
 
@@ -56,7 +56,7 @@ class Sample:
         pss: the same, what is shared counted in parts; None where it was not measured.
         num_children: the processes below the worker.
         read_bytes, write_bytes: from and to storage since the start; None where the system does not tell.
-        device_bytes: memory on the worker's device, where the worker has told it.
+        device_bytes: memory on the worker's device, where the worker has reported it.
         pid: of the worker.
         step, samples_per_s, loss: of the worker's latest pulse.
     """
@@ -98,7 +98,7 @@ class _Watched:
 
 
 class Monitor:
-    """Samples the workers that it is told of, until it is closed.
+    """Samples the workers that are added to it, until it is closed.
 
     Args:
         path: where samples are appended, one JSON object a line; None keeps them in memory only.
@@ -277,7 +277,7 @@ def _look(process: psutil.Process) -> _Use | None:
             if not process.is_running():
                 return None
             rss, times, io = process.memory_info().rss, process.cpu_times(), None
-            with suppress(psutil.Error, AttributeError):  # not told on macOS, nor of another user's process
+            with suppress(psutil.Error, AttributeError):  # not readable on macOS, nor of another user's process
                 counters = process.io_counters()
                 io = counters.read_bytes, counters.write_bytes
     except (psutil.Error, OSError):

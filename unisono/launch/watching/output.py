@@ -293,7 +293,7 @@ class Output:
     def _complain(self, path: Path | None, error: OSError) -> None:
         if not self._has_complained:
             self._has_complained = True
-            text = f"unisono: {path} does not keep all that its worker writes ({error.strerror}); the run goes on"
+            text = f"unisono: {path} does not keep all that its worker writes ({error.strerror}); the run continues"
             self._stderr.add(None, b"", describe_event(text) if self._options.is_json else f"{text}\n".encode())
 
     def _release(self) -> None:
@@ -303,7 +303,7 @@ class Output:
 
 
 def _pump(output: Output) -> None:
-    """Body of the output's thread: until it is told to end, and has passed on what there was."""
+    """Body of the output's thread: until it is to end, and has passed on what there was."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPIPE])  # a pipe that nobody reads ends no caller
     try:
         output._serve()

@@ -1,4 +1,4 @@
-"""The directory that a run leaves behind: logs for people, and its course for whoever looks at it, live or later.
+"""The directory that a run leaves behind: logs for people, and its course for anyone who looks at it, live or later.
 
     <log_dir>/latest -> 2026-11-21_174601_4242       the run that was begun last, where links can be made
     <log_dir>/2026-11-21_174601_4242/                UTC, and the pid of the calling process
@@ -10,7 +10,7 @@
 *Threads:* any thread may write. An event is one `write` in append mode; a lock covers the state.
 
 Invariants:
-1. Only `create` raises. Later a full disk is told once, as a warning of `logging`, and never ends a run.
+1. Only `create` raises. Later a full disk is reported once, as a warning of `logging`, and never ends a run.
 2. A reader finds the old `run.json` or the new one, and of the other files every line but perhaps the last.
 """
 
@@ -127,7 +127,7 @@ class RunDirectory:
         except OSError as error:
             if not self._has_warned:
                 self._has_warned = True
-                logger.warning("%s is incomplete from here on, the run goes on: %s", self.path, error)
+                logger.warning("%s is incomplete from here on, the run continues: %s", self.path, error)
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class RecordedRun:
 
 
 def read_run(path: str | Path) -> RecordedRun:
-    """Read a run directory, also while the run goes on; FileNotFoundError where there is no `run.json`."""
+    """Read a run directory, also while the run continues; FileNotFoundError where there is no `run.json`."""
     path = Path(path)
     facts = json.loads((path / "run.json").read_text(encoding="utf-8"))
     return RecordedRun(path, facts, _read_lines(path / "events.jsonl"), _read_lines(path / "samples.jsonl"))

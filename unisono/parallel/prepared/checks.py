@@ -22,7 +22,7 @@ def check_features(world: World, strategy: type[Strategy], options: Choice, prec
     """Refuse what the world's devices lack.
 
     Raises:
-        ValueError: the message tells what to do instead.
+        ValueError: the message says what to do instead.
     """
     hook = options.comm_hook if isinstance(options, DDP) else None
     asked: dict[str, tuple[Feature, bool]] = {

@@ -1,9 +1,9 @@
 """Which rows of a tensor count, where its rows are the samples of batches that a loop has received.
 
 Labels, and outputs of prepared models, lie in memory that tells their batch (`deliveries.py`), and so does a nesting
-that holds one of them. What was computed from them (an argmax, a concatenation) is told by its number of rows, on all
-ranks: so many batches in a row, the same number on each rank, must have had just these rows; where others of the loop
-had as many, of which other rows count, it is an error.
+that holds one of them. What was computed from them (an argmax, a concatenation) is recognised by its number of rows,
+on all ranks: so many batches in a row, the same number on each rank, must have had just these rows; where others of
+the loop had as many, of which other rows count, it is an error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class NoSuchBatchError(ValueError):
 
 
 def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[Any, int]:
-    """The rows that count, and how many they are. A small collective, where nothing tells how many count.
+    """The rows that count, and how many they are. A small collective, where nothing says how many count.
 
     They are those of the batch whose memory the values lie in. Otherwise they are taken for those of the batch that the
     loop has just received; else of a whole loop, one of evaluation, and one of which no metric was gathered, before
@@ -54,7 +54,7 @@ def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[An
     if not is_told:
         raise ValueError(
             f"values with {count} samples: the batches of this loop do not tell how many samples they hold (objects, "
-            "packed sequences, lists of samples), on this rank or another, so that nothing tells which of them count; "
+            "packed sequences, lists of samples), on this rank or another, so that nothing says which of them count; "
             "pass valid_samples, len(batch) for example, and 0 where loader.valid_samples is 0; or let the loader give "
             "tensors with the samples along their first dimension"
         )
@@ -62,7 +62,7 @@ def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[An
     if not best:
         if not recent:
             raise NoSuchBatchError(
-                f"no prepared loader has delivered a batch, so that nothing tells which of {count} samples count; "
+                f"no prepared loader has delivered a batch, so that nothing says which of {count} samples count; "
                 "prepare(loader), or pass valid_samples"
             )
         rows = recent[0].rows.recent()
@@ -102,7 +102,7 @@ class _Fit(NamedTuple):
 
 
 def _counted_rows(values: Any, counted: Sequence[int], count: int) -> tuple[Any, int]:
-    """The rows that count, and how many they are, of so many."""
+    """The rows that count, and how many they are, of `count`."""
     if len(counted) == count:
         return values, count
     stretches = _stretches(counted)

@@ -20,7 +20,7 @@ from unisono.world import World
 class NanGuard:
     """Looks at each gradient as the backward pass makes it, before other ranks' are added: one pass over each.
 
-    Nothing is waited for until `check`, so a device goes on meanwhile.
+    Nothing is waited for until `check`, so a device continues meanwhile.
     """
 
     def __init__(self, world: World) -> None:

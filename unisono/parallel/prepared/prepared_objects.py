@@ -144,7 +144,7 @@ class PreparedObjects:
         is_ours = isinstance(each, PreparedModel | PreparedScheduler)
         if is_ours or each in _all_prepared or (each is not None and any(each is other for other in before)):
             raise ValueError(
-                f"the {name} at position {where} is prepared already; prepare each object once, and go on with what "
+                f"the {name} at position {where} is prepared already; prepare each object once, and continue with what "
                 "prepare() returned"
             )
         if is_metric(each):

@@ -44,7 +44,7 @@ class Taken(NamedTuple):
     device_steps: int = 0
 
     def after_step(self, batches: int, microbatches: int) -> Taken:
-        """With one more step, on so many batches; `microbatches` make a step of one device."""
+        """With one more step, on this number of batches; `microbatches` make a step of one device."""
         device_steps = math.ceil(batches / microbatches)
         return Taken(self.steps + 1, self.batches + batches, self.device_steps + device_steps)
 

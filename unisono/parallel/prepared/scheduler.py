@@ -67,7 +67,7 @@ class PreparedScheduler:
         units = 1 if loop is None else stepper.taken.since(before, self._unit or "step")
         if self._end is not None and (self._epoch or 0) + units > self._end:
             raise RuntimeError(
-                f"the {name} ends after {self._end} steps, and the loop goes on: it was taken for one that counts in "
+                f"the {name} ends after {self._end} steps, and the loop continues: it was taken for one that counts in "
                 f"units of schedule_unit={self._unit!r}; pass Accelerator(schedule_unit='step') if it counts the "
                 "optimizer steps of this run"
             )

@@ -105,7 +105,7 @@ class Stepper:
 
     def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
         """`optimizer.step` at the end of an accumulation; else nothing, and None."""
-        if self._is_inside:  # the scaler's way to the plain step, which it does not take behind an overflow
+        if self._is_inside:  # the scaler's way to the plain step, which it does not take after an overflow
             self._count_step()
             return self._plain_step(**arguments)
         self.num_asked += 1

@@ -1,8 +1,9 @@
 """strategy="ddp": torch's DistributedDataParallel reduces while the backward pass runs, each bucket as it is full.
 
 DDP is asked in the forward pass whether the backward pass that follows is to reduce. Here that is known when the
-backward pass begins, so forward passes run as if it were not, and the reducer is told then. Nor do they share buffers,
-which are shared when a backward pass has reduced: a forward pass meets nobody, so that one rank alone may evaluate.
+backward pass begins, so forward passes run as if it were not, and the reducer learns of it then. Nor do they share
+buffers, which are shared when a backward pass has reduced: a forward pass meets nobody, so that one rank alone may
+evaluate.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ class _Ordered(DistributedDataParallel):
 
 
 def own_steps_contradict(what: str) -> str:
-    """What an option is told that needs the gradients of all ranks at each step."""
+    """The error for an option that needs the gradients of all ranks at each step."""
     return (
         f"comm_hook={POST_LOCAL_SGD!r} and {what} contradict each other: between two averages each rank steps by its "
         "own gradients, and this needs those of all ranks at each step; leave one of them out"
@@ -164,10 +165,10 @@ def own_steps_contradict(what: str) -> str:
 
 
 def failed_before(model: str) -> str:
-    """What a backward pass is told that follows one which has failed, on this rank, while it reduced."""
+    """The error for a backward pass after one which has failed, on this rank, while it reduced."""
     return (
         f"the backward pass before, through the {model}, has failed on this rank in the middle of its reduction, which "
-        "cannot be taken up again, and other ranks may wait in it; let the error end the run, or begin anew on all "
+        "cannot be taken up again, and other ranks may wait in it; let the error end the run, or start again on all "
         "ranks: accelerator.free_memory(), and prepare() (under strategy='fsdp' a new model)"
     )
 

@@ -70,7 +70,7 @@ class FSDPEngine(Engine):
         self._whole = whole_parameters(sharded)
         self._parts = list(sharded.parameters())
         self._known.update(dict.fromkeys(self._whole))  # these stand in the module while it runs
-        self._entries = WeakTensorKeyDictionary()  # inputs that have told of their gradients before
+        self._entries = WeakTensorKeyDictionary()  # inputs that have announced their gradients before
         self._memory, self._gradients = Rebinding(self._parts), Rebinding(())
         for each in self._parts:
             if each.requires_grad:

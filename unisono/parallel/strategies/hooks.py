@@ -7,15 +7,15 @@ of the sum over r of scale_r g_r, in whatever form it travels:
     "fp16", "bf16"    in half the bytes; fp16 overflows from 65504 on: an infinite gradient, on every rank
     "powersgd"        as factors of low rank, and what they leave out with the next step
     "post_local_sgd"  as it is for the first steps; then only inside each machine, and the parameters are averaged at
-                      every so many steps
+                      every n steps
 
 *Threads:* a backward pass runs the hook in its own thread, one bucket after the other.
 
 Invariants:
 1. All buckets of a backward pass are multiplied by one factor: the first bucket to go asks for it. DDP sends buckets in
    the order of their indices, from 0.
-2. With post-local SGD each rank, or machine, goes on by its weighted gradients: the mean of what one step of plain SGD
-   makes of them is what the weighted sum would have made.
+2. With post-local SGD each rank, or machine, continues by its weighted gradients: the mean of what one step of plain
+   SGD makes of them is what the weighted sum would have made.
 """
 
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with the classes themselves.

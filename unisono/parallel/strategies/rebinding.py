@@ -38,6 +38,6 @@ class Rebinding:
                 name = name_of(tensor, [tensor]) if attribute == "data" else f"gradient {place}"
                 raise RuntimeError(
                     f"something, an optimizer's step say, has assigned `parameter.{attribute} = ...`, of {name}, and "
-                    f"strategy={strategy!r} goes on with the memory that was there before; change it in place, "
+                    f"strategy={strategy!r} continues with the memory that was there before; change it in place, "
                     f"`parameter.{attribute}.copy_(...)`, or take strategy='ddp'"
                 )

@@ -57,7 +57,7 @@ class ZeRO1Strategy(DDPStrategy):
         return sharded
 
     def _announce(self, prepared: Callable[[], Optimizer | None], optimizer: Optimizer, *_: Any) -> None:
-        if optimizer is prepared():  # hooks are those of the user's optimizer, which may be prepared anew
+        if optimizer is prepared():  # hooks are those of the user's optimizer, which may be prepared again
             self.world.comm.announce(f"the end of {self.ledger.place()}")  # the ranks send out what they have stepped
 
 
@@ -89,7 +89,7 @@ class _MemoryCheck:
     """Behind each step: what the ranks have sent to one another is what the parameters have."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = ref(optimizer)  # hooks are those of the user's, which may be prepared anew
+        self._optimizer = ref(optimizer)  # hooks are those of the user's, which may be prepared again
         self._layout = _layout_of(optimizer)
         self._memory = Rebinding(parameters_of(optimizer))
 
@@ -98,7 +98,7 @@ class _MemoryCheck:
             return
         if (
             _layout_of(optimizer) != self._layout
-        ):  # a further group, a layer unfrozen: torch has laid out all of them anew
+        ):  # a further group, a layer unfrozen: torch has laid out all of them again
             self._layout, self._memory = _layout_of(optimizer), Rebinding(parameters_of(optimizer))
         self._memory.check("zero1")
 

@@ -22,7 +22,7 @@ from unisono.tree import batch_size, leaves, take, tensors, tree_map
 from unisono.world import World
 
 DistributedOperationException = UnisonoError
-"""The rank that sees that two differ has a CollectiveMismatchError, the others a BrokenWorldError: nobody goes on."""
+"""The rank that sees that two differ has a CollectiveMismatchError, the others a BrokenWorldError: nobody continues."""
 
 _INSTEAD = {
     "GatheredParameters": "it is DeepSpeed's, which is not joined",

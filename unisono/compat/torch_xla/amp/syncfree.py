@@ -1,4 +1,4 @@
-"""`torch_xla.amp.syncfree`: torch's optimizers, whose step can be told to do nothing.
+"""`torch_xla.amp.syncfree`: torch's optimizers, whose step can be made to do nothing.
 
 Here `found_inf` is read, which ends a lazy device's graph; without it nothing is.
 """

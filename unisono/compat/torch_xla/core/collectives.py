@@ -263,7 +263,7 @@ def own_group(groups: Groups, world: World) -> list[int] | None:
 def reduce_gradients(optimizer: Optimizer, groups: Groups = None, pin_layout: bool = True) -> None:
     """Replace the gradients by their mean over the replicas; to clip them before `optimizer.step()`, say.
 
-    As `unisono.optimizer_step` does, the mean is that over all samples, where a loader has told how many each had.
+    As `unisono.optimizer_step` does, the mean is that over all samples, where a loader knows how many each had.
 
     Args:
         groups: as for `all_reduce`. The sum over one's own group is divided by the number of all replicas, as ever.

@@ -35,7 +35,7 @@ def get_xla_supported_devices(devkind: str | Sequence[str] | None = None, max_de
     Args:
         devkind: "TPU", "GPU", "MPS" or "CPU"; a list takes the first of them that has a device. None is the kind in
             use: accelerators before the CPU, or what UNISONO_BACKEND says.
-        max_devices: so many at most; None and 0 set no limit.
+        max_devices: how many at most; None and 0 set no limit.
 
     Raises:
         TypeError, ValueError: an argument is of another type, or out of its range.
@@ -98,9 +98,9 @@ def set_rng_state(seed: int, device: str | torch.device | None = None) -> None:
 
 
 def get_rng_state(device: str | torch.device | None = None) -> int:
-    """A seed from which the device's random generator goes on: `set_rng_state` with it repeats what comes now.
+    """A seed from which the device's random generator continues: `set_rng_state` with it repeats what comes now.
 
-    Where something was drawn since the generator was seeded, it is seeded anew for that, by where it stands.
+    Where something was drawn since the generator was seeded, it is reseeded for that, by where it stands.
     """
     return seed_of_device(*_place(device))
 

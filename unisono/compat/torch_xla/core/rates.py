@@ -1,4 +1,4 @@
-"""How fast something goes on: samples per second, smoothed."""
+"""How fast something progresses: samples per second, smoothed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SMOOTH_FACTOR = 0.4
 
 
 class RateTracker:
-    """Counts, and tells how many there were per second.
+    """Counts, and says how many there were per second.
 
     Args:
         smooth_factor: from 0 to 1, how much the last rate counts in the next; None takes RATE_TRACKER_SMOOTHING of the

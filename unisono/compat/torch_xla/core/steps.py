@@ -42,7 +42,7 @@ class _Beside:
         """Let those that were added run. Waits while too many do.
 
         Raises:
-            BaseException: what one has raised since; those behind it are dropped.
+            BaseException: what one has raised since; those after it are dropped.
         """
         with self._changed:
             self._changed.wait_for(lambda: len(self._waiting) < _MOST_WAITING or self._error is not None)
@@ -68,7 +68,7 @@ class _Beside:
             return closure
 
     def fail(self, error: BaseException) -> None:
-        """One has raised: those behind it are dropped."""
+        """One has raised: those after it are dropped."""
         with self._changed:
             self._error, self._is_running = error, False
             self._waiting.clear()
@@ -86,11 +86,11 @@ def run_closures(beside: _Beside, context: Context) -> None:
 
 
 def add_step_closure(closure: Callable[..., Any], args: Sequence[Any] = (), run_async: bool = False) -> None:
-    """Call `closure(*args)` behind the next step's end, in this thread; what was added first comes first.
+    """Call `closure(*args)` after the next step's end, in this thread; what was added first comes first.
 
     Args:
         run_async: call it beside the loop, in another thread, behind those that were added so before. What one raises,
-            the next step's end raises, and those behind it are dropped.
+            the next step's end raises, and those after it are dropped.
 
     Raises:
         TypeError: `closure` cannot be called.

@@ -88,7 +88,7 @@ def short_metrics_report(counter_names: list[str] | None = None, metric_names: l
 
 
 def clear_all() -> None:
-    """Count from here on. Reports of this framework (`unisono.gather_report`) go on counting."""
+    """Count from here on. Reports of this framework (`unisono.gather_report`) continue counting."""
     world = current_world()
     tracks = world.timeline.tracks()
     totals: Counter[str] = Counter()

@@ -38,7 +38,7 @@ class StepTrace(Trace):
     """As `Trace`, of a whole step, which ends with the block.
 
     Args:
-        step_num: stands behind the name.
+        step_num: stands after the name.
     """
 
     def __init__(self, name: str, step_num: int | None = None, **kwargs: Any) -> None:

@@ -38,7 +38,7 @@ def __getattr__(name: str) -> Any:
 
 
 class PerDeviceLoader:
-    """The batches of one device, once. Each `next` ends a step first (`mark_step`), that behind the last batch too.
+    """The batches of one device, once. Each `next` ends a step first (`mark_step`), that after the last batch too.
 
     Args:
         batches_per_execution: how many batches make a step.

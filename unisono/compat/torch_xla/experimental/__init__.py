@@ -15,7 +15,7 @@ def __getattr__(name: str) -> Any:
 
 
 def eager_mode(enable: bool) -> None:
-    """Has no effect: a lazy device goes on recording, and computes the same; others are eager always."""
+    """Has no effect: a lazy device continues recording, and computes the same; others are eager always."""
 
 
 @contextmanager

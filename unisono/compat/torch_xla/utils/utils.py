@@ -92,7 +92,7 @@ class DataWrapper:
 
 
 class TimedScope:
-    """A `with` block that tells how long it took.
+    """A `with` block that says how long it took.
 
     Args:
         msg: stands before the time.
