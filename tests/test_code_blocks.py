@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import unisono
+from unisono import preemption
 from unisono.cli.main import COMMANDS
 from unisono.report.summary import Report, summarise
 
@@ -136,8 +137,9 @@ def test_the_blocks_of_a_page_run(page: str, directory: Path) -> None:
     if any("spawn(" in block.text for block in blocks):
         preload()
     scope = given(directory)
-    for block in blocks:
-        run_block(page, block, scope)
+    with preemption.scope():  # a block may call should_stop(), which takes SIGTERM from then on
+        for block in blocks:
+            run_block(page, block, scope)
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON)

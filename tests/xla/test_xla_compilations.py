@@ -80,6 +80,26 @@ def test_one_device_needs_one_graph_for_each_shape_and_one_for_the_first_step(de
     assert "A lazy device computes where its graph is cut" in report.verdict or "-bound" in report.verdict
 
 
+def graphs_of(make_optimizer: type[torch.optim.Optimizer], device: torch.device) -> int:
+    """Compiled in ten steps."""
+    size = width()
+    accelerator = Accelerator(device=device)
+    model = nn.Linear(5, size)
+    model, optimizer, batches = accelerator.prepare(model, make_optimizer(model.parameters()), loader(4 * 10, 4))
+    before = compiled()
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        accelerator.backward(F.cross_entropy(model(inputs), targets % size))
+        optimizer.step()
+    return compiled() - before
+
+
+@pytest.mark.parametrize(("make_optimizer", "graphs"), [(torch.optim.Adam, 2), (torch.optim.RAdam, 3)])
+def test_an_optimizer_needs_a_graph_for_its_first_step_and_for_each_rule_of_a_step(devices, make_optimizer, graphs):
+    """RAdam rectifies its steps from the sixth on (Liu et al., 2020: from rho_t > 5 on; torch's beta2 of 0.999)."""
+    assert graphs_of(make_optimizer, devices[0]) == graphs
+
+
 def test_a_schedule_and_weights_of_nought_and_one_compile_nothing_new(devices):
     size = width()
     accelerator = Accelerator(device=devices[0])
