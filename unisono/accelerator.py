@@ -1,9 +1,9 @@
-"""Accelerator: a facade over the wings, so that a plain training loop runs on any number of devices.
+"""Accelerator: a facade over the other packages, so that a plain training loop runs on any number of devices.
 
-Each method is one call into a wing; examples/by_hand.py shows the same loop without it.
+Each method is one call into a package; examples/by_hand.py shows the same loop without it.
 
-Who owns what: the accelerator owns what is shared by its models and optimizers (the loss scaler, the count of
-microbatches); these live as long as it does.
+The accelerator owns what its models and optimizers share (the loss scaler, the count of microbatches), for as long as
+it lives.
 
 *Threads:* one accelerator per rank, used in the thread of the rank's loop.
 """
@@ -71,44 +71,43 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
     The gradient that `optimizer.step()` applies is that of the mean loss over all samples of the step, on all ranks.
 
     Args:
-        device: of a world of one; None takes the world's. A rank of several has its device.
-        mixed_precision: "bf16" and "fp16" run the models' forward passes under autocast, and "fp16" scales the loss; a
-            step that overflows is skipped on all ranks. "no" leaves the types of the model.
-        gradient_accumulation_steps: how many microbatches make an optimizer step. `optimizer.step()`, `zero_grad()` and
-            `scheduler.step()` do nothing in between; a loop's last step takes what is left.
-        max_grad_norm: clips the gradients, over all parameters of an optimizer and all ranks, before each step.
-        strategy: of processes: "ddp", "zero1" (each rank keeps a part of the optimizer's state) or "fsdp" (and of the
-            parameters and gradients). "spmd", for XLA in a plain script: one program, whose batches lie over all
-            devices of the process; BatchNorm sees the global batch. `unisono.strategies` has each with its options.
-        compile: compile the models; a mapping has the arguments of `torch.compile`.
-        seed: of python's, numpy's and torch's generators, the same on each rank, and of the loaders' orders. Behind
-            the first `prepare` with a model, each rank's generators continue from a seed of its own.
-        cpu: take the CPU, whatever there is.
-        device_placement: move models, optimizers' states and batches; False moves nothing.
-        sync_batchnorm: BatchNorm sees the global batch.
-        nan_guard: a gradient that is NaN or infinite is an error that names parameter and rank. Costs a pass over each
-            gradient.
-        loss_reduction: what losses are over the samples of a batch: "mean", and the gradient is that of the mean over
+        device: the device of a run with one rank; None uses the current world's. With several ranks, each has its own.
+        mixed_precision: "bf16" and "fp16" run the models' forward passes under autocast; "fp16" also scales the loss,
+            and a step that overflows is skipped on all ranks. "no" keeps the dtypes of the model.
+        gradient_accumulation_steps: the number of microbatches per optimizer step. In between, `optimizer.step()`,
+            `zero_grad()` and `scheduler.step()` do nothing; the last step of a loop uses the microbatches that remain.
+        max_grad_norm: clip the gradient norm, over all parameters of an optimizer and all ranks, before each step.
+        strategy: for processes: "ddp", "zero1" (shards the optimizer state) or "fsdp" (shards parameters and gradients
+            as well). "spmd", for XLA in a plain script: one program whose batches are laid over all devices of the
+            process; BatchNorm sees the global batch. `unisono.strategies` has a class for each, with its options.
+        compile: compile the models; a mapping holds the arguments of `torch.compile`.
+        seed: seeds the generators of Python, NumPy and torch, alike on each rank, and the loaders' orders. After the
+            first `prepare` with a model, each rank's generators continue from a seed of their own.
+        cpu: use the CPU, even if there are accelerators.
+        device_placement: move models, optimizer states and batches to the device; False moves nothing.
+        sync_batchnorm: compute BatchNorm's statistics over the global batch.
+        nan_guard: raise an error that names the parameter and the rank when a gradient is NaN or infinite. Costs one
+            pass over each gradient.
+        loss_reduction: how the loss reduces the samples of a batch: "mean", and the gradient is that of the mean over
             the step; or "sum", and it is that of the sum.
         scaler_options: for "fp16", the arguments of torch's GradScaler: `init_scale`, `growth_interval`, ...
-        schedule_unit: what schedules count: "batch", the batches of the loader as the script wrote it; "step", the
-            optimizer steps of this run; "device_step", those that one device would take. None finds out, and is an
-            error where it matters and cannot be known.
-        log_with: where `log` writes, beside a file of JSON lines: "tensorboard", "wandb", "mlflow", "all" (those that
+        schedule_unit: what schedulers count: "batch", the batches of the loader as the script wrote it; "step", the
+            optimizer steps of this run; "device_step", the steps that one device would take. None infers it, and
+            raises an error where it matters and cannot be known.
+        log_with: where `log` writes, besides a file of JSON lines: "tensorboard", "wandb", "mlflow", "all" (those that
             are installed), objects with the methods of `unisono.Tracker`, or a list of these.
-        project_dir: the directory of what trackers write, and of checkpoints; None takes "runs" in the working
-            directory.
-        total_limit: how many numbered checkpoints stay; None keeps all.
-        world: None takes the current one.
+        project_dir: the directory for trackers and checkpoints; None uses "runs" in the working directory.
+        total_limit: the number of numbered checkpoints to keep; None keeps all.
+        world: None uses the current one.
 
     Attributes:
-        world: the rank's.
-        device: where batches and models go.
-        mixed_precision, project_dir: as they were given.
-        scaler: of the loss, for "fp16": torch's GradScaler, whose `state_dict()` belongs into a checkpoint; else None.
+        world: this rank's world.
+        device: where models and batches are placed.
+        mixed_precision, project_dir: as given.
+        scaler: for "fp16", torch's GradScaler, whose `state_dict()` belongs in a checkpoint; otherwise None.
 
     Raises:
-        TypeError, ValueError: an argument is out of its range, or does not fit another one.
+        TypeError, ValueError: an argument is out of range, or conflicts with another one.
         ImportError: the library of a tracker is not installed.
     """
 
@@ -179,35 +178,38 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         self._states = PreparedStates(self._prepared, self._microbatches, self.scaler, project_dir, total_limit)
 
     def prepare(self, *objects: Any) -> Any:
-        """Models, optimizers, loaders, schedulers, lists of them and None, each prepared: in the order in which they
-        were given; one object gives one object.
+        """Prepare models, optimizers, loaders, schedulers, lists of them and None.
 
-        A model moves to the device and gets the parameters of rank zero; it comes back as one that behaves the same.
-        An optimizer made before comes back itself, pointing to the moved parameters ("zero1": another in its place).
-        A DataLoader, or any other iterable of batches, becomes a `DeviceLoader`. A metric of torchmetrics comes back
+        A model is moved to the device and given the parameters of rank zero; the returned one behaves the same. An
+        optimizer is returned itself, holding the moved parameters (with "zero1", another one in its place). A
+        DataLoader, or any other iterable of batches, becomes a `DeviceLoader`. A metric of torchmetrics is returned
         itself, and gathers over the ranks when it computes.
+
+        Returns:
+            The prepared objects, in the order given; for one argument, that object alone.
 
         Raises:
             TypeError: an object is none of these; the message names its class and position.
-            ValueError: an object is prepared already, a model lies on two devices, or an optimizer has a parameter of
-                no prepared model.
+            ValueError: an object is prepared already, a model lies on two devices, or an optimizer holds a parameter
+                of no prepared model.
         """
         made = self._prepared.prepare(objects)
         return made[0] if len(made) == 1 else tuple(made)
 
     def free_memory(self) -> None:
-        """Let go of everything that was prepared. Optimizers step by themselves again, and models and optimizers can be
-        prepared again, by this Accelerator or another one; what is not held elsewhere is garbage. A model that strategy
-        "fsdp" has sharded stays so: make a new one.
+        """Release everything that was prepared: what is not referenced elsewhere is freed.
+
+        Optimizers step by themselves again, and models and optimizers can be prepared again, by this Accelerator or
+        another one. A model that strategy "fsdp" has sharded stays sharded: make a new one.
         """
         self._prepared.release()
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """How many microbatches make an optimizer step. Set it between steps: one that has begun ends as it was begun.
+        """The number of microbatches per optimizer step. Set it between steps: it does not affect one that has begun.
 
         Raises:
-            TypeError, ValueError: it is set to what is no whole number from 1 on.
+            TypeError, ValueError: the new value is not a positive integer.
         """
         return self._accumulated
 
@@ -225,10 +227,11 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         *,
         retain_graph: bool = False,
     ) -> None:
-        """`loss.backward()`; for fp16 the loss is scaled.
+        """`loss.backward()`; with "fp16" the loss is scaled.
 
         Args:
-            weight, batch: as for `unisono.backward`. None takes the batch that the model's inputs came from.
+            loss: a tensor of one element.
+            weight, batch: as for `unisono.backward`. None uses the batch that the model's inputs came from.
             retain_graph: keep the graph for another backward pass.
 
         Raises:
@@ -242,93 +245,97 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         self._passes.backward(loss, weight, batch, retain_graph)
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """A microbatch, for batches from elsewhere; those of a prepared loader are counted by themselves.
+        """The block is one microbatch. Only needed for batches from elsewhere: a prepared loader counts its own.
 
         Args:
-            models: nothing depends on them.
+            models: ignored; for compatibility with Accelerate.
         """
         return self._microbatches.block()
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether `optimizer.step()` steps on the present microbatch, and does not wait for more."""
+        """Whether `optimizer.step()` takes a step at the current microbatch, rather than waiting for more."""
         return self._microbatches.is_boundary()
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last step of a prepared optimizer was left out, on all ranks: its gradients overflowed (fp16), or
-        nothing counted in it (all weights were 0)."""
+        """Whether the last step of a prepared optimizer was skipped, on all ranks: its gradients overflowed (fp16), or
+        all weights in it were 0."""
         return any(each.was_skipped for each in self._prepared.steppers())
 
     def set_trigger(self) -> None:
-        """Let `check_trigger` report True on all ranks: one of them has to stop, say."""
+        """Make the next `check_trigger` return True on all ranks; for example, because this rank has to stop."""
         self._trigger.set()
 
     def check_trigger(self) -> bool:
-        """Whether some rank has called `set_trigger` since the last check. Every rank calls it. A small collective."""
+        """Whether any rank has called `set_trigger` since the last check. A collective: every rank must call it."""
         return self._trigger.check()
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Forward passes of this prepared model, in the block, let their backward passes reduce nothing."""
+        """Forward passes of this prepared model within the block leave their gradients unreduced."""
         with model.no_sync() if isinstance(model, PreparedModel) else nullcontext():
             yield
 
     def clip_grad_norm_(
         self, parameters: nn.Module | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor | None:
-        """Clip the norm of the reduced, unscaled gradients of all ranks; while microbatches accumulate, nothing.
+        """Clip the norm of the reduced, unscaled gradients. Does nothing while microbatches accumulate.
 
         Args:
-            parameters: or a model.
-            max_norm: the norm that is left, at most.
+            parameters: parameters, or a model.
+            max_norm: the largest norm allowed.
             norm_type: p of the p-norm; infinity for the largest element.
 
         Returns:
-            The norm before, a tensor of one element; None while microbatches accumulate.
+            The norm before clipping, a 0-dim tensor; None while microbatches accumulate.
         """
         return self._prepared.clip_norm(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: nn.Module | Iterable[torch.Tensor], clip_value: float) -> None:
-        """Clip each element of the reduced, unscaled gradients to [-clip_value, clip_value]; while microbatches
-        accumulate, nothing.
+        """Clip each element of the reduced, unscaled gradients to [-clip_value, clip_value]. Does nothing while
+        microbatches accumulate.
 
         Args:
-            parameters: or a model.
+            parameters: parameters, or a model.
             clip_value: the bound, positive.
         """
         self._prepared.clip_value(parameters, clip_value)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The context of the precision, for what is computed outside the models' forward passes."""
+        """The autocast context of `mixed_precision`, for what is computed outside the models' forward passes."""
         return nullcontext() if self._autocast is None else self._autocast()
 
     def gather(self, values: Any, dim: int = 0) -> Any:
-        """Every rank's tensors, concatenated along `dim` in rank order; 0-dim tensors become a vector.
+        """Gather the tensors of all ranks, concatenated along `dim` in rank order; 0-dim tensors become a vector.
 
         Args:
-            values: a tensor, or any nesting of tensors, of the same shapes on each rank. For different numbers
-                of rows use `pad_across_processes` or `gather_for_metrics`; for objects `unisono.all_gather_object`.
+            values: a tensor, or any nesting of tensors, with the same shapes on each rank. For different numbers of
+                rows use `pad_across_processes` or `gather_for_metrics`; for objects `unisono.all_gather_object`.
+            dim: the dimension to concatenate along.
+
+        Returns:
+            The same nesting, each tensor `world_size` times as long along `dim`.
 
         Raises:
-            TypeError: a value is no tensor.
-            ValueError: one requires grad: `unisono.functional.all_gather` has a gradient.
-            CollectiveMismatchError: the ranks' nestings, shapes or types differ.
+            TypeError: a value is not a tensor.
+            ValueError: a tensor requires grad; `unisono.functional.all_gather` is differentiable.
+            CollectiveMismatchError: the ranks' nestings, shapes or dtypes differ.
         """
         return gather_nested(values, dim, self.world)
 
     def gather_for_metrics(self, values: Any, valid_samples: int | None = None) -> Any:
-        """Every rank's samples, each exactly once, in rank order; values, without gradients.
+        """Gather the samples of all ranks, each exactly once, in rank order, without gradients.
 
         Args:
-            values: a tensor, or any nesting of tensors, with one row for each sample of a batch; repeated samples are
-                left out. A tensor of the batch itself, or an output of a prepared model, says which batch; otherwise
-                it is the one that this rank received last, or the last few together.
-            valid_samples: how many rows count, from the front, where they are not those of batches.
+            values: a tensor, or any nesting of tensors, with one row per sample of a batch; rows that repeat samples
+                (padding) are left out. A tensor of the batch itself, or an output of a prepared model, identifies its
+                batch; otherwise the batch is the one that this rank received last, or the last few together.
+            valid_samples: for rows that do not come from batches: how many of them count, from the front.
 
         Raises:
-            ValueError: the number of rows matches no recent batches; or it may be one batch or another, and
-                different rows of them count.
+            ValueError: the number of rows matches no recent batches; or it matches several, of which different rows
+                count.
             TypeError: as for `unisono.all_gather_samples`.
         """
         kept, count = valid_rows(values, valid_samples, self.world)
@@ -336,24 +343,29 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             return all_gather_samples(kept, count, world=self.world)
 
     def reduce(self, values: Any, reduction: ReduceOp = "mean", scale: float = 1.0) -> Any:
-        """The reduction over all ranks, times `scale`: new tensors, in the same nesting.
+        """Reduce over all ranks, and multiply by `scale`.
 
         Args:
-            values: a tensor, or any nesting of tensors, of the same shapes on each rank.
+            values: a tensor, or any nesting of tensors, with the same shapes on each rank.
             reduction: "sum", "mean", "min", "max" or "product".
+            scale: a factor for the result.
+
+        Returns:
+            New tensors, in the same nesting.
 
         Raises:
-            TypeError, ValueError, CollectiveMismatchError: as for `gather`; or there is no such reduction.
+            TypeError, ValueError, CollectiveMismatchError: as for `gather`; or `reduction` is unknown.
         """
         return reduce_nested(values, reduction, scale, self.world)
 
     def pad_across_processes(self, values: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-        """The tensors, each filled up along `dim` to the largest size that it has on any rank. A small collective.
+        """Pad each tensor along `dim` to its largest size on any rank. A small collective.
 
         Args:
-            values: a tensor, or any nesting of tensors. One without that dimension stays as it is.
-            pad_index: the value that fills.
-            pad_first: fill in front.
+            values: a tensor, or any nesting of tensors. A tensor without that dimension is returned unchanged.
+            dim: the dimension to pad.
+            pad_index: the value to pad with.
+            pad_first: pad at the front.
 
         Raises:
             TypeError, ValueError, CollectiveMismatchError: as for `gather`.
@@ -361,16 +373,16 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         return pad_nested(values, dim, pad_index, pad_first, self.world)
 
     def print(self, *values: Any, **options: Any) -> None:
-        """`print` on rank zero."""
+        """`print` on rank zero only."""
         if self.world.rank == 0:
             print(*values, **options)
 
     def end_training(self) -> None:
-        """End the run: close all trackers, and wait for a checkpoint that is under way. Once more, it does nothing.
+        """End the run: close all trackers, and wait for a checkpoint that is being saved. Idempotent.
 
         Raises:
-            Exception: what a tracker has raised, after the end of all others; of several, an ExceptionGroup. What a
-                save has failed with.
+            Exception: the error of a tracker, after all others were closed; of several, an ExceptionGroup. The error
+                of a failed save.
         """
         try:
             super().end_training()
@@ -378,16 +390,19 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             self._states.close()
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
-        """The module that was prepared."""
+        """The module that was given to `prepare`."""
         return model.module if isinstance(model, PreparedModel) else model
 
     def state_dict(self, prepared: nn.Module | Optimizer) -> dict[str, Any]:
-        """The state of a prepared model or optimizer in torch's plain form: whole, on the CPU, without prefixes.
+        """The state of a prepared model or optimizer in torch's plain form: complete, on the CPU, without prefixes.
 
-        Every rank calls it; rank zero gets it, the others {}. A loader has its own `state_dict()`.
+        Every rank must call it. A loader has its own `state_dict()`.
+
+        Returns:
+            The state on rank zero; {} on the others.
 
         Raises:
-            TypeError: it is neither.
+            TypeError: `prepared` is neither a model nor an optimizer.
         """
         if isinstance(prepared, Optimizer):
             return optimizer_state(prepared, self._prepared.modules(), self.world)
@@ -408,13 +423,13 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             raise AttributeError(advice_on(name), name=name, obj=self)
 
     def load_state_dict(self, prepared: nn.Module | Optimizer, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` gave, or what a plain model or optimizer did, under any strategy and number of ranks.
+        """Load a state made by `state_dict`, or by a plain model or optimizer, under any strategy and number of ranks.
 
-        Every rank calls it; rank zero's state counts.
+        Every rank must call it; rank zero's state is loaded on all.
 
         Args:
             prepared: a prepared model or optimizer.
-            state: by the names of the module that was prepared; other ranks than zero may pass {}.
+            state: with the names of the module that was given to `prepare`; other ranks than zero may pass {}.
         """
         if isinstance(prepared, Optimizer):
             load_optimizer_state(prepared, self._prepared.modules(), state, self.world)

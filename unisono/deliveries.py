@@ -1,9 +1,9 @@
 """Deliveries: the batches that a rank has received, what each counts, and which of them a tensor comes from.
 
-A loader that knows the whole round tells, with each batch, that it holds n of the round's N samples. The batch is known
+A loader that knows the whole round says, with each batch, that it holds n of the round's N samples. The batch is known
 again by the memory of its tensors, views included, whenever and however often it is used: drawn ahead, replayed, from
 two loaders at once. Where several came in the same memory, it is the oldest that waits for a pass. What was computed
-from it has other memory; there the order in which batches came tells, where one batch alone can be meant, and where
+from it has other memory; there the order in which batches came decides, where one batch alone can be meant, and where
 several may be, nothing is assumed unless all count the same.
 
 This is the one thing that passes between `loaders` and `parallel`, which do not know each other.
@@ -27,7 +27,7 @@ from unisono.storages import StorageMap
 from unisono.tree import tensors
 
 REMEMBERED = 8  # loops that have ended
-_KEPT = 4096  # batches, used or not: whoever draws more of them ahead is told apart by memory alone
+_KEPT = 4096  # batches, used or not: whoever draws more of them ahead is distinguished by memory alone
 
 
 class Batch:
@@ -35,7 +35,7 @@ class Batch:
 
     Attributes:
         samples: n, this rank's part of the round.
-        rows: how many there are; those after the samples do not count. None where that cannot be told: it counts as
+        rows: how many there are; those after the samples do not count. None where that cannot be known: it counts as
             one sample then.
         total: N, of all ranks; None where nobody knows it.
         mark: the same on all ranks where they stand in the same round.
@@ -66,7 +66,7 @@ class Batch:
 
     @property
     def counts(self) -> tuple[int, int | None]:
-        """n and N: batches of the same ones need not be told apart to weigh them."""
+        """n and N: batches of the same ones need not be distinguished to weigh them."""
         return self.samples, self.total
 
     @property
@@ -75,7 +75,7 @@ class Batch:
         return self.samples, self.rows
 
     def is_last(self) -> bool:
-        """Whether it ends its loop. May wait for the loader to tell, and is a matter of all ranks then.
+        """Whether it ends its loop. May wait for the loader to know, and is a matter of all ranks then.
 
         Where all batches were drawn before one was used, they may be used in any order: the last one used ends them.
         """

@@ -39,7 +39,7 @@ class UnisonoError(RuntimeError):
 
 
 class NoWorldError(UnisonoError):
-    """The environment announces several processes, but none of them was told its rank."""
+    """The environment announces several processes, but no rank for this one."""
 
 
 class BrokenWorldError(UnisonoError):
@@ -108,7 +108,7 @@ class WorkerHungError(UnisonoError):
 
     Attributes:
         ranks: the late ranks, those that the others wait for; all ranks where nobody waits.
-        stacks: every rank's Python stacks, as text, by rank; absent for a rank that could not tell.
+        stacks: every rank's Python stacks, as text, by rank; absent for a rank that could not report it.
     """
 
     def __init__(self, message: str, ranks: list[int], stacks: dict[int, str]) -> None:

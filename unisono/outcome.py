@@ -129,7 +129,7 @@ class Outcome(Generic[T]):
 
 
 def this_process(pid: int | None = None) -> str:
-    """A process of this machine, the present one unless told otherwise, in words for a note: its pid and its node."""
+    """A process of this machine, the present one by default, in words for a note: its pid and its node."""
     return f"pid {os.getpid() if pid is None else pid} on {platform.node()}"
 
 

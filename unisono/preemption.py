@@ -107,7 +107,7 @@ def request() -> None:
 
 
 def agree() -> None:
-    """Note that the ranks have agreed to stop early, for anyone who tells the launcher."""
+    """Note that the ranks have agreed to stop early, for whoever reports to the launcher."""
     global _is_agreed
     _is_agreed = True
 

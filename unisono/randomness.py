@@ -73,7 +73,7 @@ class Watch:
     Python's and numpy's are seeded alike each time, so that the first number says whether it is the first.
 
     Args:
-        seed: of torch's generator, which tells it to who asks (`torch.initial_seed()`).
+        seed: of torch's generator, which returns it when asked (`torch.initial_seed()`).
     """
 
     def __init__(self, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""What the strategies of an Accelerator can be told: `strategy="ddp"` is `strategy=DDP()`, and so for the others.
+"""The options of an Accelerator's strategies: `strategy="ddp"` is `strategy=DDP()`, and so for the others.
 
     from unisono.strategies import FSDP
 

@@ -190,7 +190,7 @@ class Loop:
         self.track.innermost = self._around
 
     def abandon(self) -> bool:
-        """The loop was left early, which a dropped iterator tells: it ends, unless its thread is in another one."""
+        """The loop was left early, which a dropped iterator shows: it ends, unless its thread is in another one."""
         is_running = self.track.innermost is self and threading.get_ident() == self._thread
         if is_running:
             self.end()

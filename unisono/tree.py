@@ -54,7 +54,7 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 def batch_size(tree: Any, dim: int = 0) -> int | None:
     """The number of samples of a batch: the size, along `dim`, of its tensors and arrays that have this dimension.
 
-    None where nothing tells: none has it, they disagree, or a packed sequence orders the samples its own way.
+    None where it is unknown: none has it, they disagree, or a packed sequence orders the samples its own way.
     """
     sizes = set()
     for leaf in leaves(tree):
@@ -69,7 +69,7 @@ def may_list_samples(tree: Any) -> bool:
     """Whether a batch is a list of mappings with the same keys, or of objects of one dataclass.
 
     Each may be a sample, as where nothing collates them, or a part of all samples (two views of them). Their tensors
-    tell the number of samples in the second case only.
+    give the number of samples in the second case only.
     """
     if type(tree) is not list or not tree or not all(map(_is_record, tree)):
         return False
@@ -79,7 +79,7 @@ def may_list_samples(tree: Any) -> bool:
 def can_cut(tree: Any, dim: int = 0) -> bool:
     """Whether it is certain how a batch falls apart into samples.
 
-    It is not for one that does not tell its size; whose tensors tell different sizes; that holds a packed sequence, a
+    It is not for one of unknown size; whose tensors differ in size; that holds a packed sequence, a
     sparse tensor or an object of a class that is unknown here; or a list of as many containers, or tensors alike, as
     there are samples, each of which may be one sample, or a part of all.
     """
@@ -157,7 +157,7 @@ def pick(tree: Any, samples: list[int], dim: int = 0) -> Any:
 
 def _select(tree: Any, samples: slice | list[int], dim: int) -> Any:
     if not can_cut(tree, dim):
-        raise ValueError(f"a batch of type {type(tree).__name__} cannot be cut: it does not tell what one sample is")
+        raise ValueError(f"a batch of type {type(tree).__name__} cannot be cut: it does not say what one sample is")
     size = batch_size(tree, dim)
 
     def cut(node: Any) -> Any:
@@ -292,6 +292,6 @@ def _leaf_nbytes(leaf: Any) -> int:
         return int(leaf.nbytes) if is_array(leaf) else 0
     if leaf.layout is torch.sparse_coo:
         return _leaf_nbytes(leaf._indices()) + _leaf_nbytes(leaf._values())
-    with contextlib.suppress(Exception):  # of the rarer layouts, not each tells; a measure must not end a run
+    with contextlib.suppress(Exception):  # not each of the rarer layouts reports it; a measure must not end a run
         return leaf.nbytes if leaf.layout is torch.strided else leaf.values().nbytes
     return 0

@@ -199,7 +199,7 @@ def given_world() -> World | None:
 def solo_world(
     backend: Backend | None = None, device: torch.device | None = None, timeline: Timeline | None = None
 ) -> World:
-    """A world of one, on the first device of the picked family unless told otherwise."""
+    """A world of one, on the first device of the picked family by default."""
     backend = backend or pick_backend()
     device = device or backend.device(0)
     return World(device=device, backend=backend, comm=SoloCommunicator(), timeline=timeline or Timeline())

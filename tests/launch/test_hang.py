@@ -94,7 +94,7 @@ def test_a_stopped_rank_is_named(soon):
             os.kill(os.getpid(), signal.SIGSTOP)
         current_world().comm.barrier()
 
-    with pytest.raises(WorkerHungError, match="rank 1 is late: rank 1 does not tell where it is: it is stopped"):
+    with pytest.raises(WorkerHungError, match="rank 1 is late: rank 1 does not report where it is: it is stopped"):
         spawn(work, nprocs=2, hang_timeout_s=1.0, grace_s=0.2)
 
 

@@ -665,7 +665,7 @@ def test_a_number_of_batches_that_is_none_is_refused(batches):
 
 def test_a_state_that_does_not_tell_the_batches_is_refused_where_they_must_be_read():
     loader = DeviceLoader(list(torch.arange(9).split(2)))
-    with pytest.raises(StateError, match="does not tell the number of batches: it was saved by a loader of another"):
+    with pytest.raises(StateError, match="lacks the number of batches: it was saved by a loader of another"):
         loader.load_state_dict({"version": 1, "epoch": 0, "seed": 0, "length": None, "offset": 2})
 
 

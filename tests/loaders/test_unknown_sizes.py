@@ -1,4 +1,4 @@
-"""Batches that do not tell how many samples they hold: each counts the same, none is cut, and metrics ask."""
+"""Batches that do not say how many samples they hold: each counts the same, none is cut, and metrics ask."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_metrics_are_refused_on_all_ranks_until_the_rows_that_count_are_given(fo
         return told, gathered
 
     for told, gathered in mode.run(body):
-        assert all("do not tell how many samples they hold" in each and "pass valid_samples" in each for each in told)
+        assert all("do not say how many samples they hold" in each and "pass valid_samples" in each for each in told)
         assert len(told) >= 1
         assert gathered == [row for rows in plain_rows(form) for row in rows]
 

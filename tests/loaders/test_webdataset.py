@@ -28,7 +28,7 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def label(sample: dict[str, Any]) -> float:
-    """A fraction, by which streams cannot be told apart at a glance."""
+    """A fraction, by which streams cannot be distinguished at a glance."""
     return float(sample["cls"])
 
 

@@ -100,7 +100,7 @@ def pick_backend(name: str | None = None) -> Backend:
 
 @cache
 def _only_the_cpu() -> Backend:
-    """The CPU; once, what it is taken in the place of is told."""
+    """The CPU; once, a warning names what it is taken in the place of."""
     for backend in map(get_backend, NAMES):
         if unused := backend.unused_hardware():
             logging.getLogger("unisono").warning("computing on the CPU: %s", unused)

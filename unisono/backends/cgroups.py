@@ -1,4 +1,4 @@
-"""Where a process's control groups tell what the kernel lets it have; version 1 and version 2 alike."""
+"""Where a process's control groups say what the kernel lets it have; version 1 and version 2 alike."""
 
 from __future__ import annotations
 

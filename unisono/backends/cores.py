@@ -1,6 +1,6 @@
 """The CPU's cores: which of them this process may use, who gets which, and how many torch uses in the calling thread.
 
-What the machine tells is read in a thin layer (`allowed_cores`, `cpu_quota`); the arithmetic is pure.
+What the machine reports is read in a thin layer (`allowed_cores`, `cpu_quota`); the arithmetic is pure.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def allowed_cores(root: Path = _ROOT) -> list[Core]:
     """The cores that this process may run on, each with those of its CPUs on which it may.
 
     Args:
-        root: of the file system that tells the topology; where it does not, psutil's counts do.
+        root: of the file system that has the topology; where it has none, psutil's counts do.
     """
     topology = root / "sys/devices/system/cpu"
     cpus = _allowed_cpus()

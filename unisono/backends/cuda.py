@@ -5,9 +5,9 @@ staged by the driver, and block. The blocks are reused, and not allocated again 
 than the copy: torch's caching host allocator gives a block away again when the copies that were issued from it have
 ended, which it knows by an event. So the staged tensor may be dropped as soon as its copy is issued.
 
-The memory of a moved batch belongs to the side stream. Whoever uses it on another stream tells so (`record_stream`), or
-the next copy could overwrite what a kernel still reads. An object of a class that is unknown here cannot be told of it;
-it is moved on the device's default stream, without overlap, unless it has a method `record_stream(stream)` of its own.
+The memory of a moved batch belongs to the side stream. Whoever uses it on another stream says so (`record_stream`), or
+the next copy could overwrite what a kernel still reads. For an object of an unknown class that is not possible: it is
+moved on the device's default stream, without overlap, unless it has a method `record_stream(stream)` of its own.
 
 *Threads:* several may move batches at once; their copies follow one another on the device's side stream. Those beside
 the main one ask for events and for memory, which the driver takes for a fault while any thread captures a graph, and

@@ -1,6 +1,6 @@
 """Device: one device as a value, apart from whether it exists here and from the runtime that serves it.
 
-A `torch.device` names a type and an index. A `Device` tells also who executes: torch itself, at once ("eager"), or the
+A `torch.device` names a type and an index. A `Device` says also who executes: torch itself, at once ("eager"), or the
 XLA runtime, which records a step and compiles it ("xla"). It lies here because only this folder names device types.
 """
 

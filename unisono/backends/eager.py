@@ -12,7 +12,7 @@ from unisono.protocols import DeviceClock, Feature, Transport
 
 
 class EagerBackend(ABC):
-    """The part of a `Backend` that an eager family need not tell."""
+    """The part of a `Backend` that an eager family need not give."""
 
     name: str
     is_lazy = False

@@ -337,7 +337,7 @@ def _try_backward(device: torch.device) -> None:
 
 @cache
 def _guard_process_groups() -> torch.library.Library:
-    """Let process groups refuse XLA tensors, once: gloo would reduce a copy and tell nobody. Lives as what it gives."""
+    """Let process groups refuse XLA tensors, once: gloo would reduce a copy in silence. Lives with its result."""
     guard = torch.library.Library("c10d", "IMPL")
     for schema in torch._C._jit_get_all_schemas():
         if schema.name.startswith("c10d::"):

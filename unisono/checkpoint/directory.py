@@ -165,7 +165,7 @@ def _take_name(path: Path, new: Path, aside: Path) -> None:
 
 
 def _created_after_latest(created: float, root: Path) -> float:
-    """The time of a new checkpoint: it tells the order of saves, though clocks are set back."""
+    """The time of a new checkpoint: it gives the order of saves, though clocks are set back."""
     with suppress(OSError, UnicodeDecodeError, CheckpointError):
         latest = read_manifest(root / (root / LATEST).read_text().strip()).created
         return max(created, math.nextafter(latest, math.inf))
@@ -173,7 +173,7 @@ def _created_after_latest(created: float, root: Path) -> float:
 
 
 def _clear(place: Place, mark: str) -> None:
-    """Remove what is not to be kept, and what crashes have left; a failure is told, and harms nothing."""
+    """Remove what is not to be kept, and what crashes have left; a failure is logged, and harms nothing."""
     root = place.path.parent
     kept = place.keep if place.is_numbered else None
     older = [path for path in newest_first(root) if _is_ours(path)][kept:] if kept else []

@@ -148,7 +148,7 @@ def publish(place: Place, write: Write, manifest: Manifest, mark: str) -> None:
 
 
 def _clear(place: Place, own: str) -> None:
-    """Remove what is not to be kept; a failure is told, and harms nothing."""
+    """Remove what is not to be kept; a failure is logged, and harms nothing."""
     target: Any = place.path
     store, base = target.store()
     try:

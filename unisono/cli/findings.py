@@ -39,7 +39,7 @@ class Check:
     """A question to the machine.
 
     Attributes:
-        name: of the findings that tell of the check itself.
+        name: of the findings about the check itself.
         look: answers it.
         limit_s: how long it may take.
         late: how bad it is when it takes longer.

@@ -187,7 +187,7 @@ def clock() -> Iterator[Finding]:
         advice = "start chrony or systemd-timesyncd where logs of several machines are compared; one needs none"
         yield Finding("clock", "note", "the kernel says that the time of day follows no time server", advice)
     elif answer == -1 and ctypes.get_errno() != errno.EPERM:
-        yield Finding("clock", "note", f"the kernel does not tell: {os.strerror(ctypes.get_errno())}")
+        yield Finding("clock", "note", f"the kernel does not report it: {os.strerror(ctypes.get_errno())}")
 
 
 def environment() -> Iterator[Finding]:

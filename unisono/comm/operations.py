@@ -87,7 +87,7 @@ def digest_of(deed: str) -> int:
 
 
 def fitted(deed: str, room: int) -> bytes:
-    """The text in at most `room` bytes; what was cut off is told apart by a digest."""
+    """The text in at most `room` bytes; what was cut off is distinguished by a digest."""
     text = deed.encode()
     if len(text) <= room:
         return text
@@ -182,7 +182,7 @@ def mismatch_error(deeds: Mapping[int, str]) -> CollectiveMismatchError:
     """The ranks met in different calls; the message names all of them, grouped by what they did.
 
     Args:
-        deeds: of each rank that has come, as `deed_of` tells it.
+        deeds: of each rank that has come, as `deed_of` gives it.
     """
     groups: dict[str, list[int]] = {}
     short = {rank: _ROUND.sub("", deed) for rank, deed in deeds.items()}

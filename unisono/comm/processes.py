@@ -12,7 +12,7 @@ such part, tensors in main memory go by the rank's device.
 
 That all ranks do the same is known before the transport is touched: on one machine by notes in shared memory
 (`arrivals`). Elsewhere announcements are compared, and with `is_checked` all calls: by a reduction of two numbers,
-whose least and greatest tell whether all ranks do the same; only where they do not are their deeds exchanged.
+whose least and greatest show whether all ranks do the same; only where they do not are their deeds exchanged.
 
 *Threads:* the rank's own thread; for `abort`, `current`, `num_calls` and `progress` any thread.
 """
@@ -371,7 +371,7 @@ def is_of_transport(error: BaseException) -> bool:
     """Whether torch's process groups have raised it: for the user's own torch.distributed calls, or for DDP's."""
     if isinstance(error, dist.DistError):
         return not _is_of_own_device(error)
-    # A future tells the error in words alone.
+    # A future has the error in words alone.
     return isinstance(error, RuntimeError) and any(name in str(error) for name in ("/gloo/", "DistNetworkError: "))
 
 

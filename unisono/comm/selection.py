@@ -98,7 +98,7 @@ def process_communicator(
         )
     from unisono.comm.xla import XlaProcesses, join_devices
 
-    # Checked always: what a device is left alone with in a collective of the runtime's, nobody could tell.
+    # Checked always: what a device is left alone with in a collective of the runtime's, nobody could know.
     seat = ProcessCommunicator(_HOST, store, True, owns_group)
     join_devices((device,), seat.size)
     return XlaProcesses(seat, partial(backend.synchronize, device))

@@ -1,6 +1,6 @@
 """Collectives on copies in main memory, for tensors that a transport cannot take.
 
-A process group takes no XLA tensors: gloo leaves them as they are and tells nothing. And no thread may touch what
+A process group takes no XLA tensors: gloo leaves them as they are, without an error. And no thread may touch what
 another one records. So here a rank's tensor is copied to main memory, the collective runs there, and what it gives is
 copied back.
 

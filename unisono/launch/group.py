@@ -145,7 +145,7 @@ class Group:
             self.give_up(Outcome.from_bytes(word.verdict), _SETTLE_S)
 
     def give_up(self, reason: Outcome[Any], within_s: float = 0.0) -> None:
-        """End the group for a reason that lies elsewhere; a worker's own failure tells more."""
+        """End the group for a reason that lies elsewhere; a worker's own failure says more."""
         if self._reason is None or self._reason.is_secondary:
             self._reason = reason
         if not self._sent:
@@ -298,7 +298,7 @@ class Group:
             memory = self._oom_watch.verdict(self._monitor.curve(worker.rank)) if is_killed else ""
             memory = describe_mapped_memory() if status == -signal.SIGBUS else memory
             worker.outcome = Outcome.failure(death(worker, status, how, memory), self._where(worker))
-            if not worker.was_stopped:  # a transport's abort is explained by what its peers tell
+            if not worker.was_stopped:  # a transport's abort is explained by what its peers report
                 self._note_failure(is_secondary=status == -signal.SIGABRT)
 
     def _where(self, worker: Worker) -> str:

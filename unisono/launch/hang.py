@@ -1,7 +1,7 @@
 """When a group hangs, and who is late: from the workers' pulses and stacks to a sentence.
 
 A group hangs when none of its ranks has made progress for too long. One slow rank is no hang: while it validates alone,
-say, its own batches are progress. How long is too long is the user's to say; unless told, it is the time-out of the
+say, its own batches are progress. How long is too long is the user's to say; by default it is the time-out of the
 collectives, and only where a rank waits in one, so that the report comes shortly before the transport gives up.
 
 Ranks that wait for one another for ever are found out sooner. When nobody has moved for some seconds, the stacks are
@@ -23,7 +23,7 @@ from unisono.stacks import describe_call, frames_of, main_stack
 
 _RETURNED_S = 5.0  # who waits in a collective after a peer has returned may be moving the last of its data, no more
 _DOUBT_S = 10.0  # after which it is looked whether ranks wait for one another
-_BEFORE = 0.8  # of the collectives' time-out: who waits gives up a little later, with less to tell
+_BEFORE = 0.8  # of the collectives' time-out: who waits gives up a little later, with less to report
 
 _WAITS_IN = ("/torch/distributed/", "/unisono/comm/", "/torch/autograd/graph.py")  # DDP reduces in the backward pass
 _DISPATCH = ("/torch/_ops.py", "/torch/_library/autograd.py")  # on the way from there into native code
@@ -136,7 +136,7 @@ def hung_error(
 
 
 def _doing(rank: int, pulses: Mapping[int, Pulse], stacks: Mapping[int, str]) -> str:
-    """The collective that a rank is in, in words: ours tell themselves, those of torch are found on the stack."""
+    """The collective that a rank is in, in words: ours are reported, those of torch are found on the stack."""
     if (pulse := pulses.get(rank)) is not None and pulse.doing:
         return pulse.doing
     frames = frames_of(main_stack(stacks.get(rank, "")))
@@ -153,7 +153,7 @@ def _places(ranks: list[int], stacks: Mapping[int, str]) -> str:
 def _place(stacks: str) -> str:
     frames = frames_of(main_stack(stacks))
     if not frames:
-        return "does not tell where it is: it is stopped, or its stack could not be had"
+        return "does not report where it is: it is stopped, or its stack could not be had"
     ours = [frame for frame in frames if "/lib/python" not in frame.file] or frames
     return f"is in {next((frame for frame in ours if frame.is_users), ours[0])}"
 
@@ -180,4 +180,4 @@ def _stack_to_user_function(stacks: str) -> str:
     lines = main_stack(stacks).splitlines()
     ours = next((place for place, line in enumerate(lines) if "/unisono/launch/worker.py" in line), len(lines))
     lines = lines[1:ours]
-    return "\n".join(f"  {line}" for line in lines[:_STACK_LINES]) or "  it did not tell its stack"
+    return "\n".join(f"  {line}" for line in lines[:_STACK_LINES]) or "  it did not report its stack"

@@ -1,4 +1,4 @@
-"""Policy: how a job is started, watched and ended, as `spawn` was told."""
+"""Policy: how a job is started, watched and ended, by the arguments of `spawn`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker tells its supervisor: messages through one pipe, of which the outcome is the last.
+"""What a worker reports to its supervisor: messages through one pipe, of which the outcome is the last.
 
 A message is a head, its data, and the buffers that belong to it: the memory of large tensors in a result.
 

@@ -141,7 +141,7 @@ def run_worker_target(rank: int, target: Target, variables: Mapping[str, str]) -
 
 
 def variables_of_run(run_id: str | None, max_restarts: int) -> dict[str, str]:
-    """Those of torchrun's variables that are the same for each rank; libraries tell by them who has started it."""
+    """Those of torchrun's variables that are the same for each rank; libraries know by them who has started it."""
     return {
         "TORCHELASTIC_RUN_ID": run_id or "unisono",
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),

@@ -254,7 +254,7 @@ def read_settings(names: Iterable[str]) -> dict[str, Value]:
     """How this process, and the calling thread, are set; without what cannot be read."""
     found = {}
     for name in names:
-        with contextlib.suppress(Exception):  # torch refuses to tell what was set in two ways
+        with contextlib.suppress(Exception):  # torch refuses to report what was set in two ways
             value = SETTINGS[name][0]()
             data = pickle.dumps(value)
             found[name] = Value(b"", value) if b"__main__" in data else Value(data)

@@ -246,7 +246,7 @@ def make_job(
     is_checked: bool = False,
     process_group: Literal["gloo"] | None = None,
 ) -> Job:
-    """What `count` workers of this machine are told, all but where they meet.
+    """What `count` workers of this machine are given, all but where they meet.
 
     Raises:
         UnpicklableError: `fn` or `args` cannot be sent to them.

@@ -1,8 +1,8 @@
 """What is done when a group seems to hang: its ranks are asked for their stacks, and a moment later it is said who is
 late.
 
-Of several machines each tells the others how far its ranks are (`Word`), so all know when nobody moves any more. The
-first to find it asks the others; each shows the stacks of its own ranks, and whoever has them all can tell.
+Each of several machines reports to the others how far its ranks are (`Word`), so all know when none moves any more. The
+first to find it asks the others; each shows the stacks of its own ranks, and the one that has them all reports.
 
 *Threads:* the supervisor's.
 """

@@ -66,7 +66,7 @@ _is_loading = False  # while the call is rebuilt, which imports modules
 
 @dataclass(frozen=True)
 class Job:
-    """What all workers of a group are told, the same for each: of a group on one machine, or of this one's part in it.
+    """What all workers of a group are given, the same for each: of a group on one machine, or of this one's part in it.
 
     Attributes:
         call: `Settings`, then `(fn, args)`, pickled by value where that is needed.
@@ -161,7 +161,7 @@ def versions() -> dict[str, str]:
 
 
 def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
-    """Be worker `rank` of the job in that file; what there is to tell goes to `report_fd`."""
+    """Be worker `rank` of the job in that file; its reports go to `report_fd`."""
     world: World | None = None
     reporter = Reporter(report_fd)
     name_process(f"unisono-rank-{rank}")

@@ -1,4 +1,4 @@
-"""Channel: a queue with two ends, each of which can be closed, and which tell each other.
+"""Channel: a queue with two ends, each of which can be closed, and which notify each other.
 
 A channel has no bound of its own. Who sends asks for room first, by a condition over whatever the bound spans: one
 channel, or all that a lane consists of.

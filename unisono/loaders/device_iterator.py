@@ -32,7 +32,7 @@ class DeviceIterator:
     Attributes:
         valid_samples: how many samples of the last delivered batch count, from the front: all of them, but for a
             padded one; 0 for a batch that only repeats a sample so that this rank keeps step with the others; None
-            where it cannot be told.
+            where it cannot be known.
         weight: the part of the global batch that these are; None where that is unknown. Where a batch of the round does
             not tell how many samples it holds, each of them counts the same.
         epoch: of this loop, until its end; then the next.

@@ -18,7 +18,7 @@ from unisono.randomness import Watch, all_states, mixed, seed_all
 
 _SHOWN = 8
 at: Any = [0]  # which sample of its batch, or of its stream, this process is at; in a loader worker its parent sees it
-_latest: object = None  # the last that was told to a dataset in this process
+_latest: object = None  # the last that was given to a dataset in this process
 
 
 class Request(NamedTuple):
@@ -56,7 +56,7 @@ class Fetcher:
         self._has_rows = has_rows(loader)
         self._set_epoch: Any = getattr(loader.dataset, "set_epoch", None)
         self._epoch: int | None = None
-        self._told: object = None  # stands for the telling of that epoch
+        self._told: object = None  # stands for having given that epoch
         self._draws: bool | None = None  # whether making a batch draws from the process's generators
         self._seeded: tuple[object, ...] | None = None  # where they stood after the last seed, while that is unknown
 

@@ -111,7 +111,7 @@ def context_of(given: Any) -> Any:
 
 
 def stack_of(worker: Any) -> str:
-    """Where a loader worker is now, as lines to follow a message; nothing where it cannot tell."""
+    """Where a loader worker is now, as lines to follow a message; nothing where that is unknown."""
     if not isinstance(worker, Worker) or not worker.is_alive():
         return ""
     worker.stacks.seek(0)

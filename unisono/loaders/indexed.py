@@ -93,7 +93,7 @@ class IndexedSource:
 
     @property
     def length(self) -> int | None:
-        """The number of samples of the dataset, now; None where it does not tell: with a sampler it need not."""
+        """The number of samples of the dataset, now; None where it is unknown, as it may be with a sampler."""
         try:
             return len(self._dataset)
         except TypeError:

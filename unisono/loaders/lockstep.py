@@ -1,6 +1,6 @@
 """Lockstep: ranks that read parts of their own take the same number of steps, though their parts end unevenly.
 
-Each rank tells the others which batches it has ready, at least one or its end. So all know how many rounds they can
+Each rank announces which batches it has ready, at least one or its end. So all know how many rounds they can
 take before they must meet again, and how many samples each round has. A rank whose part has ended repeats a sample that
 does not count for as long as another one has batches. Nobody waits for a batch that it does not need at once: the more
 the loader is ahead of the loop, the less often the ranks meet.
@@ -113,7 +113,7 @@ class Lockstep:
             CollectiveMismatchError: another rank stands elsewhere in the stream.
             RuntimeError: the ranks read different streams, or cut theirs in different ways.
             ValueError: a rank has no more, others have, and the rule forbids it; or batches are to have one size, and
-                one does not tell its.
+                one is of unknown size.
         """
         if self._end is not None:
             raise _bare(self._end)

@@ -2,8 +2,8 @@
 
 The samplers of torch, and samplers and batch samplers of one's own, keep their meaning. One that draws from a generator
 draws from one that is seeded for the epoch; one that draws from the process's generators finds them seeded so, while
-its order is drawn; one with `set_epoch` is told the epoch. Of one that continues beyond its length, or beyond the
-dataset's where it tells none, the rest is drawn when it is needed, and that from the process's generators as they are.
+its order is drawn; one with `set_epoch` is given the epoch. Of one that continues beyond its length, or beyond the
+dataset's where that is unknown, the rest is drawn when needed, from the process's generators as they are.
 Nothing is loaded here, so a late beginning costs no more than drawing the order.
 """
 
@@ -123,7 +123,7 @@ class _Draw:
         with seeded(self._seed), torch.default_generator.device:  # whatever the caller's default device is
             sampler = self._with_generator(sampler)
             try:
-                length = min(len(sampler), max(self._length, _AT_ONCE))  # one without an end may tell any length
+                length = min(len(sampler), max(self._length, _AT_ONCE))  # one without an end may claim any length
                 samples = None
             except TypeError:
                 length = samples = self._length

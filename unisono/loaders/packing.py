@@ -2,7 +2,7 @@
 
 torch sends an error as text, and rebuilds it only if its class takes one argument; a batch that cannot be pickled it
 drops, and waits for it for ever. So what is not certain to arrive is pickled in the worker's own thread, where whatever
-fails can be told.
+fails can be reported.
 """
 
 from __future__ import annotations

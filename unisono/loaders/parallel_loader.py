@@ -59,7 +59,7 @@ class ParallelLoader:
         devices: the devices of this process, as strings, indices or `torch.device`s, without repetition.
         batchdim: the dimension along which the samples of a batch lie, where loaded batches are cut.
         fixed_batch_size: deliver batches of the first one's size only, and end before the first round that has others.
-            A batch that does not tell its size is a ValueError.
+            A batch of unknown size is a ValueError.
         loader_prefetch_size: loaded batches that may wait, per device. 0, for one device: nothing is read ahead, and no
             thread is started; the loop reads for itself, as from a bare DataLoader.
         device_prefetch_size: moved batches that may wait, per device.
@@ -234,7 +234,7 @@ class ParallelLoader:
         return Lockstep(lane, self._world, self._rule, self._batchdim, ahead, begun).receive
 
     def again(self, loops: Sequence[World] | None = None) -> ParallelLoader:
-        """A further pass over the same source, whose state this loader's `state_dict` tells from its beginning on.
+        """A further pass over the same source, which this loader's `state_dict` covers from its beginning on.
 
         Args:
             loops: as for the class.
@@ -257,7 +257,7 @@ class ParallelLoader:
         """Let the pass, which has not begun, continue from a state.
 
         Raises:
-            StateError: it is not the state of such a loader; its subclasses tell why.
+            StateError: it is not the state of such a loader; its subclasses say why.
             BusyError: the pass has begun.
         """
         self._refuse_begun("load_state_dict")
@@ -437,7 +437,7 @@ class DeviceLoader:
         """Let the next loop continue from a state.
 
         Raises:
-            StateError: it is not the state of such a loader; its subclasses tell why.
+            StateError: it is not the state of such a loader; its subclasses say why.
         """
         self._never_begun.load_state_dict(state)
 

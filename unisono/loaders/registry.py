@@ -61,7 +61,7 @@ def source_of(loader: Iterable[Any], world: World, dim: int, seed: int | None) -
 
 
 def tell_of_repetition(loader: Iterable[Any], source: Source, bookmark: Bookmark) -> None:
-    """Say once that a pass begins at epoch 0 again, where the order tells epochs apart: what reads it was made again.
+    """Say once that a pass begins at epoch 0 again, where the order depends on the epoch: what reads it was made again.
 
     That is a loader over the same DataLoader, or another DataLoader over the same dataset. It is known where the one
     before is gone: it was made for one epoch. Of two that live, each counts its own. A dataset is read by DataLoaders
@@ -102,7 +102,7 @@ def _is_dataset_read_again(loader: DataLoader[Any], source: Source, is_later: bo
     """Whether a DataLoader that is gone began its only pass over the same dataset, in the same order, before this one.
 
     Args:
-        is_later: the pass that begins now is a later epoch: whoever reads the dataset tells epochs apart.
+        is_later: the pass that begins now is a later epoch: whoever reads the dataset depends on the epoch.
     """
     if not torch.is_grad_enabled():  # an evaluation may be the same each time
         return False
@@ -124,5 +124,5 @@ def _is_dataset_read_again(loader: DataLoader[Any], source: Source, is_later: bo
 def _say_repetition() -> None:
     logger.warning(
         "a DataLoader is read in the order of epoch 0 again, by a loader that was made again over it or over its "
-        "dataset: each counts its own epochs; make it once and loop over it again, or tell it the epoch by set_epoch"
+        "dataset: each counts its own epochs; make it once and loop over it again, or give it the epoch by set_epoch"
     )

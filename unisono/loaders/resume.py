@@ -27,7 +27,7 @@ class Progress:
         rounds: the number of batches received.
         position: that of the source after the last of them; None before the first.
         claim: of the last of them.
-        has_ended: whether the loop was told that there are no more.
+        has_ended: whether the loop has seen the end.
         is_left: whether it was left, before or after its end.
     """
 

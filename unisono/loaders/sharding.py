@@ -14,7 +14,7 @@ alone, so the global batches do not depend on who loads them. Two ranks, ten sam
 The tail is the last round where it is incomplete: short of batches, or of samples in its last batch. It is split so
 that every rank makes the same number of steps and every sample is delivered exactly once. A rank for which no sample is
 left gets a repeated one that counts as 0 samples. So does one that would get a part of a batch that cannot be cut with
-certainty: its neighbour takes it whole. Where some batch of a round does not tell its size, each of them counts as one,
+certainty: its neighbour takes it whole. Where some batch of a round is of unknown size, each of them counts as one,
 and nobody knows which of its rows count. Other policies: "drop" leaves the tail out, so that all batches have one size;
 "pad" fills each rank's batch up with repeated samples; "error" refuses. Each gives the same on any rank.
 """
@@ -160,7 +160,7 @@ class Claim(NamedTuple):
     `mark` is the same on all ranks where they stand in the same round, and most probably not where they do not.
     `repeated` samples of the batch only repeat others, and come after those that count. `dealt` batches of the given
     loader make the round. Where `is_told` is False, samples are batches, each of which counts as one: some batch of the
-    round does not tell how many samples it holds.
+    round does not say how many samples it holds.
     """
 
     samples: int
@@ -172,7 +172,7 @@ class Claim(NamedTuple):
 
     @property
     def valid_samples(self) -> int | None:
-        """How many samples of the batch count, from the front; None where that cannot be told."""
+        """How many samples of the batch count, from the front; None where that cannot be known."""
         return self.samples if self.is_told or not self.samples else None
 
     @property
@@ -193,7 +193,7 @@ class Size(NamedTuple):
     """How many samples a batch holds, and whether it can be cut into them.
 
     Attributes:
-        untold: the class of a batch that does not tell; it is taken for one sample.
+        untold: the class of a batch of unknown size; it is taken for one sample.
     """
 
     samples: int
@@ -206,7 +206,7 @@ def deal(sizes: Sequence[Size], count: int, fill_to: int = 0) -> list[Part]:
 
     A full round gives each rank one batch whole. In a short one, neighbouring ranks share a batch as evenly as it
     goes, the earlier ones taking the larger parts; no part is larger than its batch. Parts of batches that can be cut
-    are padded to `fill_to` samples. Where one does not tell its size, all are taken whole, and count as one each.
+    are padded to `fill_to` samples. Where one is of unknown size, all are taken whole, and count as one each.
     """
     if any(size.untold for size in sizes):
         return [_part_of_unknown_size(sizes, rank, count) for rank in range(count)]
@@ -274,15 +274,15 @@ def rounds(
     """Group a sequence of batches into rounds.
 
     Args:
-        size_of: measures a batch, of which it is told whether it is going to be cut.
+        size_of: measures a batch, with whether it is going to be cut.
         nominal: the size of a complete batch; None where it is not known before.
         start: the number of the epoch's samples before this sequence.
-        left_out: is told how many samples of a round that is not dealt would have been each rank's, where it is known.
+        left_out: is given the number of samples that each rank would have had of a round that is not dealt, if known.
         first: the size of the epoch's first batch, where that came before.
 
     Raises:
-        ValueError: there is a tail, and the rule is "error"; or batches are to have one size, and one does not tell
-            its.
+        ValueError: there is a tail, and the rule is "error"; or batches are to have one size, and one is of
+            unknown size.
     """
     source = iter(batches)
     reference = first or (nominal if start else None)
@@ -321,11 +321,11 @@ def check_told(sizes: Sequence[Size]) -> None:
     """For batches that are to be of one size.
 
     Raises:
-        ValueError: one does not tell its size.
+        ValueError: one is of unknown size.
     """
     if untold := next((size.untold for size in sizes if size.untold), None):
         raise ValueError(
-            f"fixed_batch_size=True compares the sizes of batches, and one of class {untold} does not tell how many "
+            f"fixed_batch_size=True compares the sizes of batches, and one of class {untold} does not say how many "
             "samples it holds; let the loader give tensors with the samples along batchdim, in dicts, lists or tuples, "
             "or leave fixed_batch_size out"
         )
@@ -369,7 +369,7 @@ def mark_of(*content: Any) -> int:
 
 
 def glimpse(batch: Any) -> list[Any]:
-    """A little of a loaded batch, by which to tell it from another one, at little cost: some whole numbers and texts.
+    """A little of a loaded batch, by which to distinguish it from others at little cost: some whole numbers and texts.
 
     Fractions and single bytes are not looked at. They may be images, which each rank may augment in its own way.
     """

@@ -81,7 +81,7 @@ class Room:
 
 
 def share(batch: Any) -> None:
-    """Put the tensors of a batch there now, in the thread that can tell where it fails.
+    """Put the tensors of a batch there now, in the thread that can report where it fails.
 
     The thread by which torch would do it prints the error and drops the batch, and its receiver waits for ever.
     """

@@ -26,7 +26,7 @@ LeftOut = Callable[[Sequence[int]], None]
 """Told how many samples a pass leaves out, for each device of this process."""
 
 Loaded = tuple[Any, int | None]
-"""A batch and the number of its samples, None where it must tell that itself."""
+"""A batch and the number of its samples, None where the batch itself must say it."""
 
 
 class Begun(NamedTuple):
@@ -146,7 +146,7 @@ class PlainSource:
 
     @property
     def length(self) -> int | None:
-        """The number of samples of the loader's dataset; None where it does not tell."""
+        """The number of samples of the loader's dataset; None where it is unknown."""
         with suppress(TypeError, AttributeError):
             return len(self._loader.dataset)
         return None
@@ -173,7 +173,7 @@ class PlainSource:
             StateError: nothing says how many batches come before it.
         """
         if "batches" not in position and position["offset"]:
-            raise StateError("the state does not tell the number of batches: it was saved by a loader of another kind")
+            raise StateError("the state lacks the number of batches: it was saved by a loader of another kind")
         self.epoch, self._position = epoch, {**_START, **position}
 
     def next_position(self) -> tuple[int, State]:
@@ -210,7 +210,7 @@ class PlainSource:
 
 
 class ItemSource(PlainSource):
-    """A DataLoader with batch_size=None over a map-style dataset: each item may be a batch, which only it can tell.
+    """A DataLoader with batch_size=None over a map-style dataset: each item may be a batch, which only the item knows.
 
     Args:
         items: gives the items in the order of (seed, epoch), each as a batch of one.
@@ -288,7 +288,7 @@ def rounds_of_loaded(
         dim: the dimension along which batches are cut.
         offset: the epoch's samples before them.
         behind: the position after that many of the epoch's samples and of these batches, when it has read those; it
-            is told the size of the epoch's first batch, too.
+            is given the size of the epoch's first batch, too.
         first: that size, where the batch came before; also the one to pad to.
     """
 

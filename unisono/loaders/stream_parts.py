@@ -49,7 +49,7 @@ class Layer(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """How one pass over a stream is cut, and where it begins; what every part's reader is told.
+    """How one pass over a stream is cut, and where it begins; what every part's reader is given.
 
     Attributes:
         rank, ranks: whose parts these are.
@@ -92,7 +92,7 @@ class Made(NamedTuple):
 
     Attributes:
         batch: None where `samples` were left out, by drop_last.
-        samples: their number; None where only the batch can tell.
+        samples: their number; None where only the batch knows it.
         part, by: which part, and who has cut it.
         state: the dataset's own after it.
         mark: of the first sample of the stream; 0 where that was not read.

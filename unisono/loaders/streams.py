@@ -121,7 +121,7 @@ class StreamSource:
         return self.epoch, self._position
 
     def num_rounds(self, rule: Rule) -> int:
-        """The number of rounds of a whole epoch, as the loader tells it. TypeError where the dataset has no length."""
+        """The number of rounds of a whole epoch, by the loader's length. TypeError where the dataset has no length."""
         return rule.rounds_of(len(self._require_loader()))
 
     def _require_loader(self) -> DataLoader[Any]:
@@ -281,7 +281,7 @@ def check_stream(position: State) -> None:
     """Refuse what is no position in a stream.
 
     Raises:
-        StateError: it does not tell what was taken of which part.
+        StateError: it does not say what was taken of which part.
     """
     try:
         layers = [Layer(ranks, workers, tuple(taken)) for ranks, workers, taken in position["layers"]]
@@ -290,7 +290,7 @@ def check_stream(position: State) -> None:
     except (KeyError, TypeError, ValueError, IndexError):
         is_right = False
     if not is_right:
-        raise StateError("the state does not tell what was taken of which part: it is not that of a stream")
+        raise StateError("the state does not say what was taken of which part: it is not that of a stream")
 
 
 def is_stream(loader: Any) -> TypeGuard[DataLoader[Any]]:

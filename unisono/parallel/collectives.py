@@ -84,7 +84,7 @@ def all_gather_samples(batch: Any, valid_samples: int, dim: int = 0, world: Worl
     Args:
         batch: a tensor, or any nesting of tensors, whose samples lie along `dim`: predictions and labels, say. The
             ranks may have different numbers of samples. (For texts and other objects there is `all_gather_object`.)
-        valid_samples: how many of them count, from the front; as the loader tells with each batch.
+        valid_samples: how many of them count, from the front; as the loader says with each batch.
 
     Returns:
         The same nesting; each tensor has all ranks' samples along `dim`.

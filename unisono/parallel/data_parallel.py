@@ -5,7 +5,7 @@ no batch is dropped; plain batches come out in every case; any list of devices w
 
 Who owns what: the object owns the replicas, a context, a timeline and random generators for each, and the threads. Each
 call makes a new meeting for them, so a call that failed leaves an object that can be called again, though its replicas
-may have drifted apart: the error's note tells.
+may have drifted apart: the error's note says so.
 
 *Threads:* one call at a time; `loop_fn` runs in the replica threads, at once, under the caller's grad mode, autocast
 and context variables.

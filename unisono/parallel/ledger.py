@@ -141,7 +141,7 @@ class Step:
     Attributes:
         number: from 1 on; one that was given up does not count.
         before: the last batch of the step before.
-        claims: by what tells one microbatch from another.
+        claims: by what distinguishes one microbatch from another.
         units: the first total of each loader that has a loss in it.
         stepped: the optimizers that have stepped on it. Others, on the same microbatches, belong to it.
         is_closed: one of them has.
@@ -181,7 +181,7 @@ class Ledger:
 
     Args:
         size: of the world.
-        every: how many microbatches make a step; math.inf where the user tells by stepping.
+        every: how many microbatches make a step; math.inf where the user decides by stepping.
         is_mean: whether the step is the mean over its microbatches' samples, or the sum of their means.
         is_sum: losses are sums over samples, and nothing is weighed.
 

@@ -1,7 +1,7 @@
 """Microbatches: which one this rank is at, and whether it ends a step.
 
 A forward pass with gradients on looks its inputs up among what the loaders have delivered. Its batch is the microbatch;
-in a `with accelerator.accumulate():` block the block is. Batches from elsewhere cannot be told apart: there one ends
+in a `with accelerator.accumulate():` block the block is. Batches from elsewhere cannot be distinguished: there one ends
 where a step is asked for.
 
 *Threads:* the rank's.
@@ -167,12 +167,12 @@ class Microbatches:
             self._has_warned = True
             logger.warning(
                 "gradient_accumulation_steps=%d, and the batches come from no prepared loader: nothing says where a "
-                "loop ends, so that "
-                "what is left of it at its end is not stepped on, and forward passes tell one microbatch from the "
-                "next; prepare(loader), or let each batch's lines run in `with accelerator.accumulate():`",
+                "loop ends, so that what is left of it at its end is not stepped on, and forward passes distinguish "
+                "one microbatch from the next; prepare(loader), or let each batch's lines run in "
+                "`with accelerator.accumulate():`",
                 self.ledger.every,
             )
 
     def _key(self, bound: Bound) -> object:
-        """What tells the microbatch from others."""
+        """What distinguishes the microbatch from others."""
         return self._block or bound.batch or self._elsewhere

@@ -78,7 +78,7 @@ def backward(
     microbatches since the last one, on all ranks, each weighted exactly.
 
     The loss must be the mean over the microbatch, and is not divided by the number of microbatches. A batch that is to
-    be left out is left out before this call: nothing tells here that its gradients were zeroed.
+    be left out is left out before this call: nothing shows here that its gradients were zeroed.
 
     Args:
         loss: of one element.
@@ -320,7 +320,7 @@ def reducing(closure: Callable[[], Any], reduce: Callable[[], float], world: Wor
     ranks must decide alike.
 
     Args:
-        reduce: reduces the gradients that it has left, and tells this rank's part of the step.
+        reduce: reduces the gradients that it has left, and returns this rank's part of the step.
     """
 
     def reduced() -> Any:

@@ -27,7 +27,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _WORDS = ("out of memory", "can't allocate memory", "RESOURCE_EXHAUSTED", "CUDNN_STATUS_NOT_SUPPORTED")
-"""By which allocators tell it: torch's of each family, XLA's, and cuDNN's, which has no algorithm for so much."""
+"""By which allocators report it: torch's of each family, XLA's, and cuDNN's, which has no algorithm for so much."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

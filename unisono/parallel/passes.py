@@ -102,7 +102,7 @@ class Passes:
         return self.microbatches.bind(values, syncs)
 
     def watch(self, engine: Engine, outputs: Any, bound: Bound) -> None:
-        """Let these outputs of the model tell when a backward pass comes to them."""
+        """Let these outputs of the model signal when a backward pass comes to them."""
         if engine.is_released:
             return
         self.watch_parameters(engine)
@@ -119,7 +119,7 @@ class Passes:
         self._world.state.deliveries.know_computed(inputs, outputs)
 
     def watch_parameters(self, engine: Engine) -> None:
-        """Let the model's parameters tell when gradients arrive, and scale them there. Again, as others are trained."""
+        """Watch for gradients to arrive at the model's parameters, and scale them; again, when others train."""
         self._engines[engine] = None
         for each in engine.leaves():
             if each not in engine.hooks:

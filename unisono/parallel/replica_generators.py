@@ -15,7 +15,7 @@ Invariants:
 1. A generator that was given explicitly is used. The default one stands for none: it is some functions' own default.
    Who seeds the process himself (`randomness.seeded`) draws from it.
 2. `torch.manual_seed` in a replica seeds the replica's own generators, and no other device's.
-3. Where torch lacks the names that this stands on, all draw from the default generator, and a warning tells.
+3. Where torch lacks the names that this stands on, all draw from the default generator, and a warning says so.
 
 What it does not reach: python's and numpy's generators; in a `TorchDispatchMode`, operators that take no generator, as
 `rand_like`.

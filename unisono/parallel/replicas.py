@@ -119,7 +119,7 @@ class ReplicaThreads:
 
 
 def serve(queue: SimpleQueue[_Call | None], number: int) -> None:
-    """Body of a replica thread: run what comes, put the outcome where it is awaited; who is last tells. End at None."""
+    """Body of a replica thread: run what comes, put the outcome where it is awaited; the last signals. End at None."""
     while (made := queue.get()) is not None:
         made.outcomes[number] = Outcome.capture(made.bodies[number])
         if made.is_over:

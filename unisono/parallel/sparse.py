@@ -25,7 +25,7 @@ def remember_sparse(module: nn.Module) -> None:
 
 
 def is_known_as_sparse(parameter: torch.Tensor) -> bool:
-    """Whether `remember_sparse` has been told of it."""
+    """Whether `remember_sparse` has seen it."""
     return parameter in _known
 
 

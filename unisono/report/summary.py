@@ -169,7 +169,7 @@ class Report:
     @property
     def counters(self) -> dict[str, int]:
         """What the runtimes have counted, over all processes."""
-        by_process = {each.pid: each.counters for each in self.ranks}  # ranks that are threads tell the same
+        by_process = {each.pid: each.counters for each in self.ranks}  # ranks that are threads report the same
         total: Counter[str] = Counter()
         for counted in by_process.values():
             total.update(counted)

@@ -89,7 +89,7 @@ def test_without_a_kill_somebody_else_has_sent_the_signal(tmp_path):
 
 def test_a_system_that_counts_no_kills_leaves_it_open(tmp_path):
     watch = OomWatch(root=a_machine(tmp_path, None, None))
-    assert watch.verdict([]) == "; this system does not tell whether its out-of-memory killer did it"
+    assert watch.verdict([]) == "; this system does not report whether its out-of-memory killer did it"
 
 
 def test_a_victim_that_had_not_grown_is_not_blamed(tmp_path):

@@ -128,7 +128,7 @@ class PartialState(RankView):
 
 
 class AcceleratorState(PartialState):
-    """The same, with what the rank's last Accelerator was told.
+    """The same, with the settings of the rank's last Accelerator.
 
     Args:
         mixed_precision, options: of an Accelerator that is to be made; they have no effect.
@@ -233,7 +233,7 @@ _OF_LOOPS = dict.fromkeys(
 
 
 class _Told:
-    """What the rank's last Accelerator was told, and that itself."""
+    """The settings of the rank's last Accelerator, and that itself."""
 
     def __init__(self) -> None:
         self.accelerator: Callable[[], Accelerator | None] = lambda: None

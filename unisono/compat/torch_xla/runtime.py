@@ -14,7 +14,7 @@ _NO_SPMD = "one replica of your script runs per device, by launch(), spawn() or 
 _INSTEAD = {
     "use_spmd": _NO_SPMD,
     "set_device_type": "set UNISONO_BACKEND=cpu, cuda, mps or xla before the program starts",
-    "get_master_ip": "launchers tell the workers one another's address",
+    "get_master_ip": "launchers give the workers one another's address",
 }
 
 

@@ -138,7 +138,7 @@ def run_agent(job: Job, policy: Policy, options: MachineOptions) -> None:
 
 
 def rendezvous_settings(options: MachineOptions) -> dict[str, str]:
-    """What the agents' meeting needs to be told."""
+    """What the agents' meeting needs to know."""
     chosen = {
         # How long a meeting of enough agents waits for more; a machine that comes later joins by a restart. Torch: 30.
         "last_call_timeout": "2",
@@ -160,7 +160,7 @@ class Agent(SimpleElasticAgent):
 
     Attributes:
         others: the other machines.
-        verdict: how this machine's last group ended; where it was a victim, the first cause that another one told.
+        verdict: how this machine's last group ended; where it was a victim, the first cause that another one reported.
         was_asked: whether a signal has asked for the end.
     """
 

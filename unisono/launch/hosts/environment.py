@@ -54,7 +54,7 @@ class Place:
 
 @dataclass(frozen=True)
 class AgentPlace:
-    """What a launcher that starts one agent per machine tells it; None where it says nothing."""
+    """What a launcher gives the one agent that it starts on each machine; None where it says nothing."""
 
     launcher: str
     num_nodes: str
@@ -124,7 +124,7 @@ def _mark(place: Place) -> str:
 
 
 def announced_agent(environ: Mapping[str, str] | None = None) -> AgentPlace | None:
-    """What the environment tells an agent about the other machines, or None where it names none.
+    """What the environment says to an agent about the other machines, or None where it names none.
 
     Raises:
         ValueError: a variable is not what it must be, or a SLURM step has several tasks on a machine.

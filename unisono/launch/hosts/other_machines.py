@@ -1,4 +1,4 @@
-"""The other machines of a run: what they tell of their ranks, and do they still live, where nothing else would tell?
+"""The other machines of a run: what they report of their ranks, and whether they still live
 
 A worker whose peer was killed is woken at once, since the peer's machine closes the connection. A machine that has
 lost its power, or its link, closes nothing: the collective waits for its time-out, and the agent with it, which only
@@ -39,7 +39,7 @@ _LINGER_S = 3.0  # how long the endpoint's agent waits, at a bad end, for the ot
 
 @dataclass(frozen=True)
 class Word:
-    """What a machine tells the others.
+    """What a machine reports to the others.
 
     Attributes:
         machine, host: its number in this round, and its name.
@@ -136,7 +136,7 @@ class OtherMachines:
         self._has_news.set()
 
     def say(self, **facts: Any) -> None:
-        """Change what this machine tells, by names of `Word`; how far its ranks are can wait for the next beat."""
+        """Change what this machine reports, by names of `Word`; how far its ranks are can wait for the next beat."""
         with self._lock:
             if (current := self._round) is None or (word := replace(current.own, **facts)) == current.own:
                 return

@@ -1,7 +1,7 @@
 """The store in which ranks, or agents, of several machines meet: served on the interface that is needed.
 
 The store is a small server of torch's that asks nobody who he is: whoever reaches its port can read and write what the
-ranks tell one another, pickled objects among it, and so run code in them. So it listens at the address by which the
+ranks exchange, pickled objects among it, and so run code in them. So it listens at the address by which the
 others come, and not at those of other networks that this machine is in; within that one network nothing protects it.
 
 *Threads:* the server is native code's; calls come from the main thread.

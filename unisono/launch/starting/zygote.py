@@ -177,7 +177,7 @@ class Zygote:
                 send(pid, message["signal"])
 
     def _prepare(self, family: str) -> None:
-        """What the workers of a family import, they find imported; what cannot be is for the worker to tell."""
+        """What the workers of a family import, they find imported; what cannot be is for the worker to report."""
         if self.start_method == "zygote" and family not in self.families:
             self.families.add(family)
             self.is_frozen = False

@@ -177,7 +177,7 @@ def zygote_pid(start_method: str = "zygote") -> int | None:
 
 
 def _forget_in_child() -> None:
-    """A fork of the caller must not hold the sockets open: their end is what tells the zygote that the caller died."""
+    """A fork of the caller must not hold the sockets open: their end is what shows the zygote that the caller died."""
     _clients.clear()
     for sock in list(_sockets):
         sock.close()

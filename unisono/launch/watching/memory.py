@@ -51,7 +51,7 @@ class OomWatch:
         """
         in_group, on_machine = _rise(self._before[0], self._group), _rise(self._before[1], self._machine)
         if in_group is None and on_machine is None:
-            return f"; this system does not tell whether its out-of-memory killer did it{_last_seen(curve)}"
+            return f"; this system does not report whether its out-of-memory killer did it{_last_seen(curve)}"
         if not in_group and not on_machine:
             return (
                 "; the kernel counted no out-of-memory kill meanwhile, so another process has sent the signal "
@@ -81,7 +81,7 @@ def memory_limit(pid: int | None = None, root: Path = _ROOT) -> tuple[int, str]:
 
 
 def _kills(paths: Iterable[Path]) -> int | None:
-    """The count in the first of these files that tells one; None where none does."""
+    """The count in the first of these files that has one; None where none does."""
     for path in paths:
         with suppress(OSError, ValueError):
             for line in path.read_text().splitlines():

@@ -2,7 +2,7 @@
 
 Its samples show how memory grew before a worker died, feed the report, and lie in a file for anyone who looks later.
 
-*Threads:* one daemon thread, `unisono-monitor`, started with the first worker, measures; any thread may ask and tell.
+*Threads:* one daemon thread, `unisono-monitor`, started with the first worker, measures; any thread may read.
 
 Invariants:
 1. Measuring takes a hundredth of one core at most: after a round the thread rests a hundred times as long as the round
@@ -50,12 +50,12 @@ class Sample:
 
     Attributes:
         rank: of the worker.
-        at: when, as `time.time` tells it, to the millisecond; in the file it is "time", as all times there.
+        at: when, as `time.time` has it, to the millisecond; in the file it is "time", as all times there.
         cpu_percent: of one core, since the sample before; 0 in a worker's first one.
         rss: bytes of memory; what several of the processes share is counted for each.
         pss: the same, what is shared counted in parts; None where it was not measured.
         num_children: the processes below the worker.
-        read_bytes, write_bytes: from and to storage since the start; None where the system does not tell.
+        read_bytes, write_bytes: from and to storage since the start; None where the system does not report it.
         device_bytes: memory on the worker's device, where the worker has reported it.
         pid: of the worker.
         step, samples_per_s, loss: of the worker's latest pulse.
@@ -292,7 +292,7 @@ def _percent(spent: float, elapsed: float) -> float:
 
 
 def _pss(tree: list[psutil.Process]) -> int | None:
-    """Proportional set size of the tree; None where the system does not tell that of each process."""
+    """Proportional set size of the tree; None where the system does not report it for each process."""
     total = 0
     for process in tree:
         try:

@@ -132,7 +132,7 @@ class RunDirectory:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What a run directory tells.
+    """What a run directory contains.
 
     Attributes:
         facts: of `run.json`: what the run is, `state`, `started_at`, `ended_at` (ISO, UTC; None while it runs). A run

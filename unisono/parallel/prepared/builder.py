@@ -1,4 +1,4 @@
-"""What `prepare` makes of a model and of an optimizer, by what an Accelerator was told."""
+"""What `prepare` makes of a model and of an optimizer, by an Accelerator's settings."""
 
 from __future__ import annotations
 

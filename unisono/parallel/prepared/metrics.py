@@ -1,6 +1,6 @@
 """Which rows of a tensor count, where its rows are the samples of batches that a loop has received.
 
-Labels, and outputs of prepared models, lie in memory that tells their batch (`deliveries.py`), and so does a nesting
+The memory of labels, and of outputs of prepared models, identifies their batch (`deliveries.py`), also within a nesting
 that holds one of them. What was computed from them (an argmax, a concatenation) is recognised by its number of rows,
 on all ranks: so many batches in a row, the same number on each rank, must have had just these rows; where others of
 the loop had as many, of which other rows count, it is an error.
@@ -37,7 +37,7 @@ def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[An
 
     Raises:
         ValueError: the values lie in batches that count differently; or their rows are those of no batches in a row, or
-            may be of several, or of two loops, that count differently, or of a loop whose batches do not tell their
+            may be of several, or of two loops, that count differently, or of a loop whose batches do not say their
             size; on all ranks. Or the tensors differ in rows.
         TypeError: a value is no tensor with rows.
     """
@@ -53,7 +53,7 @@ def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[An
         return _counted_rows(values, range(known[0].samples), count)
     if not is_told:
         raise ValueError(
-            f"values with {count} samples: the batches of this loop do not tell how many samples they hold (objects, "
+            f"values with {count} samples: the batches of this loop do not say how many samples they hold (objects, "
             "packed sequences, lists of samples), on this rank or another, so that nothing says which of them count; "
             "pass valid_samples, len(batch) for example, and 0 where loader.valid_samples is 0; or let the loader give "
             "tensors with the samples along their first dimension"
@@ -74,7 +74,7 @@ def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[An
         raise ValueError(
             f"values with {count} samples may be those of several batches that were drawn, of which, on this rank or "
             "another, different rows count; gather them together with labels as the loader has delivered them, or with "
-            "outputs of a prepared model, which tell their batch, or pass valid_samples"
+            "outputs of a prepared model, which identify their batch, or pass valid_samples"
         )
     differ = any(each.rows.counted != best[0].rows.counted for each in best)
     if len(best) > 1 and world.comm.all_reduce(torch.tensor(int(differ), device=HOST), "max"):
@@ -136,7 +136,7 @@ def _num_rows(values: Any) -> int:
 
 
 def _compare(count: int, known: list[Batch], recent: list[Loop], world: World) -> tuple[bool, bool, list[_Fit]]:
-    """Whether every rank knows the batch; whether the batches of the last loop tell their sizes on every rank; and the
+    """Whether every rank knows the batch; whether the batches of the last loop have known sizes on every rank; and the
     loops, the last one first, that fit on each. A small collective.
 
     In a loop that fits some batches have so many rows, as many batches on each rank.

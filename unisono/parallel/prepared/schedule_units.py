@@ -110,7 +110,7 @@ def unit_of(scheduler: Any, lengths: Lengths, microbatches: int, is_later: bool)
 
 
 def length_of(scheduler: Any) -> int | None:
-    """After how many steps the schedule ends; None where it has no end, or does not tell."""
+    """After how many steps the schedule ends; None where it has no end, or an unknown one."""
     if isinstance(scheduler, OneCycleLR):
         return scheduler.total_steps
     if isinstance(scheduler, CosineAnnealingLR):

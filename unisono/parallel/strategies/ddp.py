@@ -174,7 +174,7 @@ def failed_before(model: str) -> str:
 
 
 def unused(model: str, names: Sequence[str]) -> str:
-    """What a backward pass that left out some parameters is told."""
+    """The error of a backward pass that left out some parameters."""
     shown = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return (
         f"the backward pass gave no gradient to {shown or 'some parameters'} of the {model} on this rank, and the "

@@ -54,7 +54,7 @@ class FSDPEngine(Engine):
     Gradients arrive at the whole parameters, which are there while the model runs, and never at the module's own.
 
     A second backward pass, through gradients that `torch.autograd.grad` has computed, begins with what leaves no other
-    trace: so the gradients of the model's inputs tell when it comes, and all of the model is gathered then.
+    trace: so the gradients of the model's inputs show when it comes, and all of the model is gathered then.
 
     Args:
         module, world, ledger: as for `Engine`; a world of processes.
@@ -113,7 +113,7 @@ class FSDPEngine(Engine):
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"torch.autograd.grad(..., create_graph=True) through the {self.name}, none of whose inputs requires "
-                "a gradient: strategy='fsdp' cannot tell when its parameters are to be gathered for the second "
+                "a gradient: strategy='fsdp' cannot know when its parameters are to be gathered for the second "
                 "backward pass; take the gradient with respect to an input of the model, or take strategy='ddp'"
             )
 

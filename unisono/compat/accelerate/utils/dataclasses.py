@@ -1,4 +1,4 @@
-"""`accelerate.utils.dataclasses`: what an Accelerator is told by, and the names of what it is told.
+"""`accelerate.utils.dataclasses`: the classes of an Accelerator's settings, and their names.
 
 Fields that have no counterpart are kept where they change speed or memory alone; those that would change numbers are
 refused in words when the Accelerator reads them.

@@ -108,7 +108,7 @@ def get_rng_state(device: str | torch.device | None = None) -> int:
 def send_cpu_data_to_device(data: Any, device: str | torch.device) -> Any:
     """The data with its tensors on the device, in containers of the same types; the data itself is not touched.
 
-    Tensors are looked for in attributes of objects, too; a `DataWrapper` tells its own.
+    Tensors are looked for in attributes of objects, too; a `DataWrapper` names its own.
     """
     backend, target = resolve_device(device)
     moved, token = backend.to_device(data, target)

@@ -56,7 +56,7 @@ _INSTEAD = {
     "all_to_all": f"{_NO_MODEL_PARALLELISM}; all_gather gives every replica all parts",
     "collective_permute": f"{_NO_MODEL_PARALLELISM}; all_gather gives every replica all parts",
     "unlazy": "call mark_step(), after which tensors have their values",
-    "get_memory_info": "unisono.gather_report() tells each rank's memory",
+    "get_memory_info": "unisono.gather_report() has each rank's memory",
     "parse_xla_device": "a torch.device has `type` and `index`",
     "xla_rendezvous": "call rendezvous, for all replicas or for groups of them",
     "optimization_barrier_": "nothing is reordered over a step's end, which mark_step() makes",

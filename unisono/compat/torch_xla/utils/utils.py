@@ -1,4 +1,4 @@
-"""Data that is made up, objects that tell their tensors, and a few small things that scripts use."""
+"""Data that is made up, objects that name their tensors, and a few small things that scripts use."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def eprint(*args: Any, **options: Any) -> None:
 
 
 def timed(fn: Callable[[], T], msg: str = "", printfn: Callable[[str], Any] = eprint) -> T:
-    """What `fn()` returns; how long it took is told."""
+    """What `fn()` returns; how long it took is printed."""
     with TimedScope(msg, printfn):
         return fn()
 
