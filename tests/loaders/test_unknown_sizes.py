@@ -142,7 +142,7 @@ def test_rows_are_not_taken_for_those_of_an_earlier_loop() -> None:
         for _ in told:
             pass
         for batch in untold:
-            with pytest.raises(ValueError, match="do not tell how many samples"):
+            with pytest.raises(ValueError, match="do not say how many samples"):
                 accelerator.gather_for_metrics(batch.rows.clone())
         for batch in told:
             assert len(accelerator.gather_for_metrics(batch.clone())) == 4, "the loop that is read now tells"
@@ -151,7 +151,7 @@ def test_rows_are_not_taken_for_those_of_an_earlier_loop() -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_a_fixed_size_is_refused_where_it_cannot_be_measured(form: Any) -> None:
     name = type(form(torch.zeros(4, 3))).__name__
-    words = f"fixed_batch_size=True compares the sizes of batches, and one of class {name} does not tell"
+    words = f"fixed_batch_size=True compares the sizes of batches, and one of class {name} does not say"
     with pytest.raises(ValueError, match=words):
         list(DeviceLoader(batches(form), fixed_batch_size=True))
 
@@ -183,7 +183,7 @@ def test_the_parts_of_a_stream_are_told_alike(mode: Mode) -> None:
     for each in found:
         counting = [weight for _, valid, weight in each if valid is None]
         assert counting == [1 / len(counting)] * len(counting)
-    assert all("one of class list does not tell" in error for _, error in ranks)
+    assert all("one of class list does not say" in error for _, error in ranks)
 
 
 def test_samples_in_a_list_are_not_cut_along_their_features() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import resource
 import signal
 import socket
@@ -21,7 +22,7 @@ from faults import SOON_S, Script, grandchild, stand_still, survivors
 from unisono.errors import UnisonoError, WorkerDiedError
 from unisono.launch import group as group_module
 from unisono.launch.spawn import spawn
-from unisono.launch.starting import zygote_client
+from unisono.launch.starting import wire, zygote_client
 from unisono.launch.starting.zygote import Zygote
 from unisono.launch.starting.zygote_client import warm
 from unisono.world import current_world
@@ -51,6 +52,22 @@ def running(line, ear):
     context = spawn(work, nprocs=2, join=False)
     yield context, [int(pid) for words in ear.hear_all(2) for pid in words]
     context.stop()
+
+
+def test_a_message_that_comes_in_parts_is_waited_for_whatever_time_out_the_callers_sockets_have():
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(5.0)
+    try:
+        pair = wire.socket_pair()
+    finally:
+        socket.setdefaulttimeout(before)
+    with pair[0] as ours, socket.socket(fileno=pair[1].detach()) as theirs:  # as the zygote opens it
+        data = pickle.dumps({"number": 7})
+        ours.sendall(len(data).to_bytes(4, "big"))
+        rest = threading.Timer(0.1, ours.sendall, (data,))
+        rest.start()
+        assert wire.receive(theirs) == ({"number": 7}, [])
+        rest.join()
 
 
 @pytest.mark.slow

@@ -14,8 +14,11 @@ _QUIET = getattr(socket, "MSG_NOSIGNAL", 0)  # Python ignores SIGPIPE anyway, un
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Two connected sockets, of the one kind that every Unix has and that says when its other end is gone."""
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    """Two connected sockets that block, of the one kind that every Unix has and that shows when its peer is gone."""
+    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    for each in pair:
+        each.setblocking(True)  # `socket.setdefaulttimeout` in the caller leaves O_NONBLOCK on the zygote's end, too
+    return pair
 
 
 def send(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
