@@ -12,11 +12,13 @@ import pytest
 import torch
 from modes import PROCESSES_2, SOLO, THREADS_2, Mode, fitting
 from torch import nn
+from torch.distributed.fsdp import ShardingStrategy
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from unisono import DeviceLoader
 from unisono.compat.accelerate import Accelerator, DistributedType
+from unisono.compat.accelerate.arguments import fsdp_options
 from unisono.compat.accelerate.data_loader import prepare_data_loader
 from unisono.compat.accelerate.local_sgd import LocalSGD
 from unisono.compat.accelerate.state import AcceleratorState, GradientState
@@ -35,6 +37,7 @@ from unisono.compat.accelerate.utils import (
     TorchDynamoPlugin,
     set_seed,
 )
+from unisono.strategies import FSDP
 
 ALL = pytest.mark.parametrize("mode", fitting(SOLO, THREADS_2, PROCESSES_2), ids=str)
 SEVERAL = pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str)
@@ -240,6 +243,25 @@ def test_an_fsdp_plugin_shards(mode: Mode) -> None:
         return accelerator.distributed_type, accelerator.is_fsdp2, len(accelerator.get_state_dict(model))
 
     assert mode.run(body) == [(DistributedType.FSDP, True, 2), (DistributedType.FSDP, True, 0)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({}, FSDP()),
+        ({"reshard_after_forward": False}, FSDP(reshard_after_forward=False)),
+        ({"reshard_after_forward": "FULL_SHARD"}, FSDP()),
+        ({"sharding_strategy": "SHARD_GRAD_OP"}, FSDP(reshard_after_forward=False)),
+        ({"sharding_strategy": ShardingStrategy.HYBRID_SHARD}, FSDP(replicas=3)),
+        ({"sharding_strategy": ShardingStrategy._HYBRID_SHARD_ZERO2}, FSDP(reshard_after_forward=False, replicas=3)),
+        ({"reshard_after_forward": "HYBRID_SHARD_ZERO2"}, FSDP(reshard_after_forward=False, replicas=3)),
+    ],
+    ids=str,
+)
+def test_sharding_strategies_of_fsdp1_have_their_counterpart_on_three_machines(
+    fields: dict[str, Any], options: FSDP
+) -> None:
+    assert fsdp_options(FullyShardedDataParallelPlugin(**fields), num_machines=3) == options
 
 
 @SEVERAL

@@ -40,6 +40,7 @@ from unisono.parallel.collectives import all_gather_object
 from unisono.parallel.prepared.metrics import NoSuchBatchError
 from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.schedule_units import Unit
+from unisono.strategies import DDP, FSDP
 from unisono.tree import leaves
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class Accelerator(Native):
 
     Args:
         mixed_precision: "no", "fp16" or "bf16"; None takes ACCELERATE_MIXED_PRECISION, or "no".
-        fsdp_plugin: strategy="fsdp".
+        fsdp_plugin: strategy="fsdp"; "HYBRID_SHARD" shards within each machine.
         rng_types: has no effect: orders are functions of the seed.
         schedule_unit: as for the native one, where it cannot be found out what a schedule counts; "device_step" is what
             Accelerate takes it for.
@@ -109,6 +110,10 @@ class Accelerator(Native):
         if project_dir is not None:
             project.set_directories(os.fspath(project_dir))
         world = joined_world()
+        if fsdp_plugin is None:
+            strategy: DDP | FSDP = handlers.ddp_options()
+        else:
+            strategy = fsdp_options(fsdp_plugin, world.world_size // world.local_world_size)
         super().__init__(
             mixed_precision=precision,  # type: ignore[arg-type]  # an unknown one is refused there
             gradient_accumulation_steps=_num_steps(gradient_accumulation_steps, gradient_accumulation_plugin),
@@ -116,7 +121,7 @@ class Accelerator(Native):
             device_placement=device_placement,
             compile=compile_arguments(dynamo_backend, dynamo_plugin),
             world=world,
-            strategy=handlers.ddp_options() if fsdp_plugin is None else fsdp_options(fsdp_plugin),
+            strategy=strategy,
             scaler_options=handlers.scaler_options() if precision == "fp16" else None,
             schedule_unit=schedule_unit,
             log_with=_names(log_with),

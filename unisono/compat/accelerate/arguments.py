@@ -132,13 +132,25 @@ def compile_arguments(
     return {"backend": name} | {key: value for key, value in wanted.items() if value is not None}
 
 
-def _reshards(asked: Any) -> bool | int | None:
-    """What FSDP2 takes; names of sharding strategies are for FSDP1, and say nothing of it."""
-    return asked if isinstance(asked, int) else None
+def _sharding(plugin: FullyShardedDataParallelPlugin, num_machines: int) -> dict[str, Any]:
+    """What is gathered, and among which ranks, by the fields of FSDP2 or by the name of one of FSDP1's strategies.
+
+    The names are those of `torch.distributed.fsdp.ShardingStrategy`; the field may hold its members, too.
+    """
+    asked = plugin.reshard_after_forward
+    if isinstance(asked, bool | int):
+        return {"reshard_after_forward": asked}
+    name = str(asked or getattr(plugin.sharding_strategy, "name", plugin.sharding_strategy)).upper().lstrip("_")
+    options: dict[str, Any] = {}
+    if name in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"):
+        options["reshard_after_forward"] = False
+    if name.startswith("HYBRID_SHARD"):
+        options["replicas"] = num_machines
+    return options
 
 
-def fsdp_options(plugin: FullyShardedDataParallelPlugin) -> FSDP:
-    """As the native Accelerator takes them.
+def fsdp_options(plugin: FullyShardedDataParallelPlugin, num_machines: int) -> FSDP:
+    """Convert the plugin to the native Accelerator's strategy.
 
     Raises:
         ValueError: a field that changes numbers has no counterpart.
@@ -155,6 +167,6 @@ def fsdp_options(plugin: FullyShardedDataParallelPlugin) -> FSDP:
     return FSDP(
         param_dtype=getattr(policy, "param_dtype", None),
         reduce_dtype=getattr(policy, "reduce_dtype", None),
-        reshard_after_forward=_reshards(plugin.reshard_after_forward),
         offload=bool(getattr(plugin.cpu_offload, "offload_params", plugin.cpu_offload)),
+        **_sharding(plugin, num_machines),
     )
