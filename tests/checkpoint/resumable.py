@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from unisono import Accelerator, all_gather_samples, current_world, world_size
+from unisono.strategies import FSDP
 
 SAMPLES, GLOBAL_BATCH, EPOCHS = 90, 24, 2
 ROUNDS = 4  # in an epoch, the last of 18 samples
@@ -74,7 +75,7 @@ class Run:
     """
 
     path: Path
-    strategy: str = "ddp"
+    strategy: str | FSDP = "ddp"
     dropout: float = 0.0
     accumulates: int = 1
     workers: int = 0

@@ -19,9 +19,11 @@ from torch.utils.data import DataLoader
 
 from unisono import Accelerator, current_world, should_stop, spawn
 from unisono.errors import StoppedError, WorkerDiedError
+from unisono.strategies import FSDP
 
 PROCESSES_4 = Mode("processes", 4)
 EXACTLY = {"rtol": 0, "atol": 0}
+HSDP = FSDP(replicas=2)  # on four ranks each parameter is in two parts
 
 
 def first(results: list) -> tuple:
@@ -38,10 +40,13 @@ def first(results: list) -> tuple:
         pytest.param(PROCESSES_4, "ddp", 1, marks=pytest.mark.slow),
         pytest.param(PROCESSES_2, "zero1", 3, marks=pytest.mark.slow),
         pytest.param(PROCESSES_2, "fsdp", 3, marks=pytest.mark.slow),
+        pytest.param(PROCESSES_4, HSDP, 1, marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_on_as_many_ranks_the_bits_are_the_same(tmp_path: Path, mode: Mode, strategy: str, accumulates: int) -> None:
+def test_on_as_many_ranks_the_bits_are_the_same(
+    tmp_path: Path, mode: Mode, strategy: str | FSDP, accumulates: int
+) -> None:
     common = {"strategy": strategy, "dropout": 0.5, "workers": 1, "accumulates": accumulates}
     weights, ledger = first(mode.run(Run(tmp_path / "whole", **common)))
     mode.run(Run(tmp_path / "parts", **common, after=leave_after(drawn_batch(), is_async=True)))
@@ -61,11 +66,13 @@ def test_on_as_many_ranks_the_bits_are_the_same(tmp_path: Path, mode: Mode, stra
         pytest.param(PROCESSES_4, "ddp", PROCESSES_2, "zero1", 1, marks=pytest.mark.slow),
         pytest.param(PROCESSES_2, "zero1", PROCESSES_2, "fsdp", 3, marks=pytest.mark.slow),
         pytest.param(PROCESSES_4, "ddp", Mode("processes", 8), "ddp", 3, marks=pytest.mark.slow),
+        pytest.param(PROCESSES_4, HSDP, PROCESSES_2, "fsdp", 1, marks=pytest.mark.slow),
+        pytest.param(PROCESSES_2, "zero1", PROCESSES_4, HSDP, 1, marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def test_on_another_number_of_ranks_each_sample_counts_once_and_the_losses_agree(
-    tmp_path: Path, mode: Mode, strategy: str, then: Mode, to: str, accumulates: int
+    tmp_path: Path, mode: Mode, strategy: str | FSDP, then: Mode, to: str | FSDP, accumulates: int
 ) -> None:
     weights, ledger = first(SOLO.run(Run(tmp_path / "whole", accumulates=accumulates)))
     mode.run(Run(tmp_path / "parts", strategy, accumulates=accumulates, after=leave_after(drawn_batch())))
