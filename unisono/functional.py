@@ -19,16 +19,16 @@ the loss of the global batch. Where each rank computes the loss of the global ba
     loss = nt_xent(first, second)  # the same on each rank
     accelerator.backward(loss)
 
-This holds where the ranks' gradients count equally. Where a batch is split unevenly, as the last one of an epoch is, a
-prepared model weighs those of rank r by its part of the samples: right for a mean over the rank's own samples, and not
-for gradients that are of all ranks' losses, so it is a ValueError. Compute the loss of the global batch on each rank,
-then, of the samples that count, and give all ranks one weight:
+This holds if the ranks' gradients count equally. If a batch is split unevenly, as the last one of an epoch may be, a
+prepared model weights those of rank r by its fraction of the samples: right for a mean over the rank's own samples, but
+not for gradients of all ranks' losses, so it is a ValueError. Then compute the loss of the global batch on each rank,
+from the valid samples, and pass the same weight on all ranks:
 
     first, second = functional.all_gather_samples((model(x), model(augmented)), loader.valid_samples)
     accelerator.backward(nt_xent(first, second), weight=len(first) / world_size())
 
-A backward pass meets the other ranks: each rank must come to it, for the same calls. Whether a tensor requires grad is
-compared between the ranks in the forward pass, and who comes to another backward pass is named.
+A backward pass is a collective: each rank must run it, for the same calls. Whether a tensor requires grad is compared
+between the ranks in the forward pass, and a rank that comes to another backward pass is named.
 
 *Threads:* a backward pass may run in a thread without a world; the communicator is noted on the way forward.
 """
@@ -54,7 +54,7 @@ LinearOp = Literal["sum", "mean"]
 
 @_disable_dynamo
 def all_gather(x: torch.Tensor, dim: int = 0, world: World | None = None) -> torch.Tensor:
-    """Every rank's tensor along `dim`, in rank order, as `unisono.all_gather`; with a gradient.
+    """Concatenate the tensors of all ranks along `dim`, as `unisono.all_gather`; differentiable.
 
     Args:
         x: of the same shape on each rank; of no dimensions, it becomes a vector.
@@ -64,7 +64,7 @@ def all_gather(x: torch.Tensor, dim: int = 0, world: World | None = None) -> tor
         gradients for its part.
 
     Raises:
-        TypeError: `x` is no dense tensor.
+        TypeError: `x` is not a dense tensor.
         IndexError: it has no such dimension.
         CollectiveMismatchError: the ranks' shapes or types differ (`all_gather_samples` takes other numbers of rows),
             or `x` requires grad on some ranks only, or a peer called something else.
@@ -78,7 +78,7 @@ def all_gather(x: torch.Tensor, dim: int = 0, world: World | None = None) -> tor
 
 @_disable_dynamo
 def all_gather_samples(batch: Any, valid_samples: int | None = None, dim: int = 0, world: World | None = None) -> Any:
-    """Every rank's samples, in rank order, as `unisono.all_gather_samples`; with gradients.
+    """Gather the samples of all ranks, as `unisono.all_gather_samples`; differentiable.
 
     Args:
         batch: a tensor, or any nesting of tensors, with samples along `dim`; their number may differ between the ranks.
@@ -88,7 +88,7 @@ def all_gather_samples(batch: Any, valid_samples: int | None = None, dim: int = 
         The same nesting; each tensor has all ranks' samples along `dim`.
 
     Raises:
-        TypeError: something in the batch is no tensor, or `valid_samples` is no whole number.
+        TypeError: something in the batch is not a tensor, or `valid_samples` is not an integer.
         ValueError: a tensor has fewer samples than that, or no such dimension; or their numbers differ and
             `valid_samples` is None.
         BrokenWorldError, CollectiveMismatchError: as for `all_gather`.
@@ -105,7 +105,7 @@ def all_gather_samples(batch: Any, valid_samples: int | None = None, dim: int = 
 
 @_disable_dynamo
 def all_reduce(x: torch.Tensor, op: LinearOp = "sum", world: World | None = None) -> torch.Tensor:
-    """The sum or mean over all ranks, a new tensor; with a gradient.
+    """Return the sum or mean over all ranks, a new tensor; differentiable.
 
     Args:
         x: any shape, the same on each rank.
@@ -154,7 +154,7 @@ def broadcast(x: torch.Tensor, root: int = 0, world: World | None = None) -> tor
         What arrives at the root's `x` is the sum of the ranks' gradients; at the others' zeros.
 
     Raises:
-        TypeError: `x` is no dense tensor.
+        TypeError: `x` is not a dense tensor.
         ValueError: `root` is no rank of the world.
         BrokenWorldError, CollectiveMismatchError: as for `all_gather`.
     """

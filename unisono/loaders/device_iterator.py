@@ -27,12 +27,12 @@ class Epochs(Sized, Protocol):
 
 
 class DeviceIterator:
-    """The batches of one device, once. What `ParallelLoader.per_device_loader` returns.
+    """Iterates once over the batches of one device; returned by `ParallelLoader.per_device_loader`.
 
     Attributes:
-        valid_samples: how many samples of the last delivered batch count, from the front: all of them, but for a
-            padded one; 0 for a batch that only repeats a sample so that this rank keeps step with the others; None
-            where it cannot be known.
+        valid_samples: how many samples of the last delivered batch count, from the front: all of them, except for a
+            padded one; 0 for a batch that only repeats a sample so that this rank keeps step with the others; None if
+            it cannot be known.
         weight: the part of the global batch that these are; None where that is unknown. Where a batch of the round does
             not tell how many samples it holds, each of them counts the same.
         epoch: of this loop, until its end; then the next.
@@ -136,7 +136,7 @@ class DeviceIterator:
         return self._state()
 
     def close(self) -> None:
-        """Take no more: this device's batches fall away, the other devices continue. Idempotent."""
+        """Stop: this device's remaining batches are discarded, the other devices continue. Idempotent."""
         self._lane.cancel()
         self._abandon_loop()
 

@@ -67,19 +67,20 @@ class ParallelLoader:
             alone, and the one that is being read comes on top. What DataLoader workers hold by their `prefetch_factor`
             is not counted.
         transfer_threads: how many threads move batches, per device. The order is kept.
-        split: what a batch of `loader` is. "rank": one rank's; as many as there are ranks make a global batch.
-            "global": the global batch, of which each rank gets its part.
-        tail: what becomes of the last round where it is incomplete. "split": it is split along the samples; a device
-            for which none is left gets a repeated one that does not count. "drop": it is left out. "pad": each batch is
-            filled up with repeated samples, which come last and do not count. "error": it is a ValueError, before the
-            first batch where the length is known. None: "drop" for a DataLoader with drop_last=True, else "split".
-        seed: of the order; None takes the seed of the DataLoader's generator, and 0 where it has none.
-        already_sharded: the loader gives each rank its own part, as one with a DistributedSampler does, which is
-            noticed; it is not cut again. Also the way to the whole data on one rank, but for an iterable dataset.
-        world: whose loader this is; None takes the current one.
-        loops: the worlds in which the devices' loops run, where that is not `world`: DataParallel's replicas.
-        sources: who counts the epochs of `loader`, where several loaders make its passes. None: this one's pass is
-            epoch 0, and those of `again` are the next ones.
+        split: what a batch of `loader` is. "rank": one rank's; a global batch consists of one per rank. "global": the
+            global batch, of which each rank gets its part.
+        tail: what happens to the last round if it is incomplete. "split": it is split along the samples; a device for
+            which none is left gets a repeated one that does not count. "drop": it is dropped. "pad": each batch is
+            padded with repeated samples, which come last and do not count. "error": it is a ValueError, before the
+            first batch if the length is known. None: "drop" for a DataLoader with drop_last=True, otherwise "split".
+        seed: seeds the order; None uses the seed of the DataLoader's generator, or 0 if it has none.
+        already_sharded: the loader gives each rank its own part, and is not sharded again. A loader with a
+            DistributedSampler is recognised anyway. Also the way to get all data on one rank, except for an iterable
+            dataset.
+        world: the world of this loader; None uses the current one.
+        loops: the worlds in which the devices' loops run, if not in `world`: DataParallel's replicas.
+        sources: counts the epochs of `loader`, if several loaders iterate over it. None: this one's pass is epoch 0,
+            and those of `again` are the next ones.
 
     Raises:
         TypeError: `loader` is not iterable, or an argument has the wrong type.
@@ -234,7 +235,7 @@ class ParallelLoader:
         return Lockstep(lane, self._world, self._rule, self._batchdim, ahead, begun).receive
 
     def again(self, loops: Sequence[World] | None = None) -> ParallelLoader:
-        """A further pass over the same source, which this loader's `state_dict` covers from its beginning on.
+        """Return a loader for the next pass over the same source; this one's `state_dict` covers it, too.
 
         Args:
             loops: as for the class.
@@ -245,19 +246,19 @@ class ParallelLoader:
         return twin
 
     def state_dict(self) -> State:
-        """Where the loops stand: after the last round of which every device has received its batch.
+        """Return the position of the loops: after the last round of which every device has received its batch.
 
-        What was prefetched does not count. When all have reached the end, it is the beginning of the next epoch. The
+        Prefetched batches do not count. When all have reached the end, it is the beginning of the next epoch. The
         state is the same on every rank, and can be loaded by a loader with another number of ranks or devices, another
         batch size and other loader workers.
         """
         return self._bookmark.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the pass, which has not begun, continue from a state.
+        """Continue from a state. The pass must not have begun.
 
         Raises:
-            StateError: it is not the state of such a loader; its subclasses say why.
+            StateError: this is not the state of such a loader; subclasses of the error say why.
             BusyError: the pass has begun.
         """
         self._refuse_begun("load_state_dict")
@@ -269,7 +270,7 @@ class ParallelLoader:
         return int(self.state_dict()["epoch"])
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the pass, which has not begun, be that epoch. Epochs advance by themselves: this is for jumps.
+        """Make the pass, which must not have begun, that epoch. Epochs advance by themselves: this is for jumps.
 
         Raises:
             BusyError: the pass has begun.
@@ -326,18 +327,18 @@ class ParallelLoader:
 
 
 class DeviceLoader:
-    """A loader whose batches arrive on one device, looped over as often as one likes.
+    """A loader that delivers its batches on one device, and can be looped over any number of times.
 
-    In a world of several processes each rank gets its share of every round, so every rank must loop over it, as often
-    as the others. Each loop is the next epoch, counted here: make it once, and not again for each epoch, which would
-    begin at 0 each time. Others over the same DataLoader count their own.
+    In a world of several processes each rank gets its share of every round, so every rank must loop over it equally
+    often. Each loop is the next epoch, counted here: create it once. One that is created for each epoch would begin at
+    epoch 0 each time. Others over the same DataLoader count their own epochs.
 
     Args:
-        device: of the batches; None takes the world's.
+        device: where batches are delivered; None uses the world's device.
         others: as for `ParallelLoader`.
 
     Attributes:
-        valid_samples, weight: as for `DeviceIterator`, of the innermost loop that continues, or the last one.
+        valid_samples, weight: as for `DeviceIterator`, of the innermost open loop, or of the last one.
     """
 
     def __init__(
@@ -427,22 +428,22 @@ class DeviceLoader:
         return f"DeviceLoader({self._never_begun._loader!r}, {str(self._device)!r})"
 
     def state_dict(self) -> State:
-        """Where the loop stands: after the last batch that it received, whatever was prefetched.
+        """Return the position of the loop: after the last batch that it received, whatever was prefetched.
 
         At the end of an epoch it is the beginning of the next one. Otherwise as for `ParallelLoader`.
         """
         return self._never_begun.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next loop continue from a state.
+        """Continue from a state, with the next loop.
 
         Raises:
-            StateError: it is not the state of such a loader; its subclasses say why.
+            StateError: this is not the state of such a loader; subclasses of the error say why.
         """
         self._never_begun.load_state_dict(state)
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next loop be that epoch. Epochs advance by themselves: this is for jumps."""
+        """Make the next loop that epoch. Epochs advance by themselves: this is for jumps."""
         self._never_begun.set_epoch(epoch)
 
 

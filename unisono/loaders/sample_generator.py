@@ -1,4 +1,4 @@
-"""A source of the same batch again and again, to measure everything but the loading."""
+"""A source that repeats one batch, to measure everything but the loading."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class SampleGenerator(Generic[T]):
     of its own, which loops do not touch.
 
     Raises:
-        TypeError, ValueError: `sample_count` is no whole number, or negative.
+        TypeError, ValueError: `sample_count` is not an integer, or negative.
     """
 
     def __init__(self, data: T, sample_count: int) -> None:

@@ -64,7 +64,7 @@ def check_replicas(module: nn.Module, every: int = 1, *, buffers: bool = False, 
         world: None takes the current one.
 
     Raises:
-        TypeError, ValueError: `every` is no whole number from 1 on.
+        TypeError, ValueError: `every` is not a positive integer.
         ReplicasDifferError: they differ. The message names the first parameter that does, and who holds what.
         BrokenWorldError, CollectiveMismatchError: as for `all_reduce`.
     """
@@ -86,11 +86,11 @@ def check_replicas(module: nn.Module, every: int = 1, *, buffers: bool = False, 
 
 
 def broadcast_parameters(module: nn.Module, root: int = 0, world: World | None = None) -> None:
-    """Give every rank the root's parameters and buffers, in place; those on the device "meta" are nowhere yet.
+    """Give every rank the root's parameters and buffers, in place; those on the device "meta" are skipped.
 
     Args:
         module: of the same shape and types on all ranks.
-        root: the rank whose values count.
+        root: the rank whose values are sent.
 
     Raises:
         CollectiveMismatchError: the modules differ in shape or type.

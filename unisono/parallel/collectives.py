@@ -1,6 +1,6 @@
 """Collectives and facts of the current world: the same in a plain script, a DataParallel thread, a spawned worker.
 
-Their results have no gradients (those of `unisono.functional` have), so tensors that require grad are refused, before
+They are not differentiable (those of `unisono.functional` are), so tensors that require grad are refused, before
 anything is sent.
 """
 
@@ -20,22 +20,22 @@ from unisono.world import World, current_world
 
 
 def rank(world: World | None = None) -> int:
-    """This rank, 0 to `world_size() - 1`."""
+    """Return this rank, 0 to `world_size() - 1`."""
     return (world or current_world()).rank
 
 
 def world_size(world: World | None = None) -> int:
-    """The number of ranks: processes, or threads of a DataParallel."""
+    """Return the number of ranks: processes, or threads of a DataParallel."""
     return (world or current_world()).world_size
 
 
 def local_rank(world: World | None = None) -> int:
-    """This rank among those of this machine."""
+    """Return this rank's number among those of this machine."""
     return (world or current_world()).local_rank
 
 
 def is_rank_zero(world: World | None = None) -> bool:
-    """Whether this is the rank that prints and saves."""
+    """Whether this is rank zero, the one that prints and saves."""
     return (world or current_world()).rank == 0
 
 
@@ -47,9 +47,9 @@ def all_reduce(tensor: torch.Tensor, op: ReduceOp = "sum", world: World | None =
         op: "sum", "mean", "min", "max" or "product".
 
     Raises:
-        ValueError: the tensor requires grad; or there is no such operation.
-        TypeError: the tensor's type does not have the operation ("mean" of integers, say).
-        BrokenWorldError: a peer failed or departed.
+        ValueError: the tensor requires grad; or `op` is unknown.
+        TypeError: the tensor's dtype does not support `op` ("mean" of integers, for example).
+        BrokenWorldError: a peer failed or left.
         CollectiveMismatchError: a peer called something else.
     """
     refuse_gradient(tensor, "all_reduce")
@@ -59,7 +59,7 @@ def all_reduce(tensor: torch.Tensor, op: ReduceOp = "sum", world: World | None =
 
 
 def all_gather(tensor: torch.Tensor, dim: int = 0, world: World | None = None) -> torch.Tensor:
-    """Concatenate every rank's tensor along `dim`, in rank order; 0-dim tensors become a vector.
+    """Concatenate the tensors of all ranks along `dim`, in rank order; 0-dim tensors become a vector.
 
     Args:
         tensor: the same shape on each rank.
@@ -79,18 +79,18 @@ def all_gather(tensor: torch.Tensor, dim: int = 0, world: World | None = None) -
 
 
 def all_gather_samples(batch: Any, valid_samples: int, dim: int = 0, world: World | None = None) -> Any:
-    """Every rank's samples that count, in rank order: what a metric is computed of, each sample in it exactly once.
+    """Gather the valid samples of all ranks, in rank order: the input of a metric, with each sample exactly once.
 
     Args:
-        batch: a tensor, or any nesting of tensors, whose samples lie along `dim`: predictions and labels, say. The
-            ranks may have different numbers of samples. (For texts and other objects there is `all_gather_object`.)
-        valid_samples: how many of them count, from the front; as the loader says with each batch.
+        batch: a tensor, or any nesting of tensors, with samples along `dim`: predictions and labels, for example. The
+            ranks may have different numbers of samples. (For texts and other objects use `all_gather_object`.)
+        valid_samples: how many of them count, from the front: `loader.valid_samples`.
 
     Returns:
         The same nesting; each tensor has all ranks' samples along `dim`.
 
     Raises:
-        TypeError: something in the batch is no tensor, or `valid_samples` is no whole number.
+        TypeError: something in the batch is not a tensor, or `valid_samples` is not an integer.
         ValueError: a tensor has fewer samples than that, or no such dimension; or it requires grad.
         BrokenWorldError, CollectiveMismatchError: as for `all_reduce`.
     """
@@ -145,7 +145,7 @@ def check_samples(batch: Any, valid_samples: int, dim: int) -> None:
     """Refuse what has no such samples.
 
     Raises:
-        TypeError: something in the batch is no tensor, or `valid_samples` is no whole number.
+        TypeError: something in the batch is not a tensor, or `valid_samples` is not an integer.
         ValueError: a tensor has fewer samples than that, or no such dimension.
     """
     if isinstance(valid_samples, bool) or not isinstance(valid_samples, int):
@@ -169,10 +169,10 @@ def broadcast(tensor: torch.Tensor, root: int = 0, world: World | None = None) -
 
     Args:
         tensor: of the same shape and type on all ranks.
-        root: the rank whose values count.
+        root: the rank whose values are sent.
 
     Raises:
-        ValueError: `root` is no rank of the world; or the tensor requires grad.
+        ValueError: `root` is not a rank of the world; or the tensor requires grad.
         BrokenWorldError, CollectiveMismatchError: as for `all_reduce`.
     """
     refuse_gradient(tensor, "broadcast")
@@ -182,7 +182,7 @@ def broadcast(tensor: torch.Tensor, root: int = 0, world: World | None = None) -
 
 
 def all_gather_object(value: Any, world: World | None = None) -> list[Any]:
-    """A copy of every rank's object, in rank order; anything that can be pickled.
+    """Gather a copy of every rank's object, in rank order; anything that can be pickled.
 
     Raises:
         BrokenWorldError, CollectiveMismatchError: as for `all_reduce`.
@@ -193,7 +193,7 @@ def all_gather_object(value: Any, world: World | None = None) -> list[Any]:
 
 
 def barrier(world: World | None = None) -> None:
-    """Return when every rank has called it.
+    """Wait until every rank has called it.
 
     Raises:
         BrokenWorldError, CollectiveMismatchError: as for `all_reduce`.

@@ -19,7 +19,7 @@ class Context(SimpleNamespace):
         super().__init__(device=device)
 
     def getattr_or(self, name: str, default: Any) -> Any:
-        """The attribute `name`; where it is missing or None, `default` (called, if it is callable), which is kept."""
+        """Return the attribute `name`; if missing or None, first store `default` (or its result, if callable)."""
         value = getattr(self, name, None)
         if value is None:
             value = default() if callable(default) else default

@@ -1,11 +1,11 @@
 """DataParallel: one replica of the model per device, each in a thread of its own with its part of every global batch.
 
-Semantics of PyTorch/XLA's thread-based `DataParallel`, but for its faults: a replica that raises, raises in the caller;
-no batch is dropped; plain batches come out in every case; any list of devices will do.
+The semantics are those of PyTorch/XLA's thread-based `DataParallel`, without its faults: an exception of a replica is
+raised in the caller; no batch is dropped; loops always get plain batches; any list of devices is allowed.
 
-Who owns what: the object owns the replicas, a context, a timeline and random generators for each, and the threads. Each
-call makes a new meeting for them, so a call that failed leaves an object that can be called again, though its replicas
-may have drifted apart: the error's note says so.
+The object owns the replicas, a context, a timeline and random generators for each, and the threads. Each call creates a
+new meeting for them, so after a failed call the object can be called again, though its replicas may have drifted apart:
+the error's note says so.
 
 *Threads:* one call at a time; `loop_fn` runs in the replica threads, at once, under the caller's grad mode, autocast
 and context variables.
@@ -50,18 +50,18 @@ class DataParallel:
     """Runs a loop on every device with a replica of the network.
 
     Args:
-        network: a module, which is copied to each device and not touched, or a callable that makes one, called once.
-        device_ids: devices as strings, indices or `torch.device`s; None takes every device of the picked family. An
-            empty list is the native run: the module itself, on its own device, in the calling thread.
+        network: a module, which is copied to each device and not changed, or a callable that creates one, called once.
+        device_ids: devices as strings, indices or `torch.device`s; None uses every device of the default family. With
+            an empty list the loop runs natively: on the module itself, on its own device, in the calling thread.
 
     Attributes:
         devices: the devices, as strings.
         models: the replicas, in the same order.
-        generators: what each replica draws from on the CPU: dropout, `torch.rand`. Seeded by `torch.initial_seed()`, as
-            it is now, and the rank; `torch.manual_seed` in a replica seeds its own. Empty for a native run.
+        generators: each replica's generator on the CPU, for dropout and `torch.rand`. Seeded by its rank and by the
+            present `torch.initial_seed()`; `torch.manual_seed` in a replica seeds its own. Empty for a native run.
 
     Raises:
-        TypeError: `network` is no module and makes none, or `device_ids` is no list of devices.
+        TypeError: `network` is not a module and does not create one, or `device_ids` is not a list of devices.
         ValueError: a device is repeated or does not exist.
         BusyError: an XLA device computes for another DataParallel.
         RuntimeError: for a native run, the module's parameters lie on several devices.
@@ -109,9 +109,9 @@ class DataParallel:
         """Call `loop_fn(model, device_loader, device, context)` once per device, all at the same time.
 
         Args:
-            loop_fn: the loop; its `device_loader` yields plain batches, each step's batches forming a global batch.
-            loader: as for `ParallelLoader`, each call being the next epoch of a DataLoader; or one of these over the
-                same devices: its arguments hold, and its state continues from call to call.
+            loop_fn: the loop; its `device_loader` yields plain batches, and the batches of a step form a global batch.
+            loader: as for `ParallelLoader`; each call is the next epoch of a DataLoader. Or a `ParallelLoader` over the
+                same devices, whose arguments apply and whose state continues from call to call.
             fixed_batch_size, batchdim: as for `ParallelLoader`.
 
         Returns:
@@ -135,7 +135,7 @@ class DataParallel:
     def run_on_replicas(self, fn: Callable[[nn.Module, torch.device, Context], T]) -> list[T]:
         """Call `fn(model, device, context)` once per device, all at the same time, in its replica's world.
 
-        Returns, and raises, as calling the object does; there is no loader.
+        Returns and raises as calling the object does, but without a loader.
         """
         if not callable(fn):
             raise TypeError(f"fn={fn!r} is a {type(fn).__name__}; pass a function")
@@ -151,19 +151,19 @@ class DataParallel:
         return not self._calls and not self._threads.running
 
     def are_alike(self) -> bool:
-        """Whether all replicas hold the same parameters, bit by bit. Buffers do not count: BatchNorm's may differ."""
+        """Whether all replicas have the same parameters, bit by bit. Buffers are not compared."""
         return first_difference(self.models) is None
 
     def state_dict(self) -> dict[str, Any]:
-        """The network's state, of the first replica; the names are those of the network that was given."""
+        """Return the network's state, from the first replica, with the names of the given network."""
         return self.models[0].state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
         """Load the network's state into every replica; as `nn.Module.load_state_dict`.
 
         Args:
-            state: what `state_dict` gave, or that of the plain network.
-            strict: refuse names that are missing or unexpected.
+            state: from `state_dict`, or from the plain network.
+            strict: raise an error for names that are missing or unexpected.
 
         Raises:
             BusyError: a call is running; a loop loads into its own model, on each replica.

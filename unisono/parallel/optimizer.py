@@ -1,7 +1,7 @@
-"""Training by hand, without an Accelerator: `backward` weighs a loss, `optimizer_step` reduces and steps.
+"""Training by hand, without an Accelerator: `backward` weights a loss, `optimizer_step` reduces and steps.
 
-Nothing of ours sees a plain module's forward pass. So a loss is taken for that of the oldest batch that none was
-counted for yet. Where it may be another one's (batches were drawn ahead) and that makes a difference, it is an error.
+The forward pass of a plain module is not observed. So a loss is attributed to the oldest batch that has none yet. If it
+may belong to another one (batches were drawn ahead) and that makes a difference, it is an error.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ unreduced = WeakTensorKeyDictionary()
 
 
 class ByHand:
-    """What a rank has done by hand.
+    """What a rank has done without an Accelerator.
 
     Attributes:
         agreed: the optimizers whose parameters have been compared with the other ranks'.
@@ -74,25 +74,25 @@ def backward(
     *,
     world: World | None = None,
 ) -> None:
-    """`loss.backward()` for a microbatch, so that the next `optimizer_step` applies the gradient of the mean over all
-    microbatches since the last one, on all ranks, each weighted exactly.
+    """Run `loss.backward()` for a microbatch, so that the next `optimizer_step` applies the gradient of the mean over
+    all microbatches since the last step, on all ranks, each weighted exactly.
 
-    The loss must be the mean over the microbatch, and is not divided by the number of microbatches. A batch that is to
-    be left out is left out before this call: nothing shows here that its gradients were zeroed.
+    The loss must be the mean over the microbatch; do not divide it by the number of microbatches. To leave a batch out,
+    do so before this call: zeroing its gradients afterwards goes unnoticed.
 
     Args:
-        loss: of one element.
-        weight: what the mean was taken over, where that is not the samples: the number of tokens that are not masked,
-            say. None takes the samples that the loader has dealt to this rank; without a loader of this package each
-            microbatch counts the same. All ranks give weights in a step, or none does. Several losses of one batch
-            have one weight. A small collective.
-        batch: tensors of the batch that the loss is of, as a loader of this package has delivered them. None takes the
-            one that was delivered last.
+        loss: a tensor of one element.
+        weight: the number of terms in the mean, if these are not the samples: the number of unmasked tokens, for
+            example. None uses the samples that the loader has delivered to this rank; without a loader of this package
+            each microbatch counts the same. In a step, either all ranks pass weights or none does. Several losses of
+            one batch share one weight. Costs a small collective.
+        batch: tensors of the batch that the loss was computed from, as a loader of this package delivered them. None
+            uses the batch that was delivered last.
 
     Raises:
-        ValueError: the weight is negative or not finite, or does not fit those given before in this step; or several
-            batches were drawn, and it is not known which one this is; or gradients came through `unisono.functional`,
-            and the ranks' weights differ.
+        ValueError: the weight is negative or not finite, or conflicts with those given before in this step; or several
+            batches were drawn, and it is unknown which one this is; or gradients came through `unisono.functional`, and
+            the ranks' weights differ.
     """
     world = world or current_world()
     hand = world.state.part(ByHand)
@@ -138,28 +138,29 @@ def optimizer_step(
     """Reduce the gradients of the optimizer's parameters over all ranks and call `optimizer.step(**optimizer_args)`.
 
     The gradient that is applied is that of the mean loss over all samples that the ranks received from a loader of this
-    package, however unevenly they were dealt; batches from elsewhere count equally per rank. Gradients that several
-    plain `loss.backward()` have added up stay a sum of such means, as on one device; several
-    `unisono.backward(loss)` make the mean over all of their samples. The learning rate is never scaled.
+    package, however unevenly they were split; batches from elsewhere count equally per rank. Gradients accumulated by
+    several plain `loss.backward()` remain a sum of such means, as on one device; several `unisono.backward(loss)` give
+    the mean over all of their samples. The learning rate is never scaled.
 
     Args:
-        optimizer: over the same parameters, in the same order, on each rank.
-        barrier: wait until the device has done the step. A lazy one begins with it in any case.
+        optimizer: with the same parameters, in the same order, on each rank.
+        barrier: wait until the device has finished the step. A lazy device starts it in any case.
         optimizer_args: keyword arguments of `optimizer.step`. A "closure" is called by it, on every rank, and its
             gradients and its loss are reduced each time.
-        weight: what this rank's loss is the mean over, where that is not its samples: the tokens that count, say. For
-            gradients of one plain `loss.backward()`; for several there is `unisono.backward(loss, weight)`.
-        world: None takes the current one.
+        weight: the number of terms in the mean that is this rank's loss, if these are not its samples: unmasked tokens,
+            for example. For gradients of one plain `loss.backward()`; for several use `unisono.backward(loss, weight)`.
+        world: None uses the current one.
 
     Returns:
         What `optimizer.step` returned.
 
     Raises:
-        TypeError: `optimizer` is none, or a gradient is sparse.
+        TypeError: `optimizer` is not an optimizer, or a gradient is sparse.
         RuntimeError: no parameter has a gradient.
-        ValueError: a weight is no weight; or plain `loss.backward()` has added up batches that were dealt differently.
+        ValueError: the weight is negative or not finite; or plain `loss.backward()` has accumulated batches that were
+            split differently.
         CollectiveMismatchError: the ranks' models differ, or the ranks took different numbers of batches.
-        BrokenWorldError: a peer failed or departed.
+        BrokenWorldError: a peer failed or left.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer={optimizer!r} is a {type(optimizer).__name__}; pass a torch.optim.Optimizer")

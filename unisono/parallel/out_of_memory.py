@@ -65,16 +65,16 @@ def find_executable_batch_size(
 
         train()
 
-    Every rank calls it, and all of them retry where one ran out of memory. A failed attempt lets go of the tensors of
-    its calls; those that the function has stored elsewhere stay. Each call begins with `starting_batch_size`.
+    Every rank must call it, and all of them retry if one ran out of memory. A failed attempt releases the tensors of
+    its calls; those that the function has stored elsewhere remain. Each call begins with `starting_batch_size`.
 
     Args:
-        function: its first argument is the size; what the decorated function is given comes after it.
+        function: its first argument is the size; the arguments of the decorated function follow.
         starting_batch_size: tried first; the same on each rank.
         reduce_batch_size_fn: the next size, from the one that failed; None halves it.
 
     Raises:
-        TypeError, ValueError: `starting_batch_size` is no whole number from 1 on, or the next size is not smaller.
+        TypeError, ValueError: `starting_batch_size` is not a positive integer, or the next size is not smaller.
         RuntimeError: no size was left; the message names those that were tried. Its `__cause__` is missing on purpose:
             it would hold the attempt's tensors.
         CollectiveMismatchError: a rank ran out of memory while others waited for it in a collective of the attempt.
