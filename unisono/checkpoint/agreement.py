@@ -72,7 +72,7 @@ def checked_score(score: Any) -> float | None:
 
 
 def chosen_place(place: Place | Callable[[], Place], score: float | None) -> Place | None:
-    """Where the checkpoint goes; None if the existing one has at least that score."""
+    """Where the checkpoint goes; None if the existing one has at least that score, or `score` is NaN."""
     chosen = place() if callable(place) else place
     (check_place if isinstance(chosen.path, Path) else check_place_at)(chosen)
     if score is None:

@@ -92,7 +92,7 @@ class Checkpointer:
                 For a loss, pass `score=-loss`.
 
         Returns:
-            The checkpoint's path; None if the existing checkpoint has at least that score.
+            The checkpoint's path; None if the existing checkpoint has at least that score, or `score` is NaN.
 
         Raises:
             Exception: the error of an earlier save.

@@ -47,7 +47,7 @@ class CheckpointMethods:
                 optimizer step, save or `end_training()` raises the error.
 
         Returns:
-            The checkpoint's path; None if the existing checkpoint has at least that score.
+            The checkpoint's path; None if the existing checkpoint has at least that score, or `score` is NaN.
 
         Raises:
             CollectiveMismatchError: other ranks do not save, or are at another step.

@@ -172,7 +172,7 @@ class Saver:
             is_async: return when everything is copied.
 
         Returns:
-            The checkpoint's path; None if the existing checkpoint has at least that score.
+            The checkpoint's path; None if the existing checkpoint has at least that score, or `score` is NaN.
 
         Raises:
             Exception: the error of an earlier save, on all ranks.

@@ -96,7 +96,7 @@ class Group:
         self._sent: list[signal.Signals] = []
         self._stopped_at = math.inf  # when the first was sent, by `time.monotonic()`, a clock shared with the workers
         self._is_stop_wanted = False  # the caller has asked for an early end
-        self._was_stopped = False  # by the caller, who gives the workers their grace period
+        self._was_stopped = False  # by the caller, which gives the workers their grace period
         self._slow_at: float | None = time.monotonic() + SLOW_S  # when to say that the start takes long
         ask = partial(self._signal, TELL_STACKS, to_sessions=False)
         self._standstill = StackCollection(hang_watch, job.ranks, place.directory, ask, others)

@@ -73,4 +73,4 @@ def _wait_for_all(store: dist.distributed_c10d.Store, world_size: int) -> None:
 def install(init_process_group: Callable[..., None]) -> None:
     """Replace torch's function."""
     for module in (dist, dist.distributed_c10d):
-        module.init_process_group = init_process_group  # type: ignore[attr-defined] # of one of the two, mypy knows
+        module.init_process_group = init_process_group  # type: ignore[attr-defined] # mypy knows it of only one

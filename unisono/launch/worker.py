@@ -181,7 +181,7 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
         with beating(world, reporter, job.pulse_s):
             outcome = Outcome.capture(_call, job, world, reporter)
             if outcome.error is None:
-                threading._shutdown()  # type: ignore[attr-defined] # joins threads that are no daemons, as any end does
+                threading._shutdown()  # type: ignore[attr-defined] # joins non-daemon threads, as any exit does
     except BaseException as error:
         outcome = Outcome.failure(error)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # fn has ended, and that is reported first

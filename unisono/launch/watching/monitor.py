@@ -51,7 +51,7 @@ class Sample:
 
     Attributes:
         rank: the worker's rank.
-        at: when, as of `time.time`, to the millisecond; called "time" in the file, like all times there.
+        at: when, as returned by `time.time`, to the millisecond; called "time" in the file, like all times there.
         cpu_percent: of one core, since the previous sample; 0 in a worker's first one.
         rss: bytes of memory; memory shared by several of the processes is counted for each.
         pss: bytes of memory, with shared memory counted proportionally; None if it was not measured.
