@@ -1,4 +1,4 @@
-"""tqdm for any number of ranks, and for wherever its output comes out."""
+"""tqdm for any number of ranks, wherever its output is shown."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from unisono.world import World, current_world
 
 
 def tqdm(iterable: Iterable[Any] | None = None, *args: Any, world: World | None = None, **options: Any) -> Any:
-    """A progress bar of tqdm's, which rank zero draws; on the others the same object draws nothing.
+    """Return a tqdm progress bar that only rank zero draws; on the other ranks, the same object draws nothing.
 
         for batch in unisono.tqdm(loader, desc="train"):
 
-    On a terminal and in a notebook it is `tqdm.auto.tqdm`. In a worker it is a bar on one line, which moves where the
-    caller has a terminal; of nested bars the line shows the one that moved last. Elsewhere, in a log, it is a line
-    every 30 seconds (`mininterval=`), and one at the end.
+    On a terminal and in a notebook it is `tqdm.auto.tqdm`. In a worker it is a one-line bar, which is updated in place
+    if the caller has a terminal; of nested bars, the line shows the one that was updated last. Elsewhere, for example
+    in a log, it prints a line every 30 seconds (`mininterval=`), and one at the end.
 
     Args:
         iterable, args, options: as for tqdm.
-        world: None takes the current one.
+        world: None uses the current one.
+
+    Returns:
+        The progress bar; iterate over it as over `iterable`.
 
     Raises:
         ImportError: tqdm is not installed.

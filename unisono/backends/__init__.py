@@ -1,6 +1,6 @@
-"""Device families by name, loaded when they are asked for.
+"""Device families by name, loaded on demand.
 
-To add one: write `foo.py` beside this file, end it with `backend_class = FooBackend`, add "foo" to `OWN`, and run
+To add one: write `foo.py` next to this file, end it with `backend_class = FooBackend`, add "foo" to `OWN`, and run
 `pytest tests/contract -k foo`. Another package adds one by an entry point, and runs the same tests:
 
     [project.entry-points."unisono.backends"]
@@ -26,13 +26,13 @@ OWN = ("cuda", "mps", "xla", "cpu")
 FOREIGN: dict[str, EntryPoint] = {
     each.name: each for each in entry_points(group="unisono.backends") if each.name not in OWN
 }
-"""Those of other packages that are installed, by name. Each is imported when it is asked for."""
+"""The families of other installed packages, by name. Each is imported on demand."""
 
 NAMES = (*sorted(FOREIGN), *OWN)
-"""In the order in which `pick_backend` tries them: what was installed for it, accelerators, cpu last."""
+"""In the order in which `pick_backend` tries them: additionally installed ones, accelerators, and finally cpu."""
 
 CHOICE = "UNISONO_BACKEND"
-"""The environment variable that names the family to pick where a program names none."""
+"""The environment variable that names the family to pick if a program names none."""
 
 CPU = "cpu"
 """The family that every machine has."""
@@ -44,7 +44,7 @@ def get_backend(name: str) -> Backend:
 
     Raises:
         ValueError: there is no such family.
-        ImportError: it is of another package, and cannot be loaded.
+        ImportError: it belongs to another package, and cannot be loaded.
     """
     if name not in NAMES:
         raise ValueError(f"backend {name!r} does not exist; choose one of {', '.join(sorted(NAMES))}")
@@ -55,7 +55,7 @@ def get_backend(name: str) -> Backend:
 
 
 def _foreign(entry: EntryPoint) -> Backend:
-    """The family of another package. Loading it lets torch know the type of its devices."""
+    """The family of another package. Loading it registers its device type with torch."""
     try:
         backend = entry.load()()
     except Exception as error:
@@ -73,7 +73,7 @@ def _foreign(entry: EntryPoint) -> Backend:
 
 
 def lacking_members(backend: object) -> list[str]:
-    """What an object needs to be a `Backend`, and does not have."""
+    """The members of `Backend` that an object lacks."""
     asked = {*Backend.__annotations__, *(name for name in vars(Backend) if not name.startswith("_"))}
     return sorted(name for name in asked if not hasattr(backend, name))
 
@@ -82,7 +82,7 @@ def pick_backend(name: str | None = None) -> Backend:
     """The family of that name, else that of `UNISONO_BACKEND`, else the first accelerator of `NAMES`, else the CPU.
 
     Raises:
-        ValueError: the family does not exist or has no device here; the message lists what has.
+        ValueError: the family does not exist or has no device here; the message lists the devices that exist.
     """
     name = name or os.environ.get(CHOICE) or None
     if name is None:
@@ -100,7 +100,7 @@ def pick_backend(name: str | None = None) -> Backend:
 
 @cache
 def _only_the_cpu() -> Backend:
-    """The CPU; once, a warning names what it is taken in the place of."""
+    """The CPU; a warning, given once, names the hardware that is not used."""
     for backend in map(get_backend, NAMES):
         if unused := backend.unused_hardware():
             logging.getLogger("unisono").warning("computing on the CPU: %s", unused)
@@ -110,7 +110,7 @@ def _only_the_cpu() -> Backend:
 def backend_of_group(config: str) -> Backend:
     """The first available family whose tensors a process group reduces, as `dist.get_backend_config()` describes it.
 
-    A group of gloo alone means the CPU, also where there is an accelerator, unless `UNISONO_BACKEND` names another one.
+    A pure gloo group means the CPU, even if there is an accelerator, unless `UNISONO_BACKEND` names another family.
     """
     if os.environ.get(CHOICE):
         return pick_backend()
@@ -121,7 +121,11 @@ def backend_of_group(config: str) -> Backend:
 
 
 def available_devices() -> list[str]:
-    """Every device that exists here, as strings, in the order of `NAMES`."""
+    """Every device that exists here, as strings, in the order of `NAMES`.
+
+    Returns:
+        Names such as "cuda:0" and "cpu:0".
+    """
     return [
         f"{backend.name}:{index}"
         for backend in map(get_backend, NAMES)
@@ -161,7 +165,7 @@ def resolve_devices(devices: Sequence[str | int | torch.device]) -> list[tuple[B
     """The families and normalised devices of a list.
 
     Raises:
-        TypeError: it is no list of devices.
+        TypeError: it is not a list of devices.
         ValueError: it is empty, repeats a device, or names one that does not exist.
     """
     if isinstance(devices, str | bytes) or not isinstance(devices, Sequence):
@@ -177,7 +181,7 @@ def resolve_devices(devices: Sequence[str | int | torch.device]) -> list[tuple[B
 
 
 def check_index(index: int, count: int, name: str) -> None:
-    """Refuse an index that a family with `count` devices does not have."""
+    """Raise ValueError for an index that a family with `count` devices does not have."""
     if not 0 <= index < count:
         here = ", ".join(available_devices())
         raise ValueError(f"device {name}:{index} does not exist: {count} {name} device(s) here; there are {here}")

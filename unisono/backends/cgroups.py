@@ -1,4 +1,4 @@
-"""Where a process's control groups say what the kernel lets it have; version 1 and version 2 alike."""
+"""Finds the control groups that define a process's limits; for version 1 and version 2."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ _MOUNT = Path("sys/fs/cgroup")
 def cgroup_directories(controller: str, pid: int | None = None, root: Path = Path("/")) -> list[Path]:
     """The directories in which a controller ("cpu", "memory") limits a process, its own first, then those above it.
 
-    In a container the names of those above it may not exist: whoever reads there skips what is missing.
+    In a container, directories above it may not exist: callers skip those that are missing.
 
     Args:
-        pid: of the process; None is the calling one.
-        root: of the file system.
+        controller: the controller's name.
+        pid: the process; None uses the calling one.
+        root: the root of the file system.
     """
     try:
         lines = (root / "proc" / str(pid or "self") / "cgroup").read_text().splitlines()
@@ -30,7 +31,7 @@ def cgroup_directories(controller: str, pid: int | None = None, root: Path = Pat
 
 
 def read_number(path: Path) -> int | None:
-    """The number that a file holds; None where it holds another word ("max"), or is not there."""
+    """The number in a file; None if the file contains a word ("max"), or does not exist."""
     with suppress(OSError, ValueError):
         return int(path.read_text())
     return None

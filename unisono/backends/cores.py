@@ -1,6 +1,6 @@
-"""The CPU's cores: which of them this process may use, who gets which, and how many torch uses in the calling thread.
+"""CPU cores: which ones this process may use, how ranks divide them, and how many torch uses in the calling thread.
 
-What the machine reports is read in a thin layer (`allowed_cores`, `cpu_quota`); the arithmetic is pure.
+The machine is read in a thin layer (`allowed_cores`, `cpu_quota`); the arithmetic is pure.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Core:
 
     Attributes:
         cpus: its logical CPUs, hyperthreads of one another.
-        node: the NUMA node that it stands on.
+        node: its NUMA node.
     """
 
     cpus: frozenset[int]
@@ -35,23 +35,24 @@ class Core:
 
 
 def usable_cores() -> int:
-    """The number of physical cores that this process may use: those it may run on, and no more than its quota pays."""
+    """The number of physical cores that this process may use: those it may run on, limited by its quota."""
     return within_quota(len(allowed_cores()), cpu_quota())
 
 
 def fair_num_threads(count: int, num_loader_workers: int = 0) -> int:
     """CPU threads for each of `count` ranks of this machine, so that together they use each core once.
 
-    Two workers of two threads on two cores take twice as long as two of one thread.
+    Two workers with two threads each on two cores take twice as long as two with one thread each.
 
     Args:
-        num_loader_workers: of each rank; each counts as much as the rank itself.
+        count: the number of ranks.
+        num_loader_workers: per rank; each counts as much as the rank itself.
     """
     return max(1, usable_cores() // (count * (1 + num_loader_workers)))
 
 
 def disjoint_cores(count: int) -> list[set[int]]:
-    """The logical CPUs that this process may run on, dealt to `count` workers, as `split_cores` does it.
+    """Divide the logical CPUs that this process may run on among `count` workers, as `split_cores` does.
 
     Raises:
         ValueError: there are more workers than CPUs.
@@ -60,10 +61,11 @@ def disjoint_cores(count: int) -> list[set[int]]:
 
 
 def split_cores(cores: Sequence[Core], count: int) -> list[set[int]]:
-    """Deal all logical CPUs to `count` workers: neighbours together, and as many cores to each, or one more.
+    """Divide all logical CPUs among `count` workers: neighbours together, and the same number of cores for each, or one
+    more.
 
-    Equal NUMA nodes are not mixed when the number of workers is a multiple of theirs, or the other way round. The
-    hyperthreads of a core stay together, unless there are more workers than cores.
+    Equal NUMA nodes are not mixed if the number of workers is a multiple of theirs, or vice versa. The hyperthreads of
+    a core stay together, unless there are more workers than cores.
 
     Raises:
         ValueError: there are more workers than CPUs.
@@ -81,15 +83,15 @@ def split_cores(cores: Sequence[Core], count: int) -> list[set[int]]:
 
 
 def within_quota(cores: int, quota: float) -> int:
-    """So many of the cores as a quota, in CPUs, keeps busy all the time; at least one."""
+    """The number of cores that a quota, in CPUs, can keep fully busy; at least one, at most `cores`."""
     return max(1, min(cores, int(quota) if math.isfinite(quota) else cores))
 
 
 def allowed_cores(root: Path = _ROOT) -> list[Core]:
-    """The cores that this process may run on, each with those of its CPUs on which it may.
+    """The cores that this process may run on, each with the CPUs that the process may use.
 
     Args:
-        root: of the file system that has the topology; where it has none, psutil's counts do.
+        root: the root of the file system with the topology; if it has none, psutil's counts are used.
     """
     topology = root / "sys/devices/system/cpu"
     cpus = _allowed_cpus()
@@ -101,19 +103,19 @@ def allowed_cores(root: Path = _ROOT) -> list[Core]:
 
 
 def cpu_quota(root: Path = _ROOT) -> float:
-    """The CPUs' worth of time that the control groups of this process give it; infinite without a limit."""
+    """The CPU time that the control groups of this process allow, in CPUs; infinite without a limit."""
     return min((_quota_in(directory) for directory in cgroup_directories("cpu", root=root)), default=math.inf)
 
 
 def parse_cpu_list(text: str) -> set[int]:
-    """The kernel's way to write a set: ``parse_cpu_list("0-2,8") == {0, 1, 2, 8}``."""
+    """Parse the kernel's notation for a set: ``parse_cpu_list("0-2,8") == {0, 1, 2, 8}``."""
     ends = [part.split("-") for part in text.strip().split(",") if part]
     return {cpu for part in ends for cpu in range(int(part[0]), int(part[-1]) + 1)}
 
 
 @contextmanager
 def kept_num_threads() -> Iterator[None]:
-    """Restore torch's number of threads after the block. Part of it is global: setting it in a thread changes all."""
+    """Restore torch's number of threads after the block. It is partly global: setting it in one thread affects all."""
     before = torch.get_num_threads()
     try:
         yield
@@ -128,7 +130,7 @@ def _allowed_cpus() -> set[int]:
 
 
 def _count_by_core(cpus: list[int]) -> list[list[int]]:
-    """CPUs by core, where only the numbers of both are known: so many to a core as on the whole machine."""
+    """CPUs by core if only their total numbers are known: the same number per core as on the whole machine."""
     ways = max(1, (psutil.cpu_count() or 1) // (psutil.cpu_count(logical=False) or psutil.cpu_count() or 1))
     return [cpus[start : start + ways] for start in range(0, len(cpus), ways)]
 

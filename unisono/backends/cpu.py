@@ -1,7 +1,7 @@
 """The CPU family. Its devices are logical: `cpu:0 .. cpu:n-1` are the same memory and the same cores.
 
-n is `CPU_NUM_DEVICES` (1 where it is unset), the name that PyTorch/XLA uses too; who names more devices outright gets
-them. A tensor sent to `cpu:1` reports `cpu`, so nothing may be keyed by a tensor's device.
+n is `CPU_NUM_DEVICES` (1 if it is unset), a name that PyTorch/XLA uses, too; a program that names more devices
+explicitly gets them. A tensor sent to `cpu:1` reports `cpu`, so a tensor's device must not be used as a key.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class CpuBackend(EagerBackend):
 
 
 def _to_cpu(leaf: Any) -> Any:
-    # Sending to the index cpu:1 would copy a tensor that is in the right memory already.
+    # Sending to the index cpu:1 would copy a tensor that is already in the right memory.
     return leaf.cpu() if isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu" else leaf
 
 

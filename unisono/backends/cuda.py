@@ -1,19 +1,19 @@
 """The CUDA family. Batches are copied on a side stream of each device, so that copying overlaps computing.
 
 A batch is staged in page-locked memory, from which the copy engine reads by itself; a copy from other memory would be
-staged by the driver, and block. The blocks are reused, and not allocated again for each batch, which would take longer
-than the copy: torch's caching host allocator gives a block away again when the copies that were issued from it have
-ended, which it knows by an event. So the staged tensor may be dropped as soon as its copy is issued.
+staged by the driver, and block. The blocks are reused rather than allocated for each batch, which would take longer
+than the copy: torch's caching host allocator reuses a block once the copies that were issued from it have completed,
+which it knows by an event. So the staged tensor may be dropped as soon as its copy is issued.
 
-The memory of a moved batch belongs to the side stream. Whoever uses it on another stream says so (`record_stream`), or
-the next copy could overwrite what a kernel still reads. For an object of an unknown class that is not possible: it is
-moved on the device's default stream, without overlap, unless it has a method `record_stream(stream)` of its own.
+The memory of a moved batch belongs to the side stream. Its use on another stream must be recorded (`record_stream`), or
+the next copy could overwrite what a kernel is still reading. For an object of an unknown class that is not possible: it
+is moved on the device's default stream, without overlap, unless it has a method `record_stream(stream)` of its own.
 
-*Threads:* several may move batches at once; their copies follow one another on the device's side stream. Those beside
-the main one ask for events and for memory, which the driver takes for a fault while any thread captures a graph, and
-ends the capture, unless they have said that they care for captures of their own only.
+*Threads:* several may move batches concurrently; their copies are ordered on the device's side stream. Threads other
+than the main one ask for events and for memory. The driver treats that as an error while any thread captures a graph,
+and ends the capture, unless the asking thread has declared that only its own captures matter to it.
 
-Counting devices uses NVML through torch and does not initialise CUDA, so a parent process may ask and fork later.
+Counting devices uses NVML through torch and does not initialise CUDA, so a parent process may count and fork later.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
 class _Ready(NamedTuple):
-    """Work under way on a stream: its end, and the tensors whose memory the stream owns."""
+    """Work in progress on a stream: its end, and the tensors whose memory the stream owns."""
 
     done: torch.cuda.Event
     batch: Any
@@ -44,8 +44,8 @@ class _Ready(NamedTuple):
 
 
 class _Clock:
-    """Events on the calling thread's stream; none before CUDA is up, which a parent process leaves to its workers, and
-    none in a graph, which would replay them."""
+    """Records events on the calling thread's stream; none before CUDA is initialised, which a parent process leaves to
+    its workers, and none in a graph, which would replay them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -86,10 +86,11 @@ class CudaBackend(EagerBackend):
             _leave_captures_alone()
 
     def enter_worker(self, local_rank: int, local_world_size: int) -> torch.device:
-        """The device that the process has chosen by `torch.cuda.set_device`, else that of its local rank.
+        """The device that the process has chosen by `torch.cuda.set_device`, otherwise that of its local rank.
 
-        That is one of those which the process sees: a launcher may show each rank a GPU of its own, which is `cuda:0`
-        to all of them, and who made the process group may not have said how many ranks are on a machine.
+        It is one of the devices visible to the process: a launcher may show each rank only its own GPU, which is
+        `cuda:0` to all of them, and the code that created the process group may not have said how many ranks are on a
+        machine.
         """
         chosen = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
         device = self.device(chosen or local_rank % max(1, self.device_count()))
@@ -148,7 +149,7 @@ class CudaBackend(EagerBackend):
 
 
 def _leave_captures_alone() -> None:
-    """Let nothing that the calling thread does end the capture of a graph in another one."""
+    """Ensure that nothing in the calling thread ends a graph capture in another thread."""
     driver = _driver()
     if driver is not None:
         driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
@@ -156,7 +157,7 @@ def _leave_captures_alone() -> None:
 
 @cache
 def _driver() -> Any:
-    """The library of the driver; None where it has another name, as on other systems."""
+    """The driver's library; None if it has another name, as on other systems."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -174,12 +175,12 @@ def _move_leaf(leaf: Any, device: torch.device) -> Any:
 
 
 def _tells_streams(leaf: Any) -> bool:
-    """Whether it is an object of the user's own that passes on which streams use its memory."""
+    """Whether it is a user-defined object that records which streams use its memory."""
     return not isinstance(leaf, torch.Tensor | type) and callable(getattr(leaf, "record_stream", None))
 
 
 def _dense_parts(leaf: Any) -> list[torch.Tensor]:
-    """The tensors whose memory a leaf holds: a stream is recorded on dense ones only."""
+    """The tensors whose memory a leaf holds: a stream can be recorded on dense ones only."""
     if isinstance(leaf, PackedSequence):
         return [part for part in leaf if isinstance(part, torch.Tensor)]
     if not isinstance(leaf, torch.Tensor):
@@ -190,13 +191,13 @@ def _dense_parts(leaf: Any) -> list[torch.Tensor]:
         return [leaf.crow_indices(), leaf.col_indices(), leaf.values()]
     if leaf.layout in (torch.sparse_csc, torch.sparse_bsc):
         return [leaf.ccol_indices(), leaf.row_indices(), leaf.values()]
-    if hasattr(leaf, "__tensor_flatten__"):  # a wrapper of others, as a jagged one is
+    if hasattr(leaf, "__tensor_flatten__"):  # a wrapper of other tensors, such as a jagged one
         return [part for name in leaf.__tensor_flatten__()[0] for part in _dense_parts(getattr(leaf, name))]
     return [leaf]
 
 
 def _pin_leaf(leaf: Any) -> Any:
-    """The leaf in page-locked memory; an object of the user's own by its method `pin_memory()`, where it has one."""
+    """The leaf in page-locked memory; for a user-defined object, by its method `pin_memory()`, if it has one."""
     if isinstance(leaf, torch.Tensor):
         if leaf.device.type != "cpu" or leaf.layout is not torch.strided:
             return leaf

@@ -1,7 +1,8 @@
-"""Device: one device as a value, apart from whether it exists here and from the runtime that serves it.
+"""Device: one device as a value, independent of whether it exists here and of the runtime that serves it.
 
-A `torch.device` names a type and an index. A `Device` says also who executes: torch itself, at once ("eager"), or the
-XLA runtime, which records a step and compiles it ("xla"). It lies here because only this folder names device types.
+A `torch.device` names a type and an index. A `Device` also says what executes: torch itself, immediately ("eager"), or
+the XLA runtime, which records a step and compiles it ("xla"). It is defined here because only this folder names device
+types.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ _ON_XLA = ("xla", "cpu", "cuda")  # the kinds that the XLA runtime serves
 
 @dataclass(frozen=True)
 class Device:
-    """A device of one kind, served by one runtime. Nothing is asked of the machine until it is used; see `exists`.
+    """A device of one kind, served by one runtime. The machine is not accessed until the device is used; see `exists`.
 
     Args:
-        kind: "cpu", "cuda", "mps" or "xla"; in any case, and "GPU" for cuda, "TPU" for xla.
-        ordinal: which of them, from 0 on.
+        kind: "cpu", "cuda", "mps" or "xla", in upper or lower case; also "GPU" for cuda, "TPU" for xla.
+        ordinal: the device's index among those of its kind, from 0.
         backend: "eager" or "xla"; None is "xla" for the kind xla, and "eager" for the others.
 
     Raises:
-        TypeError: the kind is no string, or the ordinal no integer.
+        TypeError: the kind is not a string, or the ordinal not an integer.
         ValueError: there is no such kind or backend, the ordinal is negative, or the backend does not serve the kind.
     """
 
@@ -49,11 +50,14 @@ class Device:
 
     @classmethod
     def of(cls, device: DeviceLike) -> Device:
-        """The value of a `torch.device`, a text such as "cuda:1" or "GPU:1", or an index of the picked family.
+        """Convert a `torch.device`, a string such as "cuda:1" or "GPU:1", or an index of the picked family.
+
+        Args:
+            device: one of these, or a `Device`, which is returned unchanged.
 
         Raises:
             TypeError: it is none of these.
-            ValueError: it names no kind of device that there is.
+            ValueError: it names an unknown kind of device.
         """
         if isinstance(device, Device):
             return device
@@ -72,21 +76,24 @@ class Device:
 
     @classmethod
     def default(cls) -> Device:
-        """The first device of the first family that is available: an accelerator where there is one, else the CPU."""
+        """The first device of the first available family: an accelerator if there is one, otherwise the CPU."""
         return cls.of(pick_backend().device(0))
 
     @classmethod
     def default_eager(cls) -> Device:
-        """The first device of the first eager family that is available."""
+        """The first device of the first available eager family."""
         families = [get_backend(name) for name in NAMES]
         return cls.of(next(each for each in families if each.is_available() and not each.is_lazy).device(0))
 
     @classmethod
     def default_xla(cls) -> Device:
-        """The first device that the XLA runtime serves: of a TPU, else of the CPU. Starts the runtime.
+        """The first device that the XLA runtime serves: of a TPU, or else of the CPU. Starts the runtime.
+
+        Returns:
+            The device, which is never an eager one.
 
         Raises:
-            ValueError: torch_xla is not there; the message says how it is installed. It is never an eager device.
+            ValueError: torch_xla is not available; the message says how to install it.
         """
         backend = pick_backend("xla")
         device = backend.device(0)
@@ -95,18 +102,22 @@ class Device:
 
     @classmethod
     def all(cls, kind: str | None = None) -> list[Device]:
-        """Every device that exists here, accelerators first; of one kind, where one is named."""
+        """Every device that exists here, accelerators first.
+
+        Args:
+            kind: only devices of this kind; None lists all.
+        """
         found = [cls.of(text) for text in available_devices()]
         return [each for each in found if kind is None or each.kind == _checked_kind(kind)]
 
     @property
     def torch_device(self) -> torch.device:
-        """The same for torch, which has one type for all that the XLA runtime serves."""
+        """The corresponding `torch.device`; torch has one type for all devices that the XLA runtime serves."""
         return torch.device("xla" if self.backend == "xla" else self.kind, self.ordinal)
 
     @property
     def exists(self) -> bool:
-        """Whether it can be used here. CPU devices are logical, so there is each that is named."""
+        """Whether it can be used here. CPU devices are logical, so any of them exists."""
         try:
             resolve_device(self.torch_device)
         except ValueError:
@@ -119,14 +130,14 @@ class Device:
 
 
 DeviceLike = str | int | torch.device | Device
-"""What a user may write for a device."""
+"""What a user may pass as a device."""
 
 
 def torch_device(device: DeviceLike) -> torch.device:
-    """The normalised `torch.device` that a user means. Type "meta", which has shapes and no data, is one too.
+    """The normalised `torch.device` that a user means; also "meta", a device with shapes but no data.
 
     Raises:
-        TypeError: it is no `DeviceLike`.
+        TypeError: it is not a `DeviceLike`.
         ValueError: no such device exists here; the message lists those that do.
     """
     if isinstance(device, Device):

@@ -1,4 +1,4 @@
-"""What the families have in common whose devices compute at once, by torch's own means: cpu, cuda, mps."""
+"""The common part of the families whose devices compute immediately, by torch's own means: cpu, cuda, mps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unisono.protocols import DeviceClock, Feature, Transport
 
 
 class EagerBackend(ABC):
-    """The part of a `Backend` that an eager family need not give."""
+    """The members of a `Backend` that an eager family need not define."""
 
     name: str
     is_lazy = False

@@ -1,4 +1,4 @@
-"""What moves, and how: the leaves of a batch that have a place, and a module whose weights are tied."""
+"""How data is moved: the leaves of a batch that are on a device, and a module whose weights are tied."""
 
 from __future__ import annotations
 
@@ -11,37 +11,38 @@ from unisono.tree import leaves
 
 
 def send(leaf: Any, device: torch.device, non_blocking: bool = False) -> Any:
-    """A tensor, a packed sequence, or an object with a method `to(device)`, on the device; else as it is."""
+    """Move a tensor, a packed sequence, or an object with a method `to(device)`; return anything else unchanged."""
     if isinstance(leaf, torch.Tensor):
         return leaf.to(device, non_blocking=non_blocking)
     if isinstance(leaf, PackedSequence):
-        packed: Any = leaf  # torch annotates only some of what its method takes
+        packed: Any = leaf  # torch's annotation of the method's arguments is incomplete
         return packed.to(device, non_blocking=non_blocking)
     if callable(getattr(leaf, "to", None)) and not isinstance(leaf, torch.nn.Module | type):
-        return leaf.to(device)  # a module would move in place, and a batch is never modified
+        return leaf.to(device)  # modules are excluded: they would move in place, and a batch is never modified
     return leaf
 
 
 def host_buffer(like: torch.Tensor) -> torch.Tensor:
-    """Main memory for a copy of that tensor, laid out alike, page-locked where the device copies faster into such."""
+    """Allocate main memory for a copy of a tensor, with the same layout; page-locked if the device copies faster to
+    that."""
     pins = like.device.type == "cuda"
-    # By way of meta: what is like an XLA tensor has no memory, wherever it is to lie.
+    # Via meta: a tensor created like an XLA tensor has no memory, whatever its device.
     layout = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
     return torch.empty_like(layout, device="cpu", pin_memory=pins)
 
 
 def move_module(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """`module.to(device)`, which returns the module; parameters and buffers that are one stay one.
+    """`module.to(device)`, which returns the module; tied parameters and buffers stay tied.
 
-    On devices whose tensors are of another make (xla, meta) torch puts a new parameter in place of each that it finds,
-    and so two in place of one that is found twice.
+    On devices with another tensor implementation (xla, meta) torch replaces each parameter that it finds by a new one,
+    and so creates two for one that is found twice.
     """
     ties: dict[int, list[str]] = {}
     for named in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
         for name, tensor in named:
             ties.setdefault(id(tensor), []).append(name)
     module.to(device)
-    is_script = isinstance(module, torch.jit.ScriptModule)  # and takes no such hook
+    is_script = isinstance(module, torch.jit.ScriptModule)  # these do not support such hooks
     if device.type == "xla" and not is_script and _refuse_foreign not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(_refuse_foreign, with_kwargs=True)
     for first, *others in ties.values():
@@ -52,7 +53,7 @@ def move_module(module: torch.nn.Module, device: torch.device) -> torch.nn.Modul
 
 
 def _refuse_foreign(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise where tensors of two XLA devices would meet, which aborts the process when the step is cut."""
+    """Raise an error if tensors of two XLA devices would be combined, which aborts the process when the step is cut."""
     device = next((parameter.device for parameter in module.parameters()), None)
     for leaf in leaves([args, kwargs]):
         if device is not None and isinstance(leaf, torch.Tensor) and _are_apart(leaf.device, device):

@@ -1,6 +1,6 @@
-"""The MPS family: the GPU of an Apple machine. One device, no float64, no process group that takes its tensors.
+"""The MPS family: the GPU of an Apple machine. One device, no float64, and no process group that supports its tensors.
 
-Processes exchange copies in main memory, which the machine's GPU shares.
+Processes exchange copies in main memory, which the GPU shares.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How many workers a machine gets where a word, and no number, says so: torchrun's `auto`, `gpu` and `cpu`."""
+"""How many workers a machine gets for torchrun's words in place of a number: `auto`, `gpu` and `cpu`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ WORDS = ("auto", "gpu", "cpu")
 def workers_per_node(word: str, family: str | None = None) -> tuple[int, str]:
     """The number of workers that one of `WORDS` means on this machine, and the family of their devices.
 
-    "gpu" is one per accelerator, "cpu" one per core that this process may use, "auto" the first where there are
-    accelerators, else the second.
+    "gpu" is one per accelerator, "cpu" one per core that this process may use, "auto" the former if there are
+    accelerators, otherwise the latter.
 
     Args:
-        family: of the devices, where it has been named.
+        word: one of `WORDS`.
+        family: the device family, if one was named.
 
     Raises:
-        ValueError: "gpu", and there is no accelerator.
+        ValueError: "gpu", but there is no accelerator.
     """
     named = NAMES if family is None else (family,)
     if word != CPU:

@@ -1,4 +1,4 @@
-"""Sees whether a lazy device compiles and compiles: a warning, once, that names the likely cause."""
+"""Detects whether a lazy device keeps compiling: a warning, given once, names the likely cause."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ logger = logging.getLogger(__name__)
 
 _WATCHED = 40  # cuts
 _STRETCH = 8
-_MANY_SHAPES = 12  # an image, its label, their tails, an evaluation's: these are few
+_MANY_SHAPES = 12  # an image, its label, their tails, those of an evaluation: fewer than this
 
 
 class RecompilationWatch:
-    """One device's graphs, as they are cut.
+    """Watches one device's graphs as they are cut.
 
-    Each step has two or three cuts. In a run that has settled none of them compiles, and a new phase (a tail, an
-    evaluation) compiles a few. What is warned of is compiling all along, twice or more in every stretch. The first cuts
-    do not count: every run compiles in them.
+    Each step has two or three cuts. In a settled run none of them compiles, and a new phase (a tail, an evaluation)
+    compiles a few. The warning is about continual compiling, twice or more in every stretch. The first cuts do not
+    count: every run compiles in them.
 
     *Threads:* shapes are noted by transfer threads, cuts by the loop's.
     """
@@ -33,16 +33,16 @@ class RecompilationWatch:
         self._has_warned = False
 
     def note_shape(self, leaf: Any) -> None:
-        """A part of a batch has been moved."""
+        """Note the shape of a leaf of a batch that was moved."""
         if isinstance(leaf, torch.Tensor) and len(self._shapes) <= _MANY_SHAPES:
             self._shapes[tuple(leaf.shape)] = None
 
     def look(self, num_compiled: int, num_reads: int) -> None:
-        """A graph has been cut.
+        """Note that a graph was cut.
 
         Args:
-            num_compiled: graphs that were compiled up to now.
-            num_reads: values that were read before the graph that makes them was cut.
+            num_compiled: the number of graphs compiled so far.
+            num_reads: the number of values that were read before the graph that computes them was cut.
         """
         before, self._compiled = self._compiled, num_compiled
         self._settling -= 1

@@ -1,4 +1,4 @@
-"""Seeding one device's random generator, and asking it for a seed from which it continues, in any family."""
+"""Seeds one device's random generator, and obtains a seed from which it continues, in any family."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from unisono.protocols import Backend
 
 
 def seed_device(backend: Backend, device: torch.device, seed: int) -> None:
-    """Seed the device's random generator, and no other one; on the CPU that is the thread's, where it has its own."""
+    """Seed only that device's random generator; on the CPU, the thread's, if it has its own."""
     backend.set_rng_state(_seed_state(backend, device, seed), device)
 
 
 def seed_of_device(backend: Backend, device: torch.device) -> int:
-    """A seed from which the generator continues as it stands now: the one it has, where nothing was drawn since.
+    """A seed from which the generator continues its current state: its own seed, if nothing was drawn since.
 
-    Otherwise it is reseeded, by where it stands.
+    Otherwise the generator is reseeded, with a seed derived from its state.
     """
     state = backend.rng_state(device)
     seed = _seed_in(state, device)
@@ -33,11 +33,11 @@ def seed_of_device(backend: Backend, device: torch.device) -> int:
 
 
 def ask_before_seeding_all(is_taken: Callable[[str, int], bool]) -> None:
-    """From now on, whoever seeds all devices of a family at once, as `torch.manual_seed` does, asks first.
+    """Call `is_taken` from now on before all devices of a family are seeded at once, as `torch.manual_seed` does.
 
     Args:
-        is_taken: called with the family's name and the seed, in the thread that seeds. Where it is true, it has done
-            what there is to do.
+        is_taken: called with the family's name and the seed, in the thread that seeds. If it returns True, it has done
+            the seeding itself.
     """
     for family, name in (("cuda", "manual_seed_all"), ("xpu", "manual_seed_all"), ("mps", "manual_seed")):
         module = getattr(torch, family, None)
@@ -62,7 +62,7 @@ def _seed_state(backend: Backend, device: torch.device, seed: int) -> torch.Tens
 
 
 def _seed_in(state: torch.Tensor, device: torch.device) -> int:
-    with suppress(RuntimeError):  # a family without generators that one can make has its seed for a state
+    with suppress(RuntimeError):  # in a family whose generators cannot be created, the state is the seed
         generator = torch.Generator(device)
         generator.set_state(state)
         return generator.initial_seed()
@@ -70,7 +70,7 @@ def _seed_in(state: torch.Tensor, device: torch.device) -> int:
 
 
 def seeding_locks() -> Iterator[Any]:
-    """The locks that `torch.manual_seed` takes: it seeds accelerators too, at once or when they start."""
+    """The locks that `torch.manual_seed` acquires: it also seeds accelerators, immediately or when they start."""
     for family in (torch.cuda, getattr(torch, "xpu", None)):
         lock = getattr(family, "_initialization_lock", None)
         if lock is not None:

@@ -1,7 +1,8 @@
-"""torch's switches: what a program sets once and expects to hold wherever it computes, read here and set elsewhere.
+"""torch's global switches: what a program sets once and expects to apply wherever it computes, read here and set
+elsewhere.
 
-They are the process's, but for the grad, inference and autocast modes, which are the calling thread's. None of them
-starts a device's runtime.
+They apply to the process, except for the grad, inference and autocast modes, which are the calling thread's. None of
+them starts a device's runtime.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ import torch.multiprocessing
 import torch.utils.deterministic
 
 Switch = tuple[Callable[[], Any], Callable[[Any], object]]
-"""How it is read, and how it is set to what was read."""
+"""A getter, and a setter for the value that the getter returned."""
 
 _AUTOCAST = ("cpu", "cuda", "mps", "xpu")
-_FP32_PLACES = [  # in this order: to set a wider one sets those below it
+_FP32_PLACES = [  # in this order: setting a wider one sets the narrower ones
     ("generic", "all"),
     *((family, operation) for family in ("cuda", "mkldnn") for operation in ("all", "matmul", "conv", "rnn")),
 ]
@@ -85,7 +86,8 @@ def _set_autocast(values: list[Any]) -> None:
 
 
 def _flush_denormal() -> bool:
-    """torch does not say, so it is tried; it sets a register of the thread, which Python's numbers obey too."""
+    """Determined by an experiment, since torch has no getter; it is a register of the thread, and affects Python's
+    floats, too."""
     return math.prod([_DENORMAL, 1.0]) == 0.0
 
 
@@ -99,7 +101,7 @@ def _set_print_options(options: dict[str, Any]) -> None:
 
 
 def _compiler() -> dict[str, dict[str, Any]]:
-    """What was changed of torch.compile's settings, where it is imported."""
+    """The changed settings of torch.compile, if it is imported."""
     found = {}
     for name in _COMPILER:
         if name in sys.modules and (changed := sys.modules[name]._get_dict(skip_default=True)):
@@ -115,7 +117,7 @@ def _set_compiler(changed: dict[str, dict[str, Any]]) -> None:
 
 
 def _generator() -> bytes:
-    """The state of the CPU's generator; bytes, since a tensor would take ten milliseconds to be unpickled."""
+    """The state of the CPU's generator; as bytes, since unpickling a tensor would take ten milliseconds."""
     return torch.get_rng_state().numpy().tobytes()
 
 
@@ -132,7 +134,7 @@ SWITCHES: dict[str, Switch] = {
         "utils.deterministic", "fill_uninitialized_memory"
     ),
     "torch.set_float32_matmul_precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    "torch.backends.fp32_precision": (_fp32_precision, _set_fp32_precision),  # after the older way to say it
+    "torch.backends.fp32_precision": (_fp32_precision, _set_fp32_precision),  # after the older setting for it
     "torch.backends.cudnn.enabled": _attribute("backends.cudnn", "enabled"),
     "torch.backends.cudnn.benchmark": _attribute("backends.cudnn", "benchmark"),
     "torch.backends.cudnn.benchmark_limit": _attribute("backends.cudnn", "benchmark_limit"),
@@ -175,4 +177,4 @@ SWITCHES: dict[str, Switch] = {
     ),
     "torch._dynamo.config": (_compiler, _set_compiler),
 }
-"""By the name under which a program sets it; those of torch.compile stand under the first of their modules."""
+"""By the name under which a program sets it; those of torch.compile are listed under the first of their modules."""

@@ -1,12 +1,13 @@
-"""The XLA family, through torch_xla: TPUs, and virtual devices on the CPU. Devices record work and compile it whole.
+"""The XLA family, through torch_xla: TPUs, and virtual devices on the CPU. Devices record work, and compile whole
+graphs.
 
-A thread's operations on its device are recorded until `mark_step` cuts the graph, compiles it where it is new, and runs
-it. Threads that come with the same graph compile it once: they cut one after the other, and all but the first find it
-compiled. No graph holds a collective (the communicator runs each in one of its own), so cutting waits for no peer.
+A thread's operations on its device are recorded until `mark_step` cuts the graph, compiles it if it is new, and runs
+it. Threads that arrive with the same graph compile it once: they cut one after the other, and all but the first find it
+compiled. No graph contains a collective (the communicator runs each in a separate graph), so cutting waits for no peer.
 
-On the CPU there are `CPU_NUM_DEVICES` devices. Where that is unset there are as many as were asked for before the first
-use. The runtime reads its settings at its first use, once for the process: `runtime` puts them into the environment and
-refuses what is too late, and what would change the results in silence.
+On the CPU there are `CPU_NUM_DEVICES` devices. If that is unset, there are as many as were asked for before the first
+use. The runtime reads its settings at its first use, once per process: `runtime` puts them into the environment, and
+raises an error for those that come too late, or that would change the results silently.
 
 *Threads:* each device belongs to one computing thread at a time; others may move batches to it.
 """
@@ -37,31 +38,31 @@ from unisono.protocols import Feature, Transport
 from unisono.randomness import seed_of
 from unisono.tree import leaves, tree_map
 
-_CPU, _TPU = "CPU", "TPU"  # what PJRT_DEVICE says
+_CPU, _TPU = "CPU", "TPU"  # values of PJRT_DEVICE
 
 _SETTINGS = {
-    # Else a pool thread that has launched one device's collective makes another device wait for it.
+    # Otherwise a pool thread that has launched one device's collective makes another device wait for it.
     "PJRT_CPU_ASYNC_CLIENT": "0",
-    # Each collective occupies a thread of the pool until all devices have come to it.
+    # Each collective occupies a thread of the pool until all devices have joined it.
     "XLA_THREAD_POOL_SIZE": "64",
-    # Else 0 and 1 become constants of the graph, so that a factor's value decides whether it is compiled again.
+    # Otherwise 0 and 1 become constants of the graph, so that a factor's value decides whether it is recompiled.
     "XLA_NO_SPECIAL_SCALARS": "1",
-    # Else a tensor's copy shares its buffer, which is gone when the copy is changed in place.
+    # Otherwise a tensor's copy shares its buffer, which is freed when the copy is modified in place.
     "XLA_ENABLE_PARAM_ALIASING": "0",
 }
-"""What virtual devices on the CPU need, and the reasons; facts about torch_xla 2.9."""
+"""What virtual devices on the CPU need, with the reasons; valid for torch_xla 2.9."""
 
 _GOOGLE, _CHIPS = "0x1ae0", {"0x0027", "0x005e", "0x0063", "0x006f", "0x0076"}
-"""What TPUs v2 to v7 call themselves on the PCI bus."""
+"""The ids of TPUs v2 to v7 on the PCI bus."""
 
 _NARROWING = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_FP16", "XLA_DOWNCAST_FP16", "XLA_USE_32BIT_LONG")
-"""Modes that keep the type's name and not its precision."""
+"""Modes that keep the dtype's name but not its precision."""
 
 _UNFIT = {
     torch.complex128: "take complex64",
     **dict.fromkeys((torch.uint16, torch.uint32, torch.uint64), "take a signed type"),
 }
-"""Types that change when they are uploaded, in silence."""
+"""Dtypes that change silently when they are uploaded."""
 
 _LACKS: dict[Feature, str] = {
     "compile": "XLA compiles every step by itself; leave compile out",
@@ -82,8 +83,8 @@ class XlaBackend:
         self._loading = threading.Lock()
         self._xla: Any = None
         self._watches: dict[torch.device, RecompilationWatch] = defaultdict(RecompilationWatch)
-        self._sharding: Callable[[torch.Tensor], None] | None = None  # of batches, where one program has all devices
-        self._asked = 0  # virtual devices, where nobody else has said how many
+        self._sharding: Callable[[torch.Tensor], None] | None = None  # lays out batches, if one program has all devices
+        self._asked = 0  # the number of virtual devices, if it is not set elsewhere
 
     def is_available(self) -> bool:
         return self.device_count() > 0
@@ -105,19 +106,19 @@ class XlaBackend:
         return _hardware() != _CPU
 
     def device_count(self) -> int:
-        """On the CPU as many as `CPU_NUM_DEVICES` says, else those that a TPU has. Does not start the runtime."""
+        """On the CPU the number that `CPU_NUM_DEVICES` says, otherwise that of the TPU. Does not start the runtime."""
         if _missing():
             return 0
         if (started := _runtime_module()) is not None:
             return len(started._xla_get_devices())
         if _hardware() == _CPU:
             return _virtual_count() or 1
-        from torch_xla._internal import tpu  # counts chips on the bus, and asks Google what they are
+        from torch_xla._internal import tpu  # counts chips on the bus, and queries Google's metadata for their type
 
         return int(tpu.num_available_devices()) if tpu.num_available_chips() else 0
 
     def device(self, index: int) -> torch.device:
-        """As in every family; of virtual devices, before the first use, there will be as many as are asked for."""
+        """As in every family; before the first use, virtual devices are created as they are asked for."""
         if self._sharding is not None and index > 0:
             raise ValueError(
                 f"device xla:{index} does not exist: this process computes by strategy='spmd', whose xla:0 stands for "
@@ -135,7 +136,7 @@ class XlaBackend:
             raise ValueError(
                 f"{error}; set CPU_NUM_DEVICES={index + 1} in the environment before the first use of a device"
             ) from None
-        self.runtime()  # whoever has the device uses it, and torch knows XLA tensors only from here on
+        self.runtime()  # the device is about to be used, and torch supports XLA tensors only from here on
         return torch.device("xla", index)
 
     def activate(self, device: torch.device) -> None:
@@ -167,7 +168,7 @@ class XlaBackend:
         self.activate(device)
         _guard_process_groups()
         state = self.seeded_state(seed_of("rank", torch.initial_seed(), local_rank), device)
-        self.set_rng_state(state, device)  # or all processes would begin with the same seed
+        self.set_rng_state(state, device)  # otherwise all processes would begin with the same seed
         return device
 
     def thread_transport(self, devices: Sequence[torch.device]) -> Transport:
@@ -193,10 +194,10 @@ class XlaBackend:
         return moved, None if self._sharding is None else moved
 
     def _upload_leaf(self, leaf: Any, device: torch.device) -> Any:
-        """The leaf on the device, whatever thread asks.
+        """The leaf on the device, from any thread.
 
-        `tensor.to(device)` is for the computing thread alone: until the next cut it holds what is in main memory, and a
-        cut in the midst of it takes wrong numbers, in silence.
+        `tensor.to(device)` is for the computing thread only: until the next cut it refers to main memory, and a cut in
+        the middle of it silently reads wrong numbers.
         """
         if isinstance(leaf, PackedSequence) and leaf.data.is_cpu:
             data, sizes, *order = leaf
@@ -215,11 +216,11 @@ class XlaBackend:
             return send(leaf, device)
 
     def spread(self) -> None:
-        """Process-wide and for good, as in torch_xla."""
+        """Process-wide and permanent, as in torch_xla."""
         if self._sharding is not None:
             return
         self.runtime()
-        if _runtime_module() is not None:  # with tensors from before, the first step would end in a segmentation fault
+        if _runtime_module() is not None:  # with earlier tensors, the first step would end in a segmentation fault
             raise UnisonoError(
                 "strategy='spmd' comes too late: an XLA device of this process is in use already; make the Accelerator "
                 "first, in a process of its own"
@@ -237,7 +238,7 @@ class XlaBackend:
         self._sharding = shard
 
     def wait_ready(self, token: Any) -> None:
-        """Lay a batch over all devices, where one program has them: on the loop's thread, as all recording is."""
+        """Lay a batch over all devices, if one program has them: on the loop's thread, like all recording."""
         if self._sharding is None:
             return
         for leaf in leaves(token):
@@ -293,7 +294,7 @@ class XlaBackend:
         return int(self.runtime()._XLAC._xla_memory_info(str(device)).get("peak_bytes_used", 0))
 
     def counters(self) -> dict[str, int]:
-        """Graphs that were compiled, how long that took, and how often one was found compiled."""
+        """The number of graphs that were compiled, how long that took, and how often a compiled one was reused."""
         if self._xla is None:
             return {}
         inner = self._xla._XLAC
@@ -311,8 +312,8 @@ class XlaBackend:
         """The module torch_xla, with its runtime set up for the devices that were asked for.
 
         Raises:
-            UnisonoError: torch_xla is missing, the environment asks for narrowed numbers, or the runtime was started by
-                somebody else without what virtual devices need.
+            UnisonoError: torch_xla is missing, the environment asks for narrowed numbers, or the runtime was started
+                elsewhere without what virtual devices need.
         """
         if self._xla is None:
             with self._loading:
@@ -321,7 +322,7 @@ class XlaBackend:
 
 
 def _try_backward(device: torch.device) -> None:
-    """Record a backward pass, which costs nothing, and find out whether torch's autograd knows the device."""
+    """Record a backward pass, which costs nothing, to check whether torch's autograd knows the device."""
     with torch.enable_grad():
         loss = torch.zeros((), device=device, requires_grad=True) * 2
         try:
@@ -337,7 +338,8 @@ def _try_backward(device: torch.device) -> None:
 
 @cache
 def _guard_process_groups() -> torch.library.Library:
-    """Let process groups refuse XLA tensors, once: gloo would reduce a copy in silence. Lives with its result."""
+    """Make process groups refuse XLA tensors, once: gloo would silently reduce a copy. Active as long as its result
+    exists."""
     guard = torch.library.Library("c10d", "IMPL")
     for schema in torch._C._jit_get_all_schemas():
         if schema.name.startswith("c10d::"):
@@ -354,10 +356,10 @@ def _refuse_group(name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def _fit(leaf: Any) -> Any:
-    """The leaf, where XLA has its like.
+    """Return the leaf if XLA supports it.
 
     Raises:
-        TypeError: it has not; the message says what to do.
+        TypeError: it does not; the message says what to do.
     """
     if not isinstance(leaf, torch.Tensor):
         return leaf
@@ -400,7 +402,7 @@ _added: dict[str, str] = {}  # what importing torch_xla has put into the environ
 
 
 def _prepare_environment() -> None:
-    """What the runtime reads when it starts."""
+    """Set the environment variables that the runtime reads when it starts."""
     for name in _NARROWING:
         if os.environ.get(name, "0") not in ("", "0"):
             raise UnisonoError(
@@ -414,7 +416,7 @@ def _prepare_environment() -> None:
 
 
 def _check_late(torch_xla: Any, lacking: list[str]) -> None:
-    """The runtime is up, as somebody else has started it: one device will do, several need the settings."""
+    """Check a runtime that was started elsewhere: one device works, but several need the settings."""
     if _hardware() == _CPU and len(torch_xla._XLAC._xla_get_devices()) > 1:
         settings = " ".join(f"{name}={_SETTINGS[name]}" for name in lacking)
         raise UnisonoError(
@@ -424,12 +426,12 @@ def _check_late(torch_xla: Any, lacking: list[str]) -> None:
 
 
 def _num_reads(inner: Any) -> int:
-    """How often a value was read while the graph that makes it was not cut."""
+    """How often a value was read while the graph that computes it was not cut."""
     return int(inner._xla_counter_value("aten::_local_scalar_dense") or 0)
 
 
 def _runtime_module() -> Any:
-    """What torch_xla is made of in C++, where its runtime is up in this process; else None."""
+    """torch_xla's C++ module, if its runtime is running in this process; otherwise None."""
     xla = sys.modules.get("torch_xla")
     is_up = xla is not None and xla._XLAC._xla_runtime_is_initialized()
     return xla._XLAC if xla is not None and is_up else None
@@ -437,21 +439,21 @@ def _runtime_module() -> Any:
 
 @cache
 def _num_chips(bus: str = "/sys/bus/pci/devices") -> int:
-    """How many TPU chips the machine has, whether or not they can be used."""
+    """The number of TPU chips in the machine, whether or not they can be used."""
     places = (Path(each).parent for each in glob.glob(f"{bus}/*/vendor"))
     numbers = [tuple((place / name).read_text().strip() for name in ("vendor", "device")) for place in places]
     return sum(vendor == _GOOGLE and device in _CHIPS for vendor, device in numbers)
 
 
 def _hardware() -> str:
-    """What the runtime serves, as `PJRT_DEVICE` names it; where that is unset, a TPU that is here, else the CPU."""
+    """The runtime's hardware, as `PJRT_DEVICE` names it; if that is unset, a TPU if there is one, otherwise the CPU."""
     if named := os.environ.get("PJRT_DEVICE"):
         return named.split("_")[0].upper()
     return _TPU if _num_chips() and importlib.util.find_spec("libtpu") else _CPU
 
 
 def _virtual_count() -> int:
-    """How many devices on the CPU the environment asks for; 0 where it does not say."""
+    """The number of CPU devices that the environment asks for; 0 if it does not say."""
     text = os.environ.get("CPU_NUM_DEVICES")
     if text is not None and (not text.isdecimal() or int(text) < 1):
         raise ValueError(f"CPU_NUM_DEVICES={text!r} in the environment; it must be a whole number from 1 on")
@@ -462,7 +464,8 @@ def _check_chips(count: int) -> None:
     """Refuse workers that the runtime of this TPU would not join, or would wait for.
 
     Raises:
-        ValueError: it spans several machines; or its chips have two devices each; or there are others than one or all.
+        ValueError: the TPU spans several machines; or its chips have two devices each; or the number is neither one nor
+            all.
     """
     from torch_xla._internal import tpu
 
@@ -485,7 +488,7 @@ def _check_chips(count: int) -> None:
 
 
 def _choose_chip(local_rank: int, local_world_size: int) -> None:
-    """Let this process see its own chip only, and the runtime know which others there are."""
+    """Make only its own chip visible to this process, and the other processes' chips known to the runtime."""
     from torch_xla._internal import tpu
 
     if local_world_size == 1:
@@ -495,13 +498,13 @@ def _choose_chip(local_rank: int, local_world_size: int) -> None:
 
 
 def _may_reduce(count: int) -> bool:
-    """Whether devices of a CPU can reduce among themselves as the runtime is set, which the user may have done."""
+    """Whether CPU devices can reduce among themselves with the runtime's settings, which the user may have changed."""
     threads = os.environ.get("XLA_THREAD_POOL_SIZE", "")
     return os.environ.get("PJRT_CPU_ASYNC_CLIENT") == "0" and threads.isdecimal() and int(threads) >= count
 
 
 def _missing() -> str:
-    """Why XLA cannot be used here, and the way out; "" where it can."""
+    """Why XLA cannot be used here, and how to change that; "" if it can."""
     if (reason := _not_installed()) or _hardware() in (_CPU, _TPU):
         return reason
     return f"PJRT_DEVICE={os.environ['PJRT_DEVICE']} is neither CPU nor TPU, which are served here; unset it"
@@ -509,7 +512,7 @@ def _missing() -> str:
 
 @cache
 def _not_installed() -> str:
-    """Why torch_xla cannot be used with this torch; "" where it can."""
+    """Why torch_xla cannot be used with this torch; "" if it can."""
     try:
         version = importlib.metadata.version("torch_xla")
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Checkpoints, of which a kill at any moment leaves a good one, for any number of devices; and objects as bytes."""
+"""Checkpoints for any number of devices, where a kill at any moment leaves a good one; and objects as bytes."""
 
 from unisono.checkpoint.checkpointer import Checkpointer as Checkpointer
 from unisono.checkpoint.checkpointer import load as load

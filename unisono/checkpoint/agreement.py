@@ -24,7 +24,7 @@ from unisono.world import World
 
 
 def agree_on(ask: Callable[[], Any], world: World) -> Any:
-    """What rank zero finds, on all ranks; or the error, on all of them."""
+    """Call `ask` on rank zero, and return its result on all ranks; or raise its error on all of them."""
     outcome: Outcome[Any] = Outcome.capture(ask) if world.rank == 0 else Outcome()
     if outcome.error is not None and not isinstance(outcome.error, Exception):
         raise outcome.error
@@ -34,28 +34,28 @@ def agree_on(ask: Callable[[], Any], world: World) -> Any:
 
 
 def encode_error(error: BaseException | None) -> bytes | None:
-    """An error for the other ranks, which need not be one that can be pickled."""
+    """Encode an error for the other ranks, even if it cannot be pickled."""
     return None if error is None else Outcome.failure(error).to_bytes()
 
 
 def raise_any(failed: Sequence[bytes | None], own: BaseException | None) -> None:
-    """Raise, on all ranks, what one has reported; this rank's own error as it is."""
+    """Raise, on all ranks, an error that one has reported; on that rank, the original error."""
     for each in failed:
         if each is not None:
             Outcome.failure(own).unwrap() if own is not None else Outcome.from_bytes(each).unwrap()
 
 
 def taken_failure(writer: Writer) -> BaseException | None:
-    """What an earlier save has failed with, for all ranks to raise."""
+    """Take the error of an earlier save, for all ranks to raise."""
     failure, writer.failure = writer.failure, None
     return failure
 
 
 def check_steps(steps: Sequence[int]) -> None:
-    """Refuse ranks that stand at different steps.
+    """Check that all ranks are at the same step.
 
     Raises:
-        CollectiveMismatchError: they do.
+        CollectiveMismatchError: they are not.
     """
     if len(set(steps)) > 1:
         raise CollectiveMismatchError(
@@ -64,7 +64,7 @@ def check_steps(steps: Sequence[int]) -> None:
 
 
 def checked_score(score: Any) -> float | None:
-    """The score as a number; TypeError."""
+    """The score as a float, or None; TypeError if it is not a number."""
     try:
         return None if score is None else float(score)
     except (TypeError, ValueError, RuntimeError):
@@ -72,7 +72,7 @@ def checked_score(score: Any) -> float | None:
 
 
 def chosen_place(place: Place | Callable[[], Place], score: float | None) -> Place | None:
-    """Where the checkpoint goes; None where the one there has as good a score."""
+    """Where the checkpoint goes; None if the existing one has at least that score, or `score` is NaN."""
     chosen = place() if callable(place) else place
     (check_place if isinstance(chosen.path, Path) else check_place_at)(chosen)
     if score is None:
@@ -85,13 +85,13 @@ def _score_at(path: Location) -> float | None:
     if not isinstance(path, Path):
         return score_at(path)
     try:
-        return find(path, read_manifest)[1].score  # no more of it: the loop waits
+        return find(path, read_manifest)[1].score  # only the manifest, since the loop is waiting
     except CheckpointError:
         return None
 
 
 def new_manifest(step: int, score: float | None, world: World, kinds: dict[str, list[str]]) -> Manifest:
-    """But for its files."""
+    """Make a manifest, complete except for its files."""
     versions = {"torch": str(torch.__version__)}
     try:
         versions["unisono"] = version("unisono")

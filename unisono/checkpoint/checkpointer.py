@@ -1,4 +1,4 @@
-"""Checkpoints for loops by hand, on any number of ranks: in worker processes, on threads, in a plain script.
+"""Checkpoints for hand-written loops, on any number of ranks: in worker processes, on threads, in a plain script.
 
     with Checkpointer("runs/digits", model=model, optimizer=optimizer, loader=loader, every=100) as checkpointer:
         checkpointer.load(must_exist=False)  # resume the latest, if there is one
@@ -6,7 +6,7 @@
             ...
             checkpointer.step()
 
-*Threads:* the rank's own. All ranks call, at the same places of their loops.
+*Threads:* the rank's own. All ranks must call, at the same places of their loops.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ from unisono.world import World, current_world
 
 
 class Checkpointer:
-    """Saves objects into numbered directories, `checkpoint_{step}`, and keeps the last few; a context manager.
+    """Saves objects into numbered directories, `checkpoint_{step}`, and keeps the most recent ones. A context manager.
 
     Args:
-        directory: of the checkpoints; or a URL that fsspec knows, s3://bucket/run.
+        directory: the parent directory of the checkpoints; or a URL that fsspec supports, such as s3://bucket/run.
         objects: models, optimizers, schedulers, loaders, scalers, `torch.Generator`s and anything with `state_dict()`
-            and `load_state_dict()`, by name: the same on each rank. Every rank's random generators are saved with them.
-        keep: how many stay; None keeps all.
-        every: `step()` saves at each `every`-th; None leaves saving to `save()`.
-        is_async: saving returns when all is copied to main memory, and a thread writes it. One save is under way at a
-            time; the next one waits for it.
-        sharded: all ranks write their parts of a model, or an optimizer's state, that a strategy has divided. None:
-            where the model has more than 256 MB.
-        world: None takes the current one.
+            and `load_state_dict()`, by name; the same names on each rank. Every rank's random generators are saved as
+            well.
+        keep: the number of checkpoints to keep; None keeps all.
+        every: `step()` saves on every `every`-th call; None leaves saving to `save()`.
+        is_async: `save` returns once everything is copied to main memory, and a thread writes it. Only one save is in
+            progress at a time; the next one waits for it.
+        sharded: all ranks write their shards of a model or optimizer state that a strategy has sharded. None does so if
+            the model is larger than 256 MB.
+        world: None uses the current one.
 
     Attributes:
-        num_steps: how often `step` was called, in this run and in those that it has resumed.
+        num_steps: how many times `step` was called, in this run and in the runs it has resumed.
 
     Raises:
-        TypeError, ValueError: an argument is out of its range, or an object has no state.
+        TypeError, ValueError: an argument is out of range, or an object has no state.
     """
 
     def __init__(
@@ -65,10 +66,13 @@ class Checkpointer:
         self._is_closed = False
 
     def step(self) -> bool:
-        """Count a step of the loop, and save where one is due; whether it was.
+        """Count a step of the loop, and save if a checkpoint is due.
+
+        Returns:
+            Whether it saved.
 
         Raises:
-            Exception: as `save`; what an earlier save has failed with.
+            Exception: as for `save`; or the error of an earlier save.
         """
         self._check_open()
         self.num_steps += 1
@@ -79,40 +83,45 @@ class Checkpointer:
         return False
 
     def save(self, path: str | os.PathLike[str] | None = None, *, score: float | None = None) -> Location | None:
-        """Save now. All ranks call.
+        """Save now. All ranks must call it.
 
         Args:
-            path: a place of its own, for the best model say; it is not numbered, and stays until it is replaced. None
-                takes `checkpoint_{num_steps}` in the directory.
-            score: save only where it is higher than that of the checkpoint which lies there; rank zero's counts. For a
-                loss pass `score=-loss`.
+            path: a separate path, for example for the best model; this checkpoint is not numbered, and stays until it
+                is replaced. None uses `checkpoint_{num_steps}` in the directory.
+            score: save only if it is higher than the score of the checkpoint at that path; rank zero's score counts.
+                For a loss, pass `score=-loss`.
 
         Returns:
-            The checkpoint's path; None where there is a better one.
+            The checkpoint's path; None if the existing checkpoint has at least that score, or `score` is NaN.
 
         Raises:
-            Exception: what an earlier save has failed with.
+            Exception: the error of an earlier save.
             CollectiveMismatchError: other ranks do not save, or are at another step.
-            OSError: it cannot be written; what was there before still is.
-            FileExistsError: the path is a directory of something else.
-            TypeError: a state is no plain data.
+            OSError: the checkpoint cannot be written; what was there before is intact.
+            FileExistsError: the path is a directory with other contents.
+            TypeError: a state is not plain data.
         """
         self._check_open()
         place = Place.numbered(self._directory, self.num_steps, self._keep) if path is None else Place(location(path))
         return self._saver.save(place, self._objects, self.num_steps, score, self._is_async)
 
     def load(self, path: str | os.PathLike[str] | None = None, *, must_exist: bool = True) -> Loaded | None:
-        """Load a checkpoint, that of this directory which `latest` names or the one at the path. All ranks call.
+        """Load a checkpoint: the one that `latest` in this directory names, or the one at `path`. All ranks must call
+        it.
 
-        Damaged ones are passed over with a warning, where there is another one.
+        Damaged checkpoints are skipped with a warning if there is another one.
 
         Args:
-            path: of a checkpoint, or of a directory of them; None takes this one's directory.
-            must_exist: None is returned where there is none, and this is False.
+            path: a checkpoint, or a directory of checkpoints; None uses this Checkpointer's directory.
+            must_exist: whether a missing checkpoint is an error; if False, None is returned.
+
+        Returns:
+            What was loaded, with its step; None if there is no checkpoint and `must_exist` is False.
 
         Raises:
-            NoCheckpointError, DamagedCheckpointError, CheckpointVersionError: there is none that can be loaded.
-            CheckpointMismatchError: it is of other objects; nothing was changed.
+            NoCheckpointError, DamagedCheckpointError, CheckpointVersionError: there is no checkpoint that can be
+                loaded.
+            CheckpointMismatchError: the checkpoint holds other objects; nothing was changed.
         """
         self._check_open()
         restored = self._saver.load(self._directory if path is None else location(path), self._objects, must_exist)
@@ -122,11 +131,11 @@ class Checkpointer:
         return restored.loaded
 
     def wait(self) -> None:
-        """Wait for the save that is under way; raise what it has failed with."""
+        """Wait for the save in progress, and raise its error if it failed."""
         self._saver.wait()
 
     def close(self) -> None:
-        """As `wait`, and take no more. Idempotent."""
+        """Wait like `wait`, and accept no further saves. Idempotent."""
         self._is_closed = True
         self._saver.close()
 
@@ -142,36 +151,42 @@ class Checkpointer:
 
 
 def save(path: str | os.PathLike[str], *, step: int = 0, world: World | None = None, **objects: Any) -> Location:
-    """Save objects, and every rank's random generators, as one checkpoint. All ranks call.
+    """Save objects, and every rank's random generators, as one checkpoint. All ranks must call it.
 
-    Errors are as for `Checkpointer.save`; it returns when the disk has it.
+    It returns when the checkpoint is on disk. Raises the errors of `Checkpointer.save`.
 
     Args:
-        path: of the checkpoint, which is replaced if it is there; or a URL.
-        step: the number of steps that it says were taken.
+        path: the checkpoint, which is replaced if it exists; or a URL.
+        step: the number of steps to record in the checkpoint.
         objects: by name, as for `Checkpointer`.
+
+    Returns:
+        The checkpoint's path.
     """
     saved = Saver(world or current_world()).save(Place(location(path)), objects, step)
-    assert saved is not None  # there is no score
+    assert saved is not None  # only a score can make save return None
     return saved
 
 
 def load(
     path: str | os.PathLike[str], *, must_exist: bool = True, world: World | None = None, **objects: Any
 ) -> Loaded | None:
-    """Load objects; as `Checkpointer.load`. All ranks call.
+    """Load objects, like `Checkpointer.load`. All ranks must call it.
 
     Args:
-        path: of a checkpoint, or of a directory of them; or a URL.
-        must_exist: None is returned where there is none, and this is False.
+        path: a checkpoint, or a directory of checkpoints; or a URL.
+        must_exist: whether a missing checkpoint is an error; if False, None is returned.
         objects: under the names by which they were saved.
+
+    Returns:
+        What was loaded, with its step; None if there is no checkpoint and `must_exist` is False.
     """
     restored = Saver(world or current_world()).load(location(path), objects, must_exist)
     return None if restored is None else restored.loaded
 
 
 def check_count(count: Any, name: str) -> None:
-    """Refuse what is no number from 1 on, or None. TypeError, ValueError."""
+    """Raise TypeError or ValueError unless `count` is a positive integer or None."""
     if count is not None and (isinstance(count, bool) or not isinstance(count, int)):
         raise TypeError(f"{name}={count!r} is a {type(count).__name__}; pass a whole number, or None")
     if count is not None and count < 1:

@@ -1,4 +1,4 @@
-"""What is in a checkpoint, read on one process, whoever has written it.
+"""What is in a checkpoint, read by one process, whichever ranks have written it.
 
 *Threads:* any.
 """
@@ -23,18 +23,19 @@ from unisono.errors import DamagedCheckpointError
 from unisono.parallel.strategies.shard_files import read_shards
 from unisono.parallel.strategies.states import by_parameter
 
-HELD = "held gradients"  # no name of an object: it has a blank
+HELD = "held gradients"  # cannot be an object's name, since it has a space
 
 
 @dataclass
 class Contents:
-    """
+    """The contents of a checkpoint.
+
     Attributes:
         path, manifest: the checkpoint's.
         kinds: of each object, its kind and class.
         states: of each object, in plain form, on the host.
         ranks: of each rank that has saved: "states" of its loaders, "generators", "extra".
-        held: the gradients of each of them, in a step that had begun; None between steps.
+        held: each rank's gradients of an unfinished step; None between steps.
     """
 
     path: Location
@@ -46,7 +47,7 @@ class Contents:
 
 
 def read_contents(path: Location) -> Contents:
-    """The checkpoint at that path, or the latest one in that directory; all of it is checked.
+    """Read the checkpoint at that path, or the latest one in that directory; all of it is verified.
 
     Raises:
         NoCheckpointError, DamagedCheckpointError, CheckpointVersionError: as for `directory.find`.
@@ -73,7 +74,7 @@ def _read_contents(path: Path) -> Contents:
 
 
 def _join_parts(contents: Contents, parts: dict[str, torch.Tensor], values: Sequence[Mapping[str, Any]]) -> None:
-    """Put what all ranks have written into the plain states."""
+    """Merge what all ranks have written into the plain states."""
     held: list[dict[str, torch.Tensor]] = [{} for _ in contents.ranks]
     keys: dict[str, dict[Any, Any]] = {name: {} for name, (kind, _) in contents.kinds.items() if kind in DIVIDED}
     for name in [each for each in parts if each.startswith(f"{HELD}/")]:

@@ -1,21 +1,24 @@
-"""Directories of checkpoints: how one comes in, which ones go, and which one is taken.
+"""Directories of checkpoints: how a new one is added, which ones are removed, and which one is loaded.
 
-A checkpoint is made under a name of its own, `.saving-...`, and renamed when it is whole; `latest`, a file with a
-name, follows, and older ones go last. So a kill at any moment leaves what was there before, or the new one.
+A checkpoint is written under a temporary name, `.saving-...`, and renamed when it is complete; then `latest`, a file
+that contains a name, is updated, and finally old ones are removed. So a kill at any moment leaves what was there
+before, or the new one.
 
     runs/checkpoints/
         latest                  "checkpoint_200"
         checkpoint_100/         manifest.json, state.pt, and for large sharded states shards/
         checkpoint_200/
 
-A place that is written again and again, the best model's, is put aside before the new one takes its name: whoever is
-killed between the two leaves both, loading finds them, and they stay until one has that name again.
+For a place that is overwritten repeatedly, such as the best model's, the old checkpoint is renamed before the new one
+takes its name: a kill between the two leaves both, loading finds them, and they stay until a checkpoint has that name
+again.
 
 *Threads:* one at a time for each directory; one process of a run writes.
 
 Invariants:
-1. A name without a dot in front is a whole checkpoint, or the disk has damaged it.
-2. `latest` names a whole one. Nothing is removed before it does.
+
+1. A name without a leading dot is a complete checkpoint, unless the disk has damaged it.
+2. `latest` names a complete one. Nothing is removed before it does.
 """
 
 from __future__ import annotations
@@ -50,21 +53,21 @@ logger = logging.getLogger(__name__)
 LATEST, STATE, SHARDS = "latest", "state.pt", "shards"
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 _WRECK = re.compile(r"\.(?P<what>saving|replaced|removing|latest)-(?:(?P<of>.*)-)?@(?P<host>[^@]*)@(?P<pid>\d+)@\w+")
-_FOREIGN_S = 86400.0  # so old is what another machine has left, before it is removed
+_FOREIGN_S = 86400.0  # the age from which leftovers of another machine are removed
 _under_way: set[str] = set()  # marks of this process's saves
 
 Write = Callable[[Path], dict[str, Checksum]]
-"""Writes a checkpoint's files into a new directory; their checksums, by name."""
+"""Writes a checkpoint's files into a new directory; returns their checksums, by name."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a checkpoint goes.
+    """Where a checkpoint is saved.
 
     Attributes:
-        path: its own; in a store, a `RemotePath`.
-        keep: how many numbered ones stay beside it, itself included; None keeps all.
-        is_numbered: it is one of several in its directory, which has a `latest`.
+        path: its path; in a store, a `RemotePath`.
+        keep: the number of numbered checkpoints to keep, including this one; None keeps all.
+        is_numbered: whether it is one of several in its directory, which has a `latest`.
     """
 
     path: Any
@@ -73,15 +76,15 @@ class Place:
 
     @classmethod
     def numbered(cls, root: Any, number: int, keep: int | None) -> Place:
-        """The checkpoint of that number."""
+        """The place of the checkpoint of that number."""
         return cls(root / f"checkpoint_{number}", keep, True)
 
 
 def check_place(place: Place) -> None:
-    """Refuse a directory that holds something else: it would be replaced.
+    """Check that the directory, which would be replaced, holds nothing but a checkpoint.
 
     Raises:
-        FileExistsError: it is no checkpoint.
+        FileExistsError: it is not a checkpoint.
     """
     path = place.path
     if path.exists() and not _is_ours(path):
@@ -103,25 +106,25 @@ def _is_ours(path: Path) -> bool:
 
 
 def new_mark() -> str:
-    """What is in the names of a save until it is done: who made it, and a name of its own."""
+    """Make a save's mark, part of its temporary names until it is done: the process that makes it, and a unique id."""
     return f"@{platform.node()}@{os.getpid()}@{uuid4().hex[:12]}"
 
 
 def saving_path(place: Place, mark: str) -> Path:
-    """Where the files of a save are written."""
+    """The path to which the files of a save are written."""
     path: Path = place.path
     return path.with_name(f".saving-{path.name}-{mark}")
 
 
 def commit(place: Place, write: Write, manifest: Manifest, mark: str) -> None:
-    """Make the checkpoint, whole or not at all.
+    """Write the checkpoint, completely or not at all.
 
     Args:
-        manifest: but for its files.
-        mark: of `new_mark`.
+        manifest: complete except for its files.
+        mark: from `new_mark`.
 
     Raises:
-        OSError: a file cannot be written; what was there before still is.
+        OSError: a file cannot be written; what was there before is intact.
     """
     _under_way.add(mark)
     try:
@@ -151,7 +154,7 @@ def _make(place: Place, write: Write, manifest: Manifest, mark: str) -> None:
 
 
 def _take_name(path: Path, new: Path, aside: Path) -> None:
-    """Give the new checkpoint its name, and put aside what has it; or leave that where it is."""
+    """Give the new checkpoint its name, and rename the existing one; on failure, restore the existing one."""
     is_replaced = path.exists()
     if is_replaced:
         os.rename(path, aside)
@@ -165,7 +168,8 @@ def _take_name(path: Path, new: Path, aside: Path) -> None:
 
 
 def _created_after_latest(created: float, root: Path) -> float:
-    """The time of a new checkpoint: it gives the order of saves, though clocks are set back."""
+    """The time of a new checkpoint: later than the latest's even if clocks are set back, since it defines the order of
+    saves."""
     with suppress(OSError, UnicodeDecodeError, CheckpointError):
         latest = read_manifest(root / (root / LATEST).read_text().strip()).created
         return max(created, math.nextafter(latest, math.inf))
@@ -173,7 +177,7 @@ def _created_after_latest(created: float, root: Path) -> float:
 
 
 def _clear(place: Place, mark: str) -> None:
-    """Remove what is not to be kept, and what crashes have left; a failure is logged, and harms nothing."""
+    """Remove what is not to be kept, and what crashes have left; a failure is logged, and does no harm."""
     root = place.path.parent
     kept = place.keep if place.is_numbered else None
     older = [path for path in newest_first(root) if _is_ours(path)][kept:] if kept else []
@@ -191,19 +195,19 @@ def _clear(place: Place, mark: str) -> None:
 
 
 def _is_left(path: Path, place: Place) -> bool:
-    """Whether a save that has ended, or was killed, has left it, and nobody needs it."""
+    """Whether the path was left by a save that has ended, or was killed, and is no longer needed."""
     found = _WRECK.fullmatch(path.name)
     if found is None or any(path.name.endswith(mark) for mark in _under_way):
         return False
     if _is_only_copy(path, found) and not (place.is_numbered and _NUMBERED.fullmatch(found["of"])):
-        return False  # of the best model, say, when another checkpoint beside it was saved
+        return False  # for example of the best model, when another checkpoint next to it was saved
     if found["host"] != platform.node():
         return time.time() - path.stat().st_mtime > _FOREIGN_S
     return int(found["pid"]) == os.getpid() or not _is_alive(int(found["pid"]))
 
 
 def _is_only_copy(path: Path, found: re.Match[str]) -> bool:
-    """Whether it is whole, and nothing has the name that it had or was to get."""
+    """Whether it is complete, and the name that it had, or was to get, is not in use."""
     is_there = found["of"] is not None and (path.parent / found["of"] / NAME).exists()
     return found["what"] in ("saving", "replaced") and not is_there and (path / NAME).exists()
 
@@ -219,7 +223,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def numbered_in(root: Path) -> Iterator[tuple[int, Path]]:
-    """The numbered checkpoints of a directory, whole ones and damaged ones."""
+    """Yield the numbered checkpoints of a directory, both complete and damaged ones."""
     with suppress(OSError):
         for path in root.iterdir():
             if (found := _NUMBERED.fullmatch(path.name)) and path.is_dir():
@@ -227,8 +231,8 @@ def numbered_in(root: Path) -> Iterator[tuple[int, Path]]:
 
 
 def newest_first(root: Path) -> list[Path]:
-    """The numbered checkpoints in the order in which they were saved: after a return to an earlier one, numbers are no
-    order. Damaged ones come last."""
+    """The numbered checkpoints, the most recently saved first; damaged ones come last. Numbers do not give the order: a
+    run may have returned to an earlier checkpoint."""
 
     def age(pair: tuple[int, Path]) -> tuple[float, int]:
         number, path = pair
@@ -236,24 +240,24 @@ def newest_first(root: Path) -> list[Path]:
             return read_manifest(path).created, number
         except DamagedCheckpointError:
             return 0.0, number
-        except CheckpointError:  # of a newer version, which may not be removed for that
+        except CheckpointError:  # of a newer version: not a reason to remove it
             return math.inf, number
 
     return [path for _, path in sorted(numbered_in(root), key=age, reverse=True)]
 
 
 def find(path: Path, check: Callable[[Path], Manifest] = verify) -> tuple[Path, Manifest]:
-    """The checkpoint at a path; of a directory of numbered ones, that which `latest` names, or else the newest.
+    """Find the checkpoint at a path; in a directory of numbered ones, the one that `latest` names, or else the newest.
 
-    Damaged ones are passed over with a warning each, where another one can be taken.
+    Damaged ones are skipped with a warning each, if there is another one.
 
     Args:
-        check: `verify` reads all of it, `read_manifest` its manifest only.
+        check: `verify` reads all of it, `read_manifest` only its manifest.
 
     Raises:
-        NoCheckpointError: there is none.
+        NoCheckpointError: there is no checkpoint.
         DamagedCheckpointError: all are damaged.
-        CheckpointVersionError: a newer unisono has written it.
+        CheckpointVersionError: it was written by a newer unisono.
     """
     damaged: list[str] = []
     for candidate in _candidates(path):
@@ -275,7 +279,7 @@ def find(path: Path, check: Callable[[Path], Manifest] = verify) -> tuple[Path, 
 
 
 def _candidates(path: Path) -> list[Path]:
-    """What may be taken, the first choice first."""
+    """The checkpoints that may be loaded, in order of preference."""
     if (path / NAME).exists() or not list(numbered_in(path)):
         own = [path] if path.is_dir() and (any(path.iterdir())) and not _holds_wrecks_only(path) else []
         return [*own, *_whole(_wrecks(path))]
@@ -291,7 +295,7 @@ def _holds_wrecks_only(path: Path) -> bool:
 
 
 def _wrecks(path: Path) -> list[Path]:
-    """What interrupted saves of this checkpoint, or into this directory, have left, beside it or in it."""
+    """What interrupted saves of this checkpoint, or into this directory, have left, next to it or in it."""
     kinds = ("saving", "replaced")  # of the same save, the new one first
     beside = [each for kind in kinds for each in path.parent.glob(f".{kind}-{escape(path.name)}-@*")]
     inside = [each for kind in kinds for each in path.glob(f".{kind}-checkpoint_*-@*")]
@@ -299,7 +303,7 @@ def _wrecks(path: Path) -> list[Path]:
 
 
 def _whole(paths: list[Path]) -> list[Path]:
-    """Those that have a manifest, the newest first: one that was killed before has none, and is no checkpoint yet."""
+    """Those with a manifest, newest first: a save killed before it was written is not a checkpoint yet."""
     found = []
     for path in paths:
         with suppress(CheckpointError):

@@ -1,4 +1,4 @@
-"""A checkpoint's model, or another of its objects, as one file for plain torch or for safetensors."""
+"""Exports a checkpoint's model, or another of its objects, as one file for plain torch or for safetensors."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ Format = Literal["torch", "safetensors"]
 
 
 def export(path: Location, out: Path, name: str | None = None, file_format: Format = "torch") -> tuple[Location, str]:
-    """Write the state of one object, whole and on the CPU, as `torch.save(object.state_dict(), out)` does.
+    """Write the complete state of one object, on the CPU, as `torch.save(object.state_dict(), out)` does.
 
     Args:
-        path: of a checkpoint, or of a directory of numbered ones, of which the latest is taken.
-        name: of the object; None takes the only model.
-        file_format: "safetensors" takes tensors only.
+        path: a checkpoint, or a directory of numbered ones, of which the latest is used.
+        out: the file to write.
+        name: the object's name; None uses the only model.
+        file_format: "safetensors" supports tensors only.
 
     Returns:
         The checkpoint, and the object's name.
 
     Raises:
-        CheckpointError: as for loading; or there is no such object, or it holds more than tensors.
+        CheckpointError: as for loading; or there is no such object, or it contains more than tensors.
         ImportError: safetensors is not installed.
         OSError: the file cannot be written.
     """
@@ -78,7 +79,7 @@ def _as_safetensors(state: Any, name: str) -> bytes:
         raise CheckpointError(f"{wrong[0]} is no tensor, and safetensors hold tensors only; take --format torch")
     seen: set[int] = set()
     apart = {}
-    for key, each in state.items():  # which refuses tensors that share memory
+    for key, each in state.items():  # safetensors refuses tensors that share memory
         apart[key] = each.contiguous().clone() if each.untyped_storage().data_ptr() in seen else each.contiguous()
         seen.add(each.untyped_storage().data_ptr())
     data: bytes = save(apart, metadata={"format": "pt"})

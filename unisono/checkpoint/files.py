@@ -1,10 +1,11 @@
-"""Files that are there after a crash, or not there at all: written, synced and renamed by single operations.
+"""Files that exist completely after a crash, or not at all: written, synced and renamed by single operations.
 
 *Threads:* any; nothing is shared.
 
 Invariants:
-1. What `write_file` and `CheckedFile.close` have returned from is on the disk; its name is after `sync_directory`.
-2. A directory goes away by a rename first: nobody finds half of it under its own name.
+
+1. Once `write_file` or `CheckedFile.close` has returned, the contents are on disk; the name is after `sync_directory`.
+2. A directory is renamed before it is removed: half of it is never found under its own name.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-_PIECE = 1 << 22  # bytes read at once
+_PIECE = 1 << 22  # bytes per read
 
 
 class Checksum(NamedTuple):
-    """Of a file's contents.
+    """The checksum of a file's contents.
 
     Attributes:
         size: in bytes.
@@ -32,19 +33,19 @@ class Checksum(NamedTuple):
     crc: int = 0
 
     def of_more(self, data: bytes | memoryview) -> Checksum:
-        """With these bytes behind those before."""
+        """The checksum with these bytes appended."""
         return Checksum(self.size + len(data), zlib.crc32(data, self.crc))
 
 
 class CheckedFile:
-    """A new file that counts its checksum as it is written; a context manager. What `torch.save` needs of a file.
+    """A new file that computes its checksum as it is written; a context manager. Has what `torch.save` needs of a file.
 
     Attributes:
         checksum: of what was written.
         failure: the first error of the system.
 
     Raises:
-        OSError: as `os.open`, `os.write` and `os.fsync`; the file is there already.
+        OSError: as for `os.open`, `os.write` and `os.fsync`; includes that the file already exists.
     """
 
     def __init__(self, path: Path) -> None:
@@ -53,7 +54,7 @@ class CheckedFile:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Write all of it."""
+        """Write all of the data."""
         rest = memoryview(data).cast("B")
         self.checksum = self.checksum.of_more(rest)
         size = len(rest)
@@ -66,10 +67,10 @@ class CheckedFile:
         return size
 
     def flush(self) -> None:
-        """Nothing waits here."""
+        """Do nothing: there is no buffer."""
 
     def close(self) -> None:
-        """Return when the disk has it."""
+        """Close the file once its contents are on disk."""
         file, self._file = self._file, -1
         if file >= 0:
             try:
@@ -89,27 +90,27 @@ class CheckedFile:
 
 
 def write_file(path: Path, data: bytes) -> Checksum:
-    """A new file with that content, on the disk."""
+    """Create a file with that content, on disk."""
     with CheckedFile(path) as file:
         file.write(data)
     return file.checksum
 
 
 def write_tensors(path: Path, value: Any) -> Checksum:
-    """A new file, as `torch.save` writes it, on the disk."""
+    """Create a file as `torch.save` writes it, on disk."""
     with CheckedFile(path) as file:
         try:
             torch.save(value, file)  # type: ignore[arg-type] # it writes, and that is all that is asked
         except RuntimeError as error:
-            raise file.failure or error from None  # torch's own is of what it could not clear up then
+            raise file.failure or error from None  # torch's own error only says what it then failed to clean up
     return file.checksum
 
 
 def replace_file(path: Path, data: bytes, mark: str) -> None:
-    """Put that content in the place of the file's, in one moment.
+    """Replace the file's content atomically.
 
     Args:
-        mark: in the name of the file that takes its place.
+        mark: part of the name of the temporary file.
     """
     new = path.with_name(f".{path.name}-{mark}")
     write_file(new, data)
@@ -118,7 +119,7 @@ def replace_file(path: Path, data: bytes, mark: str) -> None:
 
 
 def make_directories(path: Path) -> None:
-    """The directory with its parents, each known to the disk."""
+    """Create the directory and its parents, each one synced to disk."""
     if path.is_dir():
         return
     make_directories(path.parent)
@@ -131,7 +132,7 @@ def make_directories(path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Return when the disk has the names in the directory."""
+    """Return when the names in the directory are on disk."""
     directory = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(directory)
@@ -140,7 +141,7 @@ def sync_directory(path: Path) -> None:
 
 
 def checksum_of(path: Path) -> Checksum:
-    """Of a file that is there; all of it is read."""
+    """The checksum of an existing file; reads all of it."""
     checksum = Checksum()
     with path.open("rb", buffering=0) as file:
         buffer = memoryview(bytearray(_PIECE))
@@ -150,7 +151,7 @@ def checksum_of(path: Path) -> Checksum:
 
 
 def remove_directory(path: Path, mark: str) -> None:
-    """Remove it with all that is in it; first its name, in one moment. Of a link, the link."""
+    """Remove a directory with its contents, after an atomic rename. For a link, remove the link."""
     if path.is_symlink():
         path.unlink()
         return

@@ -1,6 +1,6 @@
-"""The random generators of a rank, in a checkpoint: python's, numpy's, torch's, and that of the device.
+"""The random generators of a rank, in a checkpoint: Python's, NumPy's, torch's, and that of the device.
 
-On threads, torch's is the replica's own; python's and numpy's belong to the process, and rank zero's count.
+On threads, torch's is the replica's own; Python's and NumPy's belong to the process, and rank zero's are saved.
 
 *Threads:* the rank's own.
 """
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def generator_states(world: World) -> dict[str, Any]:
-    """Where this rank's generators stand: plain data."""
+    """The states of this rank's generators, as plain data."""
     version, words, gauss = random.getstate()
     states: dict[str, Any] = {
         "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
@@ -40,16 +40,15 @@ def generator_states(world: World) -> dict[str, Any]:
 
 
 def keep_device_generator(states: Mapping[str, Any], world: World) -> None:
-    """Let a lazy device draw as if nothing had been saved: each graph that runs changes its seed."""
+    """Restore a lazy device's generator, as if nothing had been saved: each graph that runs changes its seed."""
     if world.backend.is_lazy and "device" in states:
         world.backend.set_rng_state(states["device"][1], world.device)
 
 
 def restore_generators(saved: Sequence[Mapping[str, Any]], world: World) -> None:
-    """Let this rank's generators continue where the saved rank's of the same number stood.
+    """Continue this rank's generators from the saved state of the rank with the same number.
 
-    On another number of ranks that is not the same run any more: a log line says which generators start again, or are
-    left out.
+    On another number of ranks the run cannot be the same: a log line says which generators are reseeded, or dropped.
     """
     if len(saved) != world.world_size and world.rank == 0:
         logger.warning("%s", _describe_change(len(saved), world.world_size))
@@ -103,5 +102,5 @@ def _seed_torch(seed: int, world: World) -> None:
 
 
 def _owns_process(world: World) -> bool:
-    """Whether python's and numpy's generators are this rank's: of threads they are the first one's."""
+    """Whether Python's and NumPy's generators are this rank's: among threads they belong to the first."""
     return world.is_of_processes or world.local_rank == 0

@@ -1,8 +1,9 @@
-"""The gradients of a step that has begun, in a checkpoint: what its microbatches have left so far, and what they claim.
+"""The gradients of an unfinished step, in a checkpoint: what its microbatches have accumulated so far, and their
+claims.
 
-Rank r holds the sum over its microbatches of part * scale * gradient, where the part has the number of ranks R in it
-(`parallel/ledger.py`), and the reduction divides by R. So what R ranks held is, on S ranks, their sum times S / R; rank
-zero gets it. On R ranks each gets its own, to the bit.
+Rank r holds the sum over its microbatches of part * scale * gradient, where the part includes the number of ranks R as
+a factor (`parallel/ledger.py`), and the reduction divides by R. So what R ranks held is, on S ranks, their sum times S
+/ R; rank zero gets it. On R ranks each gets its own, bit for bit.
 
 *Threads:* the rank's own.
 """
@@ -24,14 +25,14 @@ from unisono.parallel.strategies.states import broadcast_entries, plain_name
 from unisono.world import World
 
 Held = dict[str, torch.Tensor]
-"""Gradients by "<place of the model>/<name of the parameter>"."""
+"""Gradients by "<position of the model>/<name of the parameter>"."""
 
 
 def claims_of(ledger: Ledger, engines: Sequence[Engine]) -> dict[str, Any] | None:
-    """The microbatches of the step that has begun; None between steps.
+    """The microbatches of the unfinished step; None between steps.
 
     Raises:
-        CheckpointError: its gradients are reduced, and no optimizer has stepped on them.
+        CheckpointError: its gradients are reduced, but no optimizer has stepped on them.
     """
     step = ledger.step
     if not step.is_open or not ledger.count:
@@ -49,7 +50,7 @@ def claims_of(ledger: Ledger, engines: Sequence[Engine]) -> dict[str, Any] | Non
 
 
 def held_gradients(engines: Sequence[Engine]) -> Held:
-    """This rank's. A collective under strategy "fsdp"."""
+    """This rank's gradients. A collective under strategy "fsdp"."""
     return {
         f"{place}/{plain_name(engine.module, name)}": each.grad
         for place, engine in enumerate(engines)
@@ -65,10 +66,10 @@ def resume_step(
     engines: Sequence[Engine],
     world: World,
 ) -> None:
-    """Go on in the midst of the step that was saved. A collective.
+    """Continue in the middle of the step that was saved. A collective.
 
     Args:
-        saved: what `claims_of` gave, of each rank that has saved.
+        saved: what `claims_of` returned on each rank that has saved.
         held: their gradients, on rank zero; None on the others.
     """
     own = _shared_out(saved, held, world)
@@ -102,12 +103,12 @@ def _shared_out(
 
 
 def _step(saved: Sequence[Mapping[str, Any]], world: World, is_sum: bool) -> Step:
-    """The step as it stood, with claims of this number of ranks."""
+    """The saved step, with claims for the current number of ranks."""
     loop, is_same = Loop(), len(saved) == world.world_size
     step = Step(saved[0]["number"])
     for place, (_, total, is_given, dealt) in enumerate(saved[0]["claims"]):
         samples = saved[world.rank]["claims"][place][0] if is_same else total * (world.rank == 0)
-        if dealt is None and not is_given and not is_same:  # of no loader: each rank's counted one
+        if dealt is None and not is_given and not is_same:  # not from a loader: each rank's counted as one
             samples, total = 1, world.world_size
         batch = None if dealt is None else Batch(loop, int(samples), int(total), 0, dealt=dealt)
         step.claims[object()] = Claim(samples, total, batch, is_given)

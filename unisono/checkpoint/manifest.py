@@ -1,7 +1,7 @@
-"""The manifest: what a checkpoint consists of, and by which it is known to be whole.
+"""The manifest: what a checkpoint consists of, and the means to verify that it is complete.
 
-It is a file of JSON, written last: names, sizes and checksums of the other files, and facts for people and tools.
-It has a checksum of its own, so that a bit which flips in it is noticed, too.
+It is a JSON file, written last: names, sizes and checksums of the other files, and facts for people and tools. It has a
+checksum of its own, so that a flipped bit in it is detected, too.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Manifest:
-    """
+    """What a checkpoint consists of.
+
     Attributes:
-        step: of the training, as the one who saved it counted.
-        score: by which the best checkpoint is kept; None without one.
-        world_size: how many ranks have saved it.
+        step: the training step, as counted by the caller that saved it.
+        score: the score it was saved with; None without one.
+        world_size: the number of ranks that saved it.
         created: seconds since 1970.
         objects: the kind and the class of each object in it, by name.
         versions: of unisono and torch.
@@ -43,16 +44,17 @@ class Manifest:
     files: Mapping[str, list[int]] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """What its file holds."""
+        """The contents of its file."""
         known = {"format": FORMAT, "version": VERSION, **asdict(self)}
         return json.dumps({**known, "crc": _crc(known)}, indent=1).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes, path: Path) -> Manifest:
-        """
+        """Parse the contents of a manifest's file.
+
         Raises:
-            DamagedCheckpointError: it is none, or not what was written.
-            CheckpointVersionError: a newer unisono has written it.
+            DamagedCheckpointError: it is not a manifest, or not what was written.
+            CheckpointVersionError: it was written by a newer unisono.
         """
         try:
             known = json.loads(data)
@@ -66,17 +68,18 @@ class Manifest:
                 f"{path} has version {known['version']} of the format, and this unisono reads version {VERSION}; it "
                 f"was written by unisono {known.get('versions', {}).get('unisono')}: load it with that one"
             )
-        for name in known["files"]:  # or whoever made it could have files read and written that are not in it
+        for name in known["files"]:  # a forged manifest could otherwise name files outside the checkpoint
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
                 raise DamagedCheckpointError(f"{path}: its {NAME} names {name!r}, which is not in the checkpoint")
         return cls(**{each.name: known[each.name] for each in fields(cls)})
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint at that path; its other files are not looked at.
+    """Read the manifest of the checkpoint at that path, without checking its other files.
 
     Raises:
-        DamagedCheckpointError: there is none, or it cannot be read; CheckpointVersionError as for `from_bytes`.
+        DamagedCheckpointError: there is no manifest, or it cannot be read.
+        CheckpointVersionError: as for `from_bytes`.
     """
     try:
         data = (path / NAME).read_bytes()

@@ -1,9 +1,10 @@
-"""What a checkpoint holds of each object, and how that comes back: models, optimizers, loaders, anything with a state.
+"""What a checkpoint stores of each object, and how that is restored: models, optimizers, loaders, anything with a
+state.
 
-A model's state, and an optimizer's, is in torch's plain form whatever the strategy (`parallel/strategies/states.py`).
-Rank zero's counts, but for loaders and random generators, of which each rank has its own.
+A model's state, and an optimizer's, is in torch's plain form under every strategy (`parallel/strategies/states.py`).
+Rank zero's is saved, except for loaders and random generators, of which each rank has its own.
 
-*Threads:* the rank's own. All ranks call, with the same objects in the same order.
+*Threads:* the rank's own. All ranks must call, with the same objects in the same order.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ _SHOWN = 3
 
 
 def kind_of(name: str, each: Any) -> str:
-    """What is done with an object: "model", "optimizer", "loader", "generator" or "state".
+    """How an object is handled: "model", "optimizer", "loader", "generator" or "state".
 
     Raises:
-        TypeError: nothing can be.
+        TypeError: it cannot be saved.
     """
     if isinstance(each, DeviceLoader | DeviceIterator | ParallelLoader):
         return "loader"
@@ -86,7 +87,7 @@ def modules_of(objects: Objects) -> list[nn.Module]:
 
 
 def own_states(objects: Objects) -> dict[str, Any]:
-    """What this rank alone knows: of its loaders and generators."""
+    """The states that only this rank has: those of its loaders and generators."""
     return {
         name: each.get_state() if kind == "generator" else each.state_dict()
         for name, each in objects.items()
@@ -98,7 +99,7 @@ def whole_states(objects: Objects, world: World, copy: Copy) -> dict[str, Any]:
     """On rank zero, copies of all other states; {} on others. A collective.
 
     Raises:
-        TypeError: a state is no plain data.
+        TypeError: a state is not plain data.
     """
     modules = modules_of(objects)
     states: dict[str, Any] = {}
@@ -127,11 +128,11 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 def divided_states(
     objects: Objects, world: World, copy: Copy
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, dict[Any, Any]]]:
-    """The same where all ranks write at once.
+    """Like `whole_states`, if all ranks write concurrently.
 
     Returns:
-        The states on rank zero, but for tensors of models and optimizers; this rank's parts of these, by names such as
-        "model/0.weight" and "optimizer/3/exp_avg"; and the values among them that are no tensors.
+        The states on rank zero, without tensors of models and optimizers; this rank's parts of these, by names such as
+        "model/0.weight" and "optimizer/3/exp_avg"; and the values among them that are not tensors.
     """
     states: dict[str, Any] = {}
     parts: dict[str, torch.Tensor] = {}
@@ -163,7 +164,7 @@ def part_name(name: str, key: Any) -> str:
 
 
 def describe(states: Mapping[str, Any], kinds: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """What must fit: the shapes of each model, the sizes of each optimizer's groups."""
+    """What must match: the shapes of each model, the sizes of each optimizer's groups."""
     found: dict[str, Any] = {}
     for name, state in states.items():
         if kinds[name][0] == "model":
@@ -174,7 +175,7 @@ def describe(states: Mapping[str, Any], kinds: Mapping[str, Sequence[str]]) -> d
 
 
 def check_fit(objects: Objects, saved: Mapping[str, Sequence[str]], described: Mapping[str, Any], where: str) -> None:
-    """Refuse a checkpoint of other objects, before anything is changed.
+    """Check that a checkpoint holds these objects, before anything is changed.
 
     Raises:
         CheckpointMismatchError: the message has the first names that are missing, unexpected or of another shape.
@@ -231,7 +232,7 @@ def restore(
 
     Args:
         states: of models and optimizers, on rank zero; {} on others.
-        others: of what has a state like it on all ranks.
+        others: of objects whose state is the same on all ranks.
         own: of this rank's loaders and generators.
     """
     modules = modules_of(objects)

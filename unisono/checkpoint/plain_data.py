@@ -1,4 +1,4 @@
-"""What may lie in a checkpoint: plain data and tensors, which load without running anybody's code."""
+"""What a checkpoint may contain: plain data and tensors, which load without running any code."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def as_plain(value: Any, where: str, copy: Callable[[torch.Tensor], torch.Tensor
 
     Args:
         where: the value in words, for the error.
-        copy: of a tensor.
+        copy: copies a tensor.
 
     Raises:
-        TypeError: there is something in it that is no plain data; the message says where.
+        TypeError: the value contains something that is not plain data; the message says where.
     """
     kind = type(value)
     if kind in _LEAVES:

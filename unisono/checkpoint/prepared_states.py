@@ -1,4 +1,4 @@
-"""The checkpoints of one Accelerator: all that it has prepared, what was registered, and where its loop stands.
+"""The checkpoints of one Accelerator: everything it has prepared, what was registered, and the position of its loop.
 
 *Threads:* the rank's own.
 """
@@ -27,13 +27,14 @@ _FOLDER = "checkpoints"
 
 
 class PreparedStates:
-    """
+    """The state of one Accelerator, as saved in its checkpoints.
+
     Args:
         prepared: what the Accelerator has prepared.
-        microbatches: of its steps.
-        scaler: of its loss.
-        project_dir: None takes "runs" in the working directory.
-        total_limit: how many numbered checkpoints stay; None keeps all.
+        microbatches: those of its steps.
+        scaler: that of its loss.
+        project_dir: None uses "runs" in the working directory.
+        total_limit: the number of numbered checkpoints to keep; None keeps all.
     """
 
     def __init__(
@@ -51,13 +52,13 @@ class PreparedStates:
         self._saver = Saver(microbatches.world)
 
     def register(self, objects: Sequence[Any]) -> None:
-        """As `Accelerator.register_for_checkpointing`."""
+        """See `Accelerator.register_for_checkpointing`."""
         for place, each in enumerate(objects):
             kind_of(f"object {place}", each)
         self._registered += [each for each in objects if not any(each is other for other in self._registered)]
 
     def save(self, directory: str | os.PathLike[str] | None, score: float | None, is_async: bool) -> Location | None:
-        """As `Accelerator.save_state`."""
+        """See `Accelerator.save_state`."""
         place = self._next_place if directory is None else Place(location(directory))
         if is_async:
             self._poll_in_steps()
@@ -68,18 +69,18 @@ class PreparedStates:
         return self._saver.save(place, self._objects(), self._step(), score, is_async, extra)
 
     def load(self, directory: str | os.PathLike[str] | None, must_exist: bool) -> Loaded | None:
-        """As `Accelerator.load_state`."""
+        """See `Accelerator.load_state`."""
         path = self._root if directory is None else location(directory)
         restored = self._saver.load(path, self._objects(), must_exist)
         if restored is None:
             return None
-        facts = [each or {"taken": [], "claims": None} for each in restored.facts]  # of a Checkpointer's there are none
+        facts = [each or {"taken": [], "claims": None} for each in restored.facts]  # a Checkpointer saves no facts
         for stepper, taken in zip(self._prepared.steppers(), facts[0]["taken"], strict=False):
             stepper.taken = Taken(*taken)
         for scheduler in self._prepared.schedulers():
             scheduler.follow()
         self._microbatches.restart()
-        for engine in self._engines():  # what this run has left is of no step of the loaded one
+        for engine in self._engines():  # gradients of this run do not belong to a step of the loaded one
             for each in [*engine.trained(), *engine.leaves()]:
                 each.grad = None
             engine.forget()
@@ -89,7 +90,7 @@ class PreparedStates:
         return restored.loaded
 
     def close(self) -> None:
-        """Wait for the save that is under way; raise what it has failed with."""
+        """Wait for the save in progress, and raise its error if it failed."""
         self._saver.close()
 
     def _step(self) -> int:
@@ -99,7 +100,7 @@ class PreparedStates:
         return [each.engine for each in self._prepared.models()]
 
     def _objects(self) -> dict[str, Any]:
-        """All that is saved, by name."""
+        """Everything that is saved, by name."""
         kinds: dict[str, Sequence[Any]] = {
             "model": self._prepared.models(),
             "optimizer": [each.optimizer for each in self._prepared.steppers()],
@@ -116,7 +117,7 @@ class PreparedStates:
         return Place.numbered(self._root, number, self._limit)
 
     def _poll_in_steps(self) -> None:
-        """Let the next step raise what an asynchronous save has failed with."""
+        """Make the next step raise the error of an asynchronous save that failed."""
         for stepper in self._prepared.steppers():
             if self._saver.poll not in stepper.checks:
                 stepper.checks.append(self._saver.poll)

@@ -1,15 +1,15 @@
-"""Checkpoints in object stores: any URL that fsspec knows, memory://, s3://, gs://.
+"""Checkpoints in object stores: any URL that fsspec supports, memory://, s3://, gs://.
 
-A store puts an object whole or not at all, and has neither renames nor links. So a checkpoint's files go up under names
-of their own, and its manifest last, in one put: without it there is no checkpoint. In a place that is written again,
-the new manifest names the new files, and the old ones go then. What a store promises holds: that it has what it has
-acknowledged, and shows it to who reads later (S3 and GCS do).
+A store writes an object completely or not at all, and has neither renames nor links. So a checkpoint's files are
+uploaded under unique names, and its manifest last, in one put: without it there is no checkpoint. In a place that is
+overwritten, the new manifest names the new files, and then the old ones are removed. This relies on the store: it has
+what it has acknowledged, and shows it to later readers (S3 and GCS do).
 
     s3://bucket/run/checkpoints/latest
     s3://bucket/run/checkpoints/checkpoint_200/manifest.json
-    s3://bucket/run/checkpoints/checkpoint_200/<a name of its own>/state.pt
+    s3://bucket/run/checkpoints/checkpoint_200/<a unique name>/state.pt
 
-*Threads:* as for directories. Rank zero alone talks to the store.
+*Threads:* as for directories. Only rank zero accesses the store.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _WAS_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
 
 @dataclass(frozen=True)
 class RemotePath:
-    """A place in a store; as far as needed, what a `Path` is."""
+    """A place in a store, with those methods of `Path` that are needed."""
 
     url: str
 
@@ -56,7 +56,7 @@ class RemotePath:
 
     @property
     def parent(self) -> RemotePath:
-        """What it is in."""
+        """The place that contains it."""
         return RemotePath(self.url.rpartition("/")[0])
 
     def store(self) -> tuple[Any, str]:
@@ -78,11 +78,11 @@ Location = Path | RemotePath
 
 
 def location(path: str | os.PathLike[str] | RemotePath) -> Location:
-    """A path, which means the same when the working directory or a link has changed; or, of a URL, a place in a store.
-    file:// is a path.
+    """Convert a path to an absolute, resolved one, which does not depend on later changes of the working directory or
+    of links; or a URL to a place in a store. file:// is a path.
 
     Raises:
-        ValueError: a URL was made a `Path`, which has taken a slash from it; or it is a chain of file systems.
+        ValueError: a URL was converted to a `Path`, which removed a slash from it; or it is a chain of file systems.
     """
     if isinstance(path, RemotePath):
         return path
@@ -90,7 +90,7 @@ def location(path: str | os.PathLike[str] | RemotePath) -> Location:
     if _WAS_URL.match(text):
         raise ValueError(f"{text!r} was a URL before it was made a path; pass it as a text, with two slashes")
     if "://" in text and not text.startswith("file://"):
-        if "::" in text:  # a cache shows what was there before, and "dir::" puts files where it does not find them
+        if "::" in text:  # a cache shows outdated contents, and "dir::" writes files where it does not find them
             raise ValueError(f"{text!r} is a chain of file systems; pass the URL of the store itself")
         scheme, _, place = text.partition("://")
         return RemotePath(f"{scheme}://{place.rstrip('/')}")
@@ -98,7 +98,7 @@ def location(path: str | os.PathLike[str] | RemotePath) -> Location:
 
 
 def check_place_at(place: Place) -> None:
-    """As `directory.check_place`, in a store."""
+    """Like `directory.check_place`, in a store."""
     strangers = _strangers_at(place.path)
     if strangers:
         raise FileExistsError(
@@ -108,7 +108,7 @@ def check_place_at(place: Place) -> None:
 
 
 def _strangers_at(path: RemotePath) -> list[str]:
-    """What is there and of no checkpoint."""
+    """The names there that do not belong to a checkpoint."""
     store, base = path.store()
     names = _names_at(store, base)
     if NAME in names and FORMAT.encode() not in store.cat_file(f"{base}/{NAME}"):
@@ -117,7 +117,7 @@ def _strangers_at(path: RemotePath) -> list[str]:
 
 
 def _names_at(store: Any, base: str) -> list[str]:
-    """What is there, by its last names; nothing where there is no such place."""
+    """The last parts of the names there; empty if there is no such place."""
     try:
         return [each.rstrip("/").rpartition("/")[2] for each in store.ls(base, detail=False)]
     except FileNotFoundError:
@@ -125,7 +125,7 @@ def _names_at(store: Any, base: str) -> list[str]:
 
 
 def publish(place: Place, write: Write, manifest: Manifest, mark: str) -> None:
-    """As `directory.commit`, into a store."""
+    """Like `directory.commit`, into a store."""
     target: Any = place.path
     store, base = target.store()
     own = mark.rpartition("@")[2]
@@ -148,7 +148,7 @@ def publish(place: Place, write: Write, manifest: Manifest, mark: str) -> None:
 
 
 def _clear(place: Place, own: str) -> None:
-    """Remove what is not to be kept; a failure is logged, and harms nothing."""
+    """Remove what is not to be kept; a failure is logged, and does no harm."""
     target: Any = place.path
     store, base = target.store()
     try:
@@ -164,7 +164,7 @@ def _clear(place: Place, own: str) -> None:
 
 
 def numbered_in(root: RemotePath) -> Iterator[tuple[int, RemotePath]]:
-    """The numbered checkpoints of a place."""
+    """Yield the numbered checkpoints of a place."""
     store, base = root.store()
     with suppress(FileNotFoundError):
         for each in store.ls(base, detail=False):
@@ -173,7 +173,7 @@ def numbered_in(root: RemotePath) -> Iterator[tuple[int, RemotePath]]:
 
 
 def newest_first(root: RemotePath) -> list[RemotePath]:
-    """As `directory.newest_first`: what is no whole checkpoint comes last."""
+    """Like `directory.newest_first`: incomplete checkpoints come last."""
 
     def age(pair: tuple[int, RemotePath]) -> tuple[float, int]:
         number, path = pair
@@ -194,14 +194,14 @@ def _manifest_at(path: RemotePath) -> Manifest:
 
 def _remove(path: RemotePath) -> None:
     store, base = path.store()
-    with suppress(FileNotFoundError):  # of a wreck, or of a store that has no directories
-        store.rm(f"{base}/{NAME}")  # first: it is no checkpoint any more
+    with suppress(FileNotFoundError):  # of an interrupted save, or in a store that has no directories
+        store.rm(f"{base}/{NAME}")  # first: without it, it is no longer a checkpoint
     with suppress(FileNotFoundError):
         store.rm(base, recursive=True)
 
 
 def fetch(path: RemotePath, into: Path) -> tuple[Path, RemotePath]:
-    """Bring a checkpoint here, of a place of numbered ones the latest; the local path, and where it was.
+    """Download a checkpoint, in a place of numbered ones the latest; return the local path, and where it was.
 
     Raises:
         NoCheckpointError, DamagedCheckpointError, CheckpointVersionError: as for `directory.find`.
@@ -224,7 +224,7 @@ def fetch(path: RemotePath, into: Path) -> tuple[Path, RemotePath]:
 
 
 def score_at(path: RemotePath) -> float | None:
-    """That of the checkpoint there; None where there is none."""
+    """The score of the checkpoint there; None if there is no checkpoint."""
     try:
         return _manifest_at(path).score
     except (FileNotFoundError, CheckpointError):

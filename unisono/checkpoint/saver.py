@@ -1,11 +1,11 @@
-"""One rank's way into a checkpoint and out of it: what all ranks agree on, what is copied, who writes it.
+"""One rank's part in saving and loading checkpoints: what all ranks agree on, what is copied, which rank writes it.
 
-Rank zero writes one file, `state.pt`; where a large model, or its optimizer's state, is divided by ranks, all of them
-write their parts beside it, by torch.distributed.checkpoint. What is not rank zero's is gathered by the communicator.
+Rank zero writes one file, `state.pt`; if a large model, or its optimizer's state, is sharded, all ranks also write
+their shards, by torch.distributed.checkpoint. The state of other ranks is gathered by the communicator.
 
-Who owns what: a `Saver` owns the host memory of its copies and the thread that writes them.
+Ownership: a `Saver` owns the host memory of its copies and the thread that writes them.
 
-*Threads:* the rank's own, and one that writes. Of several ranks in one process, each has a saver.
+*Threads:* the rank's own, and one that writes. If several ranks share a process, each has a saver.
 """
 
 from __future__ import annotations
@@ -62,17 +62,17 @@ from unisono.world import World
 
 logger = logging.getLogger(__name__)
 
-SMALL = 256 << 20  # bytes of parameters: up to here rank zero writes all
+SMALL = 256 << 20  # bytes of parameters: up to this size rank zero writes everything
 
 
 class Loaded(NamedTuple):
     """What was loaded.
 
     Attributes:
-        path: the checkpoint's.
-        step: of the training, as it was counted when it was saved.
-        world_size: how many ranks have saved it.
-        score: by which it was kept; None without one.
+        path: the path of the checkpoint.
+        step: the training step, as counted when it was saved.
+        world_size: the number of ranks that saved it.
+        score: the score it was saved with; None without one.
     """
 
     path: Location
@@ -82,11 +82,11 @@ class Loaded(NamedTuple):
 
 
 class Restored(NamedTuple):
-    """What was loaded, with what is not of objects.
+    """What was loaded, including what does not belong to objects.
 
     Attributes:
         facts: those of each rank's `Extra`.
-        held: the gradients of each rank's, on rank zero; None between steps.
+        held: the accumulated gradients of each rank, on rank zero; None between steps.
     """
 
     loaded: Loaded
@@ -95,11 +95,12 @@ class Restored(NamedTuple):
 
 
 class _Copied(NamedTuple):
-    """
+    """What is to be written, in main memory.
+
     Attributes:
         contents: of `state.pt`.
-        parts: this rank's, where all ranks write at once.
-        values: among them, what is no tensor.
+        parts: this rank's shards, if all ranks write concurrently.
+        values: the entries among them that are not tensors.
     """
 
     contents: dict[str, Any]
@@ -112,7 +113,7 @@ class Extra:
     """What a rank adds to the states of objects.
 
     Attributes:
-        facts: plain data, this rank's.
+        facts: plain data of this rank.
         held: gradients of a step that has begun.
     """
 
@@ -121,10 +122,11 @@ class Extra:
 
 
 class Saver:
-    """
+    """Saves and loads the checkpoints of one rank.
+
     Args:
         world: the rank's.
-        sharded: all ranks write at once, where states are divided. None: where they are large, too.
+        sharded: whether all ranks write concurrently if states are sharded. None: only if they are also large.
     """
 
     def __init__(self, world: World, sharded: bool | None = None) -> None:
@@ -133,19 +135,19 @@ class Saver:
         self._memory, self._writer = HostMemory(), Writer()
         self._group: ShardGroup | None = None
 
-    # What is under way.
+    # Saves in progress.
 
     def poll(self) -> None:
-        """Raise the error of a save that has failed meanwhile; wait for none."""
+        """Raise the error of a save that has failed meanwhile; do not wait for one in progress."""
         self._writer.poll()
 
     def wait(self) -> None:
-        """Wait for the save that is under way; raise its error."""
+        """Wait for the save in progress, and raise its error if it failed."""
         self._writer.wait()
         self._writer.raise_failure()
 
     def close(self) -> None:
-        """As `wait`, and give the host memory back."""
+        """Wait like `wait`, and release the host memory."""
         try:
             self.wait()
         finally:
@@ -165,16 +167,16 @@ class Saver:
         """Save the objects. A collective.
 
         Args:
-            place: where to; a function is asked on rank zero.
-            score: save only where it is higher than that of the checkpoint which is there. Rank zero's counts.
-            is_async: return when all is copied.
+            place: the destination; if it is a function, rank zero calls it.
+            score: save only if it is higher than the score of the checkpoint at that place. Rank zero's counts.
+            is_async: return when everything is copied.
 
         Returns:
-            The checkpoint's path; None where there is a better one.
+            The checkpoint's path; None if the existing checkpoint has at least that score, or `score` is NaN.
 
         Raises:
-            Exception: what an earlier save has failed with, on all ranks.
-            CollectiveMismatchError: other ranks do something else, or stand at another step.
+            Exception: the error of an earlier save, on all ranks.
+            CollectiveMismatchError: other ranks do something else, or are at another step.
             OSError, CheckpointError, TypeError: it cannot be saved; on all ranks.
         """
         world, comm = self.world, self.world.comm
@@ -191,7 +193,7 @@ class Saver:
         manifest = new_manifest(step, score, world, kinds_of(objects))
         self._memory.restart()
         copy = self._memory.copy if is_async else host_view
-        is_shared = isinstance(chosen.path, Path)  # by all ranks, as no store is
+        is_shared = isinstance(chosen.path, Path)  # whether all ranks can write to it, unlike a store
         outcome = Outcome.capture(self._copy, objects, extra, [each["rank"] for each in ranks], copy, is_shared)
         world.backend.synchronize(world.device)
         keep_device_generator(own["generators"], world)
@@ -206,14 +208,14 @@ class Saver:
         return path
 
     def _own_part(self, objects: Objects, extra: Extra | None) -> dict[str, Any]:
-        """What this rank alone knows, plain."""
+        """This rank's own state, as plain data."""
         part: dict[str, Any] = {"states": own_states(objects), "generators": generator_states(self.world)}
         part["extra"] = None if extra is None else extra.facts
         plain: dict[str, Any] = as_plain(part, f"the state of rank {self.world.rank}", torch.Tensor.cpu)
         return plain
 
     def _copy(self, objects: Objects, extra: Extra | None, ranks: list[Any], copy: Copy, is_shared: bool) -> _Copied:
-        """What is to be written, in main memory."""
+        """Copy what is to be written to main memory."""
         world = self.world
         held = {} if extra is None or extra.held is None else extra.held
         contents: dict[str, Any] = {"kinds": kinds_of(objects), "ranks": ranks, "held": None}
@@ -230,7 +232,7 @@ class Saver:
         return _Copied(contents, None, None)
 
     def _gather_held(self, held: Mapping[str, torch.Tensor], copy: Copy) -> list[dict[str, torch.Tensor]]:
-        """The gradients that each rank holds, on rank zero. A collective."""
+        """Gather the gradients accumulated on each rank, on rank zero. A collective."""
         world, found = self.world, []
         for root in range(world.world_size):
             entries = broadcast_entries(held, world, root) if world.world_size > 1 else held.items()
@@ -238,7 +240,7 @@ class Saver:
         return found
 
     def _is_divided(self, objects: Objects) -> bool:
-        """Whether ranks write their parts at once. The same on all ranks."""
+        """Whether ranks write their shards concurrently. The same on all ranks."""
         modules = modules_of(objects)
         are_divided = any(map(is_sharded, modules)) or any(map(is_divided, objects.values()))
         if not are_divided or not self.world.takes_engines:
@@ -248,7 +250,8 @@ class Saver:
         return sum(each.numel() * each.element_size() for module in modules for each in module.parameters()) > SMALL
 
     def _agreed_copy(self, outcome: Outcome[_Copied]) -> tuple[dict[str, Any] | None, dict[str, torch.Tensor] | None]:
-        """What goes into `state.pt`, on rank zero, and this rank's parts; if all ranks have copied theirs."""
+        """The contents of `state.pt`, on rank zero, and this rank's shards; raises on all ranks if one could not
+        copy."""
         found = self.world.comm.all_gather_object((encode_error(outcome.error), outcome.value and outcome.value.values))
         raise_any([failed for failed, _ in found], outcome.error)
         copied = outcome.unwrap()
@@ -264,7 +267,7 @@ class Saver:
         manifest: Manifest,
         mark: str,
     ) -> None:
-        """This rank's part of the writing; on rank zero, the checkpoint."""
+        """Do this rank's part of the writing; on rank zero, make the checkpoint."""
         group = self._group if parts is not None else None
         if contents is None:
             if parts is not None and group is not None:
@@ -296,13 +299,13 @@ class Saver:
         """Load the objects. A collective.
 
         Args:
-            path: of a checkpoint, or of a directory of numbered ones. Rank zero's counts.
-            must_exist: None is returned where there is none, and this is False.
+            path: a checkpoint, or a directory of numbered ones. Rank zero's counts.
+            must_exist: whether a missing checkpoint is an error; if False, None is returned.
 
         Raises:
-            NoCheckpointError: there is none.
+            NoCheckpointError: there is no checkpoint.
             DamagedCheckpointError, CheckpointVersionError: as for `directory.find`.
-            CheckpointMismatchError: it is of other objects; nothing was loaded.
+            CheckpointMismatchError: the checkpoint holds other objects; nothing was loaded.
         """
         world = self.world
         world.comm.announce("load_state")

@@ -1,10 +1,10 @@
-"""Objects as bytes, and back: tensors, modules by their states, and containers of them. No pickle: nothing is run.
+"""Objects as bytes, and back: tensors, modules by their states, and containers of them. No pickle: no code is run.
 
     magic "UNISONO", version, CRC-32 of all after it, lengths of all that follows and of the description, the
     description in JSON, tensors' bytes
 
-The description is the object with each container's type; tensors lie behind it, each at a multiple of 64 bytes. An
-object that stands in two places is stored once, and is one again.
+The description is the object with each container's type; the tensors follow it, each aligned to 64 bytes. An object
+that occurs in two places is stored once, and is restored as one object.
 
 *Threads:* any.
 """
@@ -30,22 +30,25 @@ from unisono.parallel.prepared.model import PreparedModel
 
 _MAGIC, _VERSION = b"UNISONO", 1
 _HEAD = struct.Struct("<7sBIQQ")
-_CHECKED = 12  # from here on, behind the CRC-32
+_CHECKED = 12  # the offset after the CRC-32, from which on it is computed
 _ALIGNED = 64
 _SEQUENCES: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 _MAPPINGS: dict[str, Callable[[Any], Any]] = {"dict": dict, "OrderedDict": OrderedDict}
 
 
 def serialize(obj: Any) -> bytes:
-    """The object as bytes, for `deserialize`.
+    """Convert an object to bytes, for `deserialize`.
 
     Args:
-        obj: None, numbers, texts, bytes, tensors, modules, and lists, tuples, named tuples, sets and dicts of these. Of
-            a module its `state_dict()` is stored; of tensors values, type, shape, `requires_grad` and device, but no
-            graph, and not that two of them share memory.
+        obj: None, numbers, strings, bytes, tensors, modules, and lists, tuples, named tuples, sets and dicts of these.
+            A module is stored as its `state_dict()`; a tensor as values, dtype, shape, `requires_grad` and device,
+            without its graph, and without the fact that it shares memory with another.
+
+    Returns:
+        The bytes.
 
     Raises:
-        TypeError: there is something else in it; the message says where.
+        TypeError: `obj` contains something else; the message says where.
     """
     writer = _Description()
     text = json.dumps(writer.describe(obj, "the object")).encode()
@@ -59,17 +62,21 @@ def serialize(obj: Any) -> bytes:
 
 
 def deserialize(data: bytes | bytearray | memoryview, device: str | int | torch.device | None = CPU) -> Any:
-    """The object that `serialize` was given; of a module its state, for `load_state_dict`.
+    """Restore the object that `serialize` was given; for a module its state, for `load_state_dict`.
 
     Args:
-        data: what `serialize` gave.
-        device: where tensors are made; None takes the one that each was on.
+        data: the bytes that `serialize` returned.
+        device: where to create tensors; None uses the device that each was on.
+
+    Returns:
+        The object.
 
     Raises:
-        TypeError: the data are no bytes.
-        DamagedCheckpointError: they are not what `serialize` gave.
-        CheckpointVersionError: a newer version gave them.
-        CheckpointError: a named tuple's class is not imported here, or has other fields; a tensor's device is missing.
+        TypeError: `data` is not bytes.
+        DamagedCheckpointError: the bytes are not what `serialize` returned.
+        CheckpointVersionError: they were made by a newer version.
+        CheckpointError: a named tuple's class is not imported here, or has other fields; or a tensor's device is
+            missing.
     """
     if not isinstance(data, bytes | bytearray | memoryview):
         raise TypeError(f"data={data!r:.80} is a {type(data).__name__}; pass the bytes that serialize() gave")
@@ -92,7 +99,8 @@ def deserialize(data: bytes | bytearray | memoryview, device: str | int | torch.
     start = _align(_HEAD.size + described)
     try:
         return _Reader(view[start:], device).read(json.loads(bytes(rest[:described])))
-    except (TypeError, ValueError, LookupError, AttributeError) as error:  # the checksum is right: it was forged
+    # the checksum is correct, so the bytes were forged
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
         raise DamagedCheckpointError(f"these bytes describe nothing that serialize() gives: {error}") from error
 
 
@@ -111,7 +119,7 @@ class _Description:
         self.data: list[bytes | memoryview] = []
         self._size = 0
         self._known: dict[int, int] = {}
-        self._kept: list[Any] = []  # or an id could be another object's
+        self._kept: list[Any] = []  # keeps ids from being reused for other objects
         self._within: set[int] = set()
 
     def describe(self, value: Any, where: str) -> Any:
@@ -179,7 +187,7 @@ class _Description:
 
 
 class _Reader:
-    """Makes the object again."""
+    """Rebuilds the object."""
 
     def __init__(self, data: memoryview, device: str | int | torch.device | None) -> None:
         self._data, self._device = data, device
@@ -252,7 +260,7 @@ def _dtype_of(name: str) -> torch.dtype:
 
 
 def _class_of(module: str, name: str) -> Any:
-    """A named tuple's class, which must be here already: nothing is imported."""
+    """Return a named tuple's class, which must already be imported: nothing is imported here."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)

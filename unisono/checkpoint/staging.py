@@ -1,7 +1,7 @@
-"""Host memory that one save after another copies into, so that the loop waits for the copy alone.
+"""Host memory that is reused from save to save, so that the loop only waits for the copy.
 
-*Threads:* the loop's copies; a writing thread reads meanwhile nothing but what was copied for it: the loop waits for it
-before it copies again.
+*Threads:* the loop copies; a writing thread only reads what was copied for it: the loop waits for that thread before it
+copies again.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ class HostMemory:
         self._used: list[torch.Tensor] = []
 
     def restart(self) -> None:
-        """Nobody reads the copies any more: the next ones may lie there."""
-        self._free.clear()  # what the save before did not need is given back
+        """Allow the copies, which are no longer read, to be overwritten."""
+        self._free.clear()  # frees what the previous save did not need
         for each in self._used:
             self._free.setdefault((each.shape, each.stride(), each.dtype), []).append(each)
         self._used.clear()
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy, which is there when the device has been synchronized; of a tensor that ranks share, of this part."""
+        """Copy a tensor; the copy is complete once the device has been synchronized. Of a tensor sharded over ranks,
+        this part."""
         if is_distributed(tensor):
             return with_part(tensor, self.copy(tensor.to_local().detach()))
         source = tensor.detach()
@@ -45,10 +46,10 @@ class HostMemory:
 
 
 def host_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in main memory, for who waits until it is written: itself, where it lies there alone."""
+    """The tensor in main memory, for a caller that waits until it is written: itself, if it is there and alone."""
     if is_distributed(tensor):
         return with_part(tensor, host_view(tensor.to_local().detach()))
     host = tensor.detach().cpu().resolve_conj().resolve_neg()
     if host.layout is torch.strided and host.untyped_storage().nbytes() != host.numel() * host.element_size():
-        return host.clone()  # or all of the memory that it is a part of would be written
+        return host.clone()  # otherwise all of the memory that it is a view of would be written
     return host

@@ -1,9 +1,8 @@
-"""Saves that run beside the loop: one at a time, and none of their errors is lost.
+"""Saves that run concurrently with the loop: one at a time, and none of their errors is lost.
 
-Who owns what: a `Writer` owns the thread of the save that is under way. It is no daemon, so a process that comes to its
-end waits for it.
+Ownership: a `Writer` owns the thread of the save in progress. It is not a daemon, so an exiting process waits for it.
 
-*Threads:* the loop calls; `run_save` is the thread's body, and hands an `Outcome` over.
+*Threads:* the loop calls; `run_save` is the thread's body, and returns an `Outcome`.
 """
 
 from __future__ import annotations
@@ -19,9 +18,10 @@ logger = logging.getLogger(__name__)
 
 
 class Writer:
-    """
+    """Runs saves in a thread.
+
     Attributes:
-        failure: of the last save that was waited for, until `raise_failure`.
+        failure: the error of the last save that was waited for, until `raise_failure`.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Writer:
         self._ended: list[Outcome[Any]] = []
 
     def start(self, save: Callable[[], Any], what: str) -> None:
-        """Let a save run on a thread of its own. None may be under way."""
+        """Run a save in a separate thread. No other may be in progress."""
         assert self._thread is None
         self._thread = threading.Thread(
             target=run_save, args=(save, what, self._ended), name="unisono-checkpoint", daemon=False
@@ -38,20 +38,20 @@ class Writer:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when no save is under way."""
+        """Return when no save is in progress."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
             self._collect()
 
     def poll(self) -> None:
-        """Raise the failure of a save that has ended, and wait for none."""
+        """Raise the error of a save that has ended; do not wait for one in progress."""
         if self._thread is not None and not self._thread.is_alive():
             self.wait()
         self.raise_failure()
 
     def raise_failure(self) -> None:
-        """Raise what a save has failed with, once."""
+        """Raise the error of a failed save, once."""
         failure, self.failure = self.failure, None
         if failure is not None:
             raise failure
@@ -63,7 +63,7 @@ class Writer:
 
 
 def run_save(save: Callable[[], Any], what: str, ended: list[Outcome[Any]]) -> None:
-    """Body of the thread: one `Outcome`. A failure is logged, too: perhaps nobody asks any more."""
+    """Body of the thread: adds one `Outcome`. A failure is also logged, since it may never be asked for."""
     outcome = Outcome.capture(save)
     ended.append(outcome)
     if outcome.error is not None:

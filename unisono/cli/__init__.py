@@ -1,1 +1,1 @@
-"""The command line: `unisono run` and `unisono doctor`."""
+"""The command line: `unisono run`, `unisono doctor` and `unisono checkpoint`."""

@@ -1,4 +1,4 @@
-"""`unisono checkpoint`: what lies in a directory of checkpoints, and a model from it as one file for plain torch."""
+"""`unisono checkpoint`: what a directory of checkpoints contains, and a model from it as one file for plain torch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def show(arguments: argparse.Namespace) -> int:
-    """Print a line for each checkpoint; 1 where one is damaged, or there is none."""
+    """Print a line for each checkpoint; return 1 if one is damaged, or there is none."""
     from unisono.checkpoint.directory import numbered_in
     from unisono.checkpoint.manifest import verify
 
@@ -68,7 +68,7 @@ def show(arguments: argparse.Namespace) -> int:
 
 
 def export(arguments: argparse.Namespace) -> int:
-    """Write the file, and say what it is of."""
+    """Write the file, and print what it contains."""
     from unisono.checkpoint.export import export as write
     from unisono.checkpoint.remote import location
 

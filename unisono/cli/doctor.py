@@ -1,7 +1,7 @@
-"""`unisono doctor`: looks at this machine as a run would find it, and says what has to be repaired.
+"""`unisono doctor`: examines this machine as a run would find it, and says what has to be repaired.
 
-The checks are `machine_checks.py`, `network_checks.py` and `worker_checks.py`; each gives `Finding`s. Here is the door:
-the command line, the order of the checks, the printing.
+The checks are in `machine_checks.py`, `network_checks.py` and `worker_checks.py`; each yields `Finding`s. This module
+is the entry point: the command line, the order of the checks, the output.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run_doctor(options: argparse.Namespace) -> int:
-    """Examine and print; 1 when there is a problem, else 0."""
+    """Run the checks and print the findings; return 1 if there is a problem, otherwise 0."""
     checks = list_checks(options.quick, options.endpoint)
     found = (finding for check in checks for finding in examine(check))
     states = _print_json(list(found)) if options.json else _print_lines(found)
@@ -58,7 +58,7 @@ def run_doctor(options: argparse.Namespace) -> int:
 
 
 def list_checks(is_quick: bool, endpoint: tuple[str, int] | None) -> Iterator[Check]:
-    """The checks in their order. They are imported here: `unisono --help` needs no torch."""
+    """The checks in their order. They are imported here, so that `unisono --help` does not need torch."""
     from unisono.cli import machine_checks, network_checks, worker_checks
 
     yield Check("versions", machine_checks.versions)
@@ -97,7 +97,7 @@ def _print_json(found: list[Finding]) -> Counter[State]:
 
 
 def _print_lines(found: Iterable[Finding]) -> Counter[State]:
-    """One line for each finding as it comes, its advice below, and the sum."""
+    """Print one line for each finding as it arrives, with its advice below, and the totals; return the totals."""
     states: Counter[State] = Counter()
     has_color = wants_color(sys.stdout)
     for each in found:

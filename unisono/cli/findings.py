@@ -1,7 +1,7 @@
-"""Findings, and checks that make them: each bounded in time, none able to take the others along.
+"""Findings, and the checks that make them: each check is bounded in time, and none can affect the others.
 
-*Threads:* a check runs on a thread of its own, `unisono-check-<name>`, a daemon: one that never comes back (a dead name
-server, a file system that hangs) is left behind, and the program ends without it.
+*Threads:* a check runs in a separate thread, `unisono-check-<name>`, a daemon: one that never returns (a dead name
+server, a hanging file system) is abandoned, and the program ends without it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ STATES: tuple[State, ...] = ("ok", "note", "warning", "problem")
 
 @dataclass(frozen=True)
 class Finding:
-    """What one look at the machine has shown.
+    """One result of examining the machine.
 
     Attributes:
-        name: what was looked at.
-        state: "ok"; "note" is good to know; "warning" will hurt some runs; "problem" keeps runs from working.
+        name: what was examined.
+        state: "ok"; "note" is good to know; "warning" will hurt some runs; "problem" prevents runs from working.
         text: what was found, in one line.
-        advice: what to do about it, where there is anything to do.
+        advice: what to do about it, if anything.
     """
 
     name: str
@@ -36,13 +36,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class Check:
-    """A question to the machine.
+    """One check of the machine.
 
     Attributes:
         name: of the findings about the check itself.
-        look: answers it.
-        limit_s: how long it may take.
-        late: how bad it is when it takes longer.
+        look: makes the findings.
+        limit_s: the longest time it may take, in seconds.
+        late: the state of the finding if it takes longer.
         when_late: what to do then.
     """
 
@@ -54,7 +54,7 @@ class Check:
 
 
 def examine(check: Check) -> list[Finding]:
-    """The findings of a check; one that fails, or takes too long, is a finding too."""
+    """The findings of a check; its failure or timeout is a finding, too."""
     found: list[Outcome[list[Finding]]] = []
     thread = threading.Thread(target=_look, args=(check, found), name=f"unisono-check-{check.name}", daemon=True)
     thread.start()
@@ -68,5 +68,5 @@ def examine(check: Check) -> list[Finding]:
 
 
 def _look(check: Check, found: list[Outcome[list[Finding]]]) -> None:
-    """Body of a check's thread: leaves exactly one outcome."""
+    """Body of a check's thread: adds exactly one outcome."""
     found.append(Outcome.capture(lambda: list(check.look())))

@@ -1,4 +1,4 @@
-"""What this machine is and has: versions, devices, cores, memory, files, limits, clock, environment."""
+"""Checks of this machine: versions, devices, cores, memory, files, limits, clock, environment."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ SHARED_MEMORY = Path("/dev/shm")
 _MIB, _GIB = 1 << 20, 1 << 30
 _REMOTE = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "afs", "9p", "fuse.")
 _LONGEST_SOCKET_PATH = 107
-_TIME_ERROR = 5  # adjtimex: the kernel's clock follows no other
+_TIME_ERROR = 5  # adjtimex: the kernel's clock is not synchronized
 
 
 def versions() -> Iterator[Finding]:
-    """The interpreter and what the package stands on."""
+    """The interpreter, and the packages that this one depends on."""
     yield Finding("python", "ok", f"{platform.python_version()} ({sys.executable}), {platform.platform()}")
     here = f"torch {torch.__version__}, " + ", ".join(map(_version, ("unisono", "psutil", "cloudpickle", "numpy")))
     oldest = ".".join(map(str, OLDEST_TORCH))
@@ -60,7 +60,7 @@ def _version(name: str) -> str:
 
 
 def devices() -> Iterator[Finding]:
-    """What every family has. Nothing is initialised by asking."""
+    """The devices of every family. Checking initialises none of them."""
     families = [get_backend(name) for name in NAMES]
     for family in (each for each in families if each.is_available()):
         names = ", ".join(str(family.device(index)) for index in range(family.device_count()))
@@ -74,7 +74,7 @@ def devices() -> Iterator[Finding]:
 
 
 def cores() -> Iterator[Finding]:
-    """How many cores there are, how many are ours, and what becomes of them."""
+    """How many cores there are, how many this process may use, and how workers divide them."""
     usable, quota = usable_cores(), cpu_quota()
     shares = ", ".join(f"{fair_num_threads(count)} for {count}" for count in (2, 4, 8))
     text = (
@@ -89,7 +89,7 @@ def cores() -> Iterator[Finding]:
 
 
 def memory() -> Iterator[Finding]:
-    """How much there is before something is killed."""
+    """How much memory there is before processes are killed."""
     limit, owner = memory_limit()
     free = psutil.virtual_memory().available
     text = f"the limit {owner} is {_amount(limit)}; {_amount(free)} of the machine's are free"
@@ -101,7 +101,7 @@ def memory() -> Iterator[Finding]:
 
 
 def shared_memory() -> Iterator[Finding]:
-    """Where loader workers leave their batches."""
+    """The file system through which loader workers pass their batches."""
     if not SHARED_MEMORY.is_dir():
         return
     usage = shutil.disk_usage(SHARED_MEMORY)
@@ -117,7 +117,7 @@ def shared_memory() -> Iterator[Finding]:
 
 
 def limits() -> Iterator[Finding]:
-    """What a process of this user may have."""
+    """The limits of a process of this user."""
     import resource  # not on Windows
 
     def soft(which: int) -> float:
@@ -173,7 +173,7 @@ def _file_system(place: str) -> str:
 
 
 def clock() -> Iterator[Finding]:
-    """Whether durations are fine-grained, and times those of other machines."""
+    """Whether the clock is fine-grained, and synchronized with those of other machines."""
     resolution = time.get_clock_info("monotonic").resolution
     text = f"monotonic to {resolution * 1e9:g} ns"
     is_coarse = resolution > 1e-3
@@ -191,7 +191,7 @@ def clock() -> Iterator[Finding]:
 
 
 def environment() -> Iterator[Finding]:
-    """Who started this process, and what the variables do to a run."""
+    """Which launcher started this process, and how environment variables affect a run."""
     agent, place = announced_agent(), None
     if agent is not None:
         text = f"{agent.launcher} tell of {agent.num_nodes} machine(s)"

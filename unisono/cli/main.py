@@ -3,8 +3,8 @@
 Each subcommand is a module with `add_parser(subparsers)`, which sets `parser`, and `run`, a function of the parsed
 arguments that returns an exit code.
 
-Exit codes: 0 all is well; 1 something failed; 2 the command was given wrongly; 130 after Ctrl-C; what a worker ended
-with, and 128 + n for signal n, where a worker ended the run.
+Exit codes: 0 success; 1 something failed; 2 invalid command line; 130 after Ctrl-C; if a worker ended the run, that
+worker's exit code, or 128 + n for signal n.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ COMMANDS = ("run", "doctor", "checkpoint")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; `argv` without the program's name, None takes the process's own."""
+    """Run the command line; `argv` is without the program's name, and None uses the process's own."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         prog="unisono",

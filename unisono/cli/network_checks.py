@@ -26,7 +26,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def loopback() -> Iterator[Finding]:
-    """Whether two processes of this machine reach one another by a port."""
+    """Whether two processes of this machine can connect by a port."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
         with socket.create_connection(address, CONNECT_S):
@@ -34,7 +34,7 @@ def loopback() -> Iterator[Finding]:
 
 
 def interfaces() -> Iterator[Finding]:
-    """The ways to other machines."""
+    """The interfaces that lead to other machines."""
     found: dict[str, list[str]] = {}
     for name, address in _own_addresses():
         found.setdefault(name, []).append(str(address))
@@ -43,7 +43,7 @@ def interfaces() -> Iterator[Finding]:
 
 
 def _own_addresses() -> Iterator[tuple[str, Address]]:
-    """Interfaces that are up and their addresses, without those that are valid on one cable only."""
+    """Yield the interfaces that are up with their addresses, except link-local ones."""
     states = psutil.net_if_stats()
     for name, found in psutil.net_if_addrs().items():
         for each in found:
@@ -54,7 +54,7 @@ def _own_addresses() -> Iterator[tuple[str, Address]]:
 
 
 def names() -> Iterator[Finding]:
-    """Whether this machine's name leads to an address and back, how fast, and what gloo makes of it."""
+    """Whether this machine's name resolves to an address and back, how fast, and which address gloo then announces."""
     host = socket.gethostname()
     try:
         forward_s, addresses = _time(lambda: _addresses(host))
@@ -71,7 +71,7 @@ def names() -> Iterator[Finding]:
 
 
 def _check_interface(text: str) -> Finding:
-    """The interface that gloo takes where nobody names one: that of the host name's address."""
+    """The interface that gloo uses by default: that of the host name's address."""
     address, owner = ipaddress.ip_address(text), interface_of(text)
     if address.is_loopback:
         others = [name for name, each in _own_addresses() if not each.is_loopback]
@@ -84,7 +84,7 @@ def _check_interface(text: str) -> Finding:
 
 
 def endpoint(host: str, port: int) -> Iterator[Finding]:
-    """Whether a rendezvous at `host:port` could be held here, or is reached from here."""
+    """Whether a rendezvous at `host:port` can be served by this machine, or reached from it."""
     place = f"{host}:{port}"
     try:
         address = _addresses(host)[0]

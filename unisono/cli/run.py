@@ -1,8 +1,8 @@
 """`unisono run`: a script, a module or a function as one worker per device, here or on several machines.
 
 On one machine it is `spawn` with the script as its function. On several, each has torch's agent
-(`launch/hosts/agent.py`) and its part of the same workers; what the machines need to know of one another is given by
-options, or found in the environment that Kubernetes or a SLURM step leaves.
+(`launch/hosts/agent.py`) and its part of the same workers; what the machines need to know about one another comes from
+options, or from the environment set by Kubernetes or a SLURM step.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Do what the arguments say; the exit code."""
+    """Run the command; return the exit code."""
     is_here = parsed.standalone or (parsed.nnodes in (None, (1, 1)) and endpoint_of(parsed) is None)
     if not (is_here and parsed.nproc == 1) and parsed.start_method in (None, "zygote"):
         warm_early()  # it imports torch while this process does
@@ -91,7 +91,7 @@ def _run_here(parsed: argparse.Namespace, target: Target) -> None:
         max_restarts=parsed.max_restarts or 0,
         grace_s=parsed.grace or 5.0,
         process_group=parsed.process_group,
-        prefix=nproc > 1 and not parsed.no_prefix,  # of one worker alone, stdout stays a terminal
+        prefix=nproc > 1 and not parsed.no_prefix,  # a single worker's stdout stays a terminal
         **_watching(parsed),
     )
 
@@ -134,7 +134,7 @@ def _run_on_machines(
 
 
 def _watching(parsed: argparse.Namespace) -> dict[str, Any]:
-    """Those arguments of `spawn` that mean the same on one machine and on several."""
+    """The arguments of `spawn` that mean the same on one machine and on several."""
     return {
         "start_method": parsed.start_method,
         "hang_timeout_s": parsed.hang_timeout,
@@ -145,13 +145,13 @@ def _watching(parsed: argparse.Namespace) -> dict[str, Any]:
 
 
 def _machine_options(parsed: argparse.Namespace, place: AgentPlace | None) -> MachineOptions | None:
-    """The options of a run on several machines, or None for a run on this one.
+    """The options of a run on several machines; None for a run on this one.
 
-    What is not given on the command line is taken from the environment.
+    Options missing on the command line are taken from the environment.
     """
     given = endpoint_of(parsed)
     if parsed.standalone or (parsed.nnodes == (1, 1) and given is None):
-        return None  # said outright
+        return None  # explicitly requested
     nodes = parsed.nnodes or (node_range(place.num_nodes) if place is not None else (1, 1))
     endpoint = given or (place.endpoint if place is not None else "")
     if nodes == (1, 1) and given is None:
@@ -175,13 +175,13 @@ def _machine_options(parsed: argparse.Namespace, place: AgentPlace | None) -> Ma
 
 
 def _max_restarts(parsed: argparse.Namespace, machines: MachineOptions, place: AgentPlace | None) -> int:
-    """What was asked for; else three where the run may shrink, which costs one."""
+    """The number that was asked for; otherwise three if the run may shrink, since that takes a restart."""
     asked = _number_from(parsed, place, "max_restarts")
     return asked if asked is not None else (3 if machines.min_nodes < machines.max_nodes else 0)
 
 
 def _number_from(parsed: argparse.Namespace, place: AgentPlace | None, name: str) -> int | None:
-    """A number as the command line has it, else as the environment has it."""
+    """A number from the command line, or else from the environment."""
     found: int | None = getattr(parsed, name)
     return found if found is not None else getattr(place, name, None)
 
@@ -192,20 +192,20 @@ def _refuse(parsed: argparse.Namespace, error: Exception) -> int:
 
 
 def _has_run(error: Exception) -> bool:
-    """Whether it is the run that failed, and not our call of `spawn` that was refused."""
+    """Whether the run itself failed, rather than the arguments of our call of `spawn`."""
     if isinstance(error, UnisonoError) or isinstance(error.__cause__, RemoteTraceback):
         return True
     return any(frame.name == "run_target" for frame in traceback.extract_tb(error.__traceback__))
 
 
 def _tell(error: Exception, log_format: str) -> int:
-    """Print what ended the run, once, without the launcher's own frames; the exit code."""
+    """Print what ended the run, once, without the launcher's own frames; return the exit code."""
     from unisono.launch.exit_codes import exit_code_of
     from unisono.launch.watching import clock
 
-    lost_step = isinstance(error, CollectiveMismatchError | BrokenWorldError)  # where, the script's lines say
+    lost_step = isinstance(error, CollectiveMismatchError | BrokenWorldError)  # the traceback shows where in the script
     if isinstance(error, UnisonoError) and not isinstance(error, RemoteError) and not lost_step:
-        text = f"unisono: {error}\n"  # it says all there is to say
+        text = f"unisono: {error}\n"  # complete without a traceback
     elif isinstance(error.__cause__, RemoteTraceback):
         text = without_launcher(error.__cause__.text)
     else:

@@ -26,11 +26,11 @@ exit codes: 0 all is well; n when a worker ended by sys.exit(n), modulo 256 and 
 128 + n when signal n ended it; 2 the command was given wrongly; 130 after Ctrl-C; 143 when the ranks stopped early, as
 they were asked to.
 """
-_PORT = 29500  # torchrun's, where only --master-addr is given
+_PORT = 29500  # torchrun's, if only --master-addr is given
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """The parser of `unisono run`, among those of `unisono`."""
+    """Add the parser of `unisono run` to those of `unisono`, and return it."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "run",
         help="run a script as one worker per device, on one machine or several",
@@ -52,7 +52,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def endpoint_of(parsed: argparse.Namespace) -> str | None:
-    """Where the machines meet, as the command line says it; None where it does not."""
+    """Where the machines meet, according to the command line; None if it does not say."""
     if parsed.rdzv_endpoint is None and parsed.master_addr is not None:
         return f"{parsed.master_addr}:{parsed.master_port or _PORT}"
     endpoint: str | None = parsed.rdzv_endpoint
@@ -60,7 +60,7 @@ def endpoint_of(parsed: argparse.Namespace) -> str | None:
 
 
 def _add(group: Any, *names: str, **settings: Any) -> None:
-    """Add an option; its second spelling, which torchrun takes, too, is not shown."""
+    """Add an option, with a hidden second spelling, which torchrun accepts as well."""
     group.add_argument(*names, **settings)
     spelled = [f"--{name[2:].replace('-', '_')}" for name in names if "-" in name[2:]]
     if spelled:
@@ -156,7 +156,7 @@ def _add_machines(group: Any) -> None:
 
 
 def node_range(text: str) -> tuple[int, int]:
-    """A number of machines, or the least and the greatest: "1:2"."""
+    """Parse a number of machines, or a range of it: "1:2"."""
     found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= low <= high:
@@ -166,7 +166,7 @@ def node_range(text: str) -> tuple[int, int]:
 
 def _workers(text: str) -> int | str:
     if text.isalpha():
-        return text  # auto, gpu or cpu: what each means is looked up, and refused, where torch has been imported
+        return text  # auto, gpu or cpu: checked and resolved later, where torch has been imported
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number, 1 or greater, nor auto, gpu or cpu")
     return int(text)

@@ -1,4 +1,4 @@
-"""Real workers, started the way a run starts them, and what they make of a collective."""
+"""Real workers, started the way a run starts them, and their collectives."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SEE = "what stands above may say more; docs/troubleshooting.md has the messages
 
 
 def start_methods() -> Iterator[Finding]:
-    """What the fast way of starting needs from the kernel."""
+    """Whether the kernel supports the fast start method."""
     lacks = _missing()
     if lacks:
         advice = "workers are started one by one (start_method='spawn'), which takes seconds"
@@ -50,7 +50,7 @@ def _missing() -> str:
 
 
 def workers() -> Iterator[Finding]:
-    """Start two workers of each family that has two devices, and let them talk."""
+    """Start two workers of each family that has two devices, and let them run collectives."""
     if launcher := _launcher():
         text = f"not started: by {launcher} this process has a place among others, and spawn starts none"
         yield Finding("workers", "note", text, "ask again in a plain shell of this machine")
@@ -65,7 +65,7 @@ def workers() -> Iterator[Finding]:
 
 
 def _launcher() -> str:
-    """Who has given this process a place among others; empty for a plain one."""
+    """The launcher that has given this process a place among others; empty for a plain process."""
     agent = announced_agent()
     place = None if agent is not None else announced_place()
     return agent.launcher if agent is not None else place.launcher if place is not None else ""
@@ -100,13 +100,13 @@ def _try_collectives(family: Backend) -> Iterator[Finding]:
 
 
 def _run(family: Backend, fn: Callable[[int], Any]) -> tuple[float, list[Any]]:
-    """Seconds from the call to the moment in which the last worker has passed its first barrier; and the results."""
+    """Seconds from the call until the last worker has passed its first barrier; and the results."""
     began = time.monotonic()
     context = spawn(
         fn,
         nprocs=NUM_WORKERS,
         join=False,
-        daemon=True,  # a check that came too late is left behind, and ends with the program
+        daemon=True,  # a check that runs too long is abandoned, and ends with the program
         backend=family.name,
         timeout=timedelta(seconds=LIMIT_S / 2),
     )
@@ -115,12 +115,12 @@ def _run(family: Backend, fn: Callable[[int], Any]) -> tuple[float, list[Any]]:
 
 
 def tell_start(rank: int) -> tuple[float]:
-    """In a worker, whose first barrier is behind it: the moment, comparable among processes."""
+    """In a worker that has passed its first barrier: the time, comparable between processes."""
     return (time.monotonic(),)
 
 
 def measure_collectives(rank: int) -> tuple[float, float, float]:
-    """In a worker: the moment, and the seconds that a small and a large all_reduce take."""
+    """In a worker: the time, and the seconds that a small and a large all_reduce take."""
     began = time.monotonic()
     return began, _all_reduce_s(1, 50), _all_reduce_s(_LARGE_BYTES // 4, 5)
 

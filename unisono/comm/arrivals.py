@@ -1,14 +1,15 @@
-"""Arrivals: which rank has come to which collective, and what it does there.
+"""Arrivals: which rank has arrived at which collective, and what it does there.
 
-The transport only says that nothing came, and pairs whatever comes: other shapes end the process. So each rank notes
-what it does before it does it, by number, and looks what its peers have noted under that number: in memory that the
-ranks of one machine share, beside the file of their store, which costs a few microseconds and no message.
+The transport only reports that nothing arrived, and pairs whatever does: different shapes end the process. So each rank
+notes what it is about to do, by number, and checks what its peers have noted under that number: in memory shared by the
+ranks of one machine, next to the file of their store, which costs a few microseconds and no message.
 
 *Threads:* the rank's own thread.
 
 Invariants:
-1. A rank writes its own note before it reads the others'. So of two ranks that come to different things, the later one
-   reads what the earlier has noted, before it touches the transport.
+
+1. A rank writes its own note before it reads the others'. So of two ranks that arrive at different calls, the later one
+   reads what the earlier has noted, before it uses the transport.
 2. A note's text is written before its number.
 """
 
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from unisono.comm.operations import fitted
 
 _KEY = "unisono/arrived/{}"
-_KEPT = 32  # notes of a rank: a root that broadcasts may be so far ahead
+_KEPT = 32  # notes of a rank: a broadcasting root may be that far ahead
 _NOTE = 512  # bytes, of which the first 16 are the number and the length of the text
 _HEAD = 16
 _SETTLING_S = 0.001
@@ -34,17 +35,18 @@ class Arrivals(Protocol):
     """Where the ranks of a group note how many collectives they have entered."""
 
     def note(self, number: int, deed: str) -> dict[int, str]:
-        """This rank enters its `number`-th collective, and does that; what others did, who do something else there."""
+        """Note that this rank enters its `number`-th collective with that deed; return the deeds of ranks that differ
+        there."""
 
     def missing(self, number: int) -> list[int]:
         """The ranks that have not yet entered their `number`-th."""
 
     def last_deed(self, rank: int) -> str:
-        """What that rank did last; "" where it is not known."""
+        """What that rank did last; "" if it is not known."""
 
 
 class SharedArrivals:
-    """In a small file that the ranks of one machine map into their memory."""
+    """Arrivals in a small file that the ranks of one machine map into their memory."""
 
     def __init__(self, path: str, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
@@ -52,7 +54,7 @@ class SharedArrivals:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             length = size * _KEPT * _NOTE
-            os.ftruncate(file, length)  # whoever comes first makes it, of zeros
+            os.ftruncate(file, length)  # the first rank to arrive creates it, zero-filled
             self._bytes = mmap.mmap(file, length)
         finally:
             os.close(file)
@@ -66,7 +68,7 @@ class SharedArrivals:
         self._words[start // 8 + 1] = len(own)
         self._words[start // 8] = number
         found = self._others(number, own)
-        if found:  # on machines that reorder writes, a text may come into sight after its number
+        if found:  # on machines that reorder writes, a text may become visible after its number
             time.sleep(_SETTLING_S)
             found = self._others(number, own)
         return {peer: text.decode(errors="replace") for peer, text in found.items()}
@@ -93,7 +95,7 @@ class SharedArrivals:
 
 
 class StoredArrivals:
-    """In the store of the group, one key per rank: only who is missing."""
+    """Arrivals in the store of the group, one key per rank: they only show which ranks are missing."""
 
     def __init__(self, store: dist.distributed_c10d.Store, rank: int, size: int) -> None:
         self._store = store
@@ -116,7 +118,7 @@ class StoredArrivals:
 
 
 def arrivals_in(store: dist.distributed_c10d.Store | None, rank: int, size: int, is_checked: bool) -> Arrivals | None:
-    """Where this group notes its arrivals; None where that would cost more than it was asked to."""
+    """Where this group notes its arrivals; None if that would cost more than was asked for."""
     if isinstance(store, dist.FileStore):  # type: ignore[attr-defined] # torch re-exports it silently
         return SharedArrivals(f"{store.path}.arrived", rank, size)  # type: ignore[attr-defined] # and annotates no path
     return StoredArrivals(store, rank, size) if store is not None and is_checked else None

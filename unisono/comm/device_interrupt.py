@@ -1,7 +1,7 @@
-"""Waking a rank whose device waited for a peer that has failed.
+"""Wakes a rank whose device was waiting for a peer that has failed.
 
-When its group is aborted, the wait in the driver ends as if all were well, and gives numbers that nobody has computed.
-So the rank's thread must not continue with them: it gets an exception at the next line that it runs.
+When its group is aborted, the wait in the driver ends as if it had succeeded, and yields numbers that were never
+computed. So the rank's thread must not continue with them: it gets an exception at the next line that it runs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from unisono.errors import BrokenWorldError
 
 
 class WokenError(BrokenWorldError):
-    """Made by the interpreter, without arguments: a process has one world, and that breaks once.
+    """Created by the interpreter, without arguments: a process has one world, which breaks only once.
 
     Attributes:
         words: what has happened.
@@ -28,6 +28,6 @@ class WokenError(BrokenWorldError):
 
 
 def wake(thread: int, error: BrokenWorldError) -> None:
-    """Let that thread raise the error's words, and its cause, as soon as it runs Python code."""
+    """Make that thread raise the error's message, with its cause, as soon as it runs Python code."""
     WokenError.words, WokenError.reason = str(error), error.__cause__
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(WokenError))

@@ -1,12 +1,10 @@
-"""How far a rank's device is, and that it does not wait for ever.
+"""Tracks how far a rank's device is, and ensures that it does not wait indefinitely.
 
-On an accelerator a collective's call returns when it has been submitted. The host runs on, and waits later, wherever it
-needs a number: inside the driver, where the failure of a peer wakes nobody. So a thread of its own puts a mark behind
-what has been submitted, and looks whether the device has come to it. What was begun before a mark that was reached is
-over: that is progress. While a mark is awaited, a peer's failure is looked for; where there is one, the wait is ended.
-
-Nothing of this is in the way of a step, and it sees what torch's engines submit, too: whatever goes by the device's
-default stream.
+On an accelerator a collective's call returns when it has been submitted. The host continues, and waits later, wherever
+it needs a number: inside the driver, where the failure of a peer wakes no thread. So a separate thread puts a mark
+after what has been submitted, and checks whether the device has reached it. What was begun before a reached mark is
+done: that is progress. While waiting for a mark, it looks for a peer's failure; if there is one, it ends the wait. None
+of this delays a step, and it also covers what torch's engines submit: everything that uses the device's default stream.
 
 *Threads:* `unisono-device-watch`, a daemon, until `close`; `num_done` and `is_behind` are for any.
 """
@@ -25,19 +23,20 @@ import torch
 from unisono.protocols import Backend
 
 _LOOK_S = 0.5
-_PATIENCE_S = 30.0  # for what a loop may submit at once, and then computes for long without meeting anybody
+_PATIENCE_S = 30.0  # for a loop that submits a lot at once, and then computes for long without a collective
 
 
 class DeviceWatch:
     """Watches a rank's device from its start until `close`, or until it has ended the wait.
 
     Args:
-        count: how many collectives have been submitted to the device.
-        end_wait: looks for a peer's failure; where there is one, ends what the device waits in, and returns true.
+        count: returns how many collectives have been submitted to the device.
+        end_wait: looks for a peer's failure; if there is one, ends what the device waits in, and returns True.
 
     Attributes:
         num_done: how many of the collectives the device is known to have finished.
-        is_behind: it has been at work for so long that it may wait in a collective that was submitted before.
+        is_behind: whether it has been busy for so long that it may be waiting in a collective that was submitted
+            before.
     """
 
     def __init__(
@@ -58,20 +57,20 @@ class DeviceWatch:
         self._is_over = threading.Event()
         args = self, partial(backend.activate, device), look_s
         self._thread = threading.Thread(target=_watch, args=args, name="unisono-device-watch", daemon=True)
-        atexit.register(self.close)  # it must not be in the driver when that goes
+        atexit.register(self.close)  # it must not be in the driver when the driver shuts down
         self._thread.start()
 
     def close(self) -> None:
-        """Watch no more. Idempotent; from any thread."""
+        """Stop watching. Idempotent; from any thread."""
         self._is_over.set()
         atexit.unregister(self.close)
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     def look(self) -> bool:
-        """Look once; whether there is anything more to watch."""
+        """Check once; return whether there is anything left to watch."""
         if self._awaited is None:
-            begun = self._count()  # before the mark: what begins in between may lie behind it
+            begun = self._count()  # before the mark: what begins in between may come after it
             self._awaited = self._mark(), begun, time.monotonic()
             return True
         mark, begun, since = self._awaited
@@ -83,7 +82,7 @@ class DeviceWatch:
 
 
 def _watch(watch: DeviceWatch, activate: Callable[[], None], look_s: float) -> None:
-    """Body of the thread. An error of the device ends it: the rank's own thread meets the same one."""
+    """Body of the thread. An error of the device ends it: the rank's own thread gets the same error."""
     try:
         activate()
         while not watch._is_over.wait(look_s) and watch.look():

@@ -1,11 +1,12 @@
-"""Folding: what a reduction computes from the ranks' tensors, where all of them lie in one process's memory.
+"""Folding: how a reduction is computed from the ranks' tensors when all of them are in one process's memory.
 
-A small reduction is folded by one thread. A large one would take that thread as long as the memory needs for all
-tensors, while the others wait; so there the threads fold together, block by block, in place. A block of every tensor
-fits into a core's cache: each byte comes from memory once and goes back once.
+A small reduction is folded by one thread. For a large one, a single thread would take as long as the memory needs for
+all tensors, while the others wait; so the threads fold together, block by block, in place. A block of every tensor fits
+into a core's cache: each byte is read from memory once and written back once.
 
 Invariants:
-1. Ranks are folded in rank order, whoever folds which block, so a repeated run gives the same bits.
+
+1. Ranks are folded in rank order, whichever thread folds a block, so a repeated run gives the same bits.
 2. All tensors end with the same bits: they get copies of one result.
 """
 
@@ -20,10 +21,11 @@ import torch
 from unisono.protocols import ReduceOp
 
 SHARED_BYTES = 2**20
-"""From here on threads work together; below it, meeting a second time costs more than it saves (measured)."""
+"""From this size on threads work together; below it, a second meeting costs more than it saves (measured)."""
 
 BLOCK_BYTES = 2**20
-"""What is folded at once, of each tensor: a few of them fit into the cache, and a call costs little beside it."""
+"""How much of each tensor is folded at once: several blocks fit into the cache, and the cost of a call is
+negligible."""
 
 _FOLDS: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
@@ -46,8 +48,8 @@ _NCCL_TYPES = (
 class SharedFold:
     """A reduction of tensors in place that several threads carry out together.
 
-    *Threads:* each calls `work`, which takes one block after another until none is left; who comes late finds less to
-    do. All results are there when every thread has returned from it.
+    *Threads:* each calls `work`, which takes one block after another until none is left; a late thread finds less to
+    do. The results are complete when every thread has returned from it.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> None:
@@ -77,7 +79,7 @@ def all_reduction(tensors: Sequence[torch.Tensor], op: ReduceOp) -> SharedFold |
     """Begin the reduction of the ranks' tensors into each of them.
 
     Returns:
-        What is left to do: a fold for all threads; a result that every rank must copy into its tensor; or nothing.
+        What is left to do: a fold for all threads; a result that every rank must copy into its tensor; or None.
     """
     if _reduced_by_nccl(tensors, op):
         return None
@@ -94,7 +96,7 @@ def fold(tensors: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
 
 
 def fold_into(total: torch.Tensor, parts: Sequence[torch.Tensor], op: str) -> None:
-    """Reduce the parts, of one shape, in their order, into `total`, which may be the first of them."""
+    """Reduce the parts, of equal shapes, in their order, into `total`, which may be the first of them."""
     first, *others = parts
     if not others and total is not first:
         total.copy_(first)
@@ -106,7 +108,7 @@ def fold_into(total: torch.Tensor, parts: Sequence[torch.Tensor], op: str) -> No
 
 
 def is_worth_sharing(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether several threads have large tensors in main memory: those of an accelerator are its own to work on."""
+    """Whether several threads have large tensors in main memory; on an accelerator, the device does the work."""
     return len(tensors) > 1 and tensors[0].nbytes >= SHARED_BYTES and all(tensor.is_cpu for tensor in tensors)
 
 
@@ -118,7 +120,7 @@ def _fold_in_place(parts: Sequence[torch.Tensor], op: ReduceOp) -> None:
 
 
 def _are_flat(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether each is one stretch of memory that it shares with no other, with no conjugation left to apply."""
+    """Whether each is contiguous and shares its memory with no other, with no conjugation left to apply."""
     if not all(tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg() for tensor in tensors):
         return False
     stretches = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors)
@@ -126,7 +128,7 @@ def _are_flat(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _reduced_by_nccl(tensors: Sequence[torch.Tensor], op: ReduceOp) -> bool:
-    """Let NCCL reduce in place where torch's module for the tensors' family has it and each has a device to itself."""
+    """Let NCCL reduce in place, if torch has an NCCL module for the tensors' family and each has a separate device."""
     nccl = getattr(getattr(torch, tensors[0].device.type, None), "nccl", None)
     devices = {tensor.device for tensor in tensors}
     if nccl is None or not 1 < len(devices) == len(tensors) or tensors[0].dtype not in _NCCL_TYPES:

@@ -1,9 +1,10 @@
-"""The gate behind which torch compiles, one thread at a time, and which a thread leaves while it waits for its peers.
+"""The gate through which one thread at a time enters torch's compiler, and which it leaves while it waits for its
+peers.
 
-Replica threads that have to compile pass it one by one. One that comes to a collective in the middle of its model would
+Replica threads that have to compile pass it one by one. One that reaches a collective in the middle of its model would
 wait for peers that wait at the gate, so it steps out for the collective.
 
-*Threads:* any number, at once.
+*Threads:* any number, concurrently.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ class Gate:
 
     @property
     def is_inside(self) -> bool:
-        """Whether the calling thread is."""
+        """Whether the calling thread is inside."""
         return getattr(self._here, "is_inside", False)
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Wait to be let in; leave at the end of the block."""
+        """Wait to enter; leave at the end of the block."""
         with self._lock:
             self._here.is_inside = True
             try:
@@ -37,7 +38,7 @@ class Gate:
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """Step out for the block, and wait to be let in again behind it."""
+        """Leave during the block, and wait to enter again after it."""
         self._here.is_inside = False
         self._lock.release()
         try:
@@ -48,4 +49,4 @@ class Gate:
 
 
 compiling = Gate()
-"""One for all models, since torch compiles one graph at a time, too."""
+"""One for all models, since torch, too, compiles one graph at a time."""

@@ -1,15 +1,17 @@
 """Meeting: where the threads of one process exchange a value each.
 
-*Threads:* every replica thread calls `exchange`; anyone may call `abort`. One condition variable guards everything.
-(`threading.Barrier` will not do: it misses a rank that has returned, and its `abort` breaks ranks that are still
-leaving the generation before.)
+*Threads:* every replica thread calls `exchange`; any thread may call `abort`. One condition variable guards everything.
+(`threading.Barrier` is not sufficient: it does not notice a rank that has returned, and its `abort` breaks ranks that
+are still leaving the previous generation.)
 
 Invariants:
-1. An exchange is one `_Round` object. A fast rank that enters the next round finds a new object, so it can never touch
-   what a slow rank still reads.
-2. The last rank to arrive combines the values, in rank order, outside the lock. The result is shared: nobody writes it.
-3. Once broken, always broken, with the first cause.
-4. A round that a departed rank can never join breaks at once, not at a time-out.
+
+1. An exchange is one `_Round` object. A fast rank that enters the next round gets a new object, so it can never modify
+   what a slow rank is still reading.
+2. The last rank to arrive combines the values, in rank order, outside the lock. The result is shared and must not be
+   modified.
+3. Once broken, a meeting stays broken, with the first cause.
+4. A round that a departed rank can never join breaks immediately, not after a timeout.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ class _Round:
 
 
 class Meeting:
-    """A place where `size` threads meet again and again.
+    """A place where `size` threads meet repeatedly.
 
     Args:
         size: the number of ranks.
@@ -45,16 +47,17 @@ class Meeting:
         self._timeout = timeout
         self._changed = threading.Condition()
         self._round = _Round()
-        self._departed: dict[int, str] = {}  # and the last that each of them did
+        self._departed: dict[int, str] = {}  # with the last action of each
         self._last_calls: dict[int, Call] = {}
         self._broken: tuple[str, BaseException | None] | None = None
 
     def exchange(self, rank: int, call: Call, value: Any, combine: Callable[[list[Any]], R]) -> R:
-        """Hand in `value`, wait for every rank's, and return `combine(values in rank order)`, the same object to all.
+        """Contribute `value`, wait for every rank's, and return `combine(values in rank order)`, the same object to
+        all.
 
         Raises:
             BrokenWorldError: a rank failed or departed, now or before.
-            CollectiveMismatchError: another rank came with another call.
+            CollectiveMismatchError: another rank made another call.
         """
         with self._changed:
             if rank in self._departed:
@@ -89,7 +92,7 @@ class Meeting:
             self._break(f"{who} with {type(cause).__name__}: {cause}", cause)
 
     def leave(self, rank: int) -> None:
-        """Rank `rank` takes part no more; a round that waits for it breaks."""
+        """Record that the rank no longer takes part; a round that waits for it breaks."""
         with self._changed:
             if rank in self._departed:
                 return
@@ -101,7 +104,7 @@ class Meeting:
 
     def _wait(self, here: _Round, rank: int, call: Call) -> None:
         def is_over() -> bool:
-            # Once all have come, nothing can stop the round: the last rank combines without waiting for anyone.
+            # Once all have arrived, nothing can stop the round: the last rank combines without waiting for others.
             return here.outcome is not None or (self._broken is not None and len(here.calls) < self.size)
 
         if not self._changed.wait_for(is_over, self._timeout.total_seconds()) and len(here.calls) < self.size:

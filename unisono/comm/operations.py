@@ -1,4 +1,4 @@
-"""What a collective call is: its description, and the rules that hold in every mode before any rank meets another."""
+"""Descriptions of collective calls, and the rules that apply in every mode before ranks meet."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ REDUCIBLE = (
     *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool),
     *(torch.complex64, torch.complex128),
 )
-"""The types that every mode can reduce; any type can be moved."""
+"""The dtypes that every mode can reduce; any dtype can be moved."""
 
 HOST = torch.default_generator.device
-"""Main memory. Flags and counts travel from there: to send them from a device, and to read them, waits for all of its
-work."""
+"""Main memory. Flags and counts are sent from there: sending them from a device, and reading them, would wait for all
+of its work."""
 
 _OF_A_STEP = re.compile(r"\bof step |\ba step on |\bpass of the ")
 _ROUND = re.compile(r", round [0-9a-f]{8}")
@@ -35,11 +35,11 @@ _IN_PLACE = ("all_reduce", "broadcast")
 
 @dataclass(frozen=True)
 class Call:
-    """One rank's call of one collective; equal on all ranks, or the ranks have lost step.
+    """One rank's call of a collective; if it differs between ranks, they are out of step.
 
     Attributes:
         purpose: what it was announced for; "" without an announcement.
-        place: the type of the tensor's device, where that is not the rank's own.
+        place: the type of the tensor's device, if that is not the rank's own.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Announcement:
-    """What a rank says that it does next, together with its peers; equal on all ranks, too."""
+    """What a rank announces that it does next, together with its peers; must be equal on all ranks, too."""
 
     purpose: str
 
@@ -77,17 +77,17 @@ Entry = Call | Announcement
 
 
 def deed_of(entry: Entry) -> str:
-    """What the rank did, as the end of a sentence that begins with its name. The same for equal entries alone."""
+    """What the rank did, as the end of a sentence that begins with its name. Equal only for equal entries."""
     return f"called {entry}" if isinstance(entry, Call) else f"came to {entry}"
 
 
 def digest_of(deed: str) -> int:
-    """A number below 2**56 that is the same in every process for equal texts, and another one for others."""
+    """A number below 2**56, the same in every process for equal texts, and different for others."""
     return int.from_bytes(blake2b(deed.encode(), digest_size=7).digest())
 
 
 def fitted(deed: str, room: int) -> bytes:
-    """The text in at most `room` bytes; what was cut off is distinguished by a digest."""
+    """The text in at most `room` bytes; if it is truncated, a digest keeps different texts distinct."""
     text = deed.encode()
     if len(text) <= room:
         return text
@@ -96,11 +96,11 @@ def fitted(deed: str, room: int) -> bytes:
 
 
 def check_tensor(tensor: Any, name: str) -> None:
-    """Refuse what is no dense tensor, or cannot be written where the collective works in place.
+    """Check that a tensor is dense and, for collectives that work in place, writable.
 
     Raises:
         TypeError: `tensor` is something else, or sparse.
-        ValueError: it is to be written, and its elements share memory, as those of an expanded tensor do.
+        ValueError: it would be written, but its elements share memory, as those of an expanded tensor do.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} takes a tensor, got a {type(tensor).__name__}; all_gather_object takes any object")
@@ -115,10 +115,10 @@ def check_tensor(tensor: Any, name: str) -> None:
 
 
 def check_reduction(tensor: torch.Tensor, op: str, name: str = "all_reduce") -> None:
-    """Refuse a reduction that is not exact, or that some mode cannot do, on every rank alike.
+    """Refuse a reduction that is inexact, or that some mode does not support, alike on every rank.
 
     Raises:
-        TypeError: the tensor's type does not have the operation.
+        TypeError: the operation is not defined for the tensor's dtype.
         ValueError: there is no such operation.
     """
     check_tensor(tensor, name)
@@ -136,7 +136,7 @@ def check_reduction(tensor: torch.Tensor, op: str, name: str = "all_reduce") -> 
 
 
 def check_root(root: int, size: int) -> None:
-    """Refuse a root that is no rank of the world.
+    """Check that `root` is a rank of the world.
 
     Raises:
         ValueError: `root` is not in 0 .. size - 1.
@@ -146,7 +146,7 @@ def check_root(root: int, size: int) -> None:
 
 
 def check_scatter(tensor: torch.Tensor, size: int) -> None:
-    """Refuse a tensor that cannot be cut into `size` equal parts along dim 0.
+    """Check that a tensor can be split into `size` equal parts along dim 0.
 
     Raises:
         ValueError: its first dimension is missing or not a multiple of `size`.
@@ -159,17 +159,17 @@ def check_scatter(tensor: torch.Tensor, size: int) -> None:
 
 
 def broken(rank: int, call: Entry, message: str) -> BrokenWorldError:
-    """What a rank gets whose call the world can complete no more."""
+    """The error of a rank whose call the world can no longer complete."""
     return BrokenWorldError(f"rank {rank} cannot complete {call}: {message}")
 
 
 def left(rank: int, call: Entry) -> BrokenWorldError:
-    """What a rank gets that calls after it has left."""
+    """The error of a rank that makes a call after it has left."""
     return BrokenWorldError(f"rank {rank} has left this world and cannot call {call}")
 
 
 def departure(last_deeds: Mapping[int, str]) -> str:
-    """Which ranks have left, and the last that each of them did, where that is known, in words."""
+    """Describe which ranks have left and, if that is known, the last action of each."""
     names = ", ".join(map(str, sorted(last_deeds)))
     has = f"rank {names} has left this world" if len(last_deeds) == 1 else f"ranks {names} have left this world"
     deeds = {_ROUND.sub("", deed) for deed in last_deeds.values() if deed}
@@ -179,14 +179,14 @@ def departure(last_deeds: Mapping[int, str]) -> str:
 
 
 def mismatch_error(deeds: Mapping[int, str]) -> CollectiveMismatchError:
-    """The ranks met in different calls; the message names all of them, grouped by what they did.
+    """The error of ranks that met in different calls; the message names all of them, grouped by what they did.
 
     Args:
-        deeds: of each rank that has come, as `deed_of` gives it.
+        deeds: of each rank that has arrived, as `deed_of` returns it.
     """
     groups: dict[str, list[int]] = {}
     short = {rank: _ROUND.sub("", deed) for rank, deed in deeds.items()}
-    if len(set(short.values())) > 1:  # what differs can be seen without them
+    if len(set(short.values())) > 1:  # the difference is visible without them
         deeds = short
     for rank, deed in sorted(deeds.items()):
         groups.setdefault(deed, []).append(rank)
@@ -203,7 +203,7 @@ def mismatch_error(deeds: Mapping[int, str]) -> CollectiveMismatchError:
 
 
 def _differ_in_rows(deeds: Iterable[str]) -> bool:
-    """Whether all ranks gather rows of one kind, and others have more of them."""
+    """Whether all ranks gather the same kind of rows, but in different numbers."""
     found = [_GATHERED.search(deed) for deed in deeds]
     return (
         all(found)
@@ -213,7 +213,7 @@ def _differ_in_rows(deeds: Iterable[str]) -> bool:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """``name_ranks([1]) == "rank 1"``, ``name_ranks([1, 2]) == "ranks [1, 2]"``."""
+    """Name ranks: ``name_ranks([1]) == "rank 1"``, ``name_ranks([1, 2]) == "ranks [1, 2]"``."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
 
 
@@ -227,5 +227,5 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """The object that `pack` was given."""
+    """Return a copy of the object that `pack` was given."""
     return pickle.loads(data)

@@ -1,18 +1,18 @@
-"""Ranks as processes: torch.distributed does the work, this file keeps the law.
+"""Ranks as processes: torch.distributed moves the data, this file enforces the rules.
 
-What is added to the process group: the same checks on every rank, "mean" in every backend, types that gloo lacks (what
-is only moved travels as bytes, what is reduced in a wider type), and the *reason* when a world breaks. gloo wakes the
-peers of a dead rank with a bare `RuntimeError` about a socket, so a rank that fails or leaves first writes why into the
-store, and whoever is woken looks there. NCCL wakes nobody: there a thread looks into the store while the device is at
-work (`device_watch`). Where a rank has waited in vain, it looks up who has not come (`arrivals`).
+It adds to the process group: the same checks on every rank, "mean" in every backend, dtypes that gloo lacks (data that
+is only moved is sent as bytes, data that is reduced in a wider dtype), and the *reason* when a world breaks. gloo wakes
+the peers of a dead rank with a bare `RuntimeError` about a socket, so a rank that fails or leaves first writes the
+reason to the store, and a rank that is woken looks there. NCCL wakes no rank: there a thread checks the store while the
+device is busy (`device_watch`). A rank whose wait failed looks up which ranks have not arrived (`arrivals`).
 
-A group may have a part for main memory beside the devices' own ("cpu:gloo,cuda:nccl"). What is small goes there, flags,
-counts, objects and barriers: so no rank waits for its device, and a barrier is one of the hosts. Where a group has no
-such part, tensors in main memory go by the rank's device.
+A group may have a part for main memory in addition to the devices' own ("cpu:gloo,cuda:nccl"). It is used for what is
+small: flags, counts, objects and barriers. So no rank waits for its device, and a barrier is one of the hosts. If a
+group has no such part, tensors in main memory are sent by way of the rank's device.
 
-That all ranks do the same is known before the transport is touched: on one machine by notes in shared memory
+That all ranks make the same call is verified before the transport is used: on one machine by notes in shared memory
 (`arrivals`). Elsewhere announcements are compared, and with `is_checked` all calls: by a reduction of two numbers,
-whose least and greatest show whether all ranks do the same; only where they do not are their deeds exchanged.
+whose minimum and maximum show whether all ranks do the same; only if they do not are their deeds exchanged.
 
 *Threads:* the rank's own thread; for `abort`, `current`, `num_calls` and `progress` any thread.
 """
@@ -64,11 +64,11 @@ _TORCH_OPS = {
     "max": dist.ReduceOp.MAX,
 }
 _HOST = torch.default_generator.device  # main memory
-_WIDER = {torch.int16: torch.int32}  # gloo has no 16 bit integers
+_WIDER = {torch.int16: torch.int32}  # gloo has no 16-bit integers
 _ADVICE = "if none has failed, the ranks called different collectives, and join_world(checked=True) names the calls"
 _ADVICE_SHARED = "if none has failed, the ranks called different collectives of torch's own, which nobody compares"
-_OF_OWN_DEVICE = ("CUDA error: ", "Cuda failure ")  # in torch's words, and in NCCL's
-_SHARED_GPU = "Duplicate GPU detected"  # in NCCL's words
+_OF_OWN_DEVICE = ("CUDA error: ", "Cuda failure ")  # in torch's messages, and in NCCL's
+_SHARED_GPU = "Duplicate GPU detected"  # in NCCL's messages
 _FAILURE, _DEPARTED = "unisono/failure", "unisono/departed/{}"
 
 
@@ -76,12 +76,12 @@ class ProcessCommunicator:
     """A rank of the default process group.
 
     Args:
-        store: where ranks leave the reason of a failure; None when the group was made by somebody else.
+        store: where ranks leave the reason of a failure; None if the group was created elsewhere.
         device: the rank's own.
-        is_checked: compare every call before it runs where ranks share no memory, at the price of one more small
-            collective each. Announcements are compared in any case.
+        is_checked: if ranks share no memory, compare every call before it runs, at the cost of another small collective
+            each. Announcements are compared in any case.
         owns_group: whether `leave` destroys the process group.
-        backend: the device's family, if its tensors are sent as they are.
+        backend: the device's family, if its tensors are sent without a copy in main memory.
 
     Attributes:
         num_calls: how many collectives this rank has entered.
@@ -115,7 +115,8 @@ class ProcessCommunicator:
 
     @property
     def current(self) -> str | None:
-        """What this rank waits for, a collective as `all_reduce(float32[10], 'sum')`, or its device; else None."""
+        """What this rank waits for: a collective, as `all_reduce(float32[10], 'sum')`, or its device; otherwise
+        None."""
         if (call := self._call) is not None:
             return str(call)
         watch = self._watch
@@ -123,7 +124,8 @@ class ProcessCommunicator:
 
     @property
     def progress(self) -> int:
-        """A number that grows with each collective that is begun here, by whomever, and with those that devices end."""
+        """A number that grows with each collective begun in this process, by any caller, and with those that devices
+        finish."""
         watch = self._watch
         return self.num_calls + _sequence_number() + (0 if watch is None else watch.num_done)
 
@@ -184,7 +186,7 @@ class ProcessCommunicator:
         self._run(Call("barrier"), self._meet)
 
     def meet(self, call: Call) -> None:
-        """Return when all ranks have come to `call`, which somebody else's transport is to serve.
+        """Return when all ranks have arrived at `call`, which another transport will carry out.
 
         Raises:
             BrokenWorldError, CollectiveMismatchError: as for that collective.
@@ -198,7 +200,8 @@ class ProcessCommunicator:
             self._enter(Announcement(purpose))
 
     def explain(self, error: BaseException) -> BrokenWorldError:
-        """What an error of the transport, raised past this communicator, is in our words."""
+        """Translate an error of the transport, raised outside this communicator, into a BrokenWorldError with the
+        reason."""
         message, cause = self._broken or self._reason(error)
         explained = broken(self.rank, self._last, message).with_traceback(error.__traceback__)
         explained.__cause__ = cause or error
@@ -227,7 +230,7 @@ class ProcessCommunicator:
                 self._enter(call)
                 with torch.no_grad():
                     if isinstance(call, Call) and 0 in (call.shape or ()):
-                        self._meet()  # a transport that has nothing to send waits for nobody
+                        self._meet()  # a transport with nothing to send does not wait for peers
                     return operation()
             except UnisonoError:
                 raise
@@ -242,10 +245,10 @@ class ProcessCommunicator:
         raise broken(self.rank, call, message) from cause
 
     def _call_on(self, name: str, tensor: torch.Tensor, argument: str | int | None = None) -> Call:
-        """The call on that tensor, which is where the group takes it from.
+        """Describe the call, which must be on a tensor that the group can send.
 
         Raises:
-            TypeError: it is elsewhere; nothing has been sent.
+            TypeError: the tensor is on another device; nothing was sent.
         """
         own, its = self._device, tensor.device
         is_foreign = its.type == own.type and not tensor.is_cpu and its != own
@@ -258,24 +261,25 @@ class ProcessCommunicator:
 
     @property
     def _types(self) -> frozenset[str]:
-        """The types of devices whose tensors the default group takes: a script may put another one in its place."""
-        if dist.is_initialized():  # else what is called is refused for another reason
+        """The device types whose tensors the default group accepts; not constant, since a script may replace the
+        group."""
+        if dist.is_initialized():  # otherwise the call fails for another reason
             self._taken = _types_in(dist.get_backend_config())
         return self._taken
 
     @property
     def _host(self) -> torch.device:
-        """Where what is small travels: main memory, if the group takes it from there."""
+        """Where small data is sent from: main memory, if the group accepts it from there."""
         return _HOST if _HOST.type in self._types else self._device
 
     def _on_host(self, plain: torch.Tensor) -> torch.Tensor:
         return plain.to(self._host) if plain.is_cpu else plain
 
     def _meet(self) -> None:
-        # A reduction and not dist.barrier, which on gloo leaves a rank up to the time-out in doubt about a dead peer.
+        # A reduction rather than dist.barrier, with which gloo may not report a dead peer until the timeout.
         met = torch.zeros(1, device=self._host)
         dist.all_reduce(met)
-        met.item()  # where it is on a device, the call has only been submitted
+        met.item()  # on a device, the call has only been submitted so far
 
     def _enter(self, call: Entry) -> None:
         self._call, self._last = call if isinstance(call, Call) else None, call
@@ -284,7 +288,7 @@ class ProcessCommunicator:
         others = self._arrivals.note(self.num_calls, deed) if self._arrivals is not None else {}
         if others:
             mismatch = mismatch_error({**others, self.rank: deed})
-            self.abort(mismatch)  # who has come before waits in the transport
+            self.abort(mismatch)  # peers that arrived before are waiting in the transport
             raise mismatch
         if not isinstance(self._arrivals, SharedArrivals) and (self._is_checked or isinstance(call, Announcement)):
             self._compare(deed)
@@ -301,7 +305,8 @@ class ProcessCommunicator:
             raise mismatch
 
     def _reason(self, error: BaseException) -> tuple[str, BaseException]:
-        """Why the transport failed: what a peer left in the store, else who is missing, and the transport's words."""
+        """Why the transport failed: the reason that a peer left in the store, or which ranks are missing and the error
+        message."""
         if _SHARED_GPU in str(error):
             advice = "give each rank a GPU of its own, or pass process_group='gloo'"
             return f"two ranks have the same GPU, which NCCL refuses ({error}); {advice}", error
@@ -311,7 +316,7 @@ class ProcessCommunicator:
             if self._store is not None and (gone := self._departed_ranks(self._store)):
                 known = self._arrivals
                 missing = known.missing(self.num_calls) if known else []
-                first = [rank for rank in gone if rank in missing] or gone  # others came, and left as victims
+                first = [rank for rank in gone if rank in missing] or gone  # the others arrived, and left as victims
                 return departure({rank: known.last_deed(rank) if known else "" for rank in first}), error
             if self._arrivals is not None and (missing := self._arrivals.missing(self.num_calls)):
                 return f"{name_ranks(missing)} did not come to it and may be gone, stuck or late ({error})", error
@@ -327,13 +332,13 @@ class ProcessCommunicator:
         return None
 
     def _end_wait(self) -> bool:
-        """Let the device wait no more, where a peer has failed; whether one has. In the watch's thread."""
+        """End the device's wait if a peer has failed; return whether one has. Runs in the watch's thread."""
         if (failure := self._failure_of_a_peer()) is None:
             return False
         self._broken = self._broken or failure
         error = broken(self.rank, self._last, failure[0])
         error.__cause__ = failure[1]
-        wake(self._thread, error)  # first: when its wait has ended, it must not continue
+        wake(self._thread, error)  # first: once its wait has ended, the thread must not continue
         self._end(is_broken=True)
         return True
 
@@ -361,8 +366,8 @@ class ProcessCommunicator:
 
 
 def _sequence_number() -> int:
-    """How many collectives the default process group has begun, whoever called them."""
-    with contextlib.suppress(Exception):  # it is going, or its backend does not count
+    """How many collectives the default process group has begun, from any caller."""
+    with contextlib.suppress(Exception):  # the group is being destroyed, or its backend does not count
         return int(dist.group.WORLD._get_sequence_number_for_group())  # type: ignore[union-attr]
     return 0
 
@@ -371,12 +376,12 @@ def is_of_transport(error: BaseException) -> bool:
     """Whether torch's process groups have raised it: for the user's own torch.distributed calls, or for DDP's."""
     if isinstance(error, dist.DistError):
         return not _is_of_own_device(error)
-    # A future has the error in words alone.
+    # A future keeps only the message of the error.
     return isinstance(error, RuntimeError) and any(name in str(error) for name in ("/gloo/", "DistNetworkError: "))
 
 
 def _is_of_own_device(error: BaseException) -> bool:
-    """Whether this rank's device has failed, an assertion of a kernel for one, which the next call hears of."""
+    """Whether this rank's device has failed, for example by a kernel's assertion, which the next call reports."""
     if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
         return True
     return any(words in str(error) for words in _OF_OWN_DEVICE)
@@ -384,22 +389,22 @@ def _is_of_own_device(error: BaseException) -> bool:
 
 @lru_cache
 def _types_in(config: str) -> frozenset[str]:
-    """The types of devices in a configuration such as "cpu:gloo,cuda:nccl"."""
+    """The device types in a configuration such as "cpu:gloo,cuda:nccl"."""
     return frozenset(pair.partition(":")[0] for pair in config.split(","))
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in plain memory, itself where it is that already: contiguous, with no conjugation left to apply."""
+    """The tensor in plain memory, or itself if it already is: contiguous, with no conjugation left to apply."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def _wire(tensor: torch.Tensor) -> torch.Tensor:
-    """What is reduced: the plain tensor, of a type that every process group has."""
+    """What is reduced: the plain tensor, in a dtype that every process group supports."""
     return _plain(tensor).to(_WIDER.get(tensor.dtype, tensor.dtype))
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """What is moved: the memory of the plain tensor, so that every type travels and every bit stays."""
+    """What is moved: the memory of the plain tensor as bytes, so that any dtype can be sent, bit for bit."""
     return _plain(tensor).reshape(-1).view(torch.uint8)
 
 

@@ -1,4 +1,4 @@
-"""The communicator that fits a family of devices: tensors go as they are, by way of main memory, or by its runtime."""
+"""Chooses the communicator for a device family: tensors are sent directly, through main memory, or by its runtime."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from unisono.comm.threads import ThreadCommunicator
 from unisono.comm.through_host import ThroughHostCommunicator
 from unisono.protocols import Backend, Communicator
 
-_HOST = torch.default_generator.device  # main memory, which every process group takes
+_HOST = torch.default_generator.device  # main memory, which every process group accepts
 
 
 def thread_communicators(
     devices: Sequence[torch.device], backends: Sequence[Backend], timeout: timedelta
 ) -> list[Communicator]:
-    """Communicators for threads of this process, one on each device.
+    """Make communicators for threads of this process, one on each device.
 
     Args:
+        devices: the ranks' devices.
         backends: the devices' families.
     """
     seats = ThreadCommunicator.group(len(devices), timeout)
@@ -49,17 +50,18 @@ def thread_communicators(
 
 
 def group_backend(backend: Backend, asked: str | None = None) -> str:
-    """The torch.distributed backend for a group of that family's processes: theirs, but shared memory for gloo.
+    """The torch.distributed backend for a group of that family's processes: its own, with shared memory in place of
+    gloo.
 
-    Where ranks turn out to share no memory, as on several machines, a group of shared memory makes itself one of gloo.
-    A family with a transport of its own gets gloo beside it, for what is in main memory: a group in Python, as that of
-    shared memory is, cannot be one of several parts.
+    If it turns out that ranks share no memory, as on several machines, a shared-memory group makes itself a gloo group.
+    A family with a transport of its own also gets gloo, for main memory: a group implemented in Python, as the
+    shared-memory one is, cannot be one of several parts.
 
     Args:
-        asked: "gloo" in the place of shared memory, or of the family's own; None takes what is fastest.
+        asked: "gloo" in place of shared memory, or of the family's own; None uses the fastest.
 
     Raises:
-        ValueError: there is no such way.
+        ValueError: there is no such choice.
     """
     usual = backend.process_group_backend
     if asked not in (None, "gloo"):
@@ -73,10 +75,10 @@ def group_backend(backend: Backend, asked: str | None = None) -> str:
 
 
 def bound_device(backend: Backend, device: torch.device, asked: str | None = None) -> torch.device | None:
-    """The device that torch's group is bound to at its start (`device_id=`), where the family has its own transport.
+    """The device that torch's group is bound to at its start (`device_id=`), if the family has its own transport.
 
-    NCCL connects at once then, so that what fails there fails at the start; and groups of some ranks are split from it.
-    None where the group only knows main memory, as two ranks on one GPU do by gloo.
+    NCCL then connects immediately, so that its failures occur at the start; and groups of some ranks are split from it.
+    None if the group only supports main memory, such as gloo for two ranks on one GPU.
     """
     return None if backend.process_group_backend == "gloo" or asked is not None else device
 
@@ -88,7 +90,7 @@ def process_communicator(
     is_checked: bool = False,
     owns_group: bool = True,
 ) -> Communicator:
-    """The communicator of a process that torch's default group joins; arguments as for `ProcessCommunicator`."""
+    """The communicator of a process in torch's default group; arguments as for `ProcessCommunicator`."""
     transport = backend.process_transport()
     if transport == "torch":
         return ProcessCommunicator(device, store, is_checked, owns_group, backend)
@@ -98,21 +100,21 @@ def process_communicator(
         )
     from unisono.comm.xla import XlaProcesses, join_devices
 
-    # Checked always: what a device is left alone with in a collective of the runtime's, nobody could know.
+    # Always checked: a device that is alone in a collective of the runtime could not be detected.
     seat = ProcessCommunicator(_HOST, store, True, owns_group)
     join_devices((device,), seat.size)
     return XlaProcesses(seat, partial(backend.synchronize, device))
 
 
 def seat_of(comm: Communicator) -> Communicator:
-    """The communicator in which the ranks meet, behind what brings their tensors there."""
+    """The communicator in which the ranks meet, without the wrapper that brings their tensors there."""
     inner: Any = getattr(comm, "inner", comm)
     return inner  # type: ignore[no-any-return]
 
 
 @contextmanager
 def translate_errors(comm: Communicator) -> Iterator[None]:
-    """Where torch's engines use the process group past the communicator: what they raise of it, raise in our words."""
+    """Translate errors that torch's engines raise when they use the process group without the communicator."""
     try:
         yield
     except RuntimeError as error:
@@ -123,6 +125,6 @@ def translate_errors(comm: Communicator) -> Iterator[None]:
 
 
 def translate_error(error: BaseException, comm: Communicator) -> BaseException:
-    """An error of the transport in our words, where that is known; any other one as it is."""
+    """Translate an error of the transport, if its reason is known; return any other error unchanged."""
     seat = seat_of(comm)
     return seat.explain(error) if is_of_transport(error) and isinstance(seat, ProcessCommunicator) else error

@@ -1,9 +1,9 @@
-"""The end of torch's process groups in this process, orderly or not, and in time.
+"""Ends torch's process groups in this process, orderly or not, within a bounded time.
 
-A group of devices waits at its end for collectives under way, which a peer that is gone never joins. So a thread ends
-it, and is waited for so long; where that was in vain, the group is aborted: what its devices wait in ends.
+A group of devices waits at its end for collectives in progress, which a peer that is gone never joins. So a thread ends
+it, and is waited for with a timeout; after that, the group is aborted, which ends what its devices wait in.
 
-*Threads:* whichever ends the group, and `unisono-end-group`, which may be left in the driver.
+*Threads:* the one that ends the group, and `unisono-end-group`, which may be left in the driver.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from torch.nn.parallel import DistributedDataParallel
 logger = logging.getLogger(__name__)
 
 _END_S = 10.0
-_LAST_S = 30  # for what else the process has to do at its end, when its group is stuck
+_LAST_S = 30  # seconds for the rest of the process's exit when its group is stuck
 
 
 def free_reducer(replicated: DistributedDataParallel) -> None:
     """`__del__` for torch's DistributedDataParallel: free its reducer while the group has another holder.
 
-    A reducer that is the group's last holder joins gloo's threads with the interpreter's lock held, and these may wait
-    for that lock to free a tensor (torch 2.13, `Reducer::~Reducer`).
+    A reducer that is the group's last holder joins gloo's threads while it holds the GIL, which these may wait for in
+    order to free a tensor (torch 2.13, `Reducer::~Reducer`).
     """
     for name in ("logger", "reducer"):
         replicated.__dict__.pop(name, None)
 
 
 def free_reducers_before_groups() -> None:
-    """From now on every DistributedDataParallel of this process ends by `free_reducer`."""
+    """Make every DistributedDataParallel of this process end by `free_reducer`."""
     DistributedDataParallel.__del__ = free_reducer  # type: ignore[attr-defined]
 
 
@@ -42,8 +42,8 @@ def end_group(is_broken: bool, waits_for_device: bool) -> None:
     """End the default process group, and with it all others.
 
     Args:
-        is_broken: collectives that are under way have failed; nothing waits for them.
-        waits_for_device: its end may wait for a device.
+        is_broken: whether collectives in progress have failed; then nothing waits for them.
+        waits_for_device: whether ending it may wait for a device.
     """
     if not waits_for_device:
         dist.destroy_process_group()
@@ -64,6 +64,6 @@ def _ends_in_time(end: Callable[[], None]) -> bool:
 
 
 def _quietly(end: Callable[[], None]) -> None:
-    """Body of the thread: what fails in the end of a group was broken before, and the cause is known."""
+    """Body of the thread. A failure while a group ends was caused by an earlier one, whose cause is known."""
     with contextlib.suppress(RuntimeError, ValueError):
         end()

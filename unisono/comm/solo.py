@@ -1,4 +1,4 @@
-"""The world of one rank: the same law, nobody to wait for."""
+"""The world of one rank: the same rules, but no peers to wait for."""
 
 from __future__ import annotations
 

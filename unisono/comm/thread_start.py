@@ -1,8 +1,8 @@
-"""Starting: threads that start all together or not at all, wherever an interrupt strikes.
+"""Starts threads all together or not at all, even if an interrupt arrives at any point.
 
-`threading.Thread.start` is python itself, in which Ctrl-C may come at any moment to the main thread: before the thread
-is made, which python then lists for ever as about to begin; or where it holds the lock that the new thread waits for.
-So here another thread calls it, to which no interrupt comes.
+`threading.Thread.start` is written in Python, so Ctrl-C may arrive at any moment in the main thread: before the thread
+is created, which Python then lists forever as about to start; or while it holds the lock that the new thread waits for.
+So another thread calls it, which receives no interrupts.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from unisono.outcome import Outcome
 
 
 def start_threads(threads: Sequence[threading.Thread]) -> None:
-    """Start them, in order. Who is interrupted in it has started none, or all are on their way."""
+    """Start the threads, in order. If an interrupt is raised, either none was started, or all are being started."""
     if threading.current_thread() is not threading.main_thread():
         _start_all(threads)
         return
     told: SimpleQueue[Outcome[None]] = SimpleQueue()
-    _thread.start_new_thread(_tell, (threads, told))  # one call of C, before or after which an interrupt comes
+    _thread.start_new_thread(_tell, (threads, told))  # a single C call, before or after which an interrupt arrives
     told.get().unwrap()
 
 

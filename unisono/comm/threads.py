@@ -1,15 +1,16 @@
 """Ranks as threads of one process: collectives through shared memory.
 
-Small tensors are combined by the last thread to come, in one meeting. With large ones each thread does its part on
-everybody's tensors, between two meetings: before the first they are not complete, and until the second nobody may
-change his own.
+Small tensors are combined by the last thread to arrive, in one meeting. For large ones each thread does its part on the
+tensors of all ranks, between two meetings: before the first the tensors are incomplete, and until the second no rank
+may modify its own.
 
-An accelerator's tensors are combined by work that the last thread submits, on its own streams, while each rank may have
-submitted its work on another one. So each hands in a mark after that; the combining follows all marks, and what the
-ranks do next follows the combining. Nobody waits on the host.
+An accelerator's tensors are combined by work that the last thread submits, on its own streams, while the other ranks
+may have submitted their work on different streams. So each rank provides a mark after its work; the combining follows
+all marks, and each rank's later work follows the combining. No thread waits on the host.
 
 Invariants:
-1. A thread that fails between the two meetings breaks the world, so nobody continues with a result that is half there.
+
+1. A thread that fails between the two meetings breaks the world, so no rank continues with a partial result.
 """
 
 from __future__ import annotations
@@ -43,19 +44,19 @@ class ThreadCommunicator:
 
     @classmethod
     def group(cls, size: int, timeout: timedelta = timedelta(minutes=30)) -> list[ThreadCommunicator]:
-        """A new meeting and the communicators of its ranks."""
+        """Create a new meeting and the communicators of its ranks."""
         meeting = Meeting(size, timeout)
         return [cls(meeting, rank) for rank in range(size)]
 
     @staticmethod
     def meet_anew(group: Sequence[ThreadCommunicator], timeout: timedelta = timedelta(minutes=30)) -> None:
-        """Give a group, none of which is in use, a new meeting: nobody has left it, and nothing is broken."""
+        """Give a group that is not in use a new meeting, which no rank has left and which is not broken."""
         meeting = Meeting(len(group), timeout)
         for each in group:
             each._meeting = meeting
 
     def follow_streams(self, backend: Backend, device: torch.device) -> None:
-        """Keep the order of work on that device, the rank's, whatever streams the threads submit it to."""
+        """Preserve the order of work on the rank's device, whichever streams the threads submit it to."""
         self._streams = backend, device
 
     @torch.no_grad()
@@ -121,7 +122,7 @@ class ThreadCommunicator:
         self._meeting.leave(self.rank)
 
     def meet(self, call: Call, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
-        """Hand in `value` and return what the last thread to come makes of all: as `Meeting.exchange`."""
+        """Contribute `value`, and return the last thread's combination of all values: see `Meeting.exchange`."""
         if self._purpose:
             call, self._purpose = replace(call, purpose=self._purpose), ""
         given = _Given(value, self._streams, self._mark() if isinstance(value, torch.Tensor) else None)
@@ -135,14 +136,14 @@ class ThreadCommunicator:
         return result
 
     def _mark(self) -> Any:
-        """Behind what this thread has submitted to the rank's device; None where that is done."""
+        """A mark after what this thread has submitted to the rank's device; None if there is nothing to follow."""
         if self._streams is None:
             return None
         backend, device = self._streams
         return backend.mark(device)
 
     def _work(self, call: Call, work: Callable[[], R]) -> R:
-        """Do this rank's part of `call` on the tensors of all, and return when all have done theirs."""
+        """Do this rank's part of `call` on the tensors of all ranks, and return when all have done theirs."""
         try:
             result = work()
         except BaseException as error:
@@ -153,7 +154,7 @@ class ThreadCommunicator:
 
 
 class _Given(NamedTuple):
-    """What a rank hands in."""
+    """What a rank contributes."""
 
     value: Any
     streams: tuple[Backend, torch.device] | None
@@ -161,7 +162,8 @@ class _Given(NamedTuple):
 
 
 def _combine_with_marks(combine: Callable[[list[Any]], R], given: list[_Given]) -> tuple[R, list[tuple[Backend, Any]]]:
-    """The combined values, and marks after that: on each device, for every rank, which may use all of them."""
+    """Return the combined values, and marks after the combining: one per device, for every rank, which may use all of
+    them."""
     marked = [(each.mark, *each.streams) for each in given if each.mark is not None and each.streams is not None]
     for mark, backend, _ in marked:
         backend.wait_ready(mark)
@@ -170,7 +172,7 @@ def _combine_with_marks(combine: Callable[[list[Any]], R], given: list[_Given]) 
 
 
 class _Shown(tuple[torch.Tensor, ...]):
-    """The ranks' own tensors, to be read by all until they meet again."""
+    """The ranks' own tensors, which all may read until they meet again."""
 
 
 def _share(tensors: list[torch.Tensor]) -> _Shown | None:

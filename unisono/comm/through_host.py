@@ -1,10 +1,10 @@
-"""Collectives on copies in main memory, for tensors that a transport cannot take.
+"""Collectives on copies in main memory, for tensors that a transport does not support.
 
-A process group takes no XLA tensors: gloo leaves them as they are, without an error. And no thread may touch what
-another one records. So here a rank's tensor is copied to main memory, the collective runs there, and what it gives is
-copied back.
+A process group does not support XLA tensors: gloo leaves them unchanged, without an error. And no thread may touch what
+another one records. So a rank's tensor is copied to main memory, the collective runs there, and the result is copied
+back.
 
-*Threads:* as the communicator inside.
+*Threads:* as for the inner communicator.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class ThroughHostCommunicator(Generic[C]):
 
     @property
     def current(self) -> str | None:
-        """The collective that this rank is in, where the inner communicator knows it."""
+        """The collective that this rank is in, if the inner communicator knows it."""
         return getattr(self.inner, "current", None)
 
     @property
     def progress(self) -> int:
-        """How far this rank is, where the inner communicator counts it."""
+        """The progress of this rank, if the inner communicator counts it."""
         return getattr(self.inner, "progress", 0)
 
     @torch.no_grad()
@@ -85,7 +85,7 @@ class ThroughHostCommunicator(Generic[C]):
         self.inner.leave()
 
     def _copy_to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy in main memory; never the tensor itself, which is changed when the collective has succeeded."""
+        """A copy in main memory; never the tensor itself, which must not change before the collective has succeeded."""
         if tensor.is_cpu:
             return tensor.detach().clone()
         self._settle()

@@ -1,11 +1,11 @@
 """The XLA runtime's own all_reduce: among all devices of a process, one thread each, or among processes with one each.
 
-Ranks first cut what they have recorded, and wait until their device has run it, each for itself. When all have come,
-the last thread records the reduction for every device and cuts it, one device after the other. So a graph that holds a
-collective holds nothing else, and is the same on each device whatever the ranks do beside it: batches of different
-sizes, work on rank zero only, values that are read. And the runtime, which aborts the process when a device does not
-come to a collective within 15 s, is asked only when all ranks are there and their devices idle: a replica that fails is
-an error, one that is slow is waited for, and the process continues.
+Each rank first cuts what it has recorded, and waits until its device has run it. When all have arrived, the last thread
+records the reduction for every device and cuts it, one device after the other. So a graph with a collective contains
+nothing else, and is the same on each device whatever else the ranks do: batches of different sizes, work on rank zero
+only, values that are read. And the runtime, which aborts the process if a device does not join a collective within 15
+s, is called only when all ranks are present and their devices idle: a replica that fails raises an error, a slow one is
+waited for, and the process continues.
 
 What the runtime does not reduce, and what is only moved, goes through main memory.
 """
@@ -58,7 +58,7 @@ class _XlaCommunicator(ThroughHostCommunicator[C], ABC):
 
 
 class XlaThreads(_XlaCommunicator[ThreadCommunicator]):
-    """A replica thread's seat, where the threads' devices are all that the runtime has in this process."""
+    """A replica thread's seat, if the threads' devices are all that the runtime has in this process."""
 
     def _together(self, call: Call, own: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         reduced: list[torch.Tensor] = self.inner.meet(call, own, lambda all_: _reduce_all(all_, op))
@@ -66,21 +66,21 @@ class XlaThreads(_XlaCommunicator[ThreadCommunicator]):
 
 
 class XlaProcesses(_XlaCommunicator[ProcessCommunicator]):
-    """A process's seat, where the runtime joins the processes: one TPU chip each. Objects go by the process group."""
+    """A process's seat, if the runtime joins the processes: one TPU chip each. Objects use the process group."""
 
     def _together(self, call: Call, own: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-        self.inner.meet(call)  # a peer that has failed, or comes to something else, breaks this, and not the runtime
+        self.inner.meet(call)  # a peer that failed, or makes another call, breaks this rather than the runtime
         (reduced,) = _reduce_all([own], op)
         return reduced
 
 
 @cache
 def join_devices(devices: tuple[torch.device, ...], size: int) -> None:
-    """Tell the runtime, once, that these are replicas of one another, and try whether they are.
+    """Declare these devices to the runtime, once, as replicas of one another, and verify that they are.
 
     Args:
-        devices: all of this process; those of its peers, too, are replicas then.
-        size: how many there are in all processes.
+        devices: all devices of this process; those of its peers are then replicas, too.
+        size: the number of devices in all processes.
 
     Raises:
         BrokenWorldError: they do not reduce among themselves.
@@ -92,13 +92,13 @@ def join_devices(devices: tuple[torch.device, ...], size: int) -> None:
 
 
 def check_joined(ones: Sequence[torch.Tensor], size: int) -> None:
-    """Reduce ones, which are those of this process, and compare with the number of ranks.
+    """Reduce ones, those of this process, and compare with the number of ranks.
 
-    What has been recorded on the devices before is cut and run first: on one of them only, it would make its graph
-    another one, or keep the others waiting in the reduction.
+    What was recorded on the devices before is cut and run first: on only one of them, it would make that graph
+    different, or keep the others waiting in the reduction.
 
     Raises:
-        BrokenWorldError: it is another number. Runtimes that do not know of one another reduce nothing, in silence.
+        BrokenWorldError: the result differs. Runtimes that are not connected reduce nothing, silently.
     """
     import torch_xla
 
@@ -115,7 +115,7 @@ def check_joined(ones: Sequence[torch.Tensor], size: int) -> None:
 
 
 def _reduce_all(tensors: Sequence[torch.Tensor], op: ReduceOp) -> list[torch.Tensor]:
-    """The reductions among the tensors' devices, which are idle, and their peers; each in a graph of its own."""
+    """Reduce among the tensors' devices, which are idle, and their peers; each reduction in a separate graph."""
     import torch_xla
 
     reduced = []
@@ -127,7 +127,7 @@ def _reduce_all(tensors: Sequence[torch.Tensor], op: ReduceOp) -> list[torch.Ten
 
 
 def _cut(device: torch.device) -> None:
-    """Begin with what was recorded on the device."""
+    """Start running what was recorded on the device."""
     import torch_xla
 
     torch_xla._XLAC._xla_step_marker(str(device), [], wait=False, reset_scope=True)

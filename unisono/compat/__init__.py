@@ -1,1 +1,1 @@
-"""Names of other frameworks over this one."""
+"""Names of other frameworks, over this one."""

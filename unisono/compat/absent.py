@@ -1,4 +1,4 @@
-"""Names of other frameworks that are left out here: each says what to do instead."""
+"""Names of other frameworks that are left out here: the error for each says what to do instead."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import NoReturn
 
 
 def refuse(module: str, name: str, instead: Mapping[str, str]) -> NoReturn:
-    """What a module's `__getattr__` does with a name that it does not have.
+    """Raise the error of a module's `__getattr__` for a name that it does not have.
 
     Args:
-        instead: what to do, by the names that are left out on purpose.
+        module: the module's name.
+        name: the missing name.
+        instead: what to do instead, by the names that are left out on purpose.
 
     Raises:
         AttributeError: always.

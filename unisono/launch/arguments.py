@@ -1,4 +1,4 @@
-"""What `spawn` was given, checked at the door: each refusal names the value, the rule and the way out."""
+"""Validates the arguments of `spawn` on entry: each error names the value, the rule and what to do instead."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def check_call(fn: Any, args: Any) -> None:
 
 
 def check_nprocs(nprocs: int | None, family: Backend, process_group: str | None = None) -> int:
-    """The number of workers. Each gets a device; several may share one where the group is gloo's, not the family's."""
+    """The number of workers. Each gets a device; several may share one if the group uses gloo in place of the family's
+    own."""
     if nprocs is None:
         return family.device_count()
     check_count(nprocs, "nprocs", 1, "pass a number from 1 on, or None for all devices")
@@ -50,7 +51,7 @@ def check_nprocs(nprocs: int | None, family: Backend, process_group: str | None 
 
 
 def check_count(value: int, name: str, least: int, advice: str) -> int:
-    """A whole number from `least` on."""
+    """Check that `value` is an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}; {advice}")
     if value < least:
@@ -59,7 +60,7 @@ def check_count(value: int, name: str, least: int, advice: str) -> int:
 
 
 def check_duration(seconds: float, name: str, is_zero_allowed: bool = True) -> float:
-    """Seconds, finite and not negative."""
+    """Check that `seconds` is a finite, non-negative number."""
     if isinstance(seconds, bool) or not isinstance(seconds, int | float):
         raise TypeError(f"{name}={seconds!r} is a {type(seconds).__name__}; pass seconds")
     if not (0 < seconds <= _YEAR_S or (is_zero_allowed and seconds == 0)):
@@ -77,9 +78,10 @@ def check_timeout(timeout: timedelta) -> None:
 
 
 def check_start_method(start_method: str | None) -> str:
-    """How workers are started: what was asked for, or the fastest that the platform has."""
+    """The start method: the one asked for, or the fastest on this platform."""
     if start_method is None:
-        return "zygote" if sys.platform == "linux" else "spawn"  # elsewhere a fork that has imported torch is unsafe
+        # on other platforms, forking after torch was imported is unsafe
+        return "zygote" if sys.platform == "linux" else "spawn"
     if start_method in _REFUSED:
         raise ValueError(
             f"start_method={start_method!r} is refused: {_REFUSED[start_method]}; the default, 'zygote', is as fast "
@@ -92,7 +94,7 @@ def check_start_method(start_method: str | None) -> str:
 
 
 def check_platform() -> None:
-    """Refuse to start processes where they could not be supervised."""
+    """Raise on platforms where processes could not be supervised."""
     if not hasattr(os, "fork"):
         raise UnisonoError(
             f"workers need a Unix, and this is {sys.platform}; use nprocs=1, DataParallel, whose replicas are threads, "
@@ -129,7 +131,7 @@ def check_log_ranks(log_ranks: Collection[int] | None, count: int | None) -> tup
 
 
 def pick_num_threads(num_threads: int | None, num_loader_workers: int, count: int) -> int:
-    """CPU threads per worker: what was asked for, here or by OMP_NUM_THREADS, else a fair share of the cores."""
+    """CPU threads per worker: the number given here or by OMP_NUM_THREADS, otherwise a fair share of the cores."""
     check_count(num_loader_workers, "num_loader_workers", 0, "pass the num_workers of the DataLoader")
     if num_threads is not None:
         return check_count(num_threads, "num_threads", 1, "pass a whole number from 1 on, or None for a fair share")
@@ -142,7 +144,7 @@ def pick_num_threads(num_threads: int | None, num_loader_workers: int, count: in
 
 
 def pick_cores(pin_cores: bool, count: int) -> list[set[int]] | None:
-    """The cores of each worker, where workers are to keep to their own."""
+    """The cores of each worker if workers are to be pinned; otherwise None."""
     if not isinstance(pin_cores, bool):
         raise TypeError(f"pin_cores={pin_cores!r} is a {type(pin_cores).__name__}; pass True or False")
     if not pin_cores:
@@ -155,7 +157,7 @@ def pick_cores(pin_cores: bool, count: int) -> list[set[int]] | None:
 def pickle_call(
     fn: Callable[..., Any], args: tuple[Any, ...], first: Any = None, carried: dict[str, dict[str, Any]] | None = None
 ) -> bytes:
-    """The call as bytes, what a worker needs before it, and the globals of modules.
+    """Pickle the call, what a worker needs before it, and the globals of modules.
 
     Raises:
         UnpicklableError: names what cannot be sent.

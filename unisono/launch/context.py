@@ -1,4 +1,4 @@
-"""What `spawn(..., join=False)` gives: the running workers."""
+"""`ProcessContext`: the running workers that `spawn(..., join=False)` returns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ ASKED = b"\nunisono: the workers stop at their next should_stop(); Ctrl-C again 
 
 
 class ProcessContext:
-    """The running workers of `spawn(..., join=False)`. A context manager: joins, or stops on an error."""
+    """The running workers of `spawn(..., join=False)`. As a context manager it joins at the end, or stops them on an
+    error."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
@@ -34,53 +35,53 @@ class ProcessContext:
             self._supervisor.wait()
 
     def pids(self) -> list[int | None]:
-        """The workers' process ids, by rank; after a restart, those of the new ones."""
+        """The workers' process ids, by rank; after a restart, those of the new workers."""
         return self._supervisor.pids()
 
     @property
     def log_directory(self) -> Path | None:
-        """Where the logs of this run are, in a directory of its own below `log_dir`; None where none was given."""
+        """The directory with the logs of this run, under `log_dir`; None if no `log_dir` was given."""
         return self._supervisor.log_directory
 
     def join(self, timeout: float | None = None) -> list[Any] | None:
         """Wait for the workers.
 
-        On the main thread, and unless the program has a handler of its own, SIGTERM meanwhile asks workers that call
-        `should_stop` for an early end; others are ended by it, with this process, as ever.
+        In the main thread, and unless the program has its own handler, SIGTERM during the wait asks workers that call
+        `should_stop` to stop early. If no worker does, SIGTERM ends this process and with it the workers, as usual.
 
         Args:
-            timeout: seconds to wait at most; None waits to the end.
+            timeout: the longest time to wait, in seconds; None waits until the workers end.
 
         Returns:
-            The results by rank, or None when the time is over and workers still run.
+            The results by rank, or None if the timeout expired and workers are still running.
 
         Raises:
             BaseException: what a worker raised; as for `spawn`.
-            KeyboardInterrupt: after Ctrl-C here, when the workers have been stopped; a second Ctrl-C kills them. Where
-                workers call `should_stop`, the first one only asks for an early end, as SIGTERM does. What another
-                signal's handler raises here stops them just the same.
+            KeyboardInterrupt: after Ctrl-C in this process, once the workers have been stopped; a second Ctrl-C kills
+                them. If workers call `should_stop`, the first Ctrl-C only asks them to stop early, as SIGTERM does. An
+                exception raised by another signal's handler in this process stops them in the same way.
         """
         with self._stop_on_signal():
-            self._supervisor.start()  # here, so that no Ctrl-C can fall between the start and the wait
+            self._supervisor.start()  # inside the block: a Ctrl-C cannot fall between start and wait
             is_over = self._supervisor.wait(timeout)
         return self._supervisor.result() if is_over else None
 
     def stop(self) -> None:
-        """Stop the workers: SIGTERM, then SIGKILL after the grace.
+        """Stop the workers: SIGTERM, then SIGKILL after the grace period.
 
-        `join` then raises WorkerDiedError; or StoppedError, where workers that call `should_stop` have come to their
-        early end within the grace.
+        `join` then raises WorkerDiedError, or StoppedError if workers that call `should_stop` stopped early within the
+        grace period.
         """
         self._supervisor.stop()
 
     def start(self) -> None:
-        """Start the workers, as `join` does where that has not been done; `spawn` has called it."""
+        """Start the workers; `join` does so too, if they are not running yet. `spawn` has already called it."""
         with self._stop_on_signal():
             self._supervisor.start()
 
     @contextmanager
     def _stop_on_signal(self) -> Iterator[None]:
-        """Stop the workers when a signal's handler, that of Ctrl-C for one, raises in the block."""
+        """Stop the workers when a signal handler, such as that of Ctrl-C, raises within the block."""
         try:
             with _sigterm_asks(self._supervisor), _interrupt_asks(self._supervisor):
                 yield
@@ -91,7 +92,8 @@ class ProcessContext:
 
 @contextmanager
 def _interrupt_asks(supervisor: Supervisor) -> Iterator[None]:
-    """The first Ctrl-C asks workers that heed a stop for it; where none does, and the second time, it interrupts."""
+    """Let the first Ctrl-C ask workers that heed a stop to do so; if no worker heeds it, and the second time,
+    interrupt."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
         yield
@@ -105,7 +107,7 @@ def _interrupt_asks(supervisor: Supervisor) -> Iterator[None]:
         was_asked = True
         supervisor.ask_to_stop()
         with suppress(OSError):
-            os.write(2, ASKED)  # a stream may be in the middle of a write here
+            os.write(2, ASKED)  # not via sys.stderr, which may be in the middle of a write
 
     signal.signal(signal.SIGINT, handle)
     try:
@@ -116,9 +118,9 @@ def _interrupt_asks(supervisor: Supervisor) -> Iterator[None]:
 
 @contextmanager
 def _sigterm_asks(supervisor: Supervisor) -> Iterator[None]:
-    """SIGTERM asks workers that heed it to stop; where none does, it ends this process, and so the workers.
+    """Let SIGTERM ask workers that heed it to stop; if none does, it ends this process, and with it the workers.
 
-    A process that heeds SIGTERM itself continues doing so.
+    A process that heeds SIGTERM itself continues to do so.
     """
     before = signal.getsignal(signal.SIGTERM)
     is_heeding = preemption.takes(before)

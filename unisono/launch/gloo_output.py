@@ -1,6 +1,7 @@
-"""What gloo says on standard output when ranks have met: before torch 2.13 a line from each, in the user's output.
+"""gloo's message on standard output when ranks have connected: before torch 2.13, a line from each in the user's
+output.
 
-*Threads:* any may print meanwhile; what it prints comes out when the block ends. The descriptor is the whole process's.
+*Threads:* others may print meanwhile; their output appears when the block ends. The descriptor is the whole process's.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ _GREETING = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. [^\
 
 @contextlib.contextmanager
 def suppress_greetings() -> Iterator[None]:
-    """Keep gloo's greetings out of standard output, and nothing else."""
+    """Keep gloo's greetings, and nothing else, out of standard output."""
     if not _GREETS:
         yield
         return
     try:
         stdout = os.dup(_STDOUT)
-    except OSError:  # nobody listens
+    except OSError:  # standard output is closed
         yield
         return
     with tempfile.TemporaryFile() as kept:
@@ -41,6 +42,6 @@ def suppress_greetings() -> Iterator[None]:
 
 
 def _write(text: bytes) -> None:
-    with contextlib.suppress(OSError):  # who was to read it has gone
+    with contextlib.suppress(OSError):  # the reader is gone
         while text:
             text = text[os.write(_STDOUT, text) :]

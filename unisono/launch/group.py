@@ -1,13 +1,14 @@
 """One group of workers, from its start to its last exit.
 
-*Threads:* the supervisor's alone. It waits for whatever comes first: a worker's message, an exit, a request of the
-caller's, the next deadline. Nothing polls.
+*Threads:* the supervisor's alone. It waits for whichever comes first: a worker's message, an exit, a request of the
+caller, the next deadline. There is no polling.
 
 Invariants:
-1. One failure stops the group: SIGTERM, then after the grace SIGKILL to what is left. A failure that only says that a
-   peer broke the world waits a moment for the peer's own report.
+
+1. One failure stops the group: SIGTERM, then, after the grace period, SIGKILL to the workers that are left. A failure
+   that only says that a peer broke the world waits a moment for the peer's own report.
 2. A worker's outcome is complete or absent; a worker without one has died, and its exit status says how.
-3. When `run` ends, no worker of the group lives, and its directory is gone.
+3. When `run` returns, no worker of the group is running, and its directory has been removed.
 """
 
 from __future__ import annotations
@@ -48,24 +49,24 @@ from unisono.outcome import Outcome, this_process
 if TYPE_CHECKING:
     from unisono.launch.hosts.other_machines import OtherMachines, Word
 
-SLOW_S = 2.0  # how long the workers may take to begin before a line says what they do
-_END_S = 30.0  # how long the workers have, after the last outcome, for what their programs do at the end
-_SETTLE_S = 3.0  # how long a report of a broken world waits for the report of who broke it
-_LONG_S = 3600.0  # to wait at once: what waits for the next event takes no more than some weeks
-_KEPT_LINES = 400  # of stderr: all that is kept, where lines are short
+SLOW_S = 2.0  # seconds that workers may take to start before a message says what they are doing
+_END_S = 30.0  # seconds that the workers have, after the last outcome, for their exit handlers
+_SETTLE_S = 3.0  # seconds that a report of a broken world waits for the report of the rank that broke it
+_LONG_S = 3600.0  # the longest single wait: selectors accept at most a few weeks
+_KEPT_LINES = 400  # of stderr: as many as are kept if lines are short
 
 
 class Group:
-    """The workers of one attempt, all of them or those of this machine.
+    """The workers of one attempt: all of them, or those of this machine.
 
     Args:
         job: what they run.
         place: where they meet.
         policy: how they are started and ended.
-        hang_watch: when the group hangs.
-        output, monitor: take the workers' streams, and look at their processes.
+        hang_watch: decides when the group hangs.
+        output, monitor: handle the workers' streams, and sample their processes.
         on_started: called when all workers have a pid.
-        others: the other machines, where the workers have peers there.
+        others: the other machines, if the workers have peers there.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Group:
         others: OtherMachines | None = None,
     ) -> None:
         self.workers: list[Worker] = []
-        self._reason: Outcome[Any] | None = None  # for which the group is ended, though none of its workers has failed
+        self._reason: Outcome[Any] | None = None  # why the group is ended although none of its workers has failed
         self._job = job
         self._place = place
         self._policy = policy
@@ -93,20 +94,20 @@ class Group:
         self._signals = [signal.SIGTERM, signal.SIGKILL]  # what to send next
         self._deadline: float | None = None  # when to send it
         self._sent: list[signal.Signals] = []
-        self._stopped_at = math.inf  # when the first was sent, `time.monotonic()`; workers' clocks are the same
+        self._stopped_at = math.inf  # when the first was sent, by `time.monotonic()`, a clock shared with the workers
         self._is_stop_wanted = False  # the caller has asked for an early end
-        self._was_stopped = False  # by the caller, who gives the workers their grace
+        self._was_stopped = False  # by the caller, which gives the workers their grace period
         self._slow_at: float | None = time.monotonic() + SLOW_S  # when to say that the start takes long
         ask = partial(self._signal, TELL_STACKS, to_sessions=False)
         self._standstill = StackCollection(hang_watch, job.ranks, place.directory, ask, others)
 
     @property
     def is_stopping(self) -> bool:
-        """Whether a signal has been sent, or is about to be, that is to end the group."""
+        """Whether a signal that is to end the group has been sent, or is about to be."""
         return bool(self._sent) or self._deadline is not None
 
     def run(self, wake: socket.socket, obey: Callable[[], None]) -> Outcome[list[Any]]:
-        """Start the workers and stay until all have ended; `obey` is called when `wake` can be read."""
+        """Start the workers and return when all have ended; `obey` is called when `wake` is readable."""
         self._place.write_job(self._job)
         with selectors.DefaultSelector() as self._selector:
             self._zygote = open_group(self._place.directory, self._policy.start_method)
@@ -119,33 +120,34 @@ class Group:
             finally:
                 for worker in self.workers:
                     self._close_pipe(worker)
-                self._monitor.close()  # before the directory is gone that it writes to
+                self._monitor.close()  # before the directory that it writes to is removed
                 self._close_group()
                 self._output.close()
         tails = {worker.rank: self._output.tail(worker.rank, _KEPT_LINES) for worker in self.workers}
         return conclude(self.workers, tails, self._reason)
 
     def interrupt(self) -> None:
-        """Stop as Ctrl-C does; the second time, kill."""
+        """Stop as Ctrl-C does; kill on the second call."""
         self._stop_with(signal.SIGINT)
 
     def stop(self) -> None:
-        """Stop with SIGTERM; the second time, kill."""
+        """Stop with SIGTERM; kill on the second call."""
         self._stop_with(signal.SIGTERM)
 
     def ask_to_stop(self) -> None:
-        """Let the workers that heed a stop come to it at their next step; those that heed it later, then."""
+        """Ask the workers that heed a stop to stop at their next step; those that begin to heed it later are asked
+        then."""
         self._is_stop_wanted = True
         self._signal(signal.SIGTERM, [worker for worker in self.workers if worker.heeds_stop], to_sessions=False)
 
     def hear(self, word: Word) -> None:
-        """Another machine has sent how far its workers are, or that its part of the group has failed."""
+        """Handle a word of another machine: its workers' progress, or that its part of the group has failed."""
         self._standstill.hear(word, time.monotonic(), self._running())
         if word.verdict:
             self.give_up(Outcome.from_bytes(word.verdict), _SETTLE_S)
 
     def give_up(self, reason: Outcome[Any], within_s: float = 0.0) -> None:
-        """End the group for a reason that lies elsewhere; a worker's own failure says more."""
+        """End the group for a reason outside it; a failure of one of its own workers takes precedence."""
         if self._reason is None or self._reason.is_secondary:
             self._reason = reason
         if not self._sent:
@@ -253,7 +255,7 @@ class Group:
             if is_failure:
                 self._note_failure(worker.outcome.is_secondary)
             elif all(each.outcome is not None for each in self.workers):
-                self._set_deadline(_END_S)  # done; whoever does not end by itself then is helped
+                self._set_deadline(_END_S)  # done; a worker that does not end by itself is then signalled
 
     def _hear(self) -> None:
         assert self._zygote is not None
@@ -272,7 +274,8 @@ class Group:
             self._end(worker, None, f"could not be started ({message['text']})")
 
     def _lose_zygote(self) -> None:
-        """The zygote is gone; the parent-death signal has taken the workers along, but not what they had started."""
+        """Handle the zygote's death: the parent-death signal has killed the workers, but not the processes they had
+        started."""
         assert self._zygote is not None
         self._selector.unregister(self._zygote)
         if all(worker.pid is None for worker in self.workers):
@@ -302,7 +305,7 @@ class Group:
                 self._note_failure(is_secondary=status == -signal.SIGABRT)
 
     def _where(self, worker: Worker) -> str:
-        """As `str(world)` of that rank; device and node are those that it would have had."""
+        """Like `str(world)` of that rank; with the device and node that it would have had."""
         its = self._job.place_of(worker.rank)
         place = f"rank {its.rank} of {its.world_size}, {self._job.backend}:{its.local_rank}"
         return f"{place}, {this_process(worker.pid)}, restart {self._job.restart_count}"
@@ -323,7 +326,8 @@ class Group:
         if self._signals:
             signum = self._signals.pop(0)
             self._stopped_at = min(self._stopped_at, time.monotonic())
-            # Whoever heeds SIGTERM takes it for a request. The caller's stop is one; after a failure none is answered.
+            # A worker that heeds SIGTERM treats it as a request. The caller's stop is one; after a failure none is
+            # answered.
             is_deaf = signum == signal.SIGTERM and not self._was_stopped
             deaf = [worker for worker in self.workers if worker.heeds_stop and is_deaf]
             self._sent += [signum, signal.SIGKILL] if deaf else [signum]
@@ -332,7 +336,7 @@ class Group:
             self._set_deadline(self._policy.grace_s)
 
     def _signal(self, signum: int, workers: list[Worker], to_sessions: bool = True) -> None:
-        """Signal workers; their sessions, too, that is their loader workers and what else they have started."""
+        """Signal workers; with `to_sessions`, also their loader workers and other processes that they have started."""
         assert self._zygote is not None
         ranks = [worker.rank for worker in workers]
         message = {"op": "signal", "signal": int(signum), "ranks": ranks, "to_sessions": to_sessions}
@@ -340,7 +344,7 @@ class Group:
             wire.send(self._zygote, message)
 
     def _close_group(self) -> None:
-        """Close our end, and wait for the zygote's, which says that no worker is left."""
+        """Close our end, and wait for the zygote to close its own, which means that no worker is left."""
         assert self._zygote is not None
         with self._zygote, contextlib.suppress(OSError, EOFError):
             self._zygote.shutdown(socket.SHUT_WR)

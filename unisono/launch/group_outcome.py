@@ -1,8 +1,8 @@
-"""What became of a group: its results, or the first cause with all that is known about it.
+"""The outcome of a group: its results, or the first cause with everything known about it.
 
-The first cause is the earliest failure that is neither secondary (it only says that a peer broke the world) nor of our
-own making (the group was being stopped). Its error keeps its type; the notes say where it happened, what the worker
-had last written to stderr, and which ranks were stopped because of it; `failures` holds every rank's error.
+The first cause is the earliest failure that is neither secondary (it only says that a peer broke the world) nor caused
+by us (the group was being stopped). Its error keeps its type; the notes say where it happened, what the worker had last
+written to stderr, and which ranks were stopped because of it; `failures` holds every rank's error.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _ADVICE: dict[int | None, str] = {
 }
 
 
-# Not SIGABRT, with which a transport may end the peers of a rank that has failed.
+# Excludes SIGABRT, with which a transport may end the peers of a rank that has failed.
 _DEADLY = [-each for each in signal.Signals if each.name in ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")]
-_ABORTED = "gloo::EnforceNotMet"  # the transport ends the process where a peer sends what it does not expect
+_ABORTED = "gloo::EnforceNotMet"  # the transport ends the process if a peer sends unexpected data
 _SIZES = re.compile(r"op\.nbytes\. (\d+) vs (\d+)")
 _WOKEN = re.compile(r"rank \d+ cannot complete ([^:]*?):")
 _TAIL = 20  # lines
-_NEWS_S = 1.0  # how long the news of a death takes at most
+_NEWS_S = 1.0  # the longest delay until the death of a worker is noticed
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Worker:
     pid: int | None = None
     inbox: Inbox = field(default_factory=Inbox)
     outcome: Outcome[Any] | None = None
-    has_begun: bool = False  # to call fn
+    has_begun: bool = False  # fn is about to be called
     has_ended: bool = False
     heeds_stop: bool = False
     has_agreed_to_stop: bool = False
@@ -50,18 +50,18 @@ class Worker:
 
 
 def death(worker: Worker, status: int | None, how: str, what_else: str = "") -> WorkerDiedError:
-    """The error of a worker that ended without an outcome."""
+    """Make the error of a worker that ended without an outcome."""
     text = f"rank {worker.rank} (pid {worker.pid}) {how} before fn returned{_ADVICE.get(status, '')}{what_else}"
     return WorkerDiedError(text, worker.rank, status)
 
 
 def conclude(workers: Sequence[Worker], tails: dict[int, list[str]], reason: Outcome[Any] | None) -> Outcome[list[Any]]:
-    """The group's outcome.
+    """Return the group's outcome.
 
     Args:
-        workers: in rank order, all ended; fewer than the group's when it was stopped in its start.
-        tails: the lines that each rank wrote last to stderr, as many as are kept.
-        reason: why the group was stopped, where none of its workers had failed: it hung, or a machine was lost, say.
+        workers: in rank order, all ended; fewer than the group's if it was stopped during its start.
+        tails: the last lines that each rank wrote to stderr, as many as are kept.
+        reason: why the group was stopped although none of its workers had failed: it hung, or a machine was lost.
     """
     outcomes = {worker.rank: worker.outcome for worker in workers if worker.outcome is not None}
     failures = {rank: outcome for rank, outcome in outcomes.items() if outcome.error is not None}
@@ -71,7 +71,7 @@ def conclude(workers: Sequence[Worker], tails: dict[int, list[str]], reason: Out
     own = {rank: outcome for rank, outcome in failures.items() if rank not in stopped}
     errors = {rank: outcome.error for rank, outcome in failures.items()}
     is_told = all(outcome.is_secondary for outcome in own.values()) and not (own and reason and reason.is_secondary)
-    if reason is not None and reason.error is not None and is_told:  # what followed was our making
+    if reason is not None and reason.error is not None and is_told:  # later failures were caused by us
         _with_failures(reason.error, errors)
         return reason
     cause = _first_cause(own or failures)
@@ -95,10 +95,10 @@ def conclude(workers: Sequence[Worker], tails: dict[int, list[str]], reason: Out
 def _lost_step(
     rank: int, failures: dict[int, Outcome[Any]], tails: dict[int, list[str]]
 ) -> CollectiveMismatchError | None:
-    """The error of a rank whose transport has ended it, since it and a peer had called different collectives.
+    """Make the error of a rank that its transport has ended because it and a peer had called different collectives.
 
-    What is called here is compared before it is sent. Torch's own collectives, those of sharded tensors and of
-    checkpoints among them, are not; their calls are on the stack that the worker has written at its end.
+    Our own collectives are compared before they are sent. Torch's are not, including those of sharded tensors and of
+    checkpoints; those calls are on the stack that the worker has written at its end.
     """
     died = failures[rank].error
     text = "\n".join(tails.get(rank, []))
@@ -121,7 +121,7 @@ def _lost_step(
 
 
 def _deed_in(error: BaseException | None) -> str:
-    """What a rank did that was woken by the end of a peer; "" where that is not known."""
+    """What a rank that was woken by the end of a peer was doing; "" if that is not known."""
     cause = getattr(error, "__cause__", None)
     if isinstance(cause, RemoteTraceback):
         for part in tracebacks_in(cause.text):
@@ -132,9 +132,9 @@ def _deed_in(error: BaseException | None) -> str:
 
 
 def _first_cause(own: dict[int, Outcome[Any]]) -> int:
-    """As `outcome.first_cause`, but that a rank which somebody else's signal has ended comes first.
+    """Like `outcome.first_cause`, but a rank that was ended by an external signal comes first.
 
-    Its peers learn of it sooner than we do, and may have raised errors that do not say so.
+    Its peers learn of it sooner than we do, and may have raised errors that do not mention it.
     """
     first = first_cause(own)
     killed = {
@@ -148,6 +148,6 @@ def _first_cause(own: dict[int, Outcome[Any]]) -> int:
 
 
 def _with_failures(error: BaseException, errors: dict[int, BaseException | None]) -> BaseException:
-    with contextlib.suppress(Exception):  # a class of the user's may refuse attributes
+    with contextlib.suppress(Exception):  # a user-defined class may refuse attributes
         error.failures = errors  # type: ignore[attr-defined]
     return error

@@ -1,12 +1,13 @@
-"""When a group hangs, and who is late: from the workers' pulses and stacks to a sentence.
+"""When a group hangs, and which ranks are late: from the workers' pulses and stacks to a sentence.
 
-A group hangs when none of its ranks has made progress for too long. One slow rank is no hang: while it validates alone,
-say, its own batches are progress. How long is too long is the user's to say; by default it is the time-out of the
-collectives, and only where a rank waits in one, so that the report comes shortly before the transport gives up.
+A group hangs when none of its ranks has made progress for too long. A single slow rank is not a hang: while it
+validates alone, for example, its own batches are progress. The user decides how long is too long; the default is
+derived from the timeout of the collectives, and applies only if a rank waits in one, so that the report comes shortly
+before the transport gives up.
 
-Ranks that wait for one another for ever are found out sooner. When nobody has moved for some seconds, the stacks are
-looked at: where all ranks are in collectives, torch's own among them, and none uses the CPU, nothing is on its way. Of
-accelerators that is not known, which compute while their processes wait, nor of the network between machines.
+Ranks that wait for one another indefinitely are detected sooner. When no rank has moved for some seconds, the stacks
+are examined: if all ranks are in collectives, torch's own included, and none uses the CPU, nothing is in progress. This
+cannot be known for accelerators, which compute while their processes wait, nor for the network between machines.
 
 *Threads:* the supervisor's.
 """
@@ -21,43 +22,43 @@ from unisono.errors import WorkerHungError
 from unisono.launch.reports import Pulse
 from unisono.stacks import describe_call, frames_of, main_stack
 
-_RETURNED_S = 5.0  # who waits in a collective after a peer has returned may be moving the last of its data, no more
-_DOUBT_S = 10.0  # after which it is looked whether ranks wait for one another
-_BEFORE = 0.8  # of the collectives' time-out: who waits gives up a little later, with less to report
+_RETURNED_S = 5.0  # a rank in a collective after a peer has returned may be moving its last data, but nothing else
+_DOUBT_S = 10.0  # after which to check whether ranks wait for one another
+_BEFORE = 0.8  # of the collectives' timeout: a waiting rank gives up a little later, with less to report
 
 _WAITS_IN = ("/torch/distributed/", "/unisono/comm/", "/torch/autograd/graph.py")  # DDP reduces in the backward pass
-_DISPATCH = ("/torch/_ops.py", "/torch/_library/autograd.py")  # on the way from there into native code
+_DISPATCH = ("/torch/_ops.py", "/torch/_library/autograd.py")  # between those files and native code
 _ADVICE = "If this is how long it takes, pass a longer hang_timeout_s; collectives, batches and steps count as progress"
 _STACK_LINES = 12
 
 
 @dataclass
 class HangWatch:
-    """How long the group has stood still, from the first pulse on: all ranks have joined by then.
+    """How long the group has stood still, from the first pulse on: by then all ranks have joined.
 
     Args:
-        hang_timeout_s: without progress of any rank; None takes most of `timeout_s`, and only where a rank waits.
-        timeout_s: that of the collectives.
-        is_of_one_machine: whether all ranks are here. Of a network it is not known what is on its way.
+        hang_timeout_s: seconds without progress of any rank; None uses most of `timeout_s`, and only if a rank waits.
+        timeout_s: the timeout of the collectives.
+        is_of_one_machine: whether all ranks are on this machine. It is not known what is in transit on a network.
     """
 
     hang_timeout_s: float | None
     timeout_s: float
     is_of_one_machine: bool = True
     pulses: dict[int, Pulse] = field(default_factory=dict)  # of the ranks that have not ended
-    returned: set[int] = field(default_factory=set)  # the ranks that take part no more
+    returned: set[int] = field(default_factory=set)  # the ranks that no longer take part
     _progress_at: float = 0.0
-    _looked_at: float = -1.0  # the beginning of the last standstill that was looked at
+    _looked_at: float = -1.0  # the beginning of the last standstill that was examined
 
     def hear(self, rank: int, pulse: Pulse, now: float) -> None:
-        """A rank's pulse has come."""
+        """Record a rank's pulse."""
         before = self.pulses.get(rank)
         if before is None or before.progress != pulse.progress:
             self._progress_at = now
         self.pulses[rank] = pulse
 
     def forget(self, rank: int, now: float, has_returned: bool = False) -> None:
-        """A rank has come to its end, which is progress."""
+        """Record that a rank has ended, which counts as progress."""
         self.pulses.pop(rank, None)
         self._progress_at = now
         if has_returned:
@@ -65,27 +66,28 @@ class HangWatch:
 
     @property
     def limit_s(self) -> float:
-        """How long the group may stand still."""
+        """How many seconds the group may stand still."""
         limits = [_BEFORE * self.timeout_s if self.hang_timeout_s is None else self.hang_timeout_s]
         if self.is_of_one_machine and self.returned and self._is_waiting():
             limits.append(_RETURNED_S)
         return min(limits)
 
     def deadline(self) -> float | None:
-        """When the group will have hung, unless something happens before."""
+        """When the group counts as hung, unless something happens before; None if it cannot hang now."""
         if not self.pulses or not (self.hang_timeout_s is not None or self._is_waiting()):
             return None
         return self._progress_at + self.limit_s
 
     def doubt(self) -> float | None:
-        """When to look whether the ranks wait for one another, once in a standstill."""
+        """When to check whether the ranks wait for one another, once per standstill; None if there is nothing to
+        check."""
         is_unknown = not self.is_of_one_machine or any(each.device_bytes is not None for each in self.pulses.values())
         if not self.pulses or is_unknown or self._looked_at == self._progress_at:
             return None
         return self._progress_at + _DOUBT_S
 
     def note_look(self) -> None:
-        """It has been looked at, and nobody was to blame yet."""
+        """Record that the standstill was examined without finding a rank at fault."""
         self._looked_at = self._progress_at
 
     def _is_waiting(self) -> bool:
@@ -93,20 +95,20 @@ class HangWatch:
 
 
 def all_wait(watch: HangWatch, stacks: Mapping[int, str], ranks: list[int]) -> bool:
-    """Whether every one of these ranks, which have not ended, is in a collective."""
+    """Whether each of these ranks, which have not ended, is in a collective."""
     return all(_doing(rank, watch.pulses, stacks) for rank in ranks)
 
 
 def hung_error(
     watch: HangWatch, stacks: Mapping[int, str], ranks: list[int], is_deadlock: bool = False
 ) -> WorkerHungError:
-    """The error of a group that hangs.
+    """Make the error of a group that hangs.
 
     Args:
-        watch: that has noticed it.
-        stacks: each rank's stacks, as faulthandler writes them.
-        ranks: those that have not ended.
-        is_deadlock: whether it is known that no time would help.
+        watch: the watch that has detected it.
+        stacks: each rank's stacks, as written by faulthandler.
+        ranks: the ranks that have not ended.
+        is_deadlock: whether waiting longer is known not to help.
     """
     pulses = watch.pulses
     doing = {rank: _doing(rank, pulses, stacks) for rank in ranks}
@@ -118,7 +120,7 @@ def hung_error(
     elif waiting and late:
         verdict = f"{_name_waiting(late)} late: {_places(late, stacks)}; {_group_by_collective(waiting)}"
     else:
-        late = _behind(pulses, ranks)  # an accelerator's rank waits wherever it needs a result
+        late = _behind(pulses, ranks)  # a rank with an accelerator waits wherever it needs a result
         behind = "" if len(late) == len(ranks) else f" ({_name_waiting(late)} behind the others)"
         if waiting:
             verdict = f"all ranks wait, and not for the same: {_group_by_collective(waiting)}{behind}"
@@ -136,7 +138,8 @@ def hung_error(
 
 
 def _doing(rank: int, pulses: Mapping[int, Pulse], stacks: Mapping[int, str]) -> str:
-    """The collective that a rank is in, in words: ours are reported, those of torch are found on the stack."""
+    """The collective that a rank is in, in words: ours are reported, torch's are found on the stack; "" if it is in
+    none."""
     if (pulse := pulses.get(rank)) is not None and pulse.doing:
         return pulse.doing
     frames = frames_of(main_stack(stacks.get(rank, "")))
@@ -164,7 +167,7 @@ def _behind(pulses: Mapping[int, Pulse], ranks: list[int]) -> list[int]:
 
 
 def _group_by_collective(waiting: Mapping[int, str]) -> str:
-    """Which ranks wait in which collective."""
+    """Say which ranks wait in which collective."""
     ranks: dict[str, list[int]] = {}
     for rank, what in waiting.items():
         ranks.setdefault(what, []).append(rank)

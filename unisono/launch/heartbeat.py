@@ -1,9 +1,9 @@
-"""A worker's pulse: how far it is and which collective it is in, sent to the supervisor whenever that has changed.
+"""A worker's pulse: its progress and its current collective, sent to the supervisor whenever they have changed.
 
-Nothing is written on the way of a step: a thread looks at counters that are kept anyway.
+Nothing is written during a step: a thread reads counters that are kept anyway.
 
-*Threads:* `unisono-pulse`, a daemon, wakes every interval. It needs the interpreter's lock, so a worker that holds it
-for long shows no progress, which is the truth.
+*Threads:* `unisono-pulse`, a daemon, wakes every interval. It needs the GIL, so a worker that holds the GIL for long
+shows no progress, which is accurate.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ def beating(world: World, reporter: Reporter, interval_s: float) -> Iterator[Non
     try:
         yield
     finally:
-        is_over.set()  # it may be in the middle of a message; the reporter's lock waits for that
+        is_over.set()  # not joined: if it is in the middle of a message, the reporter's lock waits for that
 
 
 class HeartbeatSender:
-    """Takes the pulses of one rank, and knows the one before."""
+    """Makes the pulses of one rank; each depends on the previous one."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._awaited: tuple[Any, Any] | None = None  # a loss, and the mark after it
-        self._loss: float | None = None  # that was known last
+        self._loss: float | None = None  # the last one known
         self._at = time.monotonic()
         self._samples = 0
 
     def take(self) -> Pulse:
-        """How far the rank is now."""
+        """The rank's progress now."""
         world, tracks = self._world, self._world.timeline.tracks()
         counted = sum(track.counts.get(name, 0) for track in tracks for name in _COUNTED)
         calls, current = getattr(world.comm, "progress", 0), getattr(world.comm, "current", None)
@@ -66,7 +66,7 @@ class HeartbeatSender:
         return round(rate, 1)
 
     def _loss_of(self, tracks: list[Track]) -> float | None:
-        """The latest loss that is known, and not waited for: a device may never come to it.
+        """The latest loss that is available without waiting: a device may never get to it.
 
         A lazy device is not asked, since that would make it compute.
         """
@@ -77,7 +77,7 @@ class HeartbeatSender:
         loss, mark = self._awaited
         if backend.is_reached(mark):
             self._awaited, self._loss = None, None
-            with contextlib.suppress(Exception):  # there is none, or one of more elements, or the device has failed
+            with contextlib.suppress(Exception):  # no loss, a loss with several elements, or a failed device
                 self._loss = float(loss)
         return self._loss
 

@@ -1,12 +1,12 @@
-"""The caller's imported modules against those of a worker, which imports them itself: are they alike?
+"""Compares the caller's imported modules with those of a worker, which imports them itself.
 
-Modules travel by name. So what a caller has changed in one since (`config.LR = 0.5`) is not in its workers, and a file
-that was edited meanwhile is another text there. Neither can be seen from one side, so the caller describes its modules,
-and rank zero compares each of its own with that when it has been imported. What differs is reported; what is listed
-in `spawn(..., carry=[config])` is handed over.
+Modules are pickled by name. So what a caller has changed in a module since its import (`config.LR = 0.5`) is missing in
+its workers, and a file that was edited meanwhile has different contents there. Neither can be detected from one side,
+so the caller describes its modules, and rank zero compares each of its own with that once it is imported. Differences
+are reported; modules listed in `spawn(..., carry=[config])` are copied over.
 
-Looked at are modules of the user's, not those that are installed; of their globals plain data, objects of plain data,
-functions and classes, but for names that begin with an underscore.
+Only the user's modules are compared, not installed ones; of their globals, plain data, objects of plain data, functions
+and classes, except for names that begin with an underscore.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _INSTALLED = tuple(
 _PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _OURS = __name__.partition(".")[0]
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_MAX_ITEMS = 10_000  # of plain data that are looked at, in one global
+_MAX_ITEMS = 10_000  # the most items of plain data to visit in one global
 _MAX_DEPTH = 5
 _SHOWN = 5  # names in one message
-_WIDTH = 60  # of a value in it
-_digests: dict[int, tuple[CodeType, str]] = {}  # by the code's id; it is held, so nobody else gets that
+_WIDTH = 60  # the longest text of a value in it
+_digests: dict[int, tuple[CodeType, str]] = {}  # by the code's id; holding the code keeps its id from being reused
 
 
 class _NotPlainError(Exception):
@@ -63,7 +63,7 @@ def describe_modules() -> dict[str, ModuleFacts]:
 
 def describe_module(module: ModuleType) -> ModuleFacts:
     values, codes = {}, {}
-    # A loader of another kind (pytest's, say) changes the text that it loads, in this process only.
+    # Another kind of loader (such as pytest's) changes the source that it loads, in this process only.
     has_own_text = type(getattr(module, "__loader__", None)) is importlib.machinery.SourceFileLoader
     for name, value in list(vars(module).items()):
         if name.startswith("_") or isinstance(value, ModuleType):
@@ -82,7 +82,7 @@ def describe_module(module: ModuleType) -> ModuleFacts:
 
 
 def compare_modules(theirs: Mapping[str, ModuleFacts], report: Callable[[str], None]) -> None:
-    """Report how this process's modules differ from the caller's: those that are imported, and others when they are."""
+    """Report how this process's modules differ from the caller's: those already imported now, others once imported."""
     waiting = set()
     for name, facts in theirs.items():
         if (module := sys.modules.get(name)) is not None:
@@ -94,7 +94,7 @@ def compare_modules(theirs: Mapping[str, ModuleFacts], report: Callable[[str], N
 
 
 def check_carried(modules: Iterable[ModuleType]) -> list[ModuleType]:
-    """The modules of `spawn(carry=...)`."""
+    """Check the modules of `spawn(carry=...)`."""
     if isinstance(modules, str | bytes | ModuleType) or not isinstance(modules, Iterable):
         raise TypeError(f"carry={modules!r} is a {type(modules).__name__}; pass modules, as in [config]")
     found = list(modules)
@@ -107,25 +107,26 @@ def check_carried(modules: Iterable[ModuleType]) -> list[ModuleType]:
 
 
 def globals_of(module: ModuleType) -> dict[str, Any]:
-    """Those of its globals that can be sent."""
+    """Those of its globals that can be pickled."""
     return {name: each for name, each in vars(module).items() if not name.startswith("__") and is_picklable(each)}
 
 
 def adopt_globals(carried: Mapping[str, Mapping[str, Any]]) -> None:
-    """Give modules the globals that they have in the caller."""
+    """Set the modules' globals to the caller's values."""
     for name, values in carried.items():
         vars(importlib.import_module(name)).update(values)
 
 
 class _Comparing:
-    """In `sys.meta_path`: has a module compared as soon as it is imported."""
+    """A finder for `sys.meta_path` that has a module compared as soon as it is imported."""
 
     def __init__(self, waiting: dict[str, ModuleFacts], report: Callable[[str], None]) -> None:
         self._waiting = waiting
         self._report = report
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        facts = self._waiting.pop(name, None)  # so that the other finders answer the question below
+        # removed first, so that the find_spec call below goes to the other finders
+        facts = self._waiting.pop(name, None)
         spec = importlib.util.find_spec(name) if facts is not None else None
         if facts is None or spec is None or spec.loader is None:
             return None
@@ -176,12 +177,12 @@ def _is_users(name: str, module: object) -> bool:
 
 @cache
 def is_users_file(file: str) -> bool:
-    """Whether it is part of the program, and not of what is installed."""
+    """Whether a file is part of the program rather than of an installed package."""
     return os.path.isabs(file) and not file.startswith(_INSTALLED) and not any(each in file for each in _PACKAGES)
 
 
 def _text_of(value: Any, left: list[int], depth: int) -> str:
-    """A text that is the same in two processes where the value is; `left` counts what may still be looked at."""
+    """A text that is equal in two processes if the value is; `left` counts the items that may still be visited."""
     left[0] -= 1
     if left[0] < 0 or depth < 0:
         raise _NotPlainError
@@ -211,7 +212,7 @@ def _digest_of(value: FunctionType | type) -> str:
 
 
 def _digest_of_code(code: CodeType) -> str:
-    """Of what it does; where it stands in its file does not matter."""
+    """A digest of what the code does, independent of its position in the file."""
     known = _digests.get(id(code))
     if known is None:
         constants = [_digest_of_code(each) if isinstance(each, CodeType) else _repr_of(each) for each in code.co_consts]

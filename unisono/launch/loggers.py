@@ -1,8 +1,8 @@
-"""The loggers of the caller, as its workers get them: levels, handlers that write to a standard stream or to a file.
+"""The caller's loggers in its workers: levels, and handlers that write to a standard stream or to a file.
 
-A handler is no value: it holds a lock and an open stream. What is known of it travels, and a worker makes another one,
-for its own stdout or stderr, or appending to the same file. One of another kind (to a server, to memory, one that
-rotates its files) stays with the caller, and `read_loggers` says so.
+A handler cannot be pickled: it holds a lock and an open stream. Instead its description is sent, and a worker makes
+another handler, for its own stdout or stderr, or appending to the same file. A handler of another kind (to a server, to
+memory, or one that rotates its files) stays with the caller, and `read_loggers` reports that.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _KNOWN = (logging.StreamHandler, logging.NullHandler, *_FILES)
 
 @dataclass(frozen=True)
 class HandlerFacts:
-    """What is known of a handler.
+    """The description of a handler.
 
     Attributes:
         kind: its class.
-        stream: "stdout" or "stderr", where it writes to one.
-        path, encoding, errors: of its file, where it writes to one.
+        stream: "stdout" or "stderr", if it writes to one of them.
+        path, encoding, errors: of its file, if it writes to one.
     """
 
     kind: type[logging.Handler]
@@ -42,7 +42,7 @@ class HandlerFacts:
     errors: str | None = None
 
     def make(self) -> logging.Handler:
-        """A handler like it, in this process."""
+        """Make an equivalent handler in this process."""
         handler = self._open()
         handler.setLevel(self.level)
         handler.setFormatter(self.formatter)
@@ -53,14 +53,14 @@ class HandlerFacts:
         if self.stream:
             return logging.StreamHandler(getattr(sys, self.stream))
         if isinstance(self.kind, type) and issubclass(self.kind, logging.FileHandler):
-            # Appending, whatever the caller does: its lines are there already.
+            # Append even if the caller's handler does not: the caller's lines are already in the file.
             return self.kind(self.path, "a", self.encoding, delay=True, errors=self.errors)
         return self.kind()
 
 
 @dataclass(frozen=True)
 class LoggerFacts:
-    """What is known of a logger; `handlers` is None where those of the worker are to stay."""
+    """The description of a logger; `handlers` is None if the worker's handlers are to stay."""
 
     name: str
     level: int
@@ -72,12 +72,12 @@ class LoggerFacts:
 
 @dataclass(frozen=True)
 class Logging:
-    """What a worker needs to log as the caller does.
+    """What a worker needs in order to log as the caller does.
 
     Attributes:
-        loggers: those that are not as they were made, the root's first.
+        loggers: those that were changed since their creation, the root logger first.
         disabled: the level up to which nothing is logged.
-        level_names: by level, those of the caller's own too.
+        level_names: by level, including levels that the caller has added.
         left_out: what stays with the caller, in words.
     """
 
@@ -88,7 +88,7 @@ class Logging:
 
 
 def read_loggers() -> Logging:
-    """The loggers of this process."""
+    """Describe the loggers of this process."""
     left_out: list[str] = []
     loggers = [_describe(each, left_out) for each in _changed_loggers()]
     names = {level: name for name, level in logging.getLevelNamesMapping().items()}
@@ -96,11 +96,11 @@ def read_loggers() -> Logging:
 
 
 def adopt_loggers(facts: Logging) -> None:
-    """Let this process log as the one that they are from."""
+    """Make this process log like the one that the loggers are from."""
     for level, name in facts.level_names.items():
         if logging.getLevelName(level) != name:
             logging.addLevelName(level, name)
-    if logging.root.manager.disable != facts.disabled:  # whoever sets a level goes through all loggers
+    if logging.root.manager.disable != facts.disabled:  # setting it visits all loggers, so only if it differs
         logging.disable(facts.disabled)
     for each in facts.loggers:
         logger = logging.getLogger(each.name or None)
@@ -108,7 +108,8 @@ def adopt_loggers(facts: Logging) -> None:
             logger.setLevel(each.level)
         logger.propagate, logger.disabled, logger.filters[:] = each.propagate, each.disabled, each.filters
         if each.handlers is not None:
-            kept = [own for own in logger.handlers if type(own) not in _KNOWN]  # of a library that is imported here too
+            # of a library that is imported here as well
+            kept = [own for own in logger.handlers if type(own) not in _KNOWN]
             logger.handlers[:] = [*(handler.make() for handler in each.handlers), *kept]
 
 
@@ -124,7 +125,7 @@ def _changed_loggers() -> Iterator[logging.Logger]:
 def _describe(logger: logging.Logger, left_out: list[str]) -> LoggerFacts:
     name = "" if logger is logging.root else logger.name
     handlers: list[HandlerFacts] | None = None
-    if name.split(".")[0] != "torch":  # which gives its loggers handlers of its own, wherever it is imported
+    if name.split(".")[0] != "torch":  # torch adds its own handlers wherever it is imported
         described = [(each, _describe_handler(each)) for each in logger.handlers]
         handlers = [facts for _, facts in described if facts is not None]
         owner = f"logger {name!r}" if name else "the root logger"
@@ -135,13 +136,13 @@ def _describe(logger: logging.Logger, left_out: list[str]) -> LoggerFacts:
 
 
 def _is_of_library(name: str) -> bool:
-    """Whether a logger is that of an installed package, which gives it handlers wherever it is imported."""
+    """Whether a logger belongs to an installed package, which adds its handlers wherever it is imported."""
     file = getattr(sys.modules.get(name.partition(".")[0]), "__file__", None)
     return isinstance(file, str) and not is_users_file(file)
 
 
 def _describe_handler(handler: logging.Handler) -> HandlerFacts | None:
-    """None where a worker can have none like it."""
+    """Describe a handler; None if a worker cannot have an equivalent one."""
     if not (is_picklable(handler.formatter) and is_picklable(handler.filters)):
         return None
     known: dict[str, Any] = {

@@ -1,6 +1,6 @@
-"""What is said to the user: once in the life of a process, or while somebody waits.
+"""Messages to the user: once per process, or while the user is waiting.
 
-*Threads:* any; at worst two say the same at one moment.
+*Threads:* any; at worst two log the same message at the same time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def say_once(text: str) -> None:
 
 
 def say_if_watched(text: str) -> None:
-    """A line for somebody who sits before it: on a terminal or in a notebook; elsewhere `logging` has it as INFO."""
+    """Print a line for an interactive user, on a terminal or in a notebook; elsewhere, log it as INFO."""
     if _is_watched():
         print(f"unisono: {text}", file=sys.stderr, flush=True)
     else:
@@ -31,5 +31,5 @@ def say_if_watched(text: str) -> None:
 def _is_watched() -> bool:
     try:
         return "ipykernel" in sys.modules or sys.stderr.isatty()
-    except (AttributeError, ValueError):  # none, or a closed one
+    except (AttributeError, ValueError):  # stderr is missing or closed
         return False

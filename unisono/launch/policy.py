@@ -10,7 +10,7 @@ from unisono.launch.watching.output import OutputOptions
 
 @dataclass(frozen=True)
 class Policy:
-    """How a job is seen through; `spawn` says what each means."""
+    """How a job is run; the docstring of `spawn` describes each field."""
 
     start_method: str = "zygote"
     grace_s: float = 5.0

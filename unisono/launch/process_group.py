@@ -1,9 +1,9 @@
-"""A worker's way into its world, and out of it: the same on one machine, on several, and under other launchers.
+"""How a worker joins and leaves its world: the same on one machine, on several, and under other launchers.
 
-The ranks meet in a store: a file in the private directory of a group (`rendezvous.py`), where all are of one machine;
-else a small server, at the address that their place names. Agents serve it for as long as they live. Where a launcher
-serves none, rank zero does, in its own process; so rank zero is the last to go, or the reason of a failure would go
-with it before its peers have read it.
+The ranks meet in a store: a file in the private directory of a group (`rendezvous.py`) if all are on one machine,
+otherwise a small server at the address that their place names. Agents serve it throughout their lifetime. If a launcher
+serves none, rank zero does, in its own process; so rank zero exits last, since otherwise the reason of a failure would
+be lost before its peers have read it.
 
 *Threads:* the main one.
 """
@@ -27,11 +27,11 @@ from unisono.launch.hosts.store_server import quieten_store, serve_store
 from unisono.protocols import Backend
 from unisono.world import World
 
-_LINGER_S = 0.5  # how long the store of rank zero outlives a failure at most, for peers that still read why
-_CLOSE_S = 10.0  # and how long it waits for the last rank to leave
+_LINGER_S = 0.5  # how long rank zero's store outlives a failure at most, for peers that are still reading the reason
+_CLOSE_S = 10.0  # how long it waits for the last rank to leave
 _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 
-_kept: dist.distributed_c10d.Store | None = None  # the store that goes with rank zero, seen from this rank
+_kept: dist.distributed_c10d.Store | None = None  # the store that ends with rank zero, as seen from this rank
 
 
 def join(
@@ -41,10 +41,10 @@ def join(
     is_checked: bool = False,
     process_group: Literal["gloo"] | None = None,
 ) -> World:
-    """Take a place among the ranks: bind the device, make the process group, meet the peers.
+    """Join the ranks: bind the device, create the process group, meet the peers.
 
     Raises:
-        RuntimeError, OSError: the peers could not be reached; torch's own words, with what was tried in a note.
+        RuntimeError, OSError: the peers could not be reached; torch's own message, with a note on what was tried.
     """
     device = backend.enter_worker(place.local_rank, place.local_world_size)
     try:
@@ -60,8 +60,8 @@ def join(
                 device_id=bound_device(backend, device, process_group),
             )
         comm = process_communicator(backend, device, store, is_checked)
-        comm.barrier()  # or a rank that is done soon would leave while a slow one still connects to it
-        if not place.address:  # elsewhere it would cost a collective more
+        comm.barrier()  # otherwise a rank that ends soon would leave while a slow one is still connecting to it
+        if not place.address:  # with a server, this would cost another collective
             comm.announce("the beginning of fn")
     except (RuntimeError, OSError) as error:
         error.add_note(_explanation(place))
@@ -94,16 +94,17 @@ def depart(world: World, error: BaseException | None = None) -> None:
 
 
 def _go_last(store: dist.distributed_c10d.Store, world: World, patience_s: float) -> None:
-    """Rank zero waits until every rank has said good-bye; the others only say it."""
+    """Rank zero waits until every rank has signed off; the others only sign off."""
     gone = store.add("unisono/gone", 1)
     deadline = time.monotonic() + patience_s
     while world.rank == 0 and gone < world.world_size and time.monotonic() < deadline:
-        time.sleep(0.005)  # Store.wait would print warnings when the time is over, as it is after a peer was killed
+        time.sleep(0.005)  # Store.wait would print warnings on a timeout, which follows if a peer was killed
         gone = store.add("unisono/gone", 0)
 
 
 def _name_interface(place: Place) -> None:
-    """Tell gloo which interface leads to the peers; by itself it takes the one that the host's name resolves to."""
+    """Select the interface that leads to the peers for gloo, whose default is the one that the host name resolves
+    to."""
     interface: str | None = _LOOPBACK  # needs no name service, and offers no address of another network
     if place.address:
         address = address_towards(place.address, place.port)
@@ -124,8 +125,8 @@ def _store_of(place: Place, timeout: timedelta) -> dist.distributed_c10d.Store:
         server = dist.TCPStore(  # type: ignore[attr-defined]
             place.address, place.port, None, False, timeout, wait_for_workers=False
         )
-    # torchrun's store outlives a restart with the addresses of the dead in it. On one machine the restarts are counted
-    # alike; on several each agent counts its own, so that ours give the ranks of each start a name.
+    # torchrun's store outlives a restart, and still contains the addresses of dead ranks. On one machine all ranks
+    # count restarts alike; on several each agent has its own count, so our agents give each start of the ranks a name.
     prefix = place.store or (f"unisono/{place.restart_count}" if is_on_one_machine else "unisono")
     store = dist.PrefixStore(prefix, server)  # type: ignore[attr-defined]
     if not place.store:

@@ -1,18 +1,18 @@
-"""The private directory of a group: where its workers meet, and where all lies that they make for one another.
+"""The private directory of a group: where its workers meet, and where the files they make for one another are.
 
     <TMPDIR>/unisono-1-ab12cd34/     0700; the number is how deep the group is in groups
-        owner                        locked as long as the calling process lives
+        owner                        locked while the calling process is alive
         store                        the file in which the process group meets
         job                          what the workers are to do, with the caller's environment: 0600
         multiprocessing/             sockets of loader workers
         stacks-0, samples, ...       of the workers and their monitor
 
-No port is opened and no name is looked up, so any number of groups start side by side, and a broken resolver delays
-none of them. The directory of a group that a worker starts lies in that of the worker's own group and goes with it: who
-kills the outer workers kills the inner zygote too, before it can tidy up.
+No port is opened and no name is looked up, so any number of groups can start concurrently, and a broken resolver delays
+none of them. The directory of a group that a worker starts is inside that of the worker's own group and is removed with
+it: killing the outer workers also kills the inner zygote, before it can clean up.
 
-The caller removes it, else the zygote. What is left when both are killed at one moment, the first group of the next
-process removes (`sweep`).
+The caller removes it, or else the zygote. If both are killed at the same moment, the first group of the next process
+removes what is left (`sweep`).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.launch.worker import Job
 
 _NAME = re.compile(r"unisono-(\d+)-")  # of a directory, with the depth of its group
-_SHARING = "torch-shm-dir-"  # of the process that torch has for tensors in files, which is killed with its worker
-_MAX_DEPTH = 3  # groups in groups; each level multiplies the workers
+_SHARING = "torch-shm-dir-"  # of the process in which torch manages tensors in files, which is killed with its worker
+_MAX_DEPTH = 3  # nested groups; each level multiplies the workers
 _OLD_S = 60.0
 _swept: set[str] = set()
 
@@ -63,7 +63,8 @@ class Rendezvous:
 
 @contextmanager
 def rendezvous() -> Iterator[Rendezvous]:
-    """A rendezvous for one group, gone when the block ends. (The zygote removes it when the caller is killed.)"""
+    """Create a rendezvous for one group, and remove it after the block. (The zygote removes it if the caller is
+    killed.)"""
     outer = os.environ.get(OUTER_DIRECTORY, "")
     found = _NAME.match(Path(outer).name)
     depth = int(found[1]) if found else 0
@@ -94,21 +95,21 @@ def sweep(parent: Path) -> None:
 
 
 def _own(directory: Path, stack: contextlib.ExitStack) -> None:
-    """Let others see that the owner of a directory lives, until the stack ends."""
-    import fcntl  # which only a Unix has
+    """Lock a directory until the stack ends, so that others see that its owner is alive."""
+    import fcntl  # Unix only
 
     fresh = directory / "owner.new"
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT, 0o600)
     stack.callback(os.close, descriptor)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except OSError:  # no locks in this file system: nobody will sweep here
+    except OSError:  # the file system has no locks; then nothing is swept here either
         return
-    os.rename(fresh, directory / "owner")  # locked from its first moment
+    os.rename(fresh, directory / "owner")  # locked before it is visible
 
 
 def _is_deserted(directory: Path) -> bool:
-    """Whether the owner of a group's directory is dead; where nobody has said that it is owned, that is not known."""
+    """Whether the owner of a group's directory is dead; OSError if the directory has no owner file (yet)."""
     import fcntl
 
     with (directory / "owner").open("rb") as file:
@@ -120,7 +121,7 @@ def _is_deserted(directory: Path) -> bool:
 
 
 def _is_deaf(directory: Path) -> bool:
-    """Whether nobody listens at the socket in it, and it is not just being made."""
+    """Whether the directory's socket has no listener, and is not just being created."""
     if time.time() - directory.stat().st_mtime < _OLD_S:
         return False
     with socket.socket(socket.AF_UNIX) as sock:

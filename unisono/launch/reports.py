@@ -1,8 +1,8 @@
 """What a worker reports to its supervisor: messages through one pipe, of which the outcome is the last.
 
-A message is a head, its data, and the buffers that belong to it: the memory of large tensors in a result.
+A message consists of a header, its data, and the buffers that belong to it: the memory of large tensors in a result.
 
-*Threads:* in the worker, the main thread and the pulse's; a lock keeps their messages apart. In the caller, the
+*Threads:* in the worker, the main thread and the pulse's; a lock keeps their messages separate. In the caller, the
 supervisor's.
 """
 
@@ -22,32 +22,32 @@ import torch
 
 from unisono.pickling import block_of
 
-_HEADER = struct.Struct("!BQI")  # a message's kind, the length of its data, the number of buffers that come after it
+_HEADER = struct.Struct("!BQI")  # a message's kind, the length of its data, the number of buffers after it
 _CHUNK = 1 << 20
 
 
 class Kind(IntEnum):
-    """What a message is."""
+    """The kinds of messages."""
 
     PULSE = 1  # a pickled `Pulse`
-    HEEDS_STOP = 2  # SIGTERM is a request to this worker, which it answers at its next step: see `should_stop`
+    HEEDS_STOP = 2  # SIGTERM is a request to this worker, which acts on it at its next step: see `should_stop`
     STOPPED = 3  # all ranks have agreed to stop; the outcome is that of an early end
     OUTCOME = 4  # an `Outcome` as bytes
-    BEGUN = 6  # fn is called now
-    NOTE = 5  # text for the user, the same from each rank, to be shown once
+    BEGUN = 6  # fn is about to be called
+    NOTE = 5  # text for the user, the same from each rank, shown only once
 
 
 @dataclass(frozen=True)
 class Pulse:
-    """A sign of life.
+    """A worker's progress report.
 
     Attributes:
-        progress: grows with every collective, batch and step.
+        progress: increases with every collective, batch and step.
         doing: the collective that the rank is in, in words; empty outside one.
-        device_bytes: memory in use on the rank's device, where that is not main memory.
-        step: how many steps its optimizers have taken.
-        samples_per_s: that its loops have taken since the pulse before.
-        loss: of the latest `backward(loss)`.
+        device_bytes: memory in use on the rank's device, unless that is main memory.
+        step: the number of steps its optimizers have taken.
+        samples_per_s: the rate at which its loops have consumed samples since the previous pulse.
+        loss: the loss of the latest `backward(loss)`.
     """
 
     progress: int
@@ -60,7 +60,7 @@ class Pulse:
 
 @dataclass(frozen=True)
 class Message:
-    """What came: its kind, its bytes, and the buffers that they refer to."""
+    """A received message: its kind, its bytes, and the buffers that they refer to."""
 
     kind: Kind
     data: bytes
@@ -75,7 +75,7 @@ class Reporter:
         self._lock = threading.Lock()
 
     def send(self, kind: Kind, data: bytes = b"", buffers: Sequence[memoryview] = ()) -> None:
-        """Send one message whole, or none when the caller is gone. Nothing is sent after the outcome."""
+        """Send one message completely, or nothing if the caller is gone. Nothing is sent after the outcome."""
         with self._lock, contextlib.suppress(BrokenPipeError):
             if self._descriptor < 0:
                 return
@@ -99,9 +99,9 @@ class Reporter:
 
 
 class Inbox:
-    """The supervisor's end: what can be read goes in, whole messages come out.
+    """The supervisor's end: raw data goes in, complete messages come out.
 
-    Buffers are read into memory of their own, which becomes that of the tensors, so they are copied once.
+    Buffers are read into separate memory, which becomes that of the tensors, so they are copied only once.
     """
 
     def __init__(self) -> None:
@@ -110,10 +110,11 @@ class Inbox:
         self._data: bytes | None = None  # of a message whose buffers are being read
         self._lengths: list[int] = []  # of buffers to come
         self._buffers: list[Any] = []
-        self._left = memoryview(b"")  # of the last of the buffers
+        self._left = memoryview(b"")  # the unread part of the latest buffer
 
     def read(self, descriptor: int) -> bool:
-        """Read once, as much as there is room for; False at the end. BlockingIOError where there is nothing yet."""
+        """Read once, up to the available room; False at the end of the stream. BlockingIOError if there is nothing
+        yet."""
         if self._left:
             count = os.readv(descriptor, [self._left[:_CHUNK]])
             self._left = self._left[count:]
@@ -123,7 +124,7 @@ class Inbox:
         return bool(data)
 
     def take(self) -> Iterator[Message]:
-        """The messages that are complete now."""
+        """Yield the messages that are complete now."""
         while self._data is not None or self._begin():
             while not self._left and self._lengths:
                 self._add_buffer(self._lengths.pop(0))
@@ -135,7 +136,7 @@ class Inbox:
             yield message
 
     def _begin(self) -> bool:
-        """Take the head of the next message, and its data; whether they are there."""
+        """Parse the header and data of the next message; return whether they have arrived."""
         if len(self._received) < _HEADER.size:
             return False
         kind, length, count = _HEADER.unpack_from(self._received)
@@ -158,7 +159,7 @@ class Inbox:
 
 
 def _widen(descriptor: int) -> None:
-    """Let the pipe hold more at once, which halves the time of large results; a user's pipes have a limit together."""
+    """Enlarge the pipe's buffer, which halves the time of large results; the total of a user's pipes is limited."""
     with contextlib.suppress(OSError, AttributeError):  # Linux only
         import fcntl
 

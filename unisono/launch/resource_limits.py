@@ -1,7 +1,7 @@
-"""What a machine has no more of: which limit a failure has met, how much of it is in use, and how to get more.
+"""Exhausted resources: which limit an error has hit, how much of it is in use, and how to raise it.
 
-The system's own words ("Too many open files") name neither. Its errors come as OSError, and from native code as
-RuntimeError with the same words.
+The system's own message ("Too many open files") says neither. Its errors are raised as OSError, and by native code as
+RuntimeError with the same message.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _NEARLY_FULL = 1 << 20  # bytes that are left
 
 
 def add_limit_note(error: BaseException) -> None:
-    """Add to an error what limit it has met, where it has met one."""
-    with contextlib.suppress(Exception):  # what is read here may be short, too
+    """Add a note to an error about the limit that it has hit, if any."""
+    with contextlib.suppress(Exception):  # reading the limits may fail for the same reason
         add_note_once(error, describe_limit(error))
 
 
 def describe_limit(error: BaseException, root: Path = _ROOT) -> str:
-    """What limit an error, or its cause, has met, and the way out; empty where it has met none.
+    """Describe the limit that an error, or its cause, has hit, and how to raise it; empty if it has hit none.
 
     Args:
-        root: of the file system whose /proc and control groups are read.
+        root: the root of the file system whose /proc and control groups are read.
     """
     for link in chain_of(error):
         for code, words, describe in _KINDS:
-            # Errors of others may have codes that mean something else.
+            # Other errors may use codes that mean something else.
             is_meant = link.errno == code if isinstance(link, OSError) and link.errno else words in str(link)
             if is_meant and isinstance(link, OSError | RuntimeError):
                 return describe(link, root)
@@ -44,7 +44,7 @@ def describe_limit(error: BaseException, root: Path = _ROOT) -> str:
 
 
 def describe_mapped_memory() -> str:
-    """What a process may have met that was killed by SIGBUS."""
+    """What may have led to SIGBUS in a process."""
     fullness = _fullness(_SHM)
     return f"; memory that was mapped could not be had{': ' + fullness if fullness else ', as where /dev/shm is full'}"
 
@@ -63,7 +63,7 @@ def _open_files(error: BaseException, root: Path) -> str:
 
 
 def _processes(error: BaseException, root: Path) -> str:
-    """Of the limits on processes and threads, the one that is nearest."""
+    """The limit on processes and threads that is closest to being reached."""
     import resource
 
     found = []
@@ -86,7 +86,7 @@ def _processes(error: BaseException, root: Path) -> str:
 
 
 def _room(error: BaseException, root: Path) -> str:
-    """Of the places where a run writes, those that are full or cannot be written to."""
+    """The places where a run writes that are full or not writable."""
     named = [Path(name).parent for name in (getattr(error, "filename", None),) if isinstance(name, str)]
     texts = [text for place in dict.fromkeys([*named, Path(tempfile.gettempdir()), _SHM]) if (text := _fullness(place))]
     return "; ".join(texts)

@@ -1,13 +1,13 @@
-"""What `unisono run` is asked to run: a script, a module, or a function of a module.
+"""What `unisono run` runs: a script, a module, or a function of a module.
 
 `script.py` runs as `python script.py` would run it: as `__main__`, with its arguments in `sys.argv` and its directory
 first in `sys.path`. A module runs as by `python -m`. `package.module:function` is imported and called with the rank, as
-`spawn` does; arguments follow in `sys.argv`.
+`spawn` does; arguments are in `sys.argv`.
 
-It has its world already; `unisono.spawn(fn)` and `unisono.join_world()` in it find that they are in one. What is
-written for torchrun finds torchrun's variables, and may initialise torch's process group itself (`script_group.py`).
+The world is set up beforehand; `unisono.spawn(fn)` and `unisono.join_world()` detect that they are in one. Programs
+written for torchrun find torchrun's variables, and may initialise torch's process group themselves (`script_group.py`).
 
-The command itself imports nothing of the user's: that is the workers' to do.
+The command itself imports none of the user's code: that is left to the workers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Target:
     """What is run.
 
     Attributes:
-        name: as it was given: a script, a module, or `module:function`.
+        name: as given: a script, a module, or `module:function`.
         argv: its arguments.
         is_module: whether the name is that of a module to run.
     """
@@ -53,7 +53,7 @@ class Target:
 
 
 def check_target(target: Target) -> None:
-    """Refuse a target that cannot be run, before anything is started, and without running any of it.
+    """Check that the target can be run, before anything is started, and without running any of it.
 
     Raises:
         ValueError: there is no such script, or the text is neither a script nor `module:function`.
@@ -71,11 +71,11 @@ def check_target(target: Target) -> None:
 
 
 def find_function(name: str) -> Any:
-    """The function that `package.module:function` names.
+    """Return the function that `package.module:function` names.
 
     Raises:
         UnisonoError: the module has no such function.
-        Exception: whatever its import raises.
+        Exception: an error of its import.
     """
     module_name, path = _split(name)
     found: Any = importlib.import_module(module_name)
@@ -91,12 +91,12 @@ def find_function(name: str) -> Any:
 
 
 def run_target(rank: int, target: Target) -> None:
-    """Run it in this process, which has its world; `sys.exit(0)` is a good end, as for any script.
+    """Run the target in this process, which has its world; `sys.exit(0)` is a success, as for any script.
 
-    So is an early end that the ranks have agreed on: whoever runs the target finds it noted (`preemption.is_agreed`).
+    So is an early end that the ranks have agreed on; `preemption.is_agreed` reports it to the caller.
 
     Raises:
-        BaseException: what the target raised; SystemExit with another code than 0 too.
+        BaseException: what the target raised; includes SystemExit with a code other than 0.
     """
     sys.argv[:] = [target.name, *target.argv]
     announce(_place_of(current_world()))  # to `spawn` in the script
@@ -119,19 +119,20 @@ def run_target(rank: int, target: Target) -> None:
 
 
 def run_worker_target(rank: int, target: Target, variables: Mapping[str, str]) -> None:
-    """Run it as a worker of `spawn`, whose words about `sys.exit` are for functions: a script may call it.
+    """Run the target as a worker of `spawn`. Unlike a function, for which `spawn` reports it, a script may call
+    `sys.exit`.
 
     Args:
-        variables: of the run, as `variables_of_run` gives them, and those of where it runs, unless they are set; those
-            of this rank are added.
+        variables: those of the run, as `variables_of_run` returns them, and those of its machine, unless they are set;
+            those of this rank are added.
 
     Raises:
-        WorkerDiedError: the target called `sys.exit` with another code than 0.
+        WorkerDiedError: the target called `sys.exit` with a code other than 0.
         BaseException: what the target raised.
     """
     try:
         with variables_set({**variables, **_variables_of_rank(current_world())}):
-            take(_place_of(current_world(), os.environ))  # what the script starts is not this rank
+            take(_place_of(current_world(), os.environ))  # child processes of the script are not this rank
             run_target(rank, target)
     except StoppedError:
         raise
@@ -141,7 +142,7 @@ def run_worker_target(rank: int, target: Target, variables: Mapping[str, str]) -
 
 
 def variables_of_run(run_id: str | None, max_restarts: int) -> dict[str, str]:
-    """Those of torchrun's variables that are the same for each rank; libraries know by them who has started it."""
+    """Those of torchrun's variables that are the same for each rank; libraries detect torchrun by them."""
     return {
         "TORCHELASTIC_RUN_ID": run_id or "unisono",
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
@@ -151,7 +152,7 @@ def variables_of_run(run_id: str | None, max_restarts: int) -> dict[str, str]:
 
 
 def variables_of_machine() -> dict[str, str]:
-    """Those of a run on this machine alone. Nobody listens at the port: a script's rank zero may serve there."""
+    """Those of a run on this machine alone. The port is free: a script's rank zero may serve a store on it."""
     with socket.socket() as probe:
         probe.bind((_LOCAL, 0))
         port = probe.getsockname()[1]
@@ -171,7 +172,7 @@ def _variables_of_rank(world: World) -> dict[str, str]:
 
 @contextmanager
 def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
-    """Have the variables in the block; what it changes of the others stays, but for the place that it has taken."""
+    """Set the variables during the block; its changes to other variables persist, except for the place it has taken."""
     before = {name: os.environ.get(name) for name in (*variables, TAKEN)}
     os.environ.update(variables)
     try:
@@ -209,10 +210,10 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def _check_module(name: str, target: str) -> None:
-    """Find a module without importing it or what it is in.
+    """Find a module without importing it or its parent packages.
 
     Raises:
-        ModuleNotFoundError: there is none; the message says how far the name leads.
+        ModuleNotFoundError: there is no such module; the message says which part of the name exists.
     """
     found: ModuleSpec | None = None
     parts = name.split(".")
@@ -234,7 +235,7 @@ def _spec_of(path: str, places: Sequence[str] | None) -> ModuleSpec | None:
 
 
 def _set_first_path(directory: str) -> None:
-    """Put it where `python` puts the directory of a script."""
+    """Put the directory first in `sys.path`, as `python` does with that of a script."""
     if sys.path and sys.path[0] != directory:
         sys.path.insert(0, directory)
 

@@ -1,9 +1,9 @@
-"""Scripts that initialise torch's process group themselves, in a process that has joined its world already.
+"""Scripts that initialise torch's process group themselves, in a process that has already joined its world.
 
-What is written for torchrun, or for torch's own `spawn`, calls `init_process_group`, trains, and calls
-`destroy_process_group`. Here it gets the group that it asks for, with its own backend, time-out and options, in the
-place of ours: the ranks meet in the store that they share, and no port is opened. A script that asks `is_initialized()`
-first finds ours, and one that names a family of devices as its backend, as PyTorch/XLA's do, means ours.
+Code written for torchrun, or for torch's own `spawn`, calls `init_process_group`, trains, and calls
+`destroy_process_group`. Here it gets the group that it asks for, with its own backend, timeout and options, in place of
+ours: the ranks meet in the store that they share, and no port is opened. A script that first checks `is_initialized()`
+finds our group, and one that names a device family as its backend, as PyTorch/XLA's do, gets ours.
 
 *Threads:* the one that initialises groups.
 """
@@ -22,13 +22,13 @@ import torch.distributed as dist
 from unisono.backends import NAMES
 from unisono.comm.shutdown import free_reducers_before_groups
 
-_OURS = (None, "env://")  # who says nothing else means the group that the launcher has announced
+_OURS = (None, "env://")  # without further arguments, the announced group is meant
 
 
 def let_scripts_initialise() -> None:
-    """From now on the default process group of this process, which is there, may be initialised once more.
+    """Allow a script to initialise the default process group of this process, which exists already, once more.
 
-    Its end does not hang while models that it has reduced are still there.
+    Destroying that group does not hang while models that it has reduced still exist.
     """
     free_reducers_before_groups()
     ours = weakref.ref(dist.group.WORLD)
@@ -64,13 +64,13 @@ def let_scripts_initialise() -> None:
 
 
 def _wait_for_all(store: dist.distributed_c10d.Store, world_size: int) -> None:
-    """A rank that ends its group at once would otherwise close connections that a peer is still opening (gloo)."""
+    """Wait for all ranks: one that ends its group early would close connections that a peer is still opening (gloo)."""
     if store.add("begun", 1) == world_size:
         store.set("all_begun", "")
     store.wait(["all_begun"])
 
 
 def install(init_process_group: Callable[..., None]) -> None:
-    """Put it into the place of torch's."""
+    """Replace torch's function."""
     for module in (dist, dist.distributed_c10d):
-        module.init_process_group = init_process_group  # type: ignore[attr-defined] # of one of the two, mypy knows
+        module.init_process_group = init_process_group  # type: ignore[attr-defined] # mypy knows it of only one

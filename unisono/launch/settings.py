@@ -1,11 +1,12 @@
-"""What a script has set above `spawn` and its workers find set: of the interpreter, the process, torch and numpy.
+"""Settings that a script made before `spawn`, and its workers inherit: of the interpreter, the process, torch and
+NumPy.
 
-A worker comes from another process, and would have the defaults. So the caller reads each setting of `SETTINGS`, and a
-worker sets those in which it differs, before it imports the modules of `fn`. Loggers are a matter of their own
-(`loggers.py`); what an interpreter is started with (`-W`, `-X`, `-O`) the zygote has from its command line.
+A worker is forked from another process, and would have the defaults. So the caller reads each setting of `SETTINGS`,
+and a worker sets those in which it differs, before it imports the modules of `fn`. Loggers are handled separately
+(`loggers.py`); the interpreter's options (`-W`, `-X`, `-O`) are on the zygote's command line.
 
-*Threads:* the modes of torch and the context of decimal belong to a thread: read in the one that calls `spawn`, they
-are set in the one that runs `fn`.
+*Threads:* the modes of torch and the context of decimal belong to a thread: they are read in the one that calls
+`spawn`, and set in the one that runs `fn`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ else:
 
 
 def _umask() -> int | None:
-    """Without setting it, which another thread's new file would see; None where the system does not say."""
+    """Read without setting it, which could affect a file that another thread creates; None if the system does not
+    report it."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
@@ -101,7 +103,7 @@ def _decimal_context() -> decimal.Context:
 
 
 def _stack_size() -> int:
-    size = threading.stack_size()  # which resets it
+    size = threading.stack_size()  # this call resets it
     threading.stack_size(size)
     return size
 
@@ -120,7 +122,7 @@ def _time_zone() -> tuple[str, ...]:
 
 
 def _set_time_zone(_: tuple[str, ...]) -> None:
-    time.tzset()  # from the environment, which is the caller's by now
+    time.tzset()  # from the environment, which by now is the caller's
 
 
 def _locale() -> str:
@@ -140,7 +142,7 @@ def _set_start_method(method: str | None) -> None:
 
 
 def _numpy_generator() -> tuple[Any, ...] | None:
-    """None where nobody has drawn or seeded: the module is imported when it is first used."""
+    """None if unused: NumPy imports the module on first use, to draw or to seed."""
     if "numpy.random" not in sys.modules:
         return None
     kind, words, *rest = sys.modules["numpy.random"].get_state()
@@ -150,7 +152,7 @@ def _numpy_generator() -> tuple[Any, ...] | None:
 def _set_numpy_generator(state: tuple[Any, ...] | None) -> None:
     import numpy
 
-    if state is None:  # the zygote may have imported it, and no two workers are to draw its numbers
+    if state is None:  # the zygote may have imported it, and no two workers may draw the same numbers
         numpy.random.seed()
     else:
         kind, words, *rest = state
@@ -158,7 +160,7 @@ def _set_numpy_generator(state: tuple[Any, ...] | None) -> None:
 
 
 def _of_numpy(read: Callable[[Any], Any], write: Callable[[Any, Any], object]) -> Switch:
-    """A setting of numpy; a caller that has not imported it has set nothing."""
+    """A setting of NumPy; a caller that has not imported it has changed none."""
 
     def get() -> Any:
         return read(sys.modules["numpy"]) if "numpy" in sys.modules else None
@@ -178,7 +180,7 @@ PROCESS: dict[str, Switch] = {
     "os.sched_setaffinity": (_affinity, _set_affinity),
     "resource.setrlimit": (_limits, _set_limits),
 }
-"""Set first: threads and files that come later have it from there."""
+"""Set first, so that threads and files created later get them."""
 
 INTERPRETER: dict[str, Switch] = {
     "random.seed": (random.getstate, random.setstate),
@@ -205,15 +207,15 @@ INTERPRETER: dict[str, Switch] = {
 _GENERATORS = ("random.seed", "numpy.random.seed", "torch.manual_seed")
 
 SETTINGS: dict[str, Switch] = {**PROCESS, **INTERPRETER, **SWITCHES}
-"""By the name under which a program sets it: how it is read, and how it is set."""
+"""Each setting's getter and setter, by the name under which a program sets it."""
 
 
 class Value(NamedTuple):
-    """A setting on its way.
+    """A setting in transit.
 
     Attributes:
-        data: pickled; the same bytes are the same value.
-        own: in its place, what has classes of `__main__` in it, which travel with the call.
+        data: pickled; equal bytes mean equal values.
+        own: used instead of `data` for a value with classes of `__main__`, which are pickled with the call.
     """
 
     data: bytes
@@ -227,7 +229,7 @@ class Settings:
     Attributes:
         values: by the names of `INTERPRETER` and `SWITCHES`.
         loggers: the caller's.
-        seed: that torch's generators were seeded with; those of the devices are in no other process.
+        seed: the seed of torch's generators; the state of the devices' generators exists in no other process.
     """
 
     values: dict[str, Value]
@@ -236,22 +238,22 @@ class Settings:
 
     @classmethod
     def read(cls) -> Settings:
-        """Those of this process, and of the calling thread."""
+        """The settings of this process and of the calling thread."""
         return cls(read_settings({**INTERPRETER, **SWITCHES}), read_loggers(), torch.initial_seed())
 
 
-_inherited: dict[str, Value] = {}  # in a worker: how the zygote was set when it was forked
+_inherited: dict[str, Value] = {}  # in a worker: the settings of the zygote when it was forked
 
 
 def remember_settings() -> None:
-    """In the zygote: its workers need not read what they have inherited, for milliseconds each."""
+    """In the zygote: save its workers from reading what they have inherited, which takes milliseconds in each."""
     _inherited.update(read_settings(SETTINGS))
     for name in _GENERATORS:
-        _inherited.pop(name, None)  # Python's is another one after a fork
+        _inherited.pop(name, None)  # Python's is reseeded after a fork
 
 
 def read_settings(names: Iterable[str]) -> dict[str, Value]:
-    """How this process, and the calling thread, are set; without what cannot be read."""
+    """The settings of this process and of the calling thread, except those that cannot be read."""
     found = {}
     for name in names:
         with contextlib.suppress(Exception):  # torch refuses to report what was set in two ways
@@ -262,10 +264,10 @@ def read_settings(names: Iterable[str]) -> dict[str, Value]:
 
 
 def adopt_settings(settings: dict[str, Value], names: Iterable[str]) -> dict[str, str]:
-    """Set what differs, of those names.
+    """Set those of the named settings that differ.
 
     Returns:
-        By name, why a setting could not be had.
+        By name, why a setting could not be set.
     """
     chosen = {name: settings[name] for name in names if name in settings}
     ours = _inherited or read_settings(chosen)

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 class SpawnOptions(TypedDict, total=False):
-    """The keyword-only arguments of `spawn`, which says what each means."""
+    """The keyword-only arguments of `spawn`; its docstring describes each."""
 
     backend: str | None
     start_method: str | None
@@ -111,51 +111,53 @@ def spawn(
 ) -> list[Any] | ProcessContext:
     """Call `fn(index, *args)` in one worker process per device.
 
-    `fn` travels by value, so closures, lambdas and functions of a notebook work, and no main guard is needed. Modules
-    travel by name: workers import them themselves.
-    Each worker has its world (`rank()`, `all_reduce`, ...) ready when `fn` begins. One failing worker stops the group.
+    `fn` is pickled by value, so closures, lambdas and functions defined in a notebook work, and no main guard is
+    needed. Modules are pickled by name: workers import them themselves.
 
-    In a process that a launcher has started (torchrun, `unisono run`, SLURM, Kubernetes) nothing is started: `fn` is
-    called here, as the rank that the launcher announced, and every rank gets all results.
+    Each worker's world (`rank()`, `all_reduce`, ...) is set up before `fn` is called. If one worker fails, the whole
+    group is stopped.
+
+    In a process that was started by a launcher (torchrun, `unisono run`, SLURM, Kubernetes), `spawn` starts no
+    processes: it calls `fn` in this process, as the rank that the launcher announced, and every rank gets all results.
 
     Args:
-        fn: called as `fn(index, *args)`, index from 0 to nprocs - 1.
+        fn: called as `fn(index, *args)`, with index from 0 to nprocs - 1.
         args: further positional arguments, the same for each worker.
-        nprocs: number of workers; None takes every device of the family. 1 with `join=True` and no option that needs
-            a process of its own runs `fn` in the calling process, with a world of its own.
-        join: wait for the workers and return their results; False returns a `ProcessContext` at once.
-        daemon: with `join=False`, end the workers when the calling process ends, instead of waiting for them.
+        nprocs: the number of workers; None uses every device of the family. With 1, `join=True` and no option that
+            needs a separate process, `fn` runs in the calling process, with a world of its own.
+        join: wait for the workers and return their results; False returns a `ProcessContext` immediately.
+        daemon: with `join=False`, end the workers when the calling process exits, instead of waiting for them.
         backend: the device family, "cpu", "cuda", ...; None picks one, accelerators first.
         start_method: "zygote" forks workers from a process that has imported torch and run nothing; "spawn" starts a
-            fresh interpreter for each, for libraries that survive no fork; None takes the fastest of the platform.
-        num_threads: CPU threads per worker; None takes OMP_NUM_THREADS, else shares the usable cores evenly.
-        num_loader_workers: of each worker's DataLoader, which then get their share of the cores, too.
-        pin_cores: keep each worker, and what it starts, to cores of its own, of one NUMA node where that is possible.
+            fresh interpreter for each, for libraries that are not fork-safe; None uses the platform's fastest.
+        num_threads: CPU threads per worker; None uses OMP_NUM_THREADS, or else divides the usable cores evenly.
+        num_loader_workers: DataLoader workers per worker, which then get their share of the cores as well.
+        pin_cores: pin each worker, and the processes it starts, to cores of its own, of one NUMA node where possible.
         timeout: how long a collective waits for a peer before it gives up; a last resort.
-        hang_timeout_s: seconds without progress of any rank (a collective, a batch, a step) after which the group is
-            stopped with a WorkerHungError; None takes most of `timeout`, where a rank waits in a collective.
-        max_restarts: how often a group that has failed is restarted, with `restart_count` + 1 in its world; `fn`
-            continues from its own checkpoint.
+        hang_timeout_s: seconds without progress on any rank (a collective, a batch, a step) after which the group is
+            stopped with a WorkerHungError; None uses most of `timeout`, if a rank is waiting in a collective.
+        max_restarts: how many times a failed group is restarted, with `restart_count` + 1 in its world; `fn` continues
+            from its own checkpoint.
         grace_s: seconds that a worker has between SIGTERM (or SIGINT) and SIGKILL.
-        log_dir: where a directory of this run is made: each rank's stdout and stderr, events, the monitor's samples.
-        log_ranks: show the output of these ranks only; the files have all.
-        prefix: begin each line with "[rank 1] "; None does so on stderr and leaves stdout as it is.
-        carry: imported modules whose globals have been changed, and are to be in the workers as they are here.
+        log_dir: the parent of this run's log directory: each rank's stdout and stderr, events, the monitor's samples.
+        log_ranks: show the output of these ranks only; the log files contain every rank's.
+        prefix: begin each line with "[rank 1] "; None does so on stderr and leaves stdout unchanged.
+        carry: imported modules whose globals were changed at run time; the workers get them with their current values.
         log_format: "json" shows each line that a worker writes as an object with time, rank, stream and text.
-        process_group: how torch.distributed reduces: None takes memory that the workers share, and NCCL on CUDA; "gloo"
-            sends over the loopback, and lets several workers share a GPU, as tests may.
+        process_group: how torch.distributed reduces: None uses memory shared between the workers, and NCCL on CUDA;
+            "gloo" sends over the loopback interface and lets several workers share a GPU, which is useful in tests.
 
     Returns:
         The values that `fn` returned, by rank.
 
     Raises:
-        TypeError, ValueError: an argument is not what it must be; nothing has been started.
+        TypeError, ValueError: an argument is invalid; no process was started.
         UnpicklableError: `fn`, `args` or a result cannot be sent between processes.
-        WorkerDiedError: a worker was killed or exited before `fn` returned.
+        WorkerDiedError: a worker was killed, or exited before `fn` returned.
         WorkerHungError: no rank made progress.
-        StoppedError: the ranks came to an agreed early end (`should_stop`); it has their results.
-        BaseException: whatever a worker raised, in its own type; its `__cause__` shows the remote traceback, notes
-            give rank, device, pid, node and restart count, and `failures` has the errors of all ranks.
+        StoppedError: the ranks agreed to stop early (`should_stop`); it holds their results.
+        BaseException: the exception of a worker, in its own type; its `__cause__` shows the remote traceback, notes
+            give rank, device, pid, node and restart count, and `failures` holds the errors of all ranks.
     """
     refuse_while_loading()
     check_call(fn, args)
@@ -200,7 +202,7 @@ def spawn(
     return context
 
 
-_PULSE_S = 1.0  # between two looks at how far a worker is
+_PULSE_S = 1.0  # seconds between two checks of a worker's progress
 
 
 def make_policy(
@@ -215,10 +217,10 @@ def make_policy(
     prefix: bool | None = None,
     log_format: str = "text",
 ) -> Policy:
-    """How the workers are started, watched and ended, by the arguments of `spawn`, checked.
+    """Validate the arguments of `spawn` that say how workers are started, watched and ended, and make a policy of them.
 
     Args:
-        count: how many ranks there are in all; None where that is not known yet.
+        count: the total number of ranks; None if it is not known yet.
     """
     if prefix is not None and not isinstance(prefix, bool):
         raise TypeError(f"prefix={prefix!r} is a {type(prefix).__name__}; pass True, False or None")
@@ -246,10 +248,10 @@ def make_job(
     is_checked: bool = False,
     process_group: Literal["gloo"] | None = None,
 ) -> Job:
-    """What `count` workers of this machine are given, all but where they meet.
+    """Make the job for `count` workers on this machine, complete except for the rendezvous.
 
     Raises:
-        UnpicklableError: `fn` or `args` cannot be sent to them.
+        UnpicklableError: `fn` or `args` cannot be sent to the workers.
     """
     settings = Settings.read()
     for each in settings.loggers.left_out:
@@ -268,7 +270,7 @@ def make_job(
 
 
 def _tell_idle_options(join: bool, **options: object) -> None:
-    """What only the one who starts the workers can do is not passed over in silence where that is somebody else."""
+    """Report options that only the process starting the workers can honour, where the launcher is that process."""
     if not join:
         raise UnisonoError(
             "spawn(join=False) would start workers and continue, but a launcher has started this process as one of its "
@@ -283,11 +285,12 @@ def _tell_idle_options(join: bool, **options: object) -> None:
 
 
 def settle_streams() -> None:
-    """Make our standard streams fit for the workers, which write to the same."""
+    """Prepare this process's standard streams, which the workers share."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
-            stream.flush()  # what was printed before the workers' lines stands before them
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # whoever started us has closed it
+            stream.flush()  # earlier output has to appear before the workers' lines
+    # our parent closed it; a free low descriptor would be reused
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
 

@@ -1,8 +1,8 @@
-"""What is done when a group seems to hang: its ranks are asked for their stacks, and a moment later it is said who is
-late.
+"""What happens when a group seems to hang: its ranks are asked for their stacks, and then the late ranks are named.
 
-Each of several machines reports to the others how far its ranks are (`Word`), so all know when none moves any more. The
-first to find it asks the others; each shows the stacks of its own ranks, and the one that has them all reports.
+Each of several machines reports the progress of its ranks to the others (`Word`), so all notice when none moves any
+more. The first to notice asks the others; each sends the stacks of its own ranks, and the one that has them all
+reports.
 
 *Threads:* the supervisor's.
 """
@@ -26,20 +26,20 @@ from unisono.stacks import main_stack
 if TYPE_CHECKING:
     from unisono.launch.hosts.other_machines import OtherMachines, Word
 
-_IDLE = 0.05  # of a CPU: what threads of a process that waits need, which look at the clock
-_STACKS_S = 0.5  # how long the workers of a group that hangs have to write their stacks
-_OTHERS_S = 5.0  # how long other machines have to show theirs: some beats of theirs and ours
+_IDLE = 0.05  # of a CPU: what the threads of a waiting process use to check the clock
+_STACKS_S = 0.5  # how long the workers of a hung group have to write their stacks
+_OTHERS_S = 5.0  # how long other machines have to send theirs: several beats of theirs and ours
 
 
 class StackCollection:
-    """A group's, from the first doubt to the error, or to the next progress.
+    """The collection for one group, from the first doubt to the error, or to the next progress.
 
     Args:
-        watch: when the group hangs.
+        watch: decides when the group hangs.
         here: the ranks of this machine.
         directory: where they write their stacks.
-        ask: sends the workers the signal for it.
-        others: the other machines, where the group has ranks on some.
+        ask: sends the workers the signal to write them.
+        others: the other machines, if the group has ranks there.
     """
 
     def __init__(
@@ -55,21 +55,21 @@ class StackCollection:
         self._directory = directory
         self._ask = ask
         self._others = others
-        self._due: float | None = None  # when the stacks that were asked for are expected
-        self._sizes: dict[int, int] = {}  # how long the files of the ranks' stacks were before
-        self._cpu_s = 0.0  # what they had used of the CPU
-        self._stacks: dict[int, str] | None = None  # of the ranks here, while those of the others are awaited
+        self._due: float | None = None  # when the requested stacks are expected
+        self._sizes: dict[int, int] = {}  # the previous sizes of the ranks' stack files
+        self._cpu_s = 0.0  # their CPU seconds at that time
+        self._stacks: dict[int, str] | None = None  # of this machine's ranks, while waiting for those of the others
         self._words: dict[int, Word] = {}  # the last of each other machine
-        self._told: dict[int, tuple[int, str]] = {}  # of the ranks here, to the other machines
+        self._told: dict[int, tuple[int, str]] = {}  # what the other machines were last told about this machine's ranks
 
     def due(self) -> float | None:
-        """When to `face` it, unless something happens before."""
+        """When to call `face`, unless something happens before."""
         if self._due is not None:
             return self._due
         return min((each for each in (self._watch.deadline(), self._watch.doubt()) if each), default=None)
 
     def tell_progress(self) -> None:
-        """Let the other machines know how far the ranks are here; what was shown of their stacks is old then."""
+        """Report the progress of this machine's ranks to the others; it invalidates stacks collected before."""
         pulses = {rank: (its.progress, its.doing) for rank, its in self._watch.pulses.items() if rank in self._here}
         if self._others is not None and pulses != self._told:
             self._told, self._stacks = pulses, None
@@ -77,7 +77,7 @@ class StackCollection:
             self._others.say(pulses=pulses, returned=returned, stacks={})
 
     def hear(self, word: Word, now: float, running: Sequence[Worker]) -> None:
-        """Another machine has sent how far its ranks are, or has asked."""
+        """Handle another machine's word: the progress of its ranks, or a request for stacks."""
         before = self._words.get(word.machine)
         self._words[word.machine] = word
         for rank, (progress, doing) in word.pulses.items():
@@ -91,10 +91,10 @@ class StackCollection:
             self._due = now
 
     def face(self, now: float, running: Sequence[Worker]) -> WorkerHungError | None:
-        """Ask for the stacks; later, unless a rank has moved, the error that says who is late.
+        """Request the stacks; on a later call, unless a rank has moved, return the error that names the late ranks.
 
         Args:
-            running: the workers here that have not come to their end.
+            running: the workers on this machine that have not ended.
         """
         if self._due is None:
             self._begin(now, running)
@@ -143,7 +143,7 @@ class StackCollection:
         return hung_error(watch, stacks, sorted(ranks), is_deadlock=not is_over)
 
     def _is_answered(self) -> bool:
-        """Whether all machines that have ranks left have shown where these stand."""
+        """Whether all machines that have ranks left have sent their stacks."""
         if self._others is None:
             return True
         words = self._words.values()
@@ -151,7 +151,7 @@ class StackCollection:
 
 
 def _cpu_seconds(workers: Sequence[Worker]) -> float:
-    """What these have used of the CPU so far, together."""
+    """The CPU seconds that these workers have used so far, in total."""
     total = 0.0
     for worker in workers:
         with contextlib.suppress(psutil.Error):

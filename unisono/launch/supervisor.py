@@ -1,12 +1,14 @@
-"""The supervisor: sees a job through, one group of workers after another, until one succeeds or no restart is left.
+"""The supervisor: runs a job, one group of workers after another, until one succeeds or no restart is left.
 
-*Threads:* one thread, `unisono-supervisor`, runs `_watch`, which owns all state until it ends. The caller's threads
-only ask (`interrupt`, `stop`, `ask_to_stop`) through a socket that wakes it, and wait on an event. Nothing polls.
+*Threads:* one thread, `unisono-supervisor`, runs `_watch`, and owns all state until it ends. The caller's threads only
+make requests (`interrupt`, `stop`, `ask_to_stop`), through a socket that wakes it, and wait on an event. There is no
+polling.
 
 Invariants:
-1. Each attempt has a rendezvous of its own, so nothing stale of a failed one is met.
+
+1. Each attempt has a rendezvous of its own, so nothing stale from a failed one is found.
 2. What the caller asked for ends the job: it is never restarted afterwards.
-3. When `_watch` ends, no worker of the job lives, and nothing is left of its rendezvous.
+3. When `_watch` ends, no worker of the job is running, and nothing is left of its rendezvous.
 """
 
 from __future__ import annotations
@@ -40,15 +42,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_READING_S = 1.0  # for milliseconds of work: a thread that is between two groups, or ending, does not answer
+_READING_S = 1.0  # for work of milliseconds: a thread that is between two groups, or ending, does not answer
 
 
 class Supervisor:
     """Starts the workers of a job and watches them.
 
     Args:
-        run: keeps the files of the run, which continues after this job; None makes one for it, as `policy` says.
-        others: the other machines, where the workers have peers there.
+        run: writes the files of a run that continues after this job; None creates one for the job, as `policy` says.
+        others: the other machines, if the workers have peers there.
     """
 
     def __init__(
@@ -60,14 +62,15 @@ class Supervisor:
         self._run = run
         self._others = others
         self._ends_run = run is None
-        if run is None and policy.log_dir is not None:  # here, where a bad directory is the caller's error
+        if run is None and policy.log_dir is not None:  # here, so that an invalid directory is an error in the caller
             self._run = RunDirectory.create(policy.log_dir, job.facts())
         self._wake_r, self._wake_w = socket.socketpair()
         self._requests: list[Callable[[Group], None]] = []
-        self._readings: list[threading.Event] = []  # set when the workers' pipes have been read
+        self._readings: list[threading.Event] = []  # set once the workers' pipes have been read
         self._was_asked = self._was_preempted = self._was_interrupted = False
         self._has_begun = False
-        self._lock = threading.RLock()  # a signal's handler may ask while the thread below it does
+        # reentrant: a signal handler may make a request while the code it interrupted does
+        self._lock = threading.RLock()
         self._has_started, self._has_ended = threading.Event(), threading.Event()
         self._verdict: Outcome[list[Any]] = Outcome()
         self._thread = threading.Thread(
@@ -75,7 +78,7 @@ class Supervisor:
         )
 
     def start(self) -> None:
-        """Start the group, unless it has been started, or asked to stop before."""
+        """Start the group, unless it was started, or asked to stop, before."""
         if self._thread.ident is None:
             try:
                 self._thread.start()
@@ -84,20 +87,20 @@ class Supervisor:
                 raise
 
     def pids(self) -> list[int | None]:
-        """The workers' process ids by rank, once all are started; None for one that could not be."""
+        """The workers' process ids by rank, once all are started; None for one that could not be started."""
         self._has_started.wait()
         return [worker.pid for worker in self._group.workers] if self._group is not None else []
 
     @property
     def log_directory(self) -> Path | None:
-        """Where this run's logs are."""
+        """The directory of this run's logs; None if there is none."""
         return None if self._run is None else self._run.path
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end of the job, `timeout` seconds at most; whether it has come."""
+        """Wait for the end of the job, `timeout` seconds at most; return whether it has ended."""
         if not self._has_ended.wait(timeout):
             return False
-        if self._thread.is_alive():  # for one more moment; a join before the end could not be interrupted and repeated
+        if self._thread.is_alive():  # for only a moment; an earlier join could not be interrupted and repeated
             self._thread.join()
         return True
 
@@ -107,17 +110,17 @@ class Supervisor:
         return self._verdict
 
     def may_restart(self, error: BaseException | None) -> bool:
-        """Whether, after a group has ended with that error, another attempt is wanted, and could end otherwise."""
+        """Whether, after a group has ended with that error, another attempt is wanted and could succeed."""
         if error is None or self._was_asked or self._has_agreed_to_stop():
             return False
         return not isinstance(error, UnpicklableError | StoppedError)
 
     def result(self) -> list[Any]:
-        """After the end: the workers' results by rank, or the first cause, raised."""
+        """After the end: the workers' results by rank; or raise the first cause."""
         return self._verdict.unwrap()
 
     def heeds_stop(self) -> bool:
-        """Whether a worker runs that takes a stop for a request, and has said so before this call.
+        """Whether a running worker has said, before this call, that it treats a stop as a request.
 
         Waits until the workers' pipes have been read, `_READING_S` at most.
         """
@@ -126,42 +129,43 @@ class Supervisor:
         return group is not None and any(worker.heeds_stop and not worker.has_ended for worker in group.workers)
 
     def interrupt(self) -> None:
-        """Ask the workers to stop as Ctrl-C does; the second time, kill them."""
+        """Ask the workers to stop as Ctrl-C does; kill them on the second call."""
         self._was_interrupted = True
         self._ask(Group.interrupt)
 
     def stop(self) -> None:
-        """Stop the workers with SIGTERM; the second time, kill them."""
+        """Stop the workers with SIGTERM; kill them on the second call."""
         self._ask(Group.stop)
 
     def ask_to_stop(self) -> None:
-        """Ask the workers that heed it for an early end; past their last question, their end counts as one."""
+        """Ask the workers that heed it to stop early; if they are past their last check, their end counts as an early
+        one."""
         self._was_preempted = True
         self._ask(Group.ask_to_stop)
 
     def end(self, ask: Callable[[Supervisor], None]) -> None:
-        """Ask for the end, by `stop` or `interrupt`, and wait; a signal meanwhile asks again, which kills."""
+        """Request the end, by `stop` or `interrupt`, and wait; a signal meanwhile repeats the request, which kills."""
         while not self.wait(0):
             with contextlib.suppress(BaseException):
                 ask(self)
                 self.wait()
 
     def hear(self, word: Word) -> None:
-        """Another machine has reported its workers."""
+        """Handle another machine's report on its workers."""
         self._request(lambda group: group.hear(word))
 
     def give_up(self, reason: BaseException) -> None:
-        """End the workers for a reason that lies elsewhere; that is a failure of theirs."""
+        """End the workers for an external reason, which counts as a failure of theirs."""
         self._request(lambda group: group.give_up(Outcome(error=reason)))
 
     def note_end(self, reason: str) -> None:
-        """This process is about to be ended, and its workers with it: the run's directory shall say so."""
+        """Record in the run's directory that this process, and with it its workers, is about to be ended."""
         if self._run is not None:
             code = 128 + signal.Signals[reason]
             self._run.finish("stopped", exit_code=code, error=f"the calling process was ended by {reason}")
 
     def _catch_up(self) -> None:
-        """Wait until the thread has read what the workers have said so far: it reads their pipes before requests."""
+        """Wait until the thread has read what the workers have sent so far: it reads their pipes before requests."""
         if self._group is None or self._has_ended.is_set():
             return
         has_read = threading.Event()
@@ -191,7 +195,7 @@ class Supervisor:
             for restart_count in range(self._policy.max_restarts + 1):
                 attempted = Outcome.capture(self._attempt, restart_count)
                 verdict = attempted.value or Outcome(error=attempted.error)
-                if attempted.error is not None:  # of ours: a worker has looked at its own
+                if attempted.error is not None:  # an error of this process: workers add notes to their own
                     add_limit_note(attempted.error)
                 self._record_failures(verdict)
                 if restart_count == self._policy.max_restarts or not self.may_restart(verdict.error):
@@ -200,7 +204,7 @@ class Supervisor:
         return self._close(verdict)
 
     def _record_failures(self, verdict: Outcome[list[Any]]) -> None:
-        """What ended the ranks goes into their logs, which have only what they wrote themselves."""
+        """Append what ended the ranks to their logs, which contain only what they wrote themselves."""
         if self._run is None or verdict.error is None or self._group is None:
             return
         self._run.event("failed", error=f"{type(verdict.error).__name__}: {verdict.error}", where=verdict.where)
@@ -256,7 +260,7 @@ class Supervisor:
 
 
 def _supervise(supervisor: Supervisor) -> None:
-    """Body of the supervisor's thread: whatever becomes of the job is its verdict."""
+    """Body of the supervisor's thread: every end of the job becomes its verdict."""
     with supervisor._lock:
         supervisor._has_begun = not supervisor._has_ended.is_set()
     if supervisor._has_begun:
@@ -267,7 +271,7 @@ def _supervise(supervisor: Supervisor) -> None:
 
 
 def tell_restart(verdict: Outcome[list[Any]], restart_count: int, max_restarts: int, run: RunDirectory | None) -> None:
-    """A group has failed, and another one is started."""
+    """Report that a group has failed and another one is started."""
     error = verdict.error
     logger.warning(
         "restart %d of %d, because of %s: %s%s",

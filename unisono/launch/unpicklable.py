@@ -1,7 +1,7 @@
-"""What in a call cannot be pickled: looked for after pickling has failed, since a pickler does not say where it was.
+"""Finds what in a call cannot be pickled; used after pickling has failed, since a pickler does not report where.
 
-The search descends from the part that fails to what fails in it, and ends at what has no such part: the open file, the
-lock, the generator.
+The search descends from the failing part to a part of it that fails, and ends where no inner part fails: at the open
+file, the lock, the generator.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def is_picklable(part: Any) -> bool:
 
 
 def describe_unpicklable(part: Any) -> str:
-    """What in a part that is not picklable is to blame, as "; the function 'f' uses the global 'lock', a lock".
+    """Describe the cause inside a part that cannot be pickled, as "; the function 'f' uses the global 'lock', a lock".
 
-    Empty where the part itself is.
+    Empty if the part itself is the cause.
     """
     where = ""
     seen = {id(part)}
@@ -46,7 +46,7 @@ def _failing(part: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
 
 
 def _parts_of(part: Any) -> Iterator[tuple[str, Any]]:
-    """What is pickled with it, and where it is."""
+    """Yield what is pickled with a part, and where it is."""
     if isinstance(part, FunctionType):
         yield from _parts_of_function(part)
     elif isinstance(part, type):

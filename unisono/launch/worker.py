@@ -1,14 +1,14 @@
 """The worker: what a forked process does from its first line to its last.
 
-1. It becomes the caller's equal: environment, directory, import path, standard streams.
-2. It joins the world: its device, its share of the CPU's cores and threads, the process group, wherever the ranks meet.
-3. It calls `fn(rank, *args)`; meanwhile a thread says how far it is.
+1. It takes over the caller's environment, directory, import path and standard streams.
+2. It joins the world: its device, its share of the CPU cores and threads, the process group, wherever the ranks meet.
+3. It calls `fn(rank, *args)`; meanwhile a thread reports its progress.
 4. It sends an `Outcome` through its pipe, whatever happened, and only then leaves the world, so that its own error
    reaches the caller before the peers' errors about the broken world do.
-5. It ends by `os._exit`, after what `fn` has left to be done: its threads that are no daemons, its atexit functions.
-   The interpreter's slow end, and destructors that abort, are spared.
+5. It ends by `os._exit`, after joining the non-daemon threads that `fn` has left and running its atexit functions. This
+   skips the interpreter's slow shutdown, and destructors that abort.
 
-Nothing escapes sideways: an exception is the outcome, a sudden death is seen by the zygote.
+No failure goes unreported: an exception becomes the outcome, and a sudden death is noticed by the zygote.
 """
 
 from __future__ import annotations
@@ -58,34 +58,35 @@ from unisono.world import World, set_process_world
 
 TELL_STACKS = getattr(signal, "SIGRTMIN", 28) + 7  # asks a worker for its stacks, also inside C++; USR2 is the user's
 
-_MAX_SOCKET_PATH = 104  # bytes: the least that a Unix has
-_LEAVE_S = 5  # how long a worker that has sent its outcome may take to leave the world
+_MAX_SOCKET_PATH = 104  # bytes: the smallest limit of any Unix
+_LEAVE_S = 5  # seconds that a worker that has sent its outcome may take to leave the world
 
-_is_loading = False  # while the call is rebuilt, which imports modules
+_is_loading = False  # while the call is being unpickled, which imports modules
 
 
 @dataclass(frozen=True)
 class Job:
-    """What all workers of a group are given, the same for each: of a group on one machine, or of this one's part in it.
+    """What all workers of a group get, the same for each: of a whole group, or of this machine's part of it.
 
     Attributes:
-        call: `Settings`, then `(fn, args)`, pickled by value where that is needed.
-        nprocs: the number of workers here.
+        call: `Settings`, then `(fn, args)`, pickled by value where needed.
+        nprocs: the number of workers on this machine.
         backend: the device family's name.
         timeout: of the process group, a last resort.
         num_threads: CPU threads of each worker.
-        process_group: how torch.distributed reduces; None takes the fastest way.
-        cores: the logical cores of each worker here; None leaves them where the system puts them.
-        is_checked: whether collectives are compared before they run where ranks share no memory.
-        pulse_s: seconds between two looks at how far a worker is.
-        restart_count: how often the group has been restarted.
-        first_rank, world_size, node_rank: the place of this machine's workers among all; without a size they are all.
+        process_group: how torch.distributed reduces; None uses the fastest way.
+        cores: the logical cores of each worker on this machine; None leaves placement to the system.
+        is_checked: whether collectives are compared before they run if ranks share no memory.
+        pulse_s: seconds between two checks of a worker's progress.
+        restart_count: how many times the group has been restarted.
+        first_rank, world_size, node_rank: the place of this machine's workers among all; a world size of 0 means that
+            these are all.
         address, port, store: where the ranks meet, as in `Place`.
-        private: the group's directory, known once there is one.
+        private: the group's directory, once there is one.
         samples: the path of the monitor's samples.
-        modules: the caller's, pickled, as `describe_modules` gives them.
-        process: how the caller's process is set (`settings.PROCESS`); the other settings come with the call.
-        columns: the width of the terminal that the workers' stderr comes out on; 0 where there is none.
+        modules: the caller's modules, pickled, as `describe_modules` returns them.
+        process: the process settings of the caller (`settings.PROCESS`); the other settings come with the call.
+        columns: the width of the terminal that shows the workers' stderr; 0 if there is none.
         environ, directory, path, argv: the caller's.
     """
 
@@ -117,7 +118,7 @@ class Job:
 
     @property
     def ranks(self) -> range:
-        """Those of the workers here."""
+        """The ranks of the workers on this machine."""
         return range(self.first_rank, self.first_rank + self.nprocs)
 
     def place_of(self, rank: int) -> Place:
@@ -137,7 +138,7 @@ class Job:
         )
 
     def facts(self) -> dict[str, Any]:
-        """What a run's directory says of it."""
+        """The facts that a run's directory records about the job."""
         return {
             "argv": self.argv,
             "directory": self.directory,
@@ -152,7 +153,7 @@ class Job:
 
 
 def versions() -> dict[str, str]:
-    """Of what a run depends on, by name."""
+    """The versions of what a run depends on, by name."""
     found = {"python": platform.python_version()}
     for name in ("unisono", "torch", "numpy"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -161,7 +162,7 @@ def versions() -> dict[str, str]:
 
 
 def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
-    """Be worker `rank` of the job in that file; its reports go to `report_fd`."""
+    """Run worker `rank` of the job in that file; its reports go to `report_fd`."""
     world: World | None = None
     reporter = Reporter(report_fd)
     name_process(f"unisono-rank-{rank}")
@@ -172,7 +173,7 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
         _adopt_caller(job, place)
         world = _join_world(job, place)
         set_process_world(world)
-        # Until here an interrupt ended the process: nothing was lost, and the transport would not have heard of it.
+        # Until here an interrupt ended the process: nothing was lost, and the transport would not have noticed it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         preemption.shield_loader_workers()  # none outlives this process, however it ends
         preemption.on_heed(lambda: reporter.send(Kind.HEEDS_STOP))
@@ -180,7 +181,7 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
         with beating(world, reporter, job.pulse_s):
             outcome = Outcome.capture(_call, job, world, reporter)
             if outcome.error is None:
-                threading._shutdown()  # type: ignore[attr-defined] # joins threads that are no daemons, as any end does
+                threading._shutdown()  # type: ignore[attr-defined] # joins non-daemon threads, as any exit does
     except BaseException as error:
         outcome = Outcome.failure(error)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # fn has ended, and that is reported first
@@ -193,26 +194,26 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
     if outcome.error is not None:
         add_limit_note(outcome.error)
     where = str(world) if world is not None else f"rank {rank}, {this_process()}, before it joined the world"
-    for stream in (sys.stdout, sys.stderr):  # first: a failure that the caller knows of may be answered by a signal
+    for stream in (sys.stdout, sys.stderr):  # first: once the caller knows of a failure, it may signal this process
         with contextlib.suppress(Exception):
             stream.flush()
     if preemption.is_agreed():
         reporter.send(Kind.STOPPED)
     reporter.send(Kind.OUTCOME, *replace(outcome, where=where, is_secondary=is_secondary).to_buffers())
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(_LEAVE_S)  # kills, so that a transport which waits for a peer keeps neither this process nor the peer
+    signal.alarm(_LEAVE_S)  # kills this process if its transport waits for a peer, so that neither is held up
     with contextlib.suppress(Exception):
         if world is not None:
             depart(world, outcome.error)
         if world is not None and outcome.error is None:
             signal.alarm(0)
-            atexit._run_exitfuncs()  # what fn has registered, and what waits to be flushed
+            atexit._run_exitfuncs()  # what fn has registered, and what has to be flushed
     os._exit(int(is_failure))
 
 
 def exit_error(error: SystemExit, rank: int) -> WorkerDiedError:
-    """What `sys.exit` in a worker is to the caller: a worker that ended without a result."""
-    # What the system would make of it; 0 with a result missing is still no success.
+    """Turn `sys.exit` in a worker into the error that the caller gets: a worker that ended without a result."""
+    # The exit code as the system would compute it; even with code 0, a missing result is a failure.
     code = error.code % 256 if isinstance(error.code, int) else int(error.code is not None)
     died = WorkerDiedError(
         f"rank {rank} called sys.exit({error.code!r}) before fn returned; return from fn instead", rank, code
@@ -222,12 +223,13 @@ def exit_error(error: SystemExit, rank: int) -> WorkerDiedError:
 
 
 def tells_of_a_peer(error: BaseException | None) -> bool:
-    """Whether an error came from torch's transport: what the user's own torch.distributed calls raise, or DDP."""
+    """Whether an error came from torch's transport: the user's own torch.distributed calls raise those, or DDP."""
     return error is not None and any(map(is_of_transport, chain_of(error)))
 
 
 def refuse_while_loading() -> None:
-    """UnisonoError in a worker that still imports the module of `fn`: a spawn there would continue without end."""
+    """Raise UnisonoError in a worker that is still importing the module of `fn`: a spawn there would recurse without
+    end."""
     if _is_loading:
         raise UnisonoError(
             "spawn was called by a module that a worker imports to find fn in it, and would be called again in each "
@@ -256,7 +258,7 @@ def _call(job: Job, world: World, reporter: Reporter) -> Any:
 
 
 def _adopt_settings(settings: Settings, world: World, reporter: Reporter) -> None:
-    if world.backend.moves_in_background:  # its own generator, of which the caller's may not even exist
+    if world.backend.moves_in_background:  # it has its own generator, which may not even exist in the caller
         torch.manual_seed(settings.seed)
     _report_refused(adopt_settings(settings.values, {**INTERPRETER, **SWITCHES}), reporter)
     adopt_loggers(settings.loggers)
@@ -270,7 +272,7 @@ def _report_refused(refused: dict[str, str], reporter: Reporter) -> None:
 
 @contextlib.contextmanager
 def _explaining_missing(left_out: dict[str, str]) -> Iterator[None]:
-    """Say of a global that was looked up at run time why the worker does not have it."""
+    """Add a note to the error of a global that was looked up at run time, saying why the worker does not have it."""
     try:
         yield
     except (KeyError, NameError, AttributeError) as error:
@@ -285,7 +287,7 @@ def _explaining_missing(left_out: dict[str, str]) -> Iterator[None]:
 
 
 def _adopt_caller(job: Job, place: Place) -> None:
-    for name in ("sys", "main"):  # of the line that has started the zygote
+    for name in ("sys", "main"):  # names from the command line that started the zygote
         sys.modules["__main__"].__dict__.pop(name, None)
     os.environ.clear()
     os.environ.update(job.environ)
@@ -301,36 +303,37 @@ def _adopt_caller(job: Job, place: Place) -> None:
     os.chdir(job.directory)
     sys.path[:] = job.path
     sys.argv[:] = job.argv
-    # The zygote's stream objects were made for other files; line buffering lets a terminal show lines as they come.
+    # The zygote's stream objects belong to other files; line buffering lets a terminal show lines as they come.
     encoding, errors = sys.stdout.encoding, sys.stdout.errors
     sys.stdout = open(1, "w", 1, encoding, errors, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", 1, encoding, "backslashreplace", closefd=False)  # noqa: SIM115
     terminal.set_columns(job.columns)
     faulthandler.enable(2)
     faulthandler.register(signal.SIGUSR1, 2, all_threads=True)
-    # For the supervisor, which wants them whole and apart. The descriptor stays open as long as the process lives.
+    # For the supervisor, which wants whole, separate stacks. The descriptor stays open as long as the process lives.
     stacks = os.open(stacks_path(job.private, place.rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     faulthandler.register(TELL_STACKS, stacks, all_threads=True)
     mark_records(place.rank)
 
 
 def _keep_sockets_in(directory: str) -> None:
-    """Let multiprocessing put what its loader workers need there, where it goes with the group, and not into TMPDIR."""
+    """Make multiprocessing put its loader workers' files here, where they are removed with the group, not in TMPDIR."""
     place = os.path.join(directory, "multiprocessing")
     with contextlib.suppress(FileExistsError):
         os.mkdir(place, 0o700)
     if len(place) + len("/listener-12345678") >= _MAX_SOCKET_PATH and sys.platform == "linux":
-        place = f"/proc/{os.getpid()}/fd/{os.open(place, os.O_RDONLY | os.O_DIRECTORY)}"  # the same, and short
+        # the same directory by a shorter path
+        place = f"/proc/{os.getpid()}/fd/{os.open(place, os.O_RDONLY | os.O_DIRECTORY)}"
     multiprocessing.current_process()._config["tempdir"] = place  # type: ignore[attr-defined] # no public way
 
 
 def stacks_path(directory: str | Path, rank: int) -> Path:
-    """Where the worker writes its Python stacks when it gets `TELL_STACKS`."""
+    """Where the worker writes its Python stacks when it receives `TELL_STACKS`."""
     return Path(directory) / f"stacks-{rank}"
 
 
 def mark_records(rank: int) -> None:
-    """Give each record of `logging` a `rank`, for formats like "[%(rank)s] %(message)s"."""
+    """Give each record of `logging` a `rank`, for formats such as "[%(rank)s] %(message)s"."""
     make = logging.getLogRecordFactory()
 
     def make_marked(*args: Any, **kwargs: Any) -> logging.LogRecord:
@@ -343,9 +346,9 @@ def mark_records(rank: int) -> None:
 
 def _join_world(job: Job, place: Place) -> World:
     if job.cores is not None:
-        os.sched_setaffinity(0, job.cores[place.local_rank])  # before there are threads, which inherit it
+        os.sched_setaffinity(0, job.cores[place.local_rank])  # before any thread exists: threads inherit it
     torch.set_num_threads(job.num_threads)
     world = join(place, get_backend(job.backend), job.timeout, job.is_checked, job.process_group)
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # for what the worker starts; this process has read them
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # for child processes; this process has already read them
         os.environ.setdefault(name, str(job.num_threads))
     return world

@@ -1,4 +1,4 @@
-"""Where tensors lie, and when they are computed: copies, what is refused for mixing, barriers, programs."""
+"""Where tensors are, and when they are computed: copies, errors for mixed placement, barriers, programs."""
 
 from unisono.backends.device import Device as Device
 from unisono.placement.barrier import lazy_barrier as lazy_barrier

@@ -1,4 +1,4 @@
-"""Where a step ends, for devices that record work before they do it."""
+"""Where a step ends, for devices that record work before they execute it."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ def lazy_barrier(
     devices: Sequence[DeviceLike] = (),
     wait: bool = False,
 ) -> None:
-    """End the step on a device, so that a lazy one executes what it has recorded. An eager one has nothing to do.
+    """End the step on a device, so that a lazy device executes what it has recorded. On eager devices there is nothing
+    to do.
 
     A lazy device compiles what was recorded since the last barrier as one graph. A loader's `next()` and an optimizer's
-    step end steps by themselves; a loop without either records on and on, so it needs this once a turn.
+    step end the step implicitly; a loop with neither keeps recording, so it must call this once per iteration.
 
     Args:
-        device: one, or a list: the step ends on all before any is waited for. None is the device of this rank.
-        devices: further ones. (X10 asks here for those that reduce with this one; ours reduce in graphs of their own,
-            and wait for nobody here.)
-        wait: return when all work that was submitted to them has ended, on eager devices too.
+        device: one device, or a list: the step ends on all of them before any is waited for. None uses this rank's
+            device.
+        devices: further devices. (X10 expects here the devices that reduce with this one; ours reduce in graphs of
+            their own, so there is nothing to wait for.)
+        wait: return only when all work submitted to the devices has finished, on eager devices too.
 
     Raises:
-        TypeError: it is no device, or `wait` is no bool.
+        TypeError: `device` is not a device, or `wait` is not a bool.
         ValueError: there is no such device here, or the list is empty.
     """
     if not isinstance(wait, bool):

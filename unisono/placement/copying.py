@@ -1,12 +1,14 @@
-"""Copies of whole structures on another device: tensors, modules, optimizers, and what is nested of them.
+"""Copies of whole structures on another device: tensors, modules, optimizers, and nestings of these.
 
 One memo serves the whole structure: all its tensors are found and copied first, each once, and `copy.deepcopy` then
 rebuilds everything around them.
 
 Invariants:
-1. What is one object in the original is one in the copy: tied parameters, and an optimizer's with its module's.
-2. Tensors over one storage are copied over one storage.
-3. The copy shares no memory with the original, on the same device neither.
+
+1. What is one object in the original is one object in the copy: tied parameters, and those shared by an optimizer and
+   its module.
+2. Tensors that share a storage share one in the copy.
+3. The copy shares no memory with the original, even on the same device.
 """
 
 from __future__ import annotations
@@ -28,26 +30,29 @@ from unisono.tree import leaves
 T = TypeVar("T")
 
 _Memo = dict[int, Any]
-_NO_OWNERS = (type, types.ModuleType, types.FunctionType)  # their attributes are no part of a copy
+_NO_OWNERS = (type, types.ModuleType, types.FunctionType)  # their attributes are not copied
 
 
 def copy_to(obj: T, device: DeviceLike) -> T:
-    """A copy of `obj` whose tensors lie on `device`, with nothing in common with the original.
+    """Copy `obj` with all its tensors on `device`, sharing nothing with the original.
 
-    `requires_grad`, gradients, attributes of parameters and the modules' hooks come along; hooks of tensors and of
-    optimizers, which know the originals, do not. A tensor of the structure that is a result of others stays one of
-    theirs: its gradient flows back to the original's device.
+    `requires_grad`, gradients, attributes of parameters and the modules' hooks are copied; hooks of tensors and of
+    optimizers, which refer to the originals, are not. A tensor of the structure that was computed from others stays
+    connected to them: its gradient flows back to the original's device.
 
     Args:
         obj: a tensor, a module, or a structure of these and of optimizers; its other parts are copied by `deepcopy`.
-            An optimizer comes with what it optimizes: `model, optimizer = copy_to((model, optimizer), device)`. Its
-            step counts and other numbers stay in main memory, where torch keeps them, unless it is `capturable` or
+            Copy an optimizer together with what it optimizes: `model, optimizer = copy_to((model, optimizer), device)`.
+            Its step counts and other numbers stay in main memory, where torch keeps them, unless it is `capturable` or
             `fused`; its other state moves.
         device: a string, an index, a `torch.device` or a `Device`; also "meta", for shapes without data.
 
+    Returns:
+        The copy, of the same type.
+
     Raises:
-        TypeError: `device` is no device, or a part of `obj` cannot be copied.
-        ValueError: there is no such device here, or an optimizer comes without its parameters.
+        TypeError: `device` is not a device, or a part of `obj` cannot be copied.
+        ValueError: there is no such device here, or an optimizer is copied without its parameters.
     """
     target = torch_device(device)
     found = _Found()
@@ -72,10 +77,14 @@ def copy_to(obj: T, device: DeviceLike) -> T:
 
 
 def scalar_like(value: float, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without dimensions that holds `value`, on the device and in the precision of `tensor`.
+    """Return a zero-dimensional tensor that holds `value`, with the device and dtype of `tensor`.
+
+    Args:
+        value: a number.
+        tensor: the tensor whose device and dtype are used.
 
     Raises:
-        TypeError: `tensor` is none.
+        TypeError: `tensor` is not a tensor.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"tensor={tensor!r} is a {type(tensor).__name__}; pass a tensor")
@@ -83,13 +92,13 @@ def scalar_like(value: float, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Found:
-    """What is met on a walk through an object: what moves, by id; the attributes of any object are walked through."""
+    """What a walk through an object finds: the parts that move, by id. The attributes of any object are visited."""
 
     def __init__(self) -> None:
         self.tensors: dict[int, torch.Tensor] = {}
         self.packed: dict[int, PackedSequence] = {}
         self.optimizers: dict[int, torch.optim.Optimizer] = {}
-        self._seen: dict[int, object] = {}  # holds what it knows by id
+        self._seen: dict[int, object] = {}  # holds references, so that no id is reused
 
     def visit(self, obj: Any) -> None:
         for leaf in leaves(obj):
@@ -107,7 +116,8 @@ class _Found:
                 self.visit(list(vars(leaf).values()))
 
     def check_optimizers(self) -> None:
-        """Refuse optimizers of parameters that are not in the structure; then add what moves of their state."""
+        """Raise for optimizers whose parameters are not in the structure; then add the parts of their state that
+        move."""
         for optimizer in self.optimizers.values():
             strange = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in self.tensors]
             if strange:
@@ -121,7 +131,8 @@ class _Found:
 
 
 def _moving_state(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    """The parts of an optimizer that follow its parameters; numbers do where torch wants them on the device."""
+    """Yield the parts of an optimizer that move with its parameters; its numbers do if torch expects them on the
+    device."""
     for group in optimizer.param_groups:
         has_moving_numbers = group.get("capturable") or group.get("fused")
         if has_moving_numbers:
@@ -133,10 +144,10 @@ def _moving_state(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
 
 
 def _optimizer_attributes(optimizer: torch.optim.Optimizer, memo: _Memo) -> dict[str, Any]:
-    """Copies of its attributes, with no hooks. Not by its pickled state, which lacks what LBFGS needs."""
+    """Copies of its attributes, without hooks. Its pickled state cannot be used: it lacks what LBFGS needs."""
     attributes = dict(vars(optimizer))
     if hasattr(attributes.get("step"), "_wrapped_by_lr_sched"):
-        del attributes["step"]  # a scheduler has put it there; it steps the original
+        del attributes["step"]  # set by a scheduler; it steps the original
     return {
         key: OrderedDict() if key.endswith("_hooks") else copy.deepcopy(value, memo)
         for key, value in attributes.items()
@@ -144,7 +155,7 @@ def _optimizer_attributes(optimizer: torch.optim.Optimizer, memo: _Memo) -> dict
 
 
 def _copy_tensors(tensors: list[torch.Tensor], device: torch.device, memo: _Memo) -> None:
-    """Put a copy of each into the memo, those over one storage over one."""
+    """Add a copy of each tensor to the memo; tensors that share a storage share one in the copy."""
     by_storage: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
     with torch.no_grad():
         for tensor in tensors:
@@ -165,7 +176,7 @@ def _copy_tensors(tensors: list[torch.Tensor], device: torch.device, memo: _Memo
 
 
 def _move_copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if is_lazy(tensor):  # a lazy module's: it has neither a shape nor data yet
+    if is_lazy(tensor):  # a parameter or buffer of a lazy module: it has neither shape nor data yet
         kind: Any = type(tensor)
         return kind(tensor.requires_grad, device=device, dtype=tensor.dtype)  # type: ignore[no-any-return]
     return tensor.detach().to(device, copy=True)
@@ -178,7 +189,7 @@ def _storage_copy(tensor: torch.Tensor, device: torch.device) -> torch.UntypedSt
 
 
 def _like(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """The data as what the tensor is: a parameter, a buffer, a plain tensor."""
+    """Give the data the tensor's type: a parameter, a buffer or a plain tensor."""
     if is_lazy(tensor):
         return data
     if not isinstance(tensor, nn.Parameter):
@@ -189,6 +200,6 @@ def _like(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_packed(packed: PackedSequence, memo: _Memo) -> PackedSequence:
-    """Its parts' copies; the sizes of its batches stay in main memory, where torch reads them."""
+    """Assemble it from the copies of its parts; its batch sizes stay in main memory, where torch reads them."""
     data, sizes, *order = packed
     return PackedSequence(memo[id(data)], sizes.clone(), *[each if each is None else memo[id(each)] for each in order])

@@ -1,4 +1,4 @@
-"""A function as a program of its own, for devices that compile what they have recorded."""
+"""A function as a separate program, for devices that compile what they have recorded."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ R = TypeVar("R")
 
 
 def compiled(fn: Callable[P, R]) -> Callable[P, R]:
-    """The function as one program of a lazy device, which is compiled once and run in each call.
+    """Make the function one program of a lazy device, compiled once and run on every call.
 
-    Once for each shape and type of the tensors that go in, for all ranks that are threads of this process, however many
-    come at once. What was recorded before the call stays out of it, and results have their values when it returns.
-    Reading a value inside (`item()`) ends the program there, and begins another one. The runtime keeps as many programs
-    as `XLA_COMPILATION_CACHE_SIZE` says (2048), those that were used last; `gather_report` counts how many were
-    compiled, and how often one was found. On eager devices a call is one of the function itself.
+    It is compiled once per combination of input shapes and dtypes, for all ranks that are threads of this process,
+    however many call it at once. What was recorded before the call is not part of it, and results are computed when it
+    returns. Reading a value inside (`item()`) ends the program at that point and begins another one. The runtime keeps
+    the `XLA_COMPILATION_CACHE_SIZE` (default 2048) most recently used programs; `gather_report` counts how many were
+    compiled, and how often one was reused. On eager devices the function is simply called.
 
     Args:
-        fn: is called with what the call is given, each time: its Python code runs, and its operations are recorded.
+        fn: the function, called with the arguments of each call: its Python code runs, and its operations are recorded.
+
+    Returns:
+        A function with the same signature.
 
     Raises:
-        TypeError: it cannot be called.
+        TypeError: `fn` is not callable.
     """
     if not callable(fn):
         raise TypeError(f"fn={fn!r} is a {type(fn).__name__}; pass a function")

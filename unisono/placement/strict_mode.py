@@ -1,11 +1,10 @@
-"""`strict`: nothing moves and nothing converts by itself.
+"""`strict`: no implicit moves and no implicit conversions.
 
-torch promotes a bfloat16 tensor that meets a float32 one, and takes a number's tensor from main memory where the other
-one is on an accelerator. Both cost time, or memory, that nobody asked for, and neither is heard of. Under `strict` they
-are errors.
+torch promotes a bfloat16 tensor that is combined with a float32 one, and moves a scalar tensor from main memory if the
+other one is on an accelerator. Both cost time or memory, silently. Under `strict` they are errors.
 
-*Threads:* torch keeps modes per thread, so this one holds for the thread that entered it: a replica's loop opens its
-own. The backward pass mixes nothing that the forward pass did not, and is not looked at.
+*Threads:* torch keeps modes per thread, so this one applies to the thread that entered it: a replica's loop enters its
+own. The backward pass mixes nothing that the forward pass did not, and is not checked.
 """
 
 from __future__ import annotations
@@ -22,30 +21,30 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from unisono.errors import MixedPlacementError
 
 PRECISIONS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""The types that count as precisions: integers, booleans and complex numbers mix with each of them."""
+"""The dtypes that count as precisions: integers, booleans and complex numbers mix with each of them."""
 
-# What is there to move or to convert, or looks at a shape or a type only.
+# Operations whose purpose is to move or to convert, or that read only a shape or a dtype.
 _EXPLICIT = {"to", "copy_", "_foreach_copy_", "type_as", "new_tensor", "__set__", "grad", "backward"}
 _EXPLICIT |= {"expand_as", "view_as", "reshape_as", "is_same_size", "result_type", "can_cast"}
-_FULL_INSIDE = {"batch_norm", "instance_norm"}  # take statistics in full precision with inputs in any
-_TAKES_LENGTHS = {"lstm", "gru", "rnn_tanh", "rnn_relu", "ctc_loss", "tensor_split"}  # integers in main memory
+_FULL_INSIDE = {"batch_norm", "instance_norm"}  # compute statistics in full precision for any input
+_TAKES_LENGTHS = {"lstm", "gru", "rnn_tanh", "rnn_relu", "ctc_loss", "tensor_split"}  # need integers in main memory
 
-# Code of torch that mixes knowingly: numbers of an optimizer, norms of parameters in several precisions, lengths.
+# torch code that mixes deliberately: an optimizer's numbers, norms of parameters in several precisions, lengths.
 _KNOWING = ("torch.optim.", "torch.amp.", "torch.nn.utils.clip_grad", "torch.nn.utils.rnn", "torch.nn.modules.module")
 _BETWEEN = {__name__, "torch.overrides", "torch._tensor", "torch.functional", "torch.nn.functional"}
 
 
 @contextmanager
 def strict() -> Iterator[None]:
-    """Make every operation of this thread an error that mixes devices, or precisions, of its tensors.
+    """Raise an error for every operation of this thread that mixes the devices or precisions of its tensors.
 
-    Devices are compared for all tensors, those without dimensions included, which torch would take from main memory
-    silently; logical CPU devices are one. Precisions are compared for floating-point tensors (`PRECISIONS`). Python
+    Devices are compared for all tensors, including those without dimensions, which torch would silently move from main
+    memory; logical CPU devices count as one. Precisions are compared for floating-point tensors (`PRECISIONS`). Python
     numbers mix with everything.
 
-    Not refused: what is asked for (`to`, `copy_`, `copy_to`, ...); mixed precisions inside `torch.autocast`, which is
-    there to mix; normalisation layers, whose statistics stay full; the lengths of sequences; what torch's optimizers
-    and gradient clipping do inside.
+    Allowed: explicit moves and conversions (`to`, `copy_`, `copy_to`, ...); mixed precisions inside `torch.autocast`,
+    whose purpose is to mix; normalisation layers, whose statistics stay in full precision; the lengths of sequences;
+    what torch's optimizers and gradient clipping do internally.
 
     Raises:
         MixedPlacementError: at the operation, which is not carried out; it names the operation and two of its tensors.
@@ -80,13 +79,13 @@ def _gather(value: Any, found: list[torch.Tensor]) -> None:
 
 
 def _is_uniform(tensors: list[torch.Tensor]) -> bool:
-    """Whether there is nothing to look into, which there is not for most operations."""
+    """Whether there is nothing to check: the fast path, which most operations take."""
     first = tensors[0]
     return all(each.dtype == first.dtype and each.device == first.device for each in tensors)
 
 
 def _name_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors by the argument that holds them: "argument 0", "argument 1[2]", "argument 'weight'"."""
+    """Yield the tensors with the argument that holds them: "argument 0", "argument 1[2]", "argument 'weight'"."""
 
     def walk(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
         if isinstance(value, torch.Tensor):
@@ -127,7 +126,7 @@ def _check(func: Callable[..., Any], tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _first_apart(tensors: dict[str, torch.Tensor], trait: Callable[[torch.Tensor], object]) -> list[str] | None:
-    """The descriptions of the first tensor and of the first that differs from it in the trait."""
+    """Describe the first tensor, and the first one that differs from it in the trait."""
     for where, tensor in tensors.items():
         first_where, first = next(iter(tensors.items()))
         if trait(tensor) != trait(first):
@@ -146,7 +145,7 @@ def _is_autocast(tensors: dict[str, torch.Tensor]) -> bool:
 
 
 def _is_knowing_caller() -> bool:
-    """Whether the operation was called by a line of torch that mixes knowingly."""
+    """Whether the operation was called from torch code that mixes deliberately."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") in _BETWEEN:
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Phases that a user names: what a report shows apart from the loop's body."""
+"""User-named phases, which a report shows separately from the loop's body."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from unisono.world import current_world
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Give the time of the block a name in the report: `with unisono.phase("augmentation"): ...`.
+    """Attribute the time of the block to a named phase in the report: `with unisono.phase("augmentation"): ...`.
 
-    All of its time counts, with the loops, collectives and steps in it; of nested blocks, the inner one's name counts.
-    It costs about two microseconds. "evaluate", "log" and "save" add to what the package names so itself.
+    All of its time counts, including loops, collectives and steps within it; in nested blocks, time goes to the
+    innermost name. It costs about two microseconds. "evaluate", "log" and "save" add to the phases that the package
+    records under these names.
 
     Args:
-        name: of the phase; the same name adds up.
+        name: the name of the phase; the times of blocks with the same name are added up.
 
     Raises:
-        TypeError, ValueError: it is no text, empty, or one of the loop's own phases.
+        TypeError, ValueError: the name is not a string, is empty, or is one of the loop's own phases.
     """
     if not isinstance(name, str):
         raise TypeError(f"phase({name!r}): a name is a text")

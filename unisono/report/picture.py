@@ -9,7 +9,7 @@ from pathlib import Path
 from unisono.report.summary import LOOP_PHASES, Report, label
 from unisono.timeline import COMPUTE, FETCH, MOVE, REDUCE, STEP
 
-_NAMED = ("#9c6ade", "#3d5a80", "#f28482", "#6d6875", "#b5838d")  # of named phases, in turn
+_NAMED = ("#9c6ade", "#3d5a80", "#f28482", "#6d6875", "#b5838d")  # for named phases, in turn
 _COLOURS = {FETCH: "#d1495b", COMPUTE: "#2e86ab", REDUCE: "#edae49", STEP: "#66a182", MOVE: "#8d96a3"}
 
 
@@ -17,15 +17,15 @@ def save_picture(report: Report, losses: Sequence[float], path: str | Path) -> P
     """Draw the loss by step, and each rank's time by phase, into a PNG file.
 
     Args:
-        report: of `gather_report`, on rank zero.
+        report: the report that `gather_report` returns on rank zero.
         losses: the mean loss of each step's global batch.
-        path: of the file; its folder is made.
+        path: the file to write; its directory is created if needed.
 
     Returns:
         The absolute path.
 
     Raises:
-        ImportError: matplotlib is not installed; the message has the pip line.
+        ImportError: matplotlib is not installed; the message has the pip command.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -33,7 +33,7 @@ def save_picture(report: Report, losses: Sequence[float], path: str | Path) -> P
     except ImportError as error:
         raise ImportError("save_picture draws with matplotlib: pip install 'unisono[report]'") from error
     figure = Figure(figsize=(11, 4), layout="constrained")
-    FigureCanvasAgg(figure)  # no window, whatever the machine has
+    FigureCanvasAgg(figure)  # draws without a window, on any machine
     curve, shares = figure.subplots(1, 2, width_ratios=(3, 2))
 
     curve.plot(range(1, len(losses) + 1), losses, color=_COLOURS[COMPUTE], linewidth=1)

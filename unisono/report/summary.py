@@ -1,9 +1,9 @@
 """Where the time of a run went: every rank's timeline in a few numbers, gathered to rank zero.
 
-Where a device has a clock, the phases are those that it went through, and not the thread that submits to it.
+If a device has a clock, the phases are measured on the device, not on the thread that submits work to it.
 
-What a loop waited for is split by cause: its data's source, the move to the device, its peers. A loop waits for peers
-in two places: for the reader that it shares with them, and where gradients are reduced.
+The time a loop spent waiting is split by cause: its data source, the move to the device, its peers. A loop waits for
+peers in two places: for the reader that it shares with them, and where gradients are reduced.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from unisono.timeline import (
 from unisono.world import World, current_world
 
 LOOP_PHASES = (FETCH, COMPUTE, REDUCE, STEP)
-"""The phases that tile a loop's time with the named ones, in the order of a step; `MOVE` runs beside them."""
+"""The phases that, with the named ones, tile a loop's time, in the order of a step; `MOVE` runs concurrently."""
 
 _LABELS = {FETCH: "waiting for data", MOVE: "moving", COMPUTE: "loop body", REDUCE: "reducing", STEP: "stepping"}
 _LABELS |= {EVALUATE: "evaluating", LOG: "logging", SAVE: "saving"}
 
 
 def label(phase: str) -> str:
-    """How a report calls a phase; those that a user has named have their own names."""
+    """Return a report's label for a phase; a phase named by the user keeps its name."""
     return _LABELS.get(phase, phase)
 
 
 CAUSES = SOURCE, TRANSFER, PEERS = Waits._fields
-"""What a loop waits for, as `RankSummary.waits` names it."""
+"""What a loop can wait for; the keys of `RankSummary.waits`."""
 
-_PEER_BOUND = 0.3  # the same for peers that are as fast as one another: some reducing belongs to every step
-_BOUND = 0.1  # the part of the loops' time from which on a cause of waiting is what the run is bound by
+_PEER_BOUND = 0.3  # the threshold if all peers are equally fast: some reducing is part of every step
+_BOUND = 0.1  # the fraction of the loops' time from which a cause of waiting counts as the bottleneck
 
 
 @dataclass(frozen=True, repr=False)
@@ -57,20 +57,22 @@ class RankSummary:
     """One rank's share of a run.
 
     Attributes:
-        rank, device, pid: who.
-        seconds: by phase, named ones too; all but "move", which is the transfer thread's, add up to the time in loops.
-        samples, batches, steps: how many it took; a repeated sample of a split tail counts as none.
-        skipped_steps: that nothing was learned from, since all weights were 0.
-        repeated: samples that only repeated others, to keep step or to fill a batch.
-        dropped: samples of its share that no batch held, because the tail was left out.
-        waits: seconds by cause, of `CAUSES`; they add up to the phase "fetch".
-        nbytes: of the batches that it took, as they were loaded.
-        mean_queue: batches that waited in the loader, on average, when the loop asked for one.
-        memory: bytes in use when it was summarised.
-        peak_memory: the most bytes that its device has had in use at once; 0 where the family does not count them.
-        peak_rss: the most bytes of memory that its process and those below it were seen to have; 0 where nobody looked.
-        mean_cpu_percent: of one core, that they kept busy.
-        counters: what the runtime of its device has counted in its process: graphs compiled, say.
+        rank, device, pid: identify the rank.
+        seconds: by phase, including named ones; all but "move", which is the transfer thread's, add up to the time in
+            loops.
+        samples, batches, steps: how many the rank consumed; a repeated sample of a split tail is not counted.
+        skipped_steps: steps without an update, since all weights were 0.
+        repeated: samples that only repeated others, to keep in step or to fill a batch.
+        dropped: samples of its share that were in no batch, because the tail was dropped.
+        waits: seconds by cause (see `CAUSES`); they add up to the phase "fetch".
+        nbytes: the size in bytes of the batches it consumed, as loaded.
+        mean_queue: the mean number of batches ready in the loader when the loop asked for one.
+        memory: bytes in use at the time of the summary.
+        peak_memory: the most bytes of its device ever in use at once; 0 if the family does not count them.
+        peak_rss: the most bytes of memory observed in use by its process and that process's descendants; 0 if not
+            monitored.
+        mean_cpu_percent: the mean CPU usage of these processes, in percent of one core.
+        counters: the counters of the device's runtime in this process: graphs compiled, for example.
         spans: by track, "loop" and the helpers'; the latest `MAX_SPANS` of each, on the clock of its machine.
     """
 
@@ -109,7 +111,7 @@ class RankSummary:
         )
 
     def share(self, phase: str) -> float:
-        """The part of the loops' time that went to a phase, 0 to 1."""
+        """The fraction of the loops' time that went to a phase, 0 to 1."""
         return self.seconds.get(phase, 0.0) / self.loop_seconds if self.loop_seconds else 0.0
 
     @property
@@ -118,7 +120,7 @@ class RankSummary:
         return self.nbytes / self.loop_seconds if self.loop_seconds else 0.0
 
     def waited(self, cause: str) -> float:
-        """Seconds that its loops waited for a cause, of `CAUSES`; for its peers, those of reducing too."""
+        """Seconds that its loops waited for a cause (see `CAUSES`); for its peers, reducing is included."""
         return self.waits[cause] + (self.seconds[REDUCE] if cause == PEERS else 0.0)
 
 
@@ -136,55 +138,57 @@ class Report:
 
     @property
     def named_phases(self) -> list[str]:
-        """The phases with names in which time has passed, in the order in which ranks came to them."""
+        """The named phases that took any time, in the order in which ranks first entered them."""
         found = (phase for each in self.ranks for phase, seconds in each.seconds.items() if seconds)
         return [phase for phase in dict.fromkeys(found) if phase not in PHASES]
 
     @property
     def samples(self) -> int:
-        """Samples that all ranks took together."""
+        """The number of samples that all ranks consumed together."""
         return sum(each.samples for each in self.ranks)
 
     @property
     def samples_per_second(self) -> float:
-        """Of all ranks together, over the time that the slowest spent in its loops."""
+        """Samples per second of all ranks together, over the time that the slowest rank spent in its loops."""
         slowest = max(each.loop_seconds for each in self.ranks)
         return self.samples / slowest if slowest else 0.0
 
     @property
     def dropped(self) -> int:
-        """Samples that were left out with the tail, of all ranks."""
+        """The number of samples dropped with the tail, over all ranks."""
         return sum(each.dropped for each in self.ranks)
 
     @property
     def repeated(self) -> int:
-        """Samples that only repeated others, of all ranks."""
+        """The number of samples that only repeated others, over all ranks."""
         return sum(each.repeated for each in self.ranks)
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that nothing was learned from; all ranks skip the same."""
+        """The number of steps without an update; all ranks skip the same ones."""
         return max((each.skipped_steps for each in self.ranks), default=0)
 
     @property
     def counters(self) -> dict[str, int]:
-        """What the runtimes have counted, over all processes."""
-        by_process = {each.pid: each.counters for each in self.ranks}  # ranks that are threads report the same
+        """The counters of the devices' runtimes, summed over all processes."""
+        # ranks that are threads of one process report the same counters
+        by_process = {each.pid: each.counters for each in self.ranks}
         total: Counter[str] = Counter()
         for counted in by_process.values():
             total.update(counted)
         return dict(total)
 
     def waited(self, cause: str) -> float:
-        """The part of all loops' time that was waited for a cause, of `CAUSES`; 0 to 1."""
+        """The fraction of all loops' time spent waiting for a cause (see `CAUSES`), 0 to 1."""
         total = sum(each.loop_seconds for each in self.ranks)
         return sum(each.waited(cause) for each in self.ranks) / total if total else 0.0
 
     @property
     def slowest(self) -> int | None:
-        """The rank that kept the others waiting: that spent most time in its loops and not waiting for its peers.
+        """The rank that kept the others waiting: the one that spent most time in its loops other than waiting for
+        peers.
 
-        None where that is no tenth more than what the others spent.
+        None unless that is over 10% more than any other rank's.
         """
         own = {each.rank: each.loop_seconds - each.waited(PEERS) for each in self.ranks}
         rank = max(own, key=own.__getitem__)
@@ -216,7 +220,7 @@ class Report:
         )
 
     def _longest_named(self) -> str:
-        """The named phase that takes most time, where it is worth a look."""
+        """Name the longest named phase, if it took enough time to matter."""
         total = sum(each.loop_seconds for each in self.ranks)
         shares = {name: sum(each.seconds.get(name, 0.0) for each in self.ranks) / total for name in self.named_phases}
         longest = max(shares, key=shares.__getitem__, default="")
@@ -224,7 +228,7 @@ class Report:
 
 
 def summarise(world: World | None = None) -> RankSummary:
-    """This rank's summary up to now."""
+    """Summarise this rank's run so far."""
     world = world or current_world()
     own = world.timeline.loop()
     if own.on_device is not None:
@@ -258,7 +262,7 @@ def summarise(world: World | None = None) -> RankSummary:
 
 
 def _seconds(tracks: Sequence[Track]) -> tuple[dict[str, float], float]:
-    """Seconds by phase, and the part of the loops' waiting for data in which their devices had nothing to do."""
+    """Seconds by phase, and the fraction of the loops' waiting for data during which their devices were idle."""
     on_device = [each for each in tracks if each.name == DEVICE and each.totals]
     on_host = [each for each in tracks if each.name != DEVICE]
     seconds = {}
@@ -271,7 +275,10 @@ def _seconds(tracks: Sequence[Track]) -> tuple[dict[str, float], float]:
 
 
 def gather_report(world: World | None = None) -> Report | None:
-    """Gather every rank's summary; a collective that all ranks call. The report on rank zero, None on the others.
+    """Gather every rank's summary. A collective: all ranks must call it.
+
+    Returns:
+        The report on rank zero; None on the others.
 
     Raises:
         BrokenWorldError: a peer failed or departed.

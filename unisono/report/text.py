@@ -11,8 +11,11 @@ from unisono.timeline import PHASES
 def print_report(report: Report) -> None:
     """Print where the time of each rank went, in % of its time in loops, the rates, and what the run waited for.
 
+    Args:
+        report: the report that `gather_report` returns on rank zero.
+
     Raises:
-        ImportError: rich is not installed; the message has the pip line.
+        ImportError: rich is not installed; the message has the pip command.
     """
     try:
         from rich.box import SIMPLE_HEAD
@@ -20,7 +23,7 @@ def print_report(report: Report) -> None:
         from rich.table import Table
     except ImportError as error:
         raise ImportError("print_report draws with rich: pip install 'unisono[report]'") from error
-    table = Table(  # without vertical lines it fits into 80 columns, where nothing says how wide a terminal is
+    table = Table(  # no vertical lines: it has to fit into 80 columns, the width used if the terminal's is unknown
         title="Where the time went",
         caption="moving runs in the background, beside the others",
         box=SIMPLE_HEAD,
@@ -33,7 +36,7 @@ def print_report(report: Report) -> None:
             label(phase).replace(" for", "\nfor").replace("loop ", "loop\n"), justify="right", no_wrap=True
         )
     named = report.named_phases
-    if named:  # a column for all: what they are called has no bound
+    if named:  # one column for all of them: their names may be of any length
         table.add_column("named", justify="right", no_wrap=True)
     for name in ("seconds", "samples"):
         table.add_column(name, justify="right")
@@ -50,7 +53,7 @@ def print_report(report: Report) -> None:
 
 
 def _lines(report: Report) -> Iterator[str]:
-    """What is said below the table."""
+    """The lines below the table."""
     yield report.verdict
     if report.ranks:
         rate = sum(each.bytes_per_second for each in report.ranks) / 1e6

@@ -1,6 +1,6 @@
-"""Metrics in a file of JSON lines, which needs no library and outlives any death of the process.
+"""Metrics in a file of JSON lines, which needs no library and survives the death of the process.
 
-The first line is the run's: its project, its configuration, when it began. Each `log` is one line more::
+The first line describes the run: its project, its configuration, its start time. Each `log` adds one line::
 
     {"project": "digits", "config": {"lr": 0.1}, "started": "2026-01-31T12:00:00+00:00"}
     {"step": 1, "time": 0.734, "values": {"loss": 2.31}}
@@ -8,9 +8,11 @@ The first line is the run's: its project, its configuration, when it began. Each
 *Threads:* one at a time.
 
 Invariants:
-1. When `log` returns, its line has been handed to the operating system: killing the process loses none.
-2. A line that could be written in part only, by a full disk, is ended before the next one, so it spoils no other.
-3. No file of an earlier run is touched.
+
+1. When `log` returns, its line has been passed to the operating system: killing the process loses no line.
+2. A line that was only partly written, because the disk was full, is terminated before the next one, so it corrupts no
+   other line.
+3. Files of earlier runs are never modified.
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ from unisono.tracking.tracker import Value
 
 
 class JsonLines:
-    """The file `metrics.jsonl` of a run; `metrics-2.jsonl` and so on where earlier runs have left theirs.
+    """The file `metrics.jsonl` of a run; `metrics-2.jsonl` and so on if earlier runs have left theirs.
 
-    A number that JSON has no name for is a text: "NaN", "Infinity", "-Infinity".
+    Numbers that JSON cannot represent are written as strings: "NaN", "Infinity", "-Infinity".
 
     Attributes:
-        path: of the file.
+        path: the path of the file.
     """
 
     name = "jsonl"
@@ -54,14 +56,14 @@ class JsonLines:
 
     @property
     def tracker(self) -> Path:
-        """What `get_tracker("jsonl", unwrap=True)` gives."""
+        """What `get_tracker("jsonl", unwrap=True)` returns."""
         return self.path
 
     def log(self, values: Mapping[str, Value], step: int | None) -> None:
         """Write one line.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the line cannot be written.
         """
         elapsed_s = round(monotonic() - self._began, 3)
         self._write({"step": step, "time": elapsed_s, "values": _name_non_finite(values)})
@@ -88,7 +90,7 @@ def _create(directory: Path) -> tuple[Path, FileIO]:
 
 
 def _name_non_finite(value: Any) -> Any:
-    """The value with names for the numbers that JSON lacks; keys are texts."""
+    """Replace numbers that JSON cannot represent with their names, and keys with strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):

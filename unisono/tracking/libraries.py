@@ -1,8 +1,8 @@
-"""Trackers over TensorBoard, Weights & Biases and MLflow, each imported when a run begins with it.
+"""Trackers for TensorBoard, Weights & Biases and MLflow, each imported when a run begins with it.
 
-Who owns what: each owns the run that it has begun with its library, and ends it in `close`.
+Ownership: each owns the run that it has started with its library, and ends it in `close`.
 
-*Threads:* the one of the loop.
+*Threads:* the thread of the loop.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from unisono.tracking.tracker import Tracker, Value
 
 
 class TensorBoard:
-    """Event files in the run's directory; texts are shown as texts, the configuration as hyperparameters.
+    """Event files in the run's directory; strings are shown as text, the configuration as hyperparameters.
 
     Attributes:
         tracker: torch's SummaryWriter.
@@ -31,11 +31,11 @@ class TensorBoard:
         module = import_module("torch.utils.tensorboard")
         self.tracker = module.SummaryWriter(**{"log_dir": str(directory), **options})
         if config:
-            self.tracker.add_hparams(dict(flat(config)), {}, run_name=".")  # into the same directory
+            self.tracker.add_hparams(dict(flat(config)), {}, run_name=".")  # in the same directory, not a subdirectory
             self.tracker.flush()
 
     def log(self, values: Mapping[str, Value], step: int | None) -> None:
-        """Add a scalar for each number, a text for each text."""
+        """Add a scalar for each number, and a text for each string."""
         for key, value in values.items():
             add = self.tracker.add_text if isinstance(value, str) else self.tracker.add_scalar
             add(key, value, global_step=step)
@@ -70,9 +70,10 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """A run of MLflow, the active one, in the experiment of the project's name; texts are tags, the latest stays.
+    """A run of MLflow, the active one, in the experiment named after the project. Strings are tags, which keep the
+    latest value.
 
-    It is kept where MLflow's tracking URI says, and not in the run's directory.
+    It is stored where MLflow's tracking URI points, not in the run's directory.
 
     Attributes:
         tracker: its ActiveRun.
@@ -92,7 +93,7 @@ class MLflow:
             self._client.log_batch(self._run_id, params=[self._entity("Param", key, str(value)) for key, value in some])
 
     def log(self, values: Mapping[str, Value], step: int | None) -> None:
-        """Log a metric for each number, a tag for each text."""
+        """Log a metric for each number, and a tag for each string."""
         now_ms = int(time.time() * 1000)
         texts = {key: value for key, value in values.items() if isinstance(value, str)}
         numbers = {key: float(value) for key, value in values.items() if not isinstance(value, str)}
@@ -108,22 +109,22 @@ class MLflow:
         return getattr(self._mlflow.entities, kind)(*content)
 
 
-_MOST_PARAMETERS = 100  # that MLflow takes at once
+_MOST_PARAMETERS = 100  # the most that MLflow accepts per call
 
 Library = Callable[[Path, str, Mapping[str, Any], Mapping[str, Any]], Tracker]
 
 LIBRARIES: dict[str, Library] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow}
-"""By the names that `log_with` takes, which are those of their packages."""
+"""By the names that `log_with` accepts, which are their packages' names."""
 
 
 def is_installed(name: str) -> bool:
-    """Whether that library is there; it is not imported."""
+    """Whether that library is installed; does not import it."""
     spec = find_spec(name)
-    return spec is not None and spec.origin is not None  # a directory of that name, as W&B makes one, has no origin
+    return spec is not None and spec.origin is not None  # a directory of that name, such as W&B creates, has no origin
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
-    """The entries of a configuration, those of inner mappings by dotted names; what is no number is its text."""
+    """Flatten a configuration: entries of inner mappings get dotted names, and values of other types become strings."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{key}.")

@@ -1,4 +1,4 @@
-"""What a tracker is, and which values it gets: plain numbers and texts, by name."""
+"""The tracker protocol, and the values that a tracker gets: plain numbers and strings, by name."""
 
 from __future__ import annotations
 
@@ -13,21 +13,26 @@ Value = bool | int | float | str
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Where metrics go. An object with these two methods may be passed in `Accelerator(log_with=)`.
+    """A destination for metrics. An object with these two methods may be passed in `Accelerator(log_with=)`.
 
-    Its `name`, where it has one, or the name of its class is what `get_tracker` finds it by. Rank zero's alone is
-    called. What it raises reaches the caller of `Accelerator.log` and `end_training`.
+    `get_tracker` finds it by its `name` attribute, or else by the name of its class. Only rank zero's is called. Its
+    exceptions reach the caller of `Accelerator.log` and `end_training`.
     """
 
     def log(self, values: Mapping[str, Value], step: int | None) -> None:
-        """Take the values of a step. They are plain numbers and texts."""
+        """Log the values of a step.
+
+        Args:
+            values: plain numbers and strings, by name.
+            step: the training step; None if the script gave none.
+        """
 
     def close(self) -> None:
-        """Write what has not been written, and let go. Called once."""
+        """Flush what has not been written, and release resources. Called once."""
 
 
 def name_of(tracker: Tracker) -> str:
-    """The name by which a tracker is found."""
+    """The name by which `get_tracker` finds a tracker."""
     return str(getattr(tracker, "name", type(tracker).__name__))
 
 
@@ -35,8 +40,8 @@ def plain_values(values: Mapping[str, Any]) -> dict[str, Value]:
     """The values as a tracker gets them; tensors are copied to the host.
 
     Raises:
-        TypeError: there is no mapping, a key is no text, or a value is neither a real number nor a text.
-        ValueError: a tensor or an array has another number of elements than one.
+        TypeError: `values` is not a mapping, a key is not a string, or a value is neither a real number nor a string.
+        ValueError: a tensor or an array does not have exactly one element.
     """
     if not isinstance(values, Mapping):
         raise TypeError(f"log takes a mapping from names to values, and got a {type(values).__name__}")
@@ -44,10 +49,10 @@ def plain_values(values: Mapping[str, Any]) -> dict[str, Value]:
 
 
 def plain_step(step: Any) -> int | None:
-    """The step as a number.
+    """The step as an integer, or None.
 
     Raises:
-        TypeError: it is no whole number.
+        TypeError: the step is not an integer.
     """
     if step is None:
         return None
@@ -71,7 +76,7 @@ def _plain(key: str, value: Any) -> Value:
                 f"{key}.mean() or {key}.norm() for example"
             )
         value = value.item()
-    elif hasattr(value, "dtype") and hasattr(value, "item"):  # a numpy scalar, whose bool is no python number
+    elif hasattr(value, "dtype") and hasattr(value, "item"):  # a NumPy scalar; its bool is not a Python number
         value = value.item()
     if isinstance(value, bool | str):
         return value

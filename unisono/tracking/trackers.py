@@ -1,12 +1,13 @@
 """The trackers of one Accelerator, from `init_trackers` to `end_training`: which ones, and in which order.
 
-Who owns what: this owns the trackers that it makes, and closes those of the user with them. Ranks other than zero have
-none, and every method does nothing there.
+Ownership: this owns the trackers that it makes, and closes the user's along with them. Ranks other than zero have none,
+and every method does nothing there.
 
-*Threads:* the one of the rank's loop.
+*Threads:* the thread of the rank's loop.
 
 Invariants:
-1. Each tracker gets each `log` and each end, whatever the others raise; then that is raised.
+
+1. Each tracker gets every `log` and every `close`, even if others raise; the errors are raised afterwards.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _DIRECTORY = "runs"
 
 
 class Trackers:
-    """
+    """The trackers of one Accelerator.
+
     Args:
         log_with, project_dir: as for the Accelerator.
         is_main_process: whether this is rank zero.
@@ -39,7 +41,7 @@ class Trackers:
         opened: the trackers, while they are open.
 
     Raises:
-        TypeError, ValueError: `log_with` holds what is no tracker, or no known name.
+        TypeError, ValueError: `log_with` contains something that is neither a tracker nor a known name.
         ImportError: the library of a name is not installed.
     """
 
@@ -58,7 +60,7 @@ class Trackers:
         config: Mapping[str, Any] | None,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None,
     ) -> None:
-        """As `Accelerator.init_trackers`."""
+        """See `Accelerator.init_trackers`."""
         if not self._is_main_process:
             return
         config, options = _check_run(project_name, config, init_kwargs)
@@ -86,14 +88,14 @@ class Trackers:
             raise
 
     def log(self, values: Mapping[str, Any], step: int | None) -> None:
-        """As `Accelerator.log`."""
+        """See `Accelerator.log`."""
         if self._is_main_process:
             self._check_open("log")
             plain, number = plain_values(values), plain_step(step)
             _for_each(self.opened, lambda tracker: tracker.log(dict(plain), number))
 
     def get(self, name: str, unwrap: bool) -> Any:
-        """As `Accelerator.get_tracker`."""
+        """See `Accelerator.get_tracker`."""
         if not self._is_main_process:
             return Nowhere()
         self._check_open("get_tracker")
@@ -104,7 +106,7 @@ class Trackers:
         raise ValueError(f"there is no tracker {name!r}; there are {names}; pass log_with= for others")
 
     def close(self) -> None:
-        """As `Accelerator.end_training`."""
+        """See `Accelerator.end_training`."""
         opened, self.opened = self.opened, []
         self._has_ended = self._has_ended or bool(opened)
         _for_each(opened, lambda tracker: tracker.close())
@@ -118,7 +120,7 @@ class Trackers:
 
 
 class Nowhere:
-    """What `get_tracker` gives on the ranks that have no trackers: nothing comes of it."""
+    """What `get_tracker` returns on ranks without trackers: a tracker whose methods do nothing."""
 
     name = "nowhere"
 
@@ -156,7 +158,7 @@ def _libraries_of(name: str) -> list[str]:
     name = name.lower()
     if name == "all":
         return list(filter(is_installed, LIBRARIES))
-    if name == JsonLines.name:  # which there is always
+    if name == JsonLines.name:  # always present
         return []
     if name not in LIBRARIES:
         raise ValueError(
@@ -188,7 +190,7 @@ def _check_run(
 
 
 def _for_each(trackers: Sequence[Tracker], act: Callable[[Tracker], None]) -> None:
-    """Act on each, then raise what was raised: an error in its own type, several as a group."""
+    """Call `act` with each tracker, then raise what was raised: a single error in its own type, several as a group."""
     errors: list[Exception] = []
     for tracker in trackers:
         try:

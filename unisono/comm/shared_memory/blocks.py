@@ -1,15 +1,16 @@
 """Collectives on tensors in main memory, by way of blocks that all ranks map.
 
-A tensor travels in blocks. A rank copies its block into a slot of its own, all meet, and each takes from the slots of
-all what it needs: everything, or its part of a reduction. Blocks lie in the cache on their way.
+A tensor is sent in blocks. A rank copies its block into its slot, all ranks meet, and each takes what it needs from the
+slots of all: everything, or its part of a reduction. Blocks stay in the cache on their way.
 
 *Threads:* the rank's own thread.
 
 Invariants:
-1. What is shown at meeting n lies in the set of slots n modulo 3. It may be read until the reader comes to meeting
-   n + 2; the slot is written again after all have come to that one.
-2. Ranks are folded in rank order, by whichever rank, and all take copies of one result or compute the same: all have
-   the same bits, and those of threads (`folding`).
+
+1. What is shown at meeting n is in set n modulo 3 of the slots. It may be read until the reader arrives at meeting n +
+   2; the slot is written again only after all have arrived at that one.
+2. Ranks are folded in rank order, whichever rank does it, and all ranks copy one result or compute the same: all have
+   the same bits, which are also those of threads (`folding`).
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ _ALL_SLOTS_BYTES = 2**28
 _ALIGNMENT = 64
 _KEPT_VIEWS = 256
 _DIRECT_BYTES = 2**15
-"""Up to here each rank folds all by itself: one meeting instead of two."""
+"""Up to this size each rank folds everything itself: one meeting instead of two."""
 
 
 def slot_bytes(size: int) -> int:
-    """How large a slot is, in a group of that size: all together are bounded."""
+    """The size of a slot in a group of that size: their total is bounded."""
     return min(_SLOT_BYTES, _ALL_SLOTS_BYTES // (_SETS * size) // _ALIGNMENT * _ALIGNMENT)
 
 
 def bytes_of_blocks(size: int) -> int:
-    """What a group of that size has to map for its slots."""
+    """The bytes that a group of that size has to map for its slots."""
     return _SETS * size * slot_bytes(size)
 
 
 class Blocks:
-    """The slots of a group, and its collectives on flat tensors: contiguous, of one dimension, in main memory."""
+    """The slots of a group, and its collectives on flat tensors: contiguous, one-dimensional, in main memory."""
 
     def __init__(self, mapping: Mapping, here: MeetingPoint) -> None:
         self.rank, self.size = mapping.rank, mapping.size
@@ -72,7 +73,7 @@ class Blocks:
                 block.copy_(slots[root])
 
     def all_gather(self, deed: str, outputs: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
-        """Copy each rank's `flat` into the output of its number, if there are outputs on this rank."""
+        """Copy each rank's `flat` into the output of its number, if this rank has outputs."""
         start = 0
         for block, slots in self._show(deed, flat):
             stop = start + block.shape[0]
@@ -91,17 +92,17 @@ class Blocks:
             block.copy_(pieces[root][self.rank])
 
     def barrier(self, deed: str) -> None:
-        """Wait for all."""
+        """Wait for all ranks."""
         self._here.enter(deed)
 
     def _reduce_together(self, deed: str, flat: torch.Tensor, op: str) -> None:
-        """Each rank folds its part of a block into the first slot, from where all copy after they have met again."""
+        """Each rank folds its part of a block into the first slot; all copy from there after they have met again."""
         folded: tuple[torch.Tensor, torch.Tensor] | None = None
         for block, slots in self._show(deed, flat):
             share = -(-block.shape[0] // self.size)
             parts = [slot[self.rank * share : (self.rank + 1) * share] for slot in slots]
             fold_into(parts[0], parts, op)
-            if folded is not None:  # all have come to this meeting, after their parts of the block before
+            if folded is not None:  # all have arrived at this meeting, so their parts of the previous block are done
                 folded[0].copy_(folded[1])
             folded = block, slots[0]
         self._here.meet()
@@ -111,7 +112,7 @@ class Blocks:
     def _show(
         self, deed: str, flat: torch.Tensor, is_shown: bool = True
     ) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
-        """Each block of `flat`, when all have shown theirs, and the blocks that the ranks have shown."""
+        """Yield each block of `flat`, once all ranks have shown theirs, with the blocks that the ranks have shown."""
         length, start = flat.shape[0], 0
         capacity = self._slot_bytes // flat.itemsize
         while start < length or not start:
@@ -126,7 +127,8 @@ class Blocks:
     def _show_parts(
         self, deed: str, output: torch.Tensor, parts: Sequence[torch.Tensor]
     ) -> Iterator[tuple[torch.Tensor, list[tuple[torch.Tensor, ...]]]]:
-        """Each block of `output`, when all have shown that block of all their parts, and what the ranks have shown."""
+        """Yield each block of `output`, once all ranks have shown that block of all their parts, with what they have
+        shown."""
         length, start = output.shape[0], 0
         capacity = self._slot_bytes // output.itemsize // self.size
         while start < length or not start:
@@ -146,7 +148,7 @@ class Blocks:
             self._here.meet()
 
     def _slots(self, dtype: torch.dtype, length: int) -> list[torch.Tensor]:
-        """Of each rank, that many elements at the beginning of its slot for the next meeting."""
+        """For each rank, that many elements at the beginning of its slot for the next meeting."""
         which = (self._here.turn + 1) % _SETS
         views = self._views.get((dtype, length, which))
         if views is None:
@@ -160,6 +162,6 @@ class Blocks:
         return views
 
     def _view(self, start: int, dtype: torch.dtype, length: int) -> torch.Tensor:
-        if not length:  # which `frombuffer` does not take
+        if not length:  # `frombuffer` does not accept 0
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._mapping.memory, dtype=dtype, count=length, offset=start)

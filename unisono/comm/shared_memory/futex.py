@@ -1,4 +1,4 @@
-"""Futexes: how a process sleeps until another one changes a word of memory that both map (man 2 futex)."""
+"""Futexes: let a process sleep until another one changes a word of memory that both map (man 2 futex)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import platform
 import sys
 
 _CALLS = {"x86_64": 202}
-_WAIT, _WAKE = 0, 1  # of memory that processes share: not FUTEX_PRIVATE_FLAG
+_WAIT, _WAKE = 0, 1  # for memory shared by processes: not FUTEX_PRIVATE_FLAG
 _EVERYBODY = 2**31 - 1
 
 SUPPORTED = sys.platform == "linux" and platform.machine() in _CALLS
@@ -26,11 +26,11 @@ if SUPPORTED:
 
 
 def wait(address: int, seen: int, timeout_s: float) -> None:
-    """Sleep while the word at `address` is `seen`, until `wake`, a signal or the time-out. Releases the GIL."""
+    """Sleep while the word at `address` equals `seen`, until `wake`, a signal or the timeout. Releases the GIL."""
     seconds, rest = divmod(timeout_s, 1)
     _futex(_number, address, _WAIT, seen, ctypes.byref(_TimeSpec(int(seconds), int(rest * 1e9))))
 
 
 def wake(address: int) -> None:
-    """Wake everybody who sleeps at `address`; also a full fence: they see what was written before."""
+    """Wake all sleepers at `address`; also a full fence: they see what was written before."""
     _futex(_number, address, _WAKE, _EVERYBODY, None)

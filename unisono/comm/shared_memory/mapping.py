@@ -1,11 +1,11 @@
-"""The memory that the ranks of one machine share: made by the first, mapped by all, gone with the last.
+"""The memory that the ranks of one machine share: created by the first, mapped by all, freed with the last.
 
-It is a file without a name (`memfd_create`), so nothing of it can stay behind, whatever is killed, and the size of
-/dev/shm is no limit. The others open it under /proc, where the first rank's descriptors are; the store of the group
-says where. Either all ranks map it or none does.
+It is a file without a name (`memfd_create`), so nothing of it can be left over, whatever is killed, and the size of
+/dev/shm does not limit it. The others open it under /proc, via the first rank's descriptor; the store of the group says
+which. Either all ranks map it or none does.
 
 Each rank holds a lock on a byte of the file, which the kernel releases when its process ends: so its peers know whether
-it lives, without a message. (A record lock of `fcntl`: forked loader workers do not inherit it.)
+it is alive, without a message. (A record lock of `fcntl`: forked loader workers do not inherit it.)
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 PAGE = 4096
-"""The header of a rank: bytes that it alone writes."""
+"""The size of a rank's header, which only that rank writes."""
 
-_JOINED = 8  # where in the header a rank says that it has come
-_TOKEN = 16  # bytes at the beginning of the file, by which it is recognised
+_JOINED = 8  # offset in the header where a rank reports that it has joined
+_TOKEN = 16  # bytes at the beginning of the file that identify it
 _PLACE, _REFUSED = "place", "refused"
 _POLL_S = 0.002
 _LOCK = struct.Struct("hhqqi4x")  # struct flock
@@ -38,8 +38,8 @@ class Mapping:
     """A header page of the file, one header page per rank, and the blocks.
 
     Attributes:
-        memory: all of it.
-        blocks_at: where the blocks begin.
+        memory: the whole mapping.
+        blocks_at: the offset of the blocks.
     """
 
     def __init__(self, file: int, rank: int, size: int, num_bytes: int) -> None:
@@ -48,14 +48,14 @@ class Mapping:
         self.blocks_at = PAGE * (size + 1)
         self.memory = mmap.mmap(file, self.blocks_at + num_bytes)
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
-        weakref.finalize(self, os.close, file).atexit = False  # the lock is to last as long as the process
+        weakref.finalize(self, os.close, file).atexit = False  # the lock has to last as long as the process
 
     def header_of(self, rank: int) -> int:
-        """Where the header of that rank begins."""
+        """The offset of that rank's header."""
         return PAGE * (rank + 1)
 
     def is_alive(self, rank: int) -> bool:
-        """Whether the process of that rank still runs; this one's own does not count as running."""
+        """Whether the process of that rank is still running; this process itself does not count as running."""
         asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0)
         kind: int = _LOCK.unpack(fcntl.fcntl(self._file, fcntl.F_GETLK, asked))[0]
         return kind != fcntl.F_UNLCK
@@ -69,13 +69,13 @@ class Mapping:
 
 
 def map_together(store: Store, rank: int, size: int, num_bytes: int, timeout: timedelta) -> Mapping | None:
-    """Map `num_bytes` for blocks, with all ranks of the group; None, on all ranks, where one of them cannot.
+    """Map `num_bytes` for blocks, with all ranks of the group; None, on all ranks, if one of them cannot.
 
     Args:
         store: the group's own.
 
     Raises:
-        DistStoreError: some ranks have not come within `timeout`.
+        DistStoreError: some ranks did not join within `timeout`.
     """
     try:
         mapping = _create(store, rank, size, num_bytes) if rank == 0 else _open(store, rank, size, num_bytes)
@@ -107,15 +107,15 @@ def _create(store: Store, rank: int, size: int, num_bytes: int) -> Mapping:
 
 
 def _open(store: Store, rank: int, size: int, num_bytes: int) -> Mapping | None:
-    """What the first rank has made; None if it could not."""
-    while not store.check([_PLACE]):  # `get` waits without an end where the first rank could make none
+    """Open what the first rank has created; None if it could not."""
+    while not store.check([_PLACE]):  # `get` would wait indefinitely if the first rank could not create it
         if store.check([_REFUSED]):
             return None
         time.sleep(_POLL_S)
     pid, number, token = store.get(_PLACE).decode().split()
     file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     with _closed_on_failure(file):
-        # On another machine, and in another container, the same path is another file.
+        # On another machine, or in another container, the same path is a different file.
         if os.pread(file, _TOKEN, 0).hex() != token:
             raise OSError("it is another file")
         return Mapping(file, rank, size, num_bytes)

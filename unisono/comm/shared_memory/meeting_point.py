@@ -1,15 +1,16 @@
-"""Where the processes of one machine meet: a rank continues when all have come.
+"""Where the processes of one machine meet: a rank continues when all have arrived.
 
 Each rank counts its meetings in a word of its own, and waits until the words of all others have reached its count.
 
 *Threads:* the rank's own thread; `close` may be called by any.
 
 Invariants:
-1. A rank writes its word when its part of the memory is written. A rank that has passed meeting n may read what the
+
+1. A rank updates its word after its part of the memory is written. A rank that has passed meeting n may read what the
    others wrote before n.
-2. No rank passes meeting n + 1 before all have come to it, so what was read before a rank came to n + 1 may be written
-   by anybody after it.
-3. A rank that ends, in whatever way, lets go of its lock; those that wait for it look from time to time.
+2. No rank passes meeting n + 1 before all have arrived at it, so what a rank read before it arrived at n + 1 may be
+   overwritten by any rank after n + 1.
+3. A rank that ends, in any way, releases its lock; ranks that wait for it check that periodically.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from unisono.comm.shared_memory.mapping import Mapping
 from unisono.errors import CollectiveMismatchError
 from unisono.stacks import describe_call, own_frames
 
-_COUNT, _STATE = 0, 4  # where in a rank's header its words are
+_COUNT, _STATE = 0, 4  # offsets of a rank's words in its header
 _NOTES_AT, _NOTE, _HEAD = 64, 1024, 2
 _OPEN, _LEFT, _BROKEN = 0, 1, 2
 _SPINS = 100
@@ -41,7 +42,7 @@ class MeetingPoint:
     """This rank's seat.
 
     Attributes:
-        turn: how many meetings this rank has come to.
+        turn: how many meetings this rank has arrived at.
     """
 
     def __init__(self, mapping: Mapping, timeout: timedelta) -> None:
@@ -58,14 +59,14 @@ class MeetingPoint:
         self._is_closed = False
 
     def enter(self, deed: str) -> None:
-        """Begin a collective: wait for all, and compare what they do. What this rank shows is written before.
+        """Begin a collective: wait for all ranks, and compare what they do. This rank's data must be written before.
 
         Raises:
             CollectiveMismatchError: others do something else; on all ranks.
-            DistNetworkError: as `meet`.
+            DistNetworkError: as for `meet`.
         """
         own = _note_of(deed)
-        # A peer may come to the next call while this rank still reads, not to the one after it.
+        # While this rank still reads, a peer may arrive at the next call, but not at the one after it.
         self._num_calls += 1
         offset = _NOTES_AT + self._num_calls % 2 * _NOTE
         self._write(offset, own)
@@ -77,7 +78,8 @@ class MeetingPoint:
                 raise self._mismatch(deed, offset)
 
     def _mismatch(self, deed: str, offset: int) -> CollectiveMismatchError:
-        """The error, with the places that called: all ranks are here, since each has found that one differs."""
+        """The error, with the places of the calls. All ranks get here, since each has found that another one
+        differs."""
         site = describe_call(own_frames())
         self._write(offset, _note_of(f"{deed} from {site}" if site else deed))
         self.meet()
@@ -85,10 +87,10 @@ class MeetingPoint:
         return mismatch_error({rank: self._text_of(rank, offset) for rank in range(self.size)})
 
     def meet(self) -> None:
-        """Wait until all ranks have come.
+        """Wait until all ranks have arrived.
 
         Raises:
-            DistNetworkError: one is gone, or has not come in time; on this rank, and on those that wait with it.
+            DistNetworkError: one is gone, or did not arrive in time; on this rank, and on those that wait with it.
         """
         self._check_open()
         self.turn = (self.turn + 1) % _WORD
@@ -99,15 +101,15 @@ class MeetingPoint:
                 self._wait_for(rank)
 
     def close(self, *, is_broken: bool = False) -> None:
-        """Leave, because of a failure or not; who waits for this rank is woken. Idempotent."""
+        """Leave, because of a failure or not, and wake the ranks that wait for this one. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self._words[self._state_at[self.rank] // 4] = _BROKEN if is_broken else _LEFT
-            for at in self._count_at:  # also those where this process's own threads wait
+            for at in self._count_at:  # including those where this process's own threads wait
                 futex.wake(self._address + at)
 
     def check_presence(self, rank: int) -> None:
-        """Raise where it is in vain to wait for that rank, whatever for.
+        """Raise if that rank will never arrive, whatever it is waited for.
 
         Raises:
             DistNetworkError: it has left or ended, or this rank has.
@@ -122,9 +124,9 @@ class MeetingPoint:
             raise dist.DistNetworkError(f"rank {self.rank} has left the group, or the group is broken")
 
     def _absence_of(self, rank: int) -> str:
-        """Why that rank will come no more; "" where it may."""
+        """Why that rank will not arrive any more; "" if it may."""
         has_ended = not self._mapping.is_alive(rank)
-        state = self._words[self._state_at[rank] // 4]  # after its end nobody writes it
+        state = self._words[self._state_at[rank] // 4]  # read after the check: a dead rank writes it no more
         return _REASONS[state] if state or has_ended else ""
 
     def _write(self, offset: int, note: bytes) -> None:
@@ -155,10 +157,11 @@ class MeetingPoint:
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)
 
     def _check(self, deadline: float) -> None:
-        """Raise where it is in vain to wait."""
+        """Raise if the wait cannot succeed."""
         missing = [rank for rank in self._others if not self._has_come(rank)]
         for rank in missing:
-            if self._is_closed or (self._absence_of(rank) and not self._has_come(rank)):  # else it left after it
+            # otherwise it left after this meeting
+            if self._is_closed or (self._absence_of(rank) and not self._has_come(rank)):
                 self.check_presence(rank)
         if time.monotonic() > deadline:
             self.close(is_broken=True)

@@ -1,12 +1,11 @@
-"""A process group of torch whose collectives go by the memory of one machine: `init_process_group("shm")`.
+"""A torch process group whose collectives use the shared memory of one machine: `init_process_group("shm")`.
 
-DistributedDataParallel, FSDP2, torch.distributed.checkpoint and the user's own calls of torch.distributed take it as
-any other group. All ranks compare what they call before a byte moves. What the group does not serve goes by gloo:
-messages between two ranks, all-to-all, sparse tensors; and everything where ranks share no memory, as on several
-machines.
+DistributedDataParallel, FSDP2, torch.distributed.checkpoint and the user's own torch.distributed calls use it like any
+other group. All ranks compare their calls before any data is moved. What the group does not implement is sent by gloo:
+messages between two ranks, all-to-all, sparse tensors; and everything if ranks share no memory, as on several machines.
 
-With `async_op` a thread of the group does the work. What C++ calls, the reducer of DistributedDataParallel for one, is
-over when the call returns.
+With `async_op` a thread of the group does the work. Calls from C++, such as those of DistributedDataParallel's reducer,
+are complete when they return.
 
 *Threads:* the rank's own thread, or torch's thread for the backward pass; `shutdown` and `abort` in any.
 """
@@ -39,7 +38,7 @@ _POLL_S = 0.001
 _NO_BACKWARD_PASS = -1
 _LOOPBACK = "127.0.0.1"  # the ranks share a machine
 
-# torch's types name less than there is, and some calls by overloads alone.
+# torch's annotations are incomplete, and list some calls only as overloads.
 _ProcessGroup: Any = dist.ProcessGroup
 _Gloo: Any = dist.ProcessGroupGloo
 _ReduceOp: Any = dist.ReduceOp.RedOpType
@@ -58,7 +57,7 @@ _OPS = {
 
 
 def register() -> None:
-    """Make the group known to torch, by its name."""
+    """Register the group with torch, under its name."""
     if not hasattr(dist.Backend, NAME.upper()):
         dist.Backend.register_backend(NAME, _create, devices=[_HOST])
 
@@ -146,7 +145,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
     def barrier(self, opts: Any = None) -> Any:
         return self._run(lambda: self._blocks.barrier("called barrier()"), [], opts)
 
-    # torch before 2.11 has other names for some.
+    # Names of these methods in torch before 2.11.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
@@ -179,7 +178,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         self._here.close(is_broken=True)
         self._close_others()
 
-    # What the base class asks its backends for, of which this group has none.
+    # The base class asks its backends for these; this group has none.
     def getBackendName(self) -> str:  # noqa: N802
         return NAME
 
@@ -221,7 +220,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
     def _in_place(
         self, tensors: Sequence[torch.Tensor], opts: Any, operation: Callable[[int, torch.Tensor], None]
     ) -> Any:
-        """Work that changes the tensors, by an operation on each as one dimension."""
+        """Make work that changes the tensors in place, by an operation on a one-dimensional view of each."""
 
         flats = [_flat(tensor) for tensor in tensors]
 
@@ -233,7 +232,8 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         return self._run(change, tensors, opts)
 
     def _check_parts(self, name: str, parts: Sequence[torch.Tensor], whole: torch.Tensor) -> None:
-        """Refuse what is not one part for each rank, as large as what a rank gives or gets, before anything is sent."""
+        """Before anything is sent, check that there is one part per rank, each of the size that a rank sends or
+        receives."""
         if [part.numel() for part in parts] != [whole.numel()] * self.size():
             sizes = ", ".join(str(part.numel()) for part in parts)
             raise ValueError(
@@ -248,7 +248,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         return Done(result)
 
     def _unless_broken(self, operation: Callable[[], None]) -> None:
-        """Run it; where it fails in the middle, the ranks have lost step, and the group is broken."""
+        """Run the operation; if it fails in the middle, the ranks are out of step, and the group is broken."""
         try:
             operation()
         except BaseException:
@@ -256,14 +256,14 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
             raise
 
     def _by_gloo(self, *peers: int) -> Any:
-        """The group for everything else, when those ranks have made theirs; they connect when they first talk."""
+        """Return the group for everything else, once those peers have created theirs; they connect on first use."""
         if self._gloo is None:
             options = _Gloo._Options()
             options._timeout = self._timeout
             options._devices = [_Gloo.create_device(hostname=_LOOPBACK, lazy_init=True)]
             self._gloo = _Gloo(PrefixStore("gloo", self._store), self.rank(), self.size(), options)
             self._store.set(_CAME.format(self.rank()), "1")
-        for rank in peers:  # gloo would wait for one that has left before
+        for rank in peers:  # gloo would wait for a peer that has already left
             while not self._store.check([_CAME.format(rank)]):
                 self._here.check_presence(rank)
                 time.sleep(_POLL_S)
@@ -276,10 +276,10 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
 
 
 def _may_go_on() -> bool:
-    """Whether the caller means it when `asyncOp` is set: a function of torch.distributed, outside of a backward pass.
+    """Whether the caller set `asyncOp` deliberately: a function of torch.distributed, outside of a backward pass.
 
-    C++ leaves it as it is made, true, and waits. And in a backward pass, which is the same on all ranks, the reduction
-    of a bucket on another thread would cost more than it saves.
+    C++ leaves it at its default, true, and waits. And in a backward pass, which is the same on all ranks, reducing a
+    bucket on another thread would cost more than it saves.
     """
     if torch._C._current_graph_task_id() != _NO_BACKWARD_PASS:
         return False
@@ -310,7 +310,7 @@ def _given_options(opts: Any) -> tuple[Any, ...]:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory as one dimension; a copy where it has gaps or another order."""
+    """The tensor's memory as one dimension; a copy if it has gaps or another order."""
     if not tensor.is_cpu or tensor.layout is not torch.strided:
         raise TypeError(
             f"the process group {NAME!r} takes dense tensors in main memory, got {tensor.layout} on {tensor.device}; "

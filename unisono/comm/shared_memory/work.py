@@ -1,6 +1,6 @@
-"""What a collective of torch returns: work that is done, or that a thread of the group does in the background.
+"""What a torch collective returns: work that is done, or that a thread of the group does in the background.
 
-*Threads:* those that call collectives, and the one that does the work, in the order in which it was given.
+*Threads:* those that call collectives, and the one that does the work, in the order in which it was submitted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from unisono.outcome import Outcome
 
 
 class Done(dist.Work):
-    """Work that was over before it was asked for."""
+    """Work that was completed before it is returned."""
 
     def __init__(self, tensors: Any) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Pending(dist.Work):
         self._future: torch.futures.Future[Any] = torch.futures.Future()
         self._outcome: Outcome[None] | None = None
         self._is_over = threading.Event()
-        self.has_been_told = threading.Event()  # to those that wait for its future, whose callbacks run here
+        self.has_been_told = threading.Event()  # set once the future's callbacks, which run in this thread, are done
 
     def do(self) -> None:
         """Do the work, on the thread of the group."""
@@ -65,7 +65,7 @@ class Pending(dist.Work):
         self.has_been_told.set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the end of it; raises what it has raised."""
+        """Wait for the end of the work, and raise its error if it failed."""
         self._is_over.wait(timeout.total_seconds() if timeout else None)
         if self._outcome is None:
             raise dist.DistNetworkError(f"the collective was not over after {timeout}")
@@ -86,7 +86,7 @@ class Pending(dist.Work):
 
 
 class Background:
-    """Does one piece of work after another, on a thread that begins with the first."""
+    """Does one piece of work after another, on a thread that starts with the first."""
 
     def __init__(self) -> None:
         self._given: SimpleQueue[Pending | None] = SimpleQueue()
@@ -94,7 +94,7 @@ class Background:
         self._last: Pending | None = None
 
     def begin(self, work: Pending) -> Pending:
-        """Have it done, after what was given before."""
+        """Submit work; it is done after what was submitted before."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=_do_all, args=(self._given,), name="unisono-collectives", daemon=True
@@ -106,11 +106,11 @@ class Background:
 
     @property
     def is_here(self) -> bool:
-        """Whether this is its thread: a callback of a future calls the next collective."""
+        """Whether this is its thread, as when a callback of a future calls the next collective."""
         return threading.current_thread() is self._thread
 
     def finish(self) -> None:
-        """Wait until all that was given is over, with its callbacks."""
+        """Wait until all submitted work is done, including its callbacks."""
         if self._last is not None and not self.is_here:
             self._last.has_been_told.wait()
             self._last = None

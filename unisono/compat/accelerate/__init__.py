@@ -1,7 +1,7 @@
-"""Accelerate's names over this framework: a script runs by other import lines, in processes and in threads.
+"""Accelerate's names over this framework: a script runs by changing its imports, in processes and in threads.
 
 `from accelerate import Accelerator` becomes `from unisono.compat.accelerate import Accelerator`, and so for each
-module. No code is shared with it. docs/migrating_from_accelerate.md says what is different.
+module. No code is shared with it. docs/migrating_from_accelerate.md describes the differences.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from unisono.compat.accelerate.utils.memory import find_executable_batch_size as
 from unisono.compat.accelerate.utils.random import synchronize_rng_states as synchronize_rng_states
 
 __version__ = "1.15.0"
-"""Of Accelerate, whose names these are; scripts compare it."""
+"""The version of Accelerate with these names; scripts compare it."""
 
 _INSTEAD = {
     "ParallelismConfig": "there is one axis, data parallel; shard large models by FullyShardedDataParallelPlugin",

@@ -1,4 +1,4 @@
-"""`accelerate.Accelerator`: the native one, made by Accelerate's arguments, with its other methods."""
+"""`accelerate.Accelerator`: the native one, with Accelerate's constructor arguments and its other methods."""
 
 from __future__ import annotations
 
@@ -48,23 +48,23 @@ logger = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 
 _NATIVE = (nn.Module, Optimizer, LRScheduler, ReduceLROnPlateau, DataLoader)
-"""What `prepare` prepares; Accelerate hands the rest back as it is."""
+"""What `prepare` prepares; like Accelerate, it returns anything else unchanged."""
 
 
 class Accelerator(Native):
-    """Takes Accelerate's arguments; what they mean here is in docs/migrating_from_accelerate.md.
+    """Accepts Accelerate's arguments; docs/migrating_from_accelerate.md says what they mean here.
 
     Args:
-        mixed_precision: "no", "fp16" or "bf16"; None takes ACCELERATE_MIXED_PRECISION, or "no".
-        fsdp_plugin: strategy="fsdp"; "HYBRID_SHARD" shards within each machine.
+        mixed_precision: "no", "fp16" or "bf16"; None uses ACCELERATE_MIXED_PRECISION, or "no".
+        fsdp_plugin: selects strategy="fsdp"; "HYBRID_SHARD" shards within each machine.
         rng_types: has no effect: orders are functions of the seed.
-        schedule_unit: as for the native one, where it cannot be found out what a schedule counts; "device_step" is what
-            Accelerate takes it for.
-        step_scheduler_with_optimizer: False leaves schedulers as they are: each of their steps counts.
+        schedule_unit: as for the native one, for when it cannot be inferred what a scheduler counts; Accelerate assumes
+            "device_step".
+        step_scheduler_with_optimizer: False leaves schedulers unchanged: each of their steps counts.
 
     Attributes:
-        state, gradient_state: of the rank, as `AcceleratorState` and `GradientState`.
-        dataloader_config, project_configuration: as they were given.
+        state, gradient_state: the rank's `AcceleratorState` and `GradientState`.
+        dataloader_config, project_configuration: as given.
 
     Raises:
         ValueError: an argument has no counterpart; the message says what to do instead.
@@ -117,7 +117,7 @@ class Accelerator(Native):
         super().__init__(
             mixed_precision=precision,  # type: ignore[arg-type]  # an unknown one is refused there
             gradient_accumulation_steps=_num_steps(gradient_accumulation_steps, gradient_accumulation_plugin),
-            cpu=cpu and world.world_size == 1,  # ranks of several have the device that they were started with
+            cpu=cpu and world.world_size == 1,  # with several ranks, each keeps the device that it was started with
             device_placement=device_placement,
             compile=compile_arguments(dynamo_backend, dynamo_plugin),
             world=world,
@@ -136,11 +136,11 @@ class Accelerator(Native):
         self.gradient_state = GradientState()
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
-        """As the native one; what is prepared already, and what is no model, optimizer, scheduler or DataLoader, comes
-        back as it is.
+        """Like the native one, but returns unchanged what is already prepared, and what is not a model, optimizer,
+        scheduler or DataLoader.
 
         Args:
-            device_placement: moves all of them, or follows the Accelerator's; one by one they cannot differ.
+            device_placement: must equal the Accelerator's for every object; it cannot be set for each separately.
         """
         if device_placement is not None and any(each != self._moves for each in device_placement):
             raise ValueError(
@@ -186,29 +186,29 @@ class Accelerator(Native):
         )
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """As the native one. The mean over the step is taken by samples, so the loss is not divided here."""
+        """Like the native one. The mean over the step is taken over samples, so the loss is not divided here."""
         super().backward(loss, *args, **kwargs)
 
     def free_memory(self, *objects: Any) -> list[None]:  # type: ignore[override]
-        """As the native one; and as many Nones as objects, to put in their places."""
+        """Like the native one; returns one None per object, to assign in their place."""
         super().free_memory()
         return release_memory(*objects)
 
     clear = free_memory
 
-    # What ranks do together.
+    # Collectives.
 
     def gather(self, tensor: Any) -> Any:  # type: ignore[override]
-        """As the native one; of tensors that require grad, the values."""
+        """Like the native one; tensors that require grad are gathered as values."""
         return operations.gather(tensor, self.world)
 
     def gather_for_metrics(  # type: ignore[override]
         self, input_data: Any, use_gather_object: bool = False
     ) -> Any:
-        """As the native one; of objects, every rank's in one list.
+        """Like the native one; objects are gathered into one list over all ranks.
 
-        Objects are taken as they are: where a batch has repeated samples, leave them out before
-        (`loader.valid_samples`). So are rows that are those of no batch of a prepared loader; a warning says so, once.
+        Objects are gathered as they are: if a batch has repeated samples, remove them first (`loader.valid_samples`).
+        Rows that match no batch of a prepared loader are gathered as they are, too; a warning says so, once.
         """
         if use_gather_object or not all(isinstance(each, torch.Tensor) for each in leaves(input_data)):
             return [each for part in all_gather_object(list(input_data), self.world) for each in part]
@@ -221,19 +221,19 @@ class Accelerator(Native):
             return operations.gather(input_data, self.world)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """As the native one, but the sum where nothing is said."""
+        """Like the native one, but the default is the sum."""
         return operations.reduce(tensor, reduction, scale, self.world)
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
-        """All ranks take equally many steps: there is nothing to join."""
+        """All ranks take the same number of steps: there is nothing to join."""
         yield
 
     def maybe_context_parallel(self, **_: Any) -> AbstractContextManager[None]:
-        """Sequences are whole on each rank."""
+        """Sequences are not split across ranks."""
         return nullcontext()
 
-    # Where ranks differ.
+    # Code that runs on some ranks only.
 
     def on_main_process(self, function: F) -> F:
         return self.state.on_main_process(function)  # type: ignore[return-value]
@@ -266,7 +266,7 @@ class Accelerator(Native):
 
     @property
     def deepspeed_plugin(self) -> None:
-        """There is none."""
+        """None: DeepSpeed is not supported."""
 
     @property
     def is_fsdp2(self) -> bool:
@@ -305,7 +305,7 @@ class Accelerator(Native):
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         return skip_first_batches(dataloader, num_batches)
 
-    # Models and what is saved of them.
+    # Models and how they are saved.
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
@@ -313,7 +313,8 @@ class Accelerator(Native):
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Mapping[str, Any]:
-        """The model's state on this rank. With FSDP every rank calls it; it is whole on rank zero, {} on the others."""
+        """The model's state on this rank. With FSDP every rank must call it; it is complete on rank zero, {} on the
+        others."""
         if self.distributed_type == DistributedType.FSDP:
             return self.state_dict(model)
         found: Mapping[str, Any] = self.unwrap_model(model).state_dict()
@@ -325,7 +326,7 @@ class Accelerator(Native):
     def save_state(  # type: ignore[override]
         self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any
     ) -> str:
-        """As the native one; where checkpoints are named automatically, `output_dir` is not looked at."""
+        """Like the native one; with automatic checkpoint naming, `output_dir` is ignored."""
         is_named = self.project_configuration.automatic_checkpoint_naming
         if output_dir is None and not is_named:
             raise ValueError(
@@ -336,10 +337,10 @@ class Accelerator(Native):
         return str(saved)
 
     def load_state(self, input_dir: str | None = None, **options: Any) -> None:  # type: ignore[override]
-        """As the native one; None takes the latest of those that were named automatically.
+        """Like the native one; None uses the latest automatically named checkpoint.
 
-        Loaders begin the epoch that they were in, and scripts skip what was trained on (`skip_first_batches`); with
-        `use_stateful_dataloader` they continue after the last batch.
+        Loaders restart the epoch that they were in, and scripts skip what was already trained on
+        (`skip_first_batches`); with `use_stateful_dataloader` they continue after the last batch.
         """
         super().load_state(input_dir)
         if not self.use_stateful_dataloader:
@@ -348,25 +349,25 @@ class Accelerator(Native):
 
     @property
     def save_iteration(self) -> int:
-        """How many were saved; they are numbered by what lies in the directory."""
+        """The number of checkpoints saved; their numbers follow those in the directory."""
         return self.project_configuration.iteration
 
     @property
     def logging_dir(self) -> str | None:
-        """As the `ProjectConfiguration` has it; trackers write to `project_dir`."""
+        """As in the `ProjectConfiguration`; trackers write to `project_dir`."""
         return self.project_configuration.logging_dir
 
     def log(
         self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """As the native one.
+        """Like the native one.
 
         Args:
-            log_kwargs: of the trackers' libraries; they have no effect.
+            log_kwargs: arguments for the trackers' libraries; they have no effect.
         """
         super().log(values, step)
 
-    # What is measured, and in which precision.
+    # Profiling and precision.
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         handler = autocast_handler or self._handlers.autocast
@@ -381,8 +382,8 @@ class Accelerator(Native):
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[torch.profiler.profile]:
-        """`torch.profiler.profile`; with `output_trace_dir` each rank exports `profile_{rank}.json` there; of threads,
-        which have one profiler, rank zero."""
+        """`torch.profiler.profile`; with `output_trace_dir` each rank exports `profile_{rank}.json` there. Threads
+        share one profiler, so only rank zero exports."""
         handler = profile_handler or self._handlers.profile or ProfileKwargs()
         with profiled(handler, self.world) as profiler:
             yield profiler
@@ -392,16 +393,17 @@ class Accelerator(Native):
 
 
 def _names(log_with: Any) -> Any:
-    """Trackers as the native Accelerator takes them: of an enumeration, the values."""
+    """Convert trackers for the native Accelerator: enumeration members to their values."""
     if isinstance(log_with, list | tuple):
         return [_names(each) for each in log_with]
     return log_with.value if isinstance(log_with, LoggerType) else log_with
 
 
 def _num_steps(steps: int, plugin: GradientAccumulationPlugin | None) -> int:
-    """
+    """The number of microbatches per step.
+
     Raises:
-        ValueError: both are given, or what is left at the end of a loop is to wait for the next one.
+        ValueError: both are given, or the microbatches left at the end of a loop are to wait for the next one.
     """
     if plugin is None:
         return steps

@@ -1,4 +1,4 @@
-"""What Accelerate's arguments are among the native ones, and which of them have no counterpart."""
+"""How Accelerate's arguments map to the native ones, and which of them have no counterpart."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ _HOOKS = {
 
 
 def refuse_arguments(**given: Any) -> None:
-    """
+    """Refuse arguments that have no counterpart.
+
     Raises:
-        ValueError: one that has no counterpart is not None.
+        ValueError: one of them is not None.
     """
     for name, value in given.items():
         if value is not None:
@@ -47,13 +48,13 @@ def refuse_arguments(**given: Any) -> None:
 
 
 class Handlers:
-    """Those of `kwargs_handlers`, by what they are of.
+    """The elements of `kwargs_handlers`, by what they are for.
 
     Attributes:
-        ddp, scaler, profile, autocast: None where none was given.
+        ddp, scaler, profile, autocast: None if not given.
 
     Raises:
-        ValueError: one has no counterpart, or two are of one thing.
+        ValueError: one has no counterpart, or two are for the same thing.
     """
 
     ddp: DistributedDataParallelKwargs | None = None
@@ -81,7 +82,7 @@ class Handlers:
             setattr(self, name, each)
 
     def ddp_options(self) -> DDP:
-        """As the native Accelerator takes them."""
+        """Convert them for the native Accelerator."""
         if self.ddp is None:
             return DDP()
         hook, wrapper = (DDPCommunicationHookType(each) for each in (self.ddp.comm_hook, self.ddp.comm_wrapper))
@@ -100,7 +101,7 @@ class Handlers:
         )
 
     def scaler_options(self) -> dict[str, Any]:
-        """As the native Accelerator takes them."""
+        """Convert them for the native Accelerator."""
         options = (self.scaler or GradScalerKwargs()).to_dict()
         if not options.pop("enabled"):
             raise ValueError(
@@ -112,7 +113,7 @@ class Handlers:
 def compile_arguments(
     backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None
 ) -> bool | Mapping[str, Any]:
-    """As the native Accelerator takes them.
+    """Convert them for the native Accelerator.
 
     Raises:
         ValueError: both are given.
@@ -153,7 +154,7 @@ def fsdp_options(plugin: FullyShardedDataParallelPlugin, num_machines: int) -> F
     """Convert the plugin to the native Accelerator's strategy.
 
     Raises:
-        ValueError: a field that changes numbers has no counterpart.
+        ValueError: a field that changes results has no counterpart.
     """
     asked = {
         "ignored_modules": plugin.ignored_modules is not None,

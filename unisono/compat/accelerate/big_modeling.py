@@ -31,13 +31,14 @@ def __getattr__(name: str) -> NoReturn:
 
 
 def init_empty_weights(include_buffers: bool | None = None) -> object:
-    """A block in which modules are made with parameters on the meta device, with `include_buffers` buffers, too."""
+    """A block in which modules are created with their parameters on the meta device; with `include_buffers`, also
+    buffers."""
     return init_on_device(torch.device("meta"), bool(include_buffers))
 
 
 @contextmanager
 def init_on_device(device: torch.device, include_buffers: bool | None = None) -> Iterator[None]:
-    """A block in which this thread makes modules with their parameters on that device."""
+    """A block in which this thread creates modules with their parameters on that device."""
     own = threading.get_ident()
 
     def move_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:

@@ -41,11 +41,11 @@ def prepare_data_loader(
     """This rank's part of the loader, each sample once, in an order that does not depend on the number of ranks.
 
     Args:
-        device: where the batches go, if `put_on_device`.
-        num_processes, process_index: those of the rank's world; None takes them.
-        split_batches: a batch of the loader is that of all ranks together.
-        data_seed: of the order; None takes that of the loader's generator, else that of `set_seed`.
-        ignored, options: how batches are dealt and moved, which has no effect on what they hold.
+        device: where the batches go, with `put_on_device`.
+        num_processes, process_index: must be those of the rank's world; None uses them.
+        split_batches: a batch of the loader is the global batch.
+        data_seed: the seed of the order; None uses that of the loader's generator, or else that of `set_seed`.
+        ignored, options: how batches are dealt and moved, which does not affect their contents.
 
     Raises:
         ValueError: the ranks are not those of the world.
@@ -68,16 +68,16 @@ def prepare_data_loader(
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-    """The loader, whose loops begin after that many batches."""
+    """The loader, with loops that begin after that many batches."""
     return Later(dataloader, num_batches)
 
 
 class Later:
-    """A loader whose loops leave the first batches out; otherwise it is what the loader is.
+    """A loader whose loops skip the first batches; its attributes are the loader's.
 
     Args:
-        loader: a prepared one, or another one that can be looped over again.
-        num_batches: are loaded and dropped at the beginning of each loop.
+        loader: a prepared one, or another iterable that can be looped over repeatedly.
+        num_batches: the number of batches loaded and dropped at the beginning of each loop.
     """
 
     def __init__(self, loader: Any, num_batches: int) -> None:
@@ -100,7 +100,7 @@ class SeedableRandomSampler(RandomSampler):
     """torch's RandomSampler: a prepared loader's order is a function of its seed and the epoch anyway.
 
     Args:
-        data_seed: of its generator, where it has none.
+        data_seed: the seed of its generator, if it has none.
     """
 
     def __init__(self, *args: Any, data_seed: int | None = None, **options: Any) -> None:

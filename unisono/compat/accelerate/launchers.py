@@ -18,12 +18,12 @@ def notebook_launcher(
     max_restarts: int = 0,
     **options: Any,
 ) -> list[Any]:
-    """Call `function(*args)` in that many worker processes, by `unisono.spawn`, which may be called again and again.
+    """Call `function(*args)` in that many worker processes, by `unisono.spawn`; may be called repeatedly.
 
     Args:
-        num_processes: None takes all devices.
-        mixed_precision: of the Accelerators that the function makes.
-        options: of several machines and of the launcher there; they have no effect.
+        num_processes: None uses all devices.
+        mixed_precision: of the Accelerators that the function creates.
+        options: for several machines and their launcher; they have no effect.
 
     Returns:
         What the calls returned, by rank.
@@ -37,5 +37,5 @@ def notebook_launcher(
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> list[Any]:
-    """The same on the CPU."""
+    """Like `notebook_launcher`, on the CPU."""
     return spawn(lambda _: function(*args), nprocs=num_processes, backend=CPU)

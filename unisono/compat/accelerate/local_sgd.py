@@ -1,4 +1,4 @@
-"""`accelerate.local_sgd`: ranks step by themselves, and average their parameters every n steps."""
+"""`accelerate.local_sgd`: ranks step independently, and average their parameters every n steps."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ class LocalSGD:
     """A block in whose steps each rank follows its own gradients.
 
     Args:
-        model: prepared by the accelerator, not sharded.
+        accelerator: the Accelerator that has prepared the model.
+        model: prepared, not sharded.
         local_sgd_steps: calls of `step` from one average to the next; leaving the block averages, too.
-        enabled: False leaves everything as it is.
+        enabled: False disables it: the block changes nothing.
 
     Raises:
         TypeError: the model is not prepared.
@@ -42,7 +43,7 @@ class LocalSGD:
             average_parameters(self._model, self._world)
 
     def step(self) -> None:
-        """After each batch, on every rank: averages where it is time to."""
+        """Call after each batch, on every rank: averages when it is due."""
         self.num_steps += 1
         if self.enabled and self.num_steps % self._every == 0:
             average_parameters(self._model, self._world)

@@ -1,4 +1,4 @@
-"""`accelerate.logging`: loggers that write on rank zero, on all ranks, or in their order."""
+"""`accelerate.logging`: loggers that write on rank zero, on all ranks, or rank by rank."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from unisono.compat.accelerate.state import PartialState
 
 
 class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
-    """A logger whose calls take `main_process_only` (True by itself) and `in_order`: the ranks one after the other, so
-    that every rank must call it. Each line begins with the rank."""
+    """A logger whose methods accept `main_process_only` (default True) and `in_order`: the ranks log one after another,
+    so every rank must call it. Each line begins with the rank."""
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         msg, kwargs = super().process(msg, kwargs)
@@ -35,7 +35,7 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
 
     @lru_cache(None)  # noqa: B019 - loggers live as long as the process
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
-        """`warning`, the first time that it is called so."""
+        """`warning`, but only the first time it is called with these arguments."""
         self.warning(*args, **kwargs)
 
 
@@ -43,7 +43,7 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
     """The logger of that name, for several ranks.
 
     Args:
-        log_level: of it and of the root; None takes ACCELERATE_LOG_LEVEL, or leaves them.
+        log_level: the level for it and for the root logger; None uses ACCELERATE_LOG_LEVEL, or leaves them unchanged.
     """
     log_level = log_level or os.environ.get("ACCELERATE_LOG_LEVEL")
     logger = logging.getLogger(name)

@@ -1,7 +1,7 @@
-"""torch's profiler for ranks: one of each process, and among threads, which share a process, one that all of them hold.
+"""torch's profiler for ranks: one per process; ranks that are threads of one process share one.
 
-*Threads:* rank zero's starts and stops it, between two barriers; torch's profiler is the process's, and two at once end
-it.
+*Threads:* rank zero's starts and stops it, between two barriers; torch's profiler belongs to the process, which a
+second concurrent one would end.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from unisono.compat.accelerate.utils.dataclasses import ProfileKwargs
 from unisono.parallel.collectives import barrier
 from unisono.world import World
 
-_shared: list[torch.profiler.profile] = []  # of threads; at most one
+_shared: list[torch.profiler.profile] = []  # among threads; at most one
 
 
 @contextmanager
 def profiled(handler: ProfileKwargs, world: World) -> Iterator[torch.profiler.profile]:
-    """A block under the profiler. Among threads a collective; what rank zero's thread does is recorded there."""
+    """Profile the block. Among threads it is a collective, and records what rank zero's thread does."""
     if world.world_size == 1 or world.is_of_processes:
         with handler.build() as profiler:
             yield profiler
@@ -31,10 +31,10 @@ def profiled(handler: ProfileKwargs, world: World) -> Iterator[torch.profiler.pr
             barrier(world)
             yield profiler
             barrier(world)
-        profiler.events()  # made now, and not by the first of several threads that ask
+        profiler.events()  # computed now, not by the first of several threads that ask
         _shared.clear()
     else:
         barrier(world)
         yield _shared[0]
         barrier(world)
-    barrier(world)  # it has stopped
+    barrier(world)  # the profiler has stopped

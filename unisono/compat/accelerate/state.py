@@ -1,7 +1,7 @@
-"""`accelerate.state`: which rank this is, seen by Accelerate's names.
+"""`accelerate.state`: which rank this is, under Accelerate's names.
 
-There it is one object of the process; here each is a view on the caller's world, so that threads of a DataParallel see
-their own. A process that torchrun has started joins its world when it first asks.
+In Accelerate it is one object per process; here each instance is a view of the caller's world, so that threads of a
+DataParallel see their own. A process started by torchrun joins its world on first use.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _OF_SEVERAL = {"CUDA": DistributedType.MULTI_GPU}
 
 
 def joined_world() -> World:
-    """The caller's world; where a launcher has announced one, this process takes its place in it first."""
+    """The caller's world; if a launcher has announced one, this process joins it first."""
     join_world()
     return current_world()
 
 
 class PartialState(RankView):
-    """The facts of a rank.
+    """The facts about a rank.
 
     Args:
-        cpu: take the CPU, where there is one rank.
-        options: of the process group, which was made where the ranks were started; they have no effect.
+        cpu: use the CPU, if there is only one rank.
+        options: for the process group, which was created where the ranks were started; they have no effect.
 
     Attributes:
-        world: what it is a view on.
+        world: the world that it is a view of.
         debug: has no effect: ranks are always compared before they send anything.
     """
 
@@ -54,7 +54,7 @@ class PartialState(RankView):
 
     @staticmethod
     def _reset_state(*_: Any) -> None:
-        """Nothing is kept that could be reset."""
+        """Do nothing: there is no state to reset."""
 
     @property
     def initialized(self) -> bool:
@@ -70,7 +70,7 @@ class PartialState(RankView):
 
     @property
     def backend(self) -> str | None:
-        """The process group's; None where there is one rank."""
+        """The process group's backend; None with one rank."""
         return self.world.backend.process_group_backend if self.use_distributed else None
 
     @property
@@ -105,7 +105,7 @@ class PartialState(RankView):
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Any:
-        """The same for the rank of that number on each machine."""
+        """Like `on_process`, for the rank of that number on each machine."""
         if function is None:
             return partial(self.on_local_process, local_process_index=local_process_index)
         return where(lambda: self.local_process_index == local_process_index or not self.use_distributed, function)
@@ -115,10 +115,10 @@ class PartialState(RankView):
             print(*values, **options)
 
     def set_device(self) -> None:
-        """The device was bound where the rank was started."""
+        """Do nothing: the device was bound where the rank was started."""
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """The world is left where the process ends, by all ranks together."""
+        """Do nothing: all ranks leave the world together when their processes end."""
 
     def __repr__(self) -> str:
         return (
@@ -128,15 +128,15 @@ class PartialState(RankView):
 
 
 class AcceleratorState(PartialState):
-    """The same, with the settings of the rank's last Accelerator.
+    """The facts about a rank, with the settings of its last Accelerator.
 
     Args:
-        mixed_precision, options: of an Accelerator that is to be made; they have no effect.
+        mixed_precision, options: for an Accelerator to be created; they have no effect.
 
     Attributes:
         mixed_precision: "no", "fp16" or "bf16".
-        distributed_type: FSDP with an `fsdp_plugin`, among several processes.
-        deepspeed_plugin, fsdp_plugin, parallelism_config: None, but for a `fsdp_plugin` that was given.
+        distributed_type: FSDP with an `fsdp_plugin`, with several processes.
+        deepspeed_plugin, fsdp_plugin, parallelism_config: None, except for an `fsdp_plugin` that was given.
     """
 
     deepspeed_plugin = parallelism_config = None
@@ -180,10 +180,10 @@ class AcceleratorState(PartialState):
 
 
 class GradientState:
-    """Where the rank's last Accelerator stands among its microbatches.
+    """The position of the rank's last Accelerator among its microbatches.
 
     Raises:
-        AttributeError: it is asked for which loader is looped over: its own loops know that.
+        AttributeError: for attributes about the active loader, which only the loader's own loop knows.
     """
 
     def __init__(self, gradient_accumulation_plugin: Any = None) -> None:
@@ -191,7 +191,7 @@ class GradientState:
 
     @staticmethod
     def _reset_state() -> None:
-        """Nothing is kept that could be reset."""
+        """Do nothing: there is no state to reset."""
 
     @property
     def initialized(self) -> bool:
@@ -199,7 +199,7 @@ class GradientState:
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether `optimizer.step()` steps on the present microbatch."""
+        """Whether `optimizer.step()` takes a step at the current microbatch."""
         made = self._accelerator()
         return made is None or made.sync_gradients
 
@@ -210,12 +210,13 @@ class GradientState:
 
     @property
     def in_dataloader(self) -> bool:
-        """Whether a loop over a prepared loader is under way."""
+        """Whether a loop over a prepared loader is running."""
         return any(each.is_open for each in self._world.state.deliveries.recent())
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the innermost loop has received its last batch. May wait for the loader: all ranks ask, or none."""
+        """Whether the innermost loop has received its last batch. May wait for the loader: all ranks must ask, or
+        none."""
         under_way = [each for each in self._world.state.deliveries.recent() if each.is_open]
         return not under_way or under_way[0].ends_here()
 
@@ -233,7 +234,7 @@ _OF_LOOPS = dict.fromkeys(
 
 
 class _Told:
-    """The settings of the rank's last Accelerator, and that itself."""
+    """The rank's last Accelerator and its settings."""
 
     def __init__(self) -> None:
         self.accelerator: Callable[[], Accelerator | None] = lambda: None

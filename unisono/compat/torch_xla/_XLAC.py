@@ -1,5 +1,5 @@
 # ruff: noqa: N999 - the name is PyTorch/XLA's
-"""`torch_xla._XLAC`, the original's C extension: what its scripts call of it."""
+"""`torch_xla._XLAC`, the original's C extension: the functions that its scripts call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _xla_metrics_report() -> str:
 
 
 def _xla_set_mat_mul_precision(precision: str) -> None:
-    """How exact products of float32 matrices are: "default", "high" or "highest".
+    """Set the precision of float32 matrix products: "default", "high" or "highest".
 
     Raises:
         ValueError: it is another one.

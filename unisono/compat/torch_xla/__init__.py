@@ -1,10 +1,11 @@
-"""PyTorch/XLA's names over this framework: a script of its time runs on cpu, cuda, mps and xla by other import lines.
+"""PyTorch/XLA's names over this framework: its scripts run on cpu, cuda, mps and xla by changing their imports.
 
 `import torch_xla.core.xla_model as xm` becomes `import unisono.compat.torch_xla.core.xla_model as xm`, and so for each
-module. UNISONO_BACKEND=cpu, cuda, mps or xla says which kind of device; unset, an accelerator comes before the CPU.
+module. UNISONO_BACKEND=cpu, cuda, mps or xla selects the kind of device; if unset, an accelerator is preferred to the
+CPU.
 
-This module has what today's scripts take from `torch_xla` itself. No code is shared with it; where the original loses
-data or errors, or hangs, this does what its documents promise.
+This module has what current scripts use of `torch_xla` itself. No code is shared with it; where the original loses data
+or errors, or hangs, this does what its documentation promises.
 """
 
 from __future__ import annotations
@@ -37,33 +38,33 @@ def __getattr__(name: str) -> Any:
 
 
 def device(index: int | None = None) -> torch.device:
-    """The replica's own device; the `index`-th, where one is named. As `xla_model.xla_device`."""
+    """The replica's own device, or the one with the given index. See `xla_model.xla_device`."""
     return _devices.xla_device(index)
 
 
 def devices() -> list[torch.device]:
-    """The devices that the caller sees."""
+    """The devices visible to the caller."""
     return [torch.device(each) for each in _devices.get_xla_supported_devices()]
 
 
 def device_count() -> int:
-    """How many there are."""
+    """The number of devices visible to the caller."""
     return len(_devices.get_xla_supported_devices())
 
 
 def real_devices() -> list[str]:
-    """The same by their hardware: "CPU:0"."""
+    """The devices by their hardware: "CPU:0"."""
     return _devices.xla_real_devices()
 
 
 def sync(wait: bool = False, reset_scope: bool = True) -> None:
-    """The step ends here. As `xla_model.mark_step`; `reset_scope` has no effect."""
+    """End the step. See `xla_model.mark_step`; `reset_scope` has no effect."""
     _steps.mark_step(wait, reset_scope)
 
 
 @contextmanager
 def step() -> Iterator[None]:
-    """A `with` block that is a step: one ends before it, and one behind it."""
+    """A `with` block that is a step: a step ends before it, and one after it."""
     sync()
     yield
     sync()
@@ -74,7 +75,8 @@ def compile(f: Callable[P, R], full_graph: bool = ..., name: str | None = ...) -
 @overload
 def compile(f: None = ..., full_graph: bool = ..., name: str | None = ...) -> Any: ...
 def compile(f: Callable[P, R] | None = None, full_graph: bool = False, name: str | None = None) -> Any:
-    """The function as a step of its own, which a lazy device compiles whole; without one, a `with` block like `step`.
+    """Make the function a separate step, which a lazy device compiles as a whole; without a function, a `with` block
+    like `step`.
 
     Args:
         full_graph, name: have no effect: values may be read inside, which ends a lazy device's graph there.
@@ -93,7 +95,7 @@ def compile(f: Callable[P, R] | None = None, full_graph: bool = False, name: str
 def launch(
     fn: Callable[..., Any], args: Sequence[Any] = (), start_method: str = "spawn", debug_single_process: bool = False
 ) -> list[Any]:
-    """Call `fn(index, *args)` in one worker process per device, as `xla_multiprocessing.spawn`.
+    """Call `fn(index, *args)` in one worker process per device, as `xla_multiprocessing.spawn` does.
 
     Args:
         debug_single_process: call it once, in this process.
@@ -103,5 +105,5 @@ def launch(
 
 
 def manual_seed(seed: int, device: str | torch.device | None = None) -> None:
-    """Seed the device's random generator. As `xla_model.set_rng_state`."""
+    """Seed the device's random generator. See `xla_model.set_rng_state`."""
     _devices.set_rng_state(seed, device)

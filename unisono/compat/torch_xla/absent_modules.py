@@ -1,4 +1,4 @@
-"""Modules of PyTorch/XLA that are left out: importing one says what to do instead."""
+"""PyTorch/XLA's modules that are left out: importing one raises an error that says what to do instead."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ INSTEAD = {
     "debug.metrics_saver": "write debug.metrics.metrics_report() to a file",
     "debug.model_comparator": "unisono.check_replicas compares the replicas' weights",
 }
-"""What to do, by the names of modules; those inside them are left out with them."""
+"""What to do instead, by the names of modules; their submodules are left out, too."""
 
 
 class _Finder:
-    """Is asked last, for what nobody else has found."""
+    """The last finder, for names that no other one has found."""
 
     def __init__(self, package: str) -> None:
         self.package = package
@@ -58,6 +58,6 @@ class _Finder:
 
 
 def explain_from_now_on(package: str) -> None:
-    """Let an import of a module that is left out say why. Once for each process."""
+    """Make imports of a module that is left out raise an error that says why. Effective once per process."""
     if not any(isinstance(each, _Finder) for each in sys.meta_path):
         sys.meta_path.append(_Finder(package))

@@ -1,7 +1,7 @@
-"""Which replica is calling, and which devices it sees: what the names of PyTorch/XLA ask of this framework.
+"""Which replica is calling, and which devices it sees: the basis of PyTorch/XLA's names in this framework.
 
-A *replication* is a world that somebody has made: `spawn`, a `DataParallel`, a launcher. Outside of one a script is
-alone, on whichever device it has chosen last.
+A *replication* is a world created by `spawn`, a `DataParallel` or a launcher. Outside of one a script runs alone, on
+the device that it has chosen last.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _KINDS = ("TPU", "GPU", "CUDA", "MPS", "XLA", "CPU")
 
 
 class _Place:
-    """The device that a world's thread has asked for last, where that is not the world's own."""
+    """The device that a world's thread has asked for last, if that is not the world's own."""
 
     chosen: tuple[Backend, torch.device] | None = None
 
 
 def replication() -> World | None:
-    """The calling replica's world; None for a script that is alone."""
+    """The calling replica's world; None outside a replication."""
     world = current_world()
     is_own = world.world_size > 1 or world.is_of_processes or world is process_world()
     return world if is_own or world is not Context().run(current_world) else None
@@ -46,19 +46,19 @@ def choose(backend: Backend, device: torch.device) -> torch.device:
 
 
 def is_worker() -> bool:
-    """Whether the caller is a replica in a process of its own, which sees no device but its own."""
+    """Whether the caller is a replica in a separate process, which only sees its own device."""
     world = replication()
     return world is not None and world.is_of_processes
 
 
 def devices_of(devkind: str | Sequence[str] | None) -> list[torch.device]:
-    """The devices that the caller sees: all of the first kind, in the order that is given, that has any.
+    """The devices visible to the caller: all devices of the first of the given kinds that has any.
 
     Args:
         devkind: "TPU", "GPU", "CUDA", "MPS", "XLA" or "CPU", or a list of these; None is the kind in use.
 
     Raises:
-        TypeError, ValueError: it is no such kind.
+        TypeError, ValueError: it is not such a kind.
     """
     world = current_world()
     families: Iterator[Backend] = iter([world.backend] if devkind is None else _families(devkind, world.backend))
@@ -72,7 +72,8 @@ def devices_of(devkind: str | Sequence[str] | None) -> list[torch.device]:
 
 
 def _families(devkind: str | Sequence[str], first: Backend) -> Iterator[Backend]:
-    """The families of these kinds, the one in use before others of the same kind; each is looked at when it is due."""
+    """Yield the families of these kinds, the one in use before others of the same kind; each is loaded only when
+    reached."""
     for kind in _checked_kinds(devkind):
         for name in dict.fromkeys([first.name, *NAMES]):
             family = get_backend(name)
@@ -91,11 +92,11 @@ def _checked_kinds(devkind: str | Sequence[str]) -> list[str]:
 
 
 def device_of(n: int | None, devkind: str | Sequence[str] | None) -> tuple[Backend, torch.device]:
-    """The device that `xla_device(n, devkind)` means to the caller.
+    """The device that `xla_device(n, devkind)` means for the caller.
 
     Raises:
-        TypeError: `n` is no whole number.
-        ValueError: there is no such device; the message lists what there is.
+        TypeError: `n` is not an integer.
+        ValueError: there is no such device; the message lists those that exist.
     """
     if n is not None and (isinstance(n, bool) or not isinstance(n, int)):
         raise TypeError(f"n={n!r} is a {type(n).__name__}; pass a whole number, or None for one's own device")

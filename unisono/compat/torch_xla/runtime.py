@@ -1,4 +1,4 @@
-"""`torch_xla.runtime`, the `xr` of today's scripts: how many replicas and devices there are, and which is this one."""
+"""`torch_xla.runtime`, the `xr` of current scripts: the numbers of replicas and devices, and which replica this is."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ def local_ordinal() -> int:
 
 
 def device_type() -> str:
-    """What the device is made of: "CPU", "CUDA", "MPS" or "TPU"."""
+    """The hardware of the device: "CPU", "CUDA", "MPS" or "TPU"."""
     return here()[0].hardware()
 
 
 def addressable_device_count() -> int:
-    """The number of devices that this process sees."""
+    """The number of devices visible to this process."""
     return len(devices_of(None))
 
 
 def local_device_count() -> int:
-    """The number of devices on this machine that take part."""
+    """The number of devices in use on this machine."""
     return _num_processes(current_world().local_world_size) * addressable_device_count()
 
 
 def global_device_count() -> int:
-    """The number of devices that take part."""
+    """The number of devices in use."""
     return process_count() * addressable_device_count()
 
 
@@ -83,16 +83,16 @@ def host_index() -> int:
 
 
 def initialize_cache(path: str, readonly: bool = False) -> None:
-    """Has no effect: what is compiled is kept for the process."""
+    """Has no effect: compiled graphs are cached per process."""
 
 
 def get_num_cached_compilation_graph() -> int:
-    """How many graphs this process has compiled."""
+    """The number of graphs that this process has compiled."""
     return here()[0].counters().get("graphs compiled", 0)
 
 
 def is_spmd() -> bool:
-    """Never: see `use_spmd`."""
+    """Always False: see `use_spmd`."""
     return False
 
 

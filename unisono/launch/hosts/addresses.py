@@ -7,26 +7,27 @@ import socket
 
 import psutil
 
-_ANYWHERE = "192.0.2.1"  # an address that nobody has, behind the default route
+_ANYWHERE = "192.0.2.1"  # an unassigned address, reached by the default route
 
 
 def addresses_of(host: str) -> list[str]:
-    """The numeric addresses of a host; empty where its name cannot be resolved."""
+    """The numeric addresses of a host; empty if its name cannot be resolved."""
     with contextlib.suppress(OSError, UnicodeError):
         return [str(found[4][0]) for found in socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)]
     return []
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether an address of that host is one of this machine's interfaces'."""
+    """Whether one of that host's addresses belongs to an interface of this machine."""
     own = {_bare(each.address) for found in psutil.net_if_addrs().values() for each in found}
     return any(_bare(address) in own or address.startswith("127.") for address in addresses_of(host))
 
 
 def address_towards(host: str, port: int) -> str | None:
-    """This machine's address on the way to a host, as others see it; None where there is no way. Nothing is sent.
+    """This machine's address on the route to a host, as others see it; None if there is no route. Sends nothing.
 
-    A machine often knows its own name as 127.0.1.1, of no use to others: then it is the address on the way out.
+    A machine often resolves its own name to 127.0.1.1, which is useless to others: then it is the address of the
+    default route.
     """
     for address in addresses_of(host):
         found = _source_towards(address, port)
@@ -46,12 +47,12 @@ def _source_towards(address: str, port: int) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether it is an address, or the name, by which a machine means itself."""
+    """Whether it is an address, or the name, by which a machine refers to itself."""
     return host == "localhost" or host.startswith("127.") or host == "::1"
 
 
 def interface_of(address: str) -> str | None:
-    """The name of this machine's interface that has the address."""
+    """The name of this machine's interface that has the address; None if none has."""
     for name, found in psutil.net_if_addrs().items():
         if any(_bare(each.address) == _bare(address) for each in found):
             return name

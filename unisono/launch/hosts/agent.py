@@ -1,16 +1,17 @@
-"""Workers on more than one machine: torch's elastic agent, one per machine, with a group of ours as its workers.
+"""Workers on more than one machine: torch's elastic agent, one per machine, with one of our groups as its workers.
 
-The agents meet at an endpoint (host:port), agree on ranks, start the workers, and start all of them again when one
-fails or machines come and go. All of that is torch's. What an agent starts is a `Supervisor` with this machine's part
-of the group: its workers live and die as those of `spawn` do, under their ranks in the whole world. What the agent gets
-wrong by default is put right by settings; `_VARIABLES` and `rendezvous_settings` say why each is there.
+The agents meet at an endpoint (host:port), agree on ranks, start the workers, and restart all of them when one fails or
+machines join or leave. All of that is torch's. What an agent starts is a `Supervisor` with this machine's part of the
+group: its workers are started and ended as those of `spawn` are, with their ranks in the whole world. Unsuitable
+defaults of the agent are corrected by settings; `_VARIABLES` and `rendezvous_settings` give the reason for each.
 
-SIGTERM is a wish that goes to the workers, where they heed it. Those of all machines agree to stop and end well
-everywhere, so this agent does what it does at any good end: it meets the others, and goes. It goes at once where that
-fails: the group has failed, or has not ended when the grace is over. What the signal means then, it means at once where
-no worker heeds it. Ctrl-C is such a wish the first time, too.
+SIGTERM is a request that is passed on to the workers if they heed it. The workers of all machines agree to stop and end
+normally everywhere, so this agent then does what it does at any normal end: it meets the others, and exits. It exits
+immediately if that fails: if the group has failed, or has not ended when the grace period is over. If no worker heeds
+the request, SIGTERM ends the agent at once, as usual. The first Ctrl-C is such a request, too.
 
-*Threads:* the main one, on which signals arrive; methods named `on_*` are called on others, and on it by signals.
+*Threads:* the main one, which receives signals; methods named `on_*` are called in other threads, and in the main one
+by signal handlers.
 """
 
 from __future__ import annotations
@@ -60,11 +61,11 @@ from unisono.outcome import Outcome
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher")
-_LOOK_S = 0.1  # between two looks at the group, and whether machines have come
-_MARGIN_S = 2.0  # after the grace that workers have to come to their early end
-_CAUSE_S = 2.0  # how long a victim's report waits for that of another machine: some beats
+_LOOK_S = 0.1  # between two checks of the group, and of whether machines have joined
+_MARGIN_S = 2.0  # after the grace period in which workers may stop early
+_CAUSE_S = 2.0  # how long a victim's report waits for another machine's report: several beats
 _VARIABLES = {
-    # Else the agent serves a second store at the port that scripts take to be free.
+    # Otherwise the agent serves a second store, at the port that scripts assume to be free.
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
 
@@ -73,16 +74,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MachineOptions:
-    """How machines meet, and continue without one another.
+    """How machines meet, and when they continue without one another.
 
     Attributes:
-        min_nodes, max_nodes: with how many machines the run continues.
+        min_nodes, max_nodes: the range of the number of machines with which the run continues.
         endpoint: host:port where the agents meet; the host is one of the machines.
         run_id: the same for all agents of a run.
-        node_rank: if the machines are numbered; none but number 0 may serve the endpoint then.
-        rdzv_conf: the agent's rendezvous settings, above those chosen here.
-        local_addr: this machine's address for the others; None takes the one on the way to the endpoint.
-        lost_after_s: how long a machine may be silent before the others continue without it.
+        node_rank: the machine's number, if the machines are numbered; then only number 0 may serve the endpoint.
+        rdzv_conf: the agent's rendezvous settings, which override those chosen here.
+        local_addr: this machine's address for the others; None uses the address of the route to the endpoint.
+        lost_after_s: seconds that a machine may be silent before the others continue without it.
     """
 
     min_nodes: int
@@ -96,24 +97,24 @@ class MachineOptions:
 
 
 def run_agent(job: Job, policy: Policy, options: MachineOptions) -> None:
-    """Be this machine's agent until the run is over.
+    """Run this machine's agent until the run is over.
 
     Args:
-        job: of this machine's workers; where they meet is still to be found out.
-        policy: how they are started, watched and ended; the restarts are those of the whole run.
+        job: the job of this machine's workers; where they meet is not yet known.
+        policy: how they are started, watched and ended; its restarts are those of the whole run.
 
     Raises:
-        OSError: `policy.log_dir` cannot hold the files of a run; nothing has been started.
-        UnisonoError: the agents could not meet, or have lost one another.
+        OSError: `policy.log_dir` cannot hold the files of a run; nothing was started.
+        UnisonoError: the agents could not meet, or have lost contact with one another.
         StoppedError: the ranks of all machines have agreed to stop.
         SystemExit: a signal has ended this agent; 128 + its number.
-        BaseException: the first cause of the run's failure, on whichever machine it was.
+        BaseException: the first cause of the run's failure, on any machine.
     """
     run = None
     if policy.log_dir is not None:
         facts = {**job.facts(), "num_machines": [options.min_nodes, options.max_nodes], "endpoint": options.endpoint}
         run = RunDirectory.create(policy.log_dir, facts, str(facts["host"]))
-    warm(policy.start_method)  # while the agents meet
+    warm(policy.start_method)  # the zygote starts up while the agents meet
     _quieten()
     with variables_set(_VARIABLES), _serve_endpoint(options) as is_host:
         handler = rendezvous_registry.get_rendezvous_handler(_parameters(options))
@@ -128,7 +129,7 @@ def run_agent(job: Job, policy: Policy, options: MachineOptions) -> None:
         agent = Agent(spec, job, policy, options, run)
         with agent.others.attended(is_host):
             verdict = _run(agent, options)
-        # A machine that was ended by a signal leaves the rendezvous open, for others to come.
+        # A machine that was ended by a signal leaves the rendezvous open, so that others can still join.
         if not (isinstance(verdict.error, SystemExit) and agent.was_asked):
             with contextlib.suppress(RendezvousError):
                 handler.shutdown()
@@ -138,30 +139,32 @@ def run_agent(job: Job, policy: Policy, options: MachineOptions) -> None:
 
 
 def rendezvous_settings(options: MachineOptions) -> dict[str, str]:
-    """What the agents' meeting needs to know."""
+    """The settings of the agents' rendezvous."""
     chosen = {
-        # How long a meeting of enough agents waits for more; a machine that comes later joins by a restart. Torch: 30.
+        # How long a rendezvous of enough agents waits for more; a machine that comes later joins by a restart. Torch:
+        # 30.
         "last_call_timeout": "2",
-        # A machine that is gone is given up after interval x attempts. Torch: 5 x 3, 46 s in all until work continues.
+        # A machine that has gone is given up after interval x attempts. Torch: 5 x 3, a total of 46 s until work
+        # continues.
         "keep_alive_interval": "1",
         "keep_alive_max_attempt": "3",
-        # How long the machine of the store may be silent; the others end then.
+        # How long the machine that serves the store may be silent; then the others end.
         "read_timeout": str(math.ceil(options.lost_after_s)),
     }
-    # The store is served here, see `serves_endpoint`; torch would do so on all interfaces.
+    # The store is served here, see `serves_endpoint`; torch would serve it on all interfaces.
     return {**chosen, **options.rdzv_conf, "is_host": "false"}
 
 
 class Agent(SimpleElasticAgent):
-    """Torch's agent, whose workers are a group of ours.
+    """Torch's agent, whose workers are one of our groups.
 
     Args:
-        run: keeps the files of the run.
+        run: writes the files of the run.
 
     Attributes:
         others: the other machines.
-        verdict: how this machine's last group ended; where it was a victim, the first cause that another one reported.
-        was_asked: whether a signal has asked for the end.
+        verdict: how this machine's last group ended; if it was a victim, the first cause that another machine reported.
+        was_asked: whether a signal has asked the agent to end.
     """
 
     def __init__(
@@ -175,8 +178,8 @@ class Agent(SimpleElasticAgent):
         self._options = options
         self._run_directory = run
         self._supervisor: Supervisor | None = None
-        self._patience_until: float | None = None  # for an early end that was asked for
-        self._lost = ""  # which machine, in a sentence
+        self._patience_until: float | None = None  # the deadline of an early end that was asked for
+        self._lost = ""  # which machine is lost, as a sentence
         self.others = OtherMachines(
             options.endpoint,
             options.lost_after_s,
@@ -188,7 +191,7 @@ class Agent(SimpleElasticAgent):
 
     @contextmanager
     def signals_handled(self) -> Iterator[None]:
-        """In the block, signals are those of the agent."""
+        """Within the block, the agent handles signals."""
         before = {signum: signal.signal(signum, self.on_signal) for signum in _SIGNALS}
         try:
             yield
@@ -204,8 +207,8 @@ class Agent(SimpleElasticAgent):
             self._supervisor.ask_to_stop()
             if signum == signal.SIGINT:
                 with contextlib.suppress(OSError):
-                    os.write(2, ASKED)  # a stream may be in the middle of a write here
-        elif signum != signal.SIGTERM or self._patience_until is None:  # which is only repeated
+                    os.write(2, ASKED)  # not via sys.stderr, which may be in the middle of a write
+        elif signum != signal.SIGTERM or self._patience_until is None:  # otherwise it is a mere repetition
             raise SignalException(f"pid {os.getpid()} got {signal.Signals(signum).name}", signal.Signals(signum))
 
     def on_word(self, word: Word) -> None:
@@ -213,7 +216,7 @@ class Agent(SimpleElasticAgent):
             self._supervisor.hear(word)
 
     def on_lost(self, reason: str) -> None:
-        """End the workers of this machine, which may wait for one that is lost."""
+        """End the workers of this machine, which may be waiting for a lost machine."""
         if reason != self._lost:
             self._lost = reason
             logger.warning("%s; the workers of this machine, which may wait for it, are ended", reason)
@@ -221,13 +224,13 @@ class Agent(SimpleElasticAgent):
             self._supervisor.give_up(UnisonoError(reason))
 
     def on_cut_off(self, reason: str) -> None:
-        """End this agent, whose main thread waits in native code for an answer; its workers end with it."""
+        """End this agent, whose main thread is blocked in native code; its workers end with it."""
         logger.warning("%s; this agent and its workers end", reason)
         if self._run_directory is not None:
             self._run_directory.finish("failed", exit_code=1, error=reason)
         os._exit(1)
 
-    # What torch's agent asks for.
+    # The methods that torch's agent requires.
 
     def _start_workers(self, group: Any) -> dict[int, Any]:  # torch annotates its numbers as None
         name, first = _name_of(group), group.workers[0]
@@ -244,7 +247,8 @@ class Agent(SimpleElasticAgent):
             environ={**self._job.environ, **_variables_of_group(group, self._options)},
         )
         self._lost = ""
-        self._supervisor = Supervisor(job, self._policy, self._run_directory, self.others)  # before it is to hear words
+        # set before words can arrive
+        self._supervisor = Supervisor(job, self._policy, self._run_directory, self.others)
         self.others.begin_round(name, group.group_rank, group.group_world_size)
         self._supervisor.start()
         return dict(enumerate(self._supervisor.pids()))
@@ -257,7 +261,7 @@ class Agent(SimpleElasticAgent):
         if verdict.error is None or isinstance(verdict.error, StoppedError):
             self.others.say(is_done=True)
             self.verdict = self._trouble_elsewhere() or verdict
-            if self.verdict is verdict:  # torch's agent would wait for the others for minutes, deaf to what they say
+            if self.verdict is verdict:  # torch's agent would wait minutes for the others, ignoring their words
                 values = {each.global_rank: None for each in group.workers}
                 return RunResult(WorkerState.SUCCEEDED, values) if self.others.are_done() else self._wait()
         else:
@@ -277,13 +281,14 @@ class Agent(SimpleElasticAgent):
         return RunResult(WorkerState.HEALTHY)
 
     def _trouble_elsewhere(self) -> Outcome[Any] | None:
-        """Why the group has failed, though the workers here have come to a good end."""
+        """Why the group has failed although the workers on this machine ended well; None if it has not."""
         if self._lost:
             return Outcome(error=UnisonoError(self._lost))
         return next(iter(self.others.failures()), None)
 
     def _first_cause(self, verdict: Outcome[Any]) -> Outcome[Any]:
-        """What another machine says of it, in a moment; else the report of the victim that this one is."""
+        """The cause that another machine reports within `_CAUSE_S`; otherwise this machine's own report, that of a
+        victim."""
         deadline = time.monotonic() + _CAUSE_S
         while self.others.count > 0 and time.monotonic() < deadline:
             if (found := self.others.failures()) and not found[0].is_secondary:
@@ -319,10 +324,11 @@ def _run(agent: Agent, options: MachineOptions) -> Outcome[Any]:
 
 @contextmanager
 def _serve_endpoint(options: MachineOptions) -> Iterator[bool]:
-    """Serve the endpoint for the block, or wait for anyone who does; whether it is this process."""
+    """Serve the endpoint during the block, or wait until another process serves it. Yields whether it is this
+    process."""
     is_host = serves_endpoint(options.endpoint, options.node_rank)
     if "is_host" in options.rdzv_conf:
-        is_host = options.rdzv_conf["is_host"].lower() in ("1", "true", "t", "yes", "y")  # as torch reads it
+        is_host = options.rdzv_conf["is_host"].lower() in ("1", "true", "t", "yes", "y")  # parsed as torch does
     store = None
     if is_host:
         host, port = split_endpoint(options.endpoint)
@@ -334,7 +340,7 @@ def _serve_endpoint(options: MachineOptions) -> Iterator[bool]:
         except TimeoutError as error:
             raise UnisonoError(str(error)) from None
     yield store is not None
-    del store  # until here it is served
+    del store  # the store is served until here
 
 
 def _parameters(options: MachineOptions) -> RendezvousParameters:
@@ -350,15 +356,15 @@ def _parameters(options: MachineOptions) -> RendezvousParameters:
 
 
 def _name_of(group: Any) -> str:
-    """What this start of all workers is called: the same on all machines, and never twice."""
+    """The name of this start of all workers: the same on all machines, and never used twice."""
     key = "unisono/name"
     if group.group_rank == 0:
-        group.store.set(key, uuid4().hex)  # in the store of this round
+        group.store.set(key, uuid4().hex)  # the store of this round
     return str(group.store.get(key).decode())
 
 
 def _variables_of_group(group: Any, options: MachineOptions) -> dict[str, str]:
-    """What the workers find in their environment, beside what each rank gets for itself."""
+    """The workers' environment variables, besides those that each rank gets individually."""
     found = {
         "MASTER_ADDR": group.master_addr,
         "MASTER_PORT": str(group.master_port),
@@ -370,8 +376,8 @@ def _variables_of_group(group: Any, options: MachineOptions) -> dict[str, str]:
 
 
 def _quieten() -> None:
-    """We report what the agent logs about failures, once; and its first such line would import torch._dynamo, for
-    two seconds, before anything is restarted. LOGLEVEL brings it back."""
+    """Silence the agent's own logging: we report failures once ourselves, and its first such line would import
+    torch._dynamo, which takes two seconds, before anything is restarted. LOGLEVEL enables it again."""
     quieten_store()
     if "LOGLEVEL" not in os.environ:
         for name in logging.root.manager.loggerDict:

@@ -1,4 +1,5 @@
-"""The endpoint where agents meet, host:port, seen from this machine: who serves it, and is it served yet?"""
+"""The endpoint where agents meet, host:port, as seen from this machine: which agent serves it, and whether it is
+served."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from unisono.launch.hosts.addresses import address_towards, addresses_of, is_thi
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:
-    """`host:port` or `[address]:port` as two.
+    """Split `host:port` or `[address]:port`.
 
     Raises:
         ValueError: it is neither.
@@ -25,20 +26,20 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
 
 
 def serves_endpoint(endpoint: str, node_rank: int | None = None) -> bool:
-    """Whether this machine's agent is to serve the store where the agents meet.
+    """Whether this machine's agent has to serve the store where the agents meet.
 
-    It is when the host is this machine. Torch compares host *names*, and then often none of the agents serves it.
+    It has to if the host is this machine. Torch compares host *names*, and then often none of the agents serves it.
     """
     host, port = split_endpoint(endpoint)
     if node_rank is not None and node_rank > 0:
         return False
     if node_rank == 0 and not addresses_of(host):
-        return True  # a name that is not known yet, as that of a pod which just starts: this one
+        return True  # a name that cannot be resolved yet, such as that of a pod that is just starting: this one
     return is_this_machine(host) and not is_served(host, port)
 
 
 def local_address(endpoint: str) -> str | None:
-    """This machine's address for the others. By itself the agent takes what its host's name resolves to: 127.0.1.1."""
+    """This machine's address for the others. The agent's default is what its host name resolves to: 127.0.1.1."""
     return address_towards(*split_endpoint(endpoint))
 
 
@@ -50,10 +51,10 @@ def is_served(host: str, port: int) -> bool:
 
 
 def wait_served(endpoint: str, timeout_s: float) -> None:
-    """Wait for the agent that serves the endpoint: machines do not start in the same minute. Torch gives up after 60 s.
+    """Wait until an agent serves the endpoint: machines may start minutes apart. Torch gives up after 60 s.
 
     Raises:
-        TimeoutError: it did not come.
+        TimeoutError: no agent served it in time.
     """
     host, port = split_endpoint(endpoint)
     began = time.monotonic()

@@ -1,10 +1,11 @@
-"""Who has started this process, and as which rank: read from the variables that launchers leave in its environment.
+"""Which launcher has started this process, and as which rank: read from the environment variables that launchers set.
 
-Three kinds of launchers are known. One *process per rank* by torchrun or another that sets the same variables, by a
-SLURM step, or by a Kubernetes pod (PyTorchJob, Kubeflow Trainer): that is a `Place`. One *agent per machine*, which
-starts the ranks itself, by the same three: that is an `AgentPlace`, and `unisono run` reads it.
+Three kinds of launchers are supported. *One process per rank* is started by torchrun or another launcher that sets the
+same variables, by a SLURM step, or by a Kubernetes pod (PyTorchJob, Kubeflow Trainer): that is a `Place`. *One agent
+per machine*, which starts the ranks itself, is started by the same three: that is an `AgentPlace`, and `unisono run`
+reads it.
 
-Workers of `spawn` have variables of their own and get their world as an argument, so nobody announces them a place.
+Workers of `spawn` have variables of their own and get their world as an argument, so no place is announced to them.
 
 Everything here is a function of a mapping; the process's environment is only the default.
 """
@@ -22,7 +23,7 @@ from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.world import is_slurm_step
 
 TAKEN = "UNISONO_TAKEN"
-"""The variable that says which process has taken which place."""
+"""The variable that records which process has taken which place."""
 
 _TORCH_PORT = 29500  # torch's own default for MASTER_PORT
 
@@ -34,9 +35,9 @@ class Place:
     Attributes:
         launcher: its name in words.
         rank, world_size, local_rank, local_world_size, node_rank, restart_count: as in `World`.
-        address, port: where the ranks meet; no address where they meet in a file of their machine.
-        is_store_there: whether somebody else serves a store at that address; else rank zero is to.
-        store: that file; or what their keys begin with in the store, where the launcher has given them a name.
+        address, port: where the ranks meet; without an address, they meet in a file of their machine.
+        is_store_there: whether another process serves a store at that address; otherwise rank zero has to.
+        store: that file; or the prefix of their keys in the store, if the launcher has given them one.
     """
 
     launcher: str
@@ -54,7 +55,7 @@ class Place:
 
 @dataclass(frozen=True)
 class AgentPlace:
-    """What a launcher gives the one agent that it starts on each machine; None where it says nothing."""
+    """What a launcher gives the one agent that it starts on each machine; None for what it does not specify."""
 
     launcher: str
     num_nodes: str
@@ -66,23 +67,23 @@ class AgentPlace:
 
 
 _hosted: Place | None = None
-_is_within = False  # a function that `spawn` has called here, as the announced rank
+_is_within = False  # inside a function that `spawn` has called in this process, as the announced rank
 
 
 def announce(place: Place | None) -> None:
-    """Say that this process runs a whole script as one rank, whatever its environment says; None takes it back."""
+    """Declare that this process runs a whole script as one rank, regardless of its environment; None revokes that."""
     global _hosted
     _hosted = place
 
 
 def announced_place(environ: Mapping[str, str] | None = None) -> Place | None:
-    """The rank that a launcher has made of this process, or None where it is a process like any other.
+    """The rank that a launcher has assigned to this process; None for an ordinary process.
 
-    A single task of SLURM and a single pod are like any other; so is what a rank has started itself.
+    A single task of SLURM and a single pod are ordinary; so are processes that a rank has started itself.
 
     Raises:
-        ValueError: a variable is missing, or is not what it must be; the message names it.
-        NoWorldError: the process is the one of its machine, and is to start several ranks there.
+        ValueError: a variable is missing or invalid; the message names it.
+        NoWorldError: this is the only process of its machine, and is meant to start several ranks there.
     """
     if environ is None:
         if _is_within:
@@ -100,7 +101,7 @@ def announced_place(environ: Mapping[str, str] | None = None) -> Place | None:
 
 @contextmanager
 def within() -> Iterator[None]:
-    """The block runs as the announced rank: a `spawn` in it starts workers of its own, as it does in any worker."""
+    """Run the block as the announced rank: a `spawn` in it starts workers of its own, as in any worker."""
     global _is_within
     _is_within = True
     try:
@@ -110,7 +111,7 @@ def within() -> Iterator[None]:
 
 
 def take(place: Place) -> None:
-    """Say that this process has the place: what it starts inherits the variables, and is not that rank."""
+    """Record that this process holds the place: its child processes inherit the variables, but are not that rank."""
     os.environ[TAKEN] = f"{os.getpid()} {_mark(place)}"
 
 
@@ -124,16 +125,16 @@ def _mark(place: Place) -> str:
 
 
 def announced_agent(environ: Mapping[str, str] | None = None) -> AgentPlace | None:
-    """What the environment says to an agent about the other machines, or None where it names none.
+    """What the environment tells an agent about the other machines; None if it names none.
 
     Raises:
-        ValueError: a variable is not what it must be, or a SLURM step has several tasks on a machine.
+        ValueError: a variable is invalid, or a SLURM step has several tasks on a machine.
     """
     environ = os.environ if environ is None else environ
     return _pod_agent(environ) or _slurm_agent(environ)
 
 
-# torchrun, and what sets the same variables.
+# torchrun, and launchers that set the same variables.
 
 
 def _torchrun_place(environ: Mapping[str, str]) -> Place | None:
@@ -197,7 +198,8 @@ def _pod_agent(environ: Mapping[str, str]) -> AgentPlace | None:
         node_rank=_number(environ, "PET_NODE_RANK") if "PET_NODE_RANK" in environ else None,
         endpoint=environ.get("PET_RDZV_ENDPOINT") or (f"{address}:{port}" if address else ""),
         run_id=environ.get("PET_RDZV_ID"),
-        nproc=_number(environ, "PET_NPROC_PER_NODE") if nproc.isdecimal() else None,  # or "auto", "gpu", "cpu"
+        # it may also be "auto", "gpu" or "cpu"
+        nproc=_number(environ, "PET_NPROC_PER_NODE") if nproc.isdecimal() else None,
         max_restarts=_number(environ, "PET_MAX_RESTARTS") if "PET_MAX_RESTARTS" in environ else None,
     )
 
@@ -264,11 +266,11 @@ def _first_host(environ: Mapping[str, str]) -> str:
 
 
 def _slurm_port(environ: Mapping[str, str]) -> int:
-    """A port that jobs and steps sharing a machine do not share: the same for all tasks of this step."""
+    """A port that differs between jobs and steps sharing a machine, and is the same for all tasks of this step."""
     return 20000 + (_number(environ, "SLURM_JOB_ID", 0) + 997 * _number(environ, "SLURM_STEP_ID", 0)) % 10000
 
 
-# Reading.
+# Reading variables.
 
 
 def _text(environ: Mapping[str, str], name: str) -> str:

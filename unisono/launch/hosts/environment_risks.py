@@ -1,4 +1,4 @@
-"""What the variables of the environment do to a run, when they were set for another one or by an image."""
+"""How environment variables affect a run, if they were set for another one or by an image."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class EnvironmentRisk:
 @dataclass(frozen=True)
 class _Rule:
     names: tuple[str, ...]
-    applies: Callable[[str], bool]  # to the value
+    applies: Callable[[str], bool]  # takes the value
     effect: str
     way_out: str
     is_harmful: bool = False
@@ -109,16 +109,16 @@ _RULES = (
         "unset it to see all",
     ),
 )
-_FAMILIES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "PYTORCH_", "TORCH_")  # listed without an opinion
+_FAMILIES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "PYTORCH_", "TORCH_")  # listed without further comment
 _PLACE = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def environment_risks(environ: Mapping[str, str] | None = None, is_launched: bool = False) -> Iterator[EnvironmentRisk]:
-    """Those of the environment.
+    """Yield the risks of an environment.
 
     Args:
-        environ: the variables; None takes this process's own.
-        is_launched: whether a launcher has started this process, so that a place among peers is no leftover.
+        environ: the variables; None uses this process's own.
+        is_launched: whether a launcher has started this process, so that a place among peers is expected.
     """
     environ = os.environ if environ is None else environ
     told = set()
@@ -135,7 +135,7 @@ def environment_risks(environ: Mapping[str, str] | None = None, is_launched: boo
 
 
 def _leftovers(environ: Mapping[str, str]) -> Iterator[EnvironmentRisk]:
-    """A place among peers that nobody seems to have given to this process."""
+    """A place among peers that no launcher seems to have assigned."""
     found = [name for name in _PLACE if name in environ]
     if found:
         is_many = environ.get("WORLD_SIZE", "1") != "1"
@@ -149,5 +149,5 @@ def _leftovers(environ: Mapping[str, str]) -> Iterator[EnvironmentRisk]:
 
 
 def wants_color(stream: TextIO) -> bool:
-    """Whether text on the stream should be coloured: on a terminal, unless NO_COLOR (no-color.org) says otherwise."""
+    """Whether text on the stream should be coloured: on a terminal, unless NO_COLOR (no-color.org) forbids it."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -1,4 +1,4 @@
-"""The compressed lists that SLURM leaves in the environment: of hosts, and of the tasks on each."""
+"""SLURM's compressed lists in the environment: of hosts, and of the number of tasks on each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def expand_hosts(text: str) -> list[str]:
     """The hosts of a compressed list: `node[003-005,9],other1` gives node003, node004, node005, node9, other1.
 
     Raises:
-        ValueError: brackets do not match, or hold no numbers and ranges.
+        ValueError: brackets do not match, or contain something other than numbers and ranges.
     """
     if not _LIST.fullmatch(text):
         raise ValueError("its names or brackets do not match; a list looks like node[01-04,9],other1")
@@ -43,10 +43,10 @@ def _expand_range(piece: str) -> Iterator[str]:
 
 
 def expand_counts(text: str) -> list[int]:
-    """The tasks of each node: `2(x3),1` gives [2, 2, 2, 1].
+    """The number of tasks on each node: `2(x3),1` gives [2, 2, 2, 1].
 
     Raises:
-        ValueError: it is no such list.
+        ValueError: it is not such a list.
     """
     counts: list[int] = []
     for piece in text.split(","):

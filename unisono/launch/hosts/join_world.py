@@ -1,7 +1,7 @@
 """Joining the world that another launcher has announced: torchrun, SLURM, Kubernetes.
 
-`join_world` does what a worker of `spawn` finds done: it takes the process's place in the world (`process_group.py`),
-and leaves it at the process's end. `run_announced` is `spawn` in such a process.
+`join_world` does what `spawn` has already done for its workers: it gives the process its place in the world
+(`process_group.py`), and leaves the world when the process ends. `run_announced` is `spawn` in such a process.
 
 *Threads:* the main one.
 """
@@ -48,25 +48,29 @@ def join_world(
     checked: bool = False,
     process_group: Literal["gloo"] | None = None,
 ) -> World:
-    """Take this process's place in the world that its launcher has announced: torchrun, SLURM, Kubernetes.
+    """Join the world that this process's launcher (torchrun, SLURM, Kubernetes) has announced.
 
-    The process group is made, the device bound, and the rank's world set, as in a worker of `spawn`; at the end of the
-    process it is left. Called again, it returns the same world; so it does in a worker of `spawn`, and where the
-    process group has been initialised by somebody else. A process that nobody has announced anything to gets the world
-    of one: the same script runs by itself.
+    Creates the process group, binds the device and sets the rank's world, as in a worker of `spawn`; the process leaves
+    the group when it exits. Calling it again returns the same world; so does calling it in a worker of `spawn`, or
+    after the process group was initialised elsewhere. Without a launcher, the result is a world of one rank: the same
+    script also runs by itself.
 
     Args:
         timeout: how long to wait for the peers, now and in each collective; a last resort.
         backend: the device family, "cpu", "cuda", ...; None picks one, accelerators first.
-        checked: compare every collective on all ranks before it runs, at the price of a small one more. A mismatch
-            names the ranks and their calls. Workers of `spawn`, on one machine, always do, and for less.
-        process_group: how torch.distributed reduces: None takes memory that the ranks of one machine share, and NCCL on
-            CUDA; "gloo" sends over the network.
+        checked: compare every collective across the ranks before it runs, at the cost of an additional small
+            collective. A mismatch names the ranks and their calls. Workers of `spawn`, on one machine, always check, at
+            a lower cost.
+        process_group: how torch.distributed reduces: None uses memory shared between the ranks of one machine, and NCCL
+            on CUDA; "gloo" sends over the network.
+
+    Returns:
+        The world of this rank.
 
     Raises:
-        ValueError: a variable of the launcher is missing or malformed, or the family has no device here.
-        NoWorldError: the launcher has started one process per machine, which is to start the ranks there.
-        RuntimeError: the peers could not be reached; torch's own words, with what was tried in a note.
+        ValueError: a variable of the launcher is missing or malformed, or the family has no device on this machine.
+        NoWorldError: the launcher started one process per machine, which is meant to start the ranks there.
+        RuntimeError: the peers could not be reached; torch's own message, with a note on what was tried.
     """
     if given_world() is None and not dist.is_initialized():
         place = announced_place()
@@ -90,17 +94,19 @@ def run_announced(
     timeout: timedelta,
     process_group: Literal["gloo"] | None = None,
 ) -> list[Any]:
-    """Be one of the workers that `spawn(fn, args)` would start, where a launcher has started them already.
+    """Run `fn` as one of the workers that `spawn(fn, args)` would start, in a process that a launcher has already
+    started.
 
     Returns:
         The values that `fn` returned, by rank, on every rank.
 
     Raises:
         ValueError: `nprocs` is not the number of ranks on this machine.
-        StoppedError: the ranks came to an agreed early end; it has their results.
-        CollectiveMismatchError: a rank has returned, while another waits for it in a collective.
+        StoppedError: the ranks agreed to stop early; it holds their results.
+        CollectiveMismatchError: a rank has returned while another one waits for it in a collective.
         BrokenWorldError: a peer failed.
-        BaseException: what `fn` raised here, with a note that says where; the peers get a BrokenWorldError.
+        BaseException: what `fn` raised in this process, with a note on which rank that was; the peers get a
+            BrokenWorldError.
     """
     place = announced_place()
     assert place is not None, "nobody has announced a place"
@@ -129,9 +135,9 @@ def run_announced(
 
 @functools.cache
 def let_scripts_name_families() -> None:
-    """From now on `init_process_group` of this process takes a family of devices as its backend: it joins our world.
+    """Make this process's `init_process_group` accept a device family as its backend: it then joins our world.
 
-    A process that nobody has announced anything to gets a group of its own.
+    Without a launcher, it makes a group of one rank.
     """
     original = dist.init_process_group
     signature = inspect.signature(original)
@@ -143,7 +149,7 @@ def let_scripts_name_families() -> None:
         elif not dist.is_initialized():
             if join_world().world_size > 1:
                 if not dist.is_initialized():
-                    original(*args, **kwargs)  # it has destroyed ours
+                    original(*args, **kwargs)  # the script has destroyed our group
             elif not dist.is_initialized():
                 original("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 
@@ -158,11 +164,11 @@ def _returning_together(world: World, timeout: timedelta) -> AbstractContextMana
 
 
 def _gather(world: World, result: Any) -> list[Any]:
-    """Every rank's result, on every rank; one that cannot travel is an error that names it."""
+    """Gather every rank's result on every rank. A result that cannot be sent raises an error that names it."""
     gathered: list[bytes] = world.comm.all_gather_object(Outcome(value=result).to_bytes())
     return [Outcome.from_bytes(data).unwrap() for data in gathered]
 
 
 def _depart_at_exit(world: World) -> None:
-    error = getattr(sys, "last_value", None)  # what has ended the script, if anything has
+    error = getattr(sys, "last_value", None)  # the exception that ended the script, if there was one
     depart(world, error)

@@ -1,16 +1,16 @@
-"""Coming back from `fn` together, in ranks that a launcher has started: who is back, and who still waits for it.
+"""Returning from `fn` together, in ranks that a launcher has started: which ranks are back, and which still wait.
 
-A worker of `spawn` that returns leaves the process group, which wakes the peers that wait for it. Here the script goes
-on after `fn`, with more collectives, so the group must stay; and a rank that is back must not enter a collective of its
-own, or it would meet a peer in another one. So the ranks meet in the group's store:
+A worker of `spawn` that returns leaves the process group, which wakes the peers that wait for it. Here the script
+continues after `fn`, with more collectives, so the group must persist; and a rank that is back must not enter a
+collective of its own, or it would meet a peer in a different one. So the ranks meet in the group's store:
 
-1. The first that is back writes how many collectives it has entered. A rank that is still in `fn` and has entered more
-   waits for one that will not come: its watch says so, as trouble.
-2. A rank that fails in `fn`, or comes back from another number of collectives, says so, as trouble.
+1. The first rank that is back writes how many collectives it has entered. A rank that is still in `fn` and has entered
+   more waits for one that will never complete: its watch reports that as trouble.
+2. A rank that fails in `fn`, or returns after a different number of collectives, reports that as trouble.
 3. A rank that is back waits for all to be back, or for trouble, which it raises, and so breaks the world for all.
 
-Whatever a rank has to say about trouble, it says before it is counted as back. So once all are back, all know the same,
-and the next collective of each is the next one of every other.
+A rank reports any trouble before it is counted as back. So once all are back, all know the same, and the next
+collective of each is the next one of every other.
 
 *Threads:* the rank's own; the watch, during `fn`, is a thread.
 """
@@ -30,19 +30,19 @@ from unisono.comm.processes import ProcessCommunicator
 from unisono.errors import BrokenWorldError, CollectiveMismatchError
 from unisono.outcome import Outcome
 
-_WATCH_S = 0.25  # between two looks of the watch
-_SHORTEST_S, _LONGEST_S = 0.002, 0.1  # between two looks of a rank that is back, at first and in the end
+_WATCH_S = 0.25  # between two checks of the watch
+_SHORTEST_S, _LONGEST_S = 0.002, 0.1  # between two checks of a rank that is back: the first and the longest interval
 
-_num_calls = 0  # of `spawn` here; every rank counts alike
+_num_calls = 0  # calls of `spawn` in this process; the count is the same on every rank
 
 
 class JointReturn:
     """One call of `fn` by all ranks.
 
     Args:
-        comm: the rank's own.
-        store: of the default process group.
-        number: of the call.
+        comm: the rank's own communicator.
+        store: the store of the default process group.
+        number: the number of the call.
         timeout: how long a rank that is back waits for the others; a last resort.
     """
 
@@ -58,7 +58,7 @@ class JointReturn:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """During the block this rank says when it waits for one that is back."""
+        """During the block, report it if this rank waits for one that is back."""
         is_over = threading.Event()
         thread = threading.Thread(target=_watch, args=(self, is_over), name="unisono-returns", daemon=True)
         thread.start()
@@ -69,11 +69,11 @@ class JointReturn:
             thread.join()
 
     def wait_all(self) -> None:
-        """This rank is back; wait for the others.
+        """Wait, in a rank that is back, for all others.
 
         Raises:
-            CollectiveMismatchError: one waits in vain for another, or comes from other collectives.
-            BrokenWorldError: one has failed, or did not come in time.
+            CollectiveMismatchError: a rank waits for another one that is back, or returned after other collectives.
+            BrokenWorldError: a rank has failed, or did not return in time.
         """
         own = self.comm.num_calls
         rank, entered = _parse_return(self._store.compare_set(self._first, "", f"{self.comm.rank} {own}"))
@@ -91,11 +91,11 @@ class JointReturn:
             self._raise_trouble()
 
     def first_back(self) -> tuple[int, int] | None:
-        """The rank that was back first, and how many collectives it had entered; None where none is back."""
+        """The rank that was back first, and how many collectives it had entered; None if none is back."""
         return _parse_return(self._store.get(self._first)) if self._store.check([self._first]) else None
 
     def tell_waiting(self, first: int) -> None:
-        """This rank is in a collective that the one who was back first will never enter."""
+        """Report that this rank is in a collective that the first rank to return will never enter."""
         current = self.comm.current
         where = f"waits in {current}" if current else "has entered a further collective"
         self.tell(
@@ -105,14 +105,15 @@ class JointReturn:
         )
 
     def tell(self, error: BaseException) -> None:
-        """Let the others know of trouble; what they know already stays."""
+        """Report trouble to the others; trouble reported earlier is not replaced."""
         with contextlib.suppress(RuntimeError):  # the store may be gone with its host
-            data: Any = Outcome.failure(error, f"rank {self.comm.rank}").to_bytes()  # annotated as str, takes bytes
+            # annotated as str, but accepts bytes
+            data: Any = Outcome.failure(error, f"rank {self.comm.rank}").to_bytes()
             if not self._store.check([self._trouble]):
                 self._store.set(self._trouble, data)
 
     def _wait_told(self) -> None:
-        """Wait until all are back, or somebody has trouble."""
+        """Wait until all are back, or a rank has reported trouble."""
         deadline = time.monotonic() + self._timeout.total_seconds()
         pause = _SHORTEST_S
         while not self._store.check([self._all]) and not self._store.check([self._trouble]):
@@ -121,7 +122,7 @@ class JointReturn:
                     f"rank {self.comm.rank} has returned from fn, and after {self._timeout} not every peer has, nor "
                     "said why; one is gone or stuck, or needs longer: spawn(..., timeout=...)"
                 )
-            time.sleep(pause)  # not Store.wait, which bears no interrupt and prints warnings when its time is over
+            time.sleep(pause)  # not Store.wait, which cannot be interrupted and prints warnings on a timeout
             pause = min(pause * 1.5, _LONGEST_S)
 
     def _raise_trouble(self) -> None:
@@ -135,10 +136,10 @@ class JointReturn:
 
 @contextlib.contextmanager
 def return_together(comm: ProcessCommunicator, timeout: timedelta) -> Iterator[None]:
-    """Run `fn` in the block; after it every rank has come to the block's end, or the world is about to break.
+    """Run `fn` in the block; afterwards every rank has reached the block's end, or the world is about to break.
 
     Raises:
-        BrokenWorldError, CollectiveMismatchError: not every rank has returned, or not from the same collectives.
+        BrokenWorldError, CollectiveMismatchError: not every rank has returned, or not after the same collectives.
     """
     global _num_calls
     _num_calls += 1
@@ -155,7 +156,7 @@ def return_together(comm: ProcessCommunicator, timeout: timedelta) -> Iterator[N
 def _watch(returning: JointReturn, is_over: threading.Event) -> None:
     """Body of the watch's thread."""
     first: tuple[int, int] | None = None
-    with contextlib.suppress(RuntimeError):  # the store may be gone with its host, and nobody is left to read it
+    with contextlib.suppress(RuntimeError):  # the store may be gone with its host; then no rank is left to read it
         while not is_over.wait(_WATCH_S):
             first = first or returning.first_back()
             if first is not None and returning.comm.num_calls > first[1]:

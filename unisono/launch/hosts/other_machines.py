@@ -1,19 +1,19 @@
-"""The other machines of a run: what they report of their ranks, and whether they still live
+"""The other machines of a run: what they report of their ranks, and whether they are still alive.
 
-A worker whose peer was killed is woken at once, since the peer's machine closes the connection. A machine that has
-lost its power, or its link, closes nothing: the collective waits for its time-out, and the agent with it, which only
-looks at its own workers. So each agent says every second, in the store where the agents meet, that it is there. Where
-one has been silent for too long, the workers that may wait for it are ended: that counts as a failure of theirs, and
-where a restart is left, they are started again with the machines that are there.
+A worker whose peer was killed is woken immediately, since the peer's machine closes the connection. A machine that has
+lost its power, or its link, closes nothing: the collective waits for its timeout, and the agent with it, which only
+watches its own workers. So each agent announces every second, in the store where the agents meet, that it is alive.
+When one has been silent for too long, the workers that may be waiting for it are ended: that counts as a failure of
+theirs, and if a restart is left, they are restarted with the machines that remain.
 
-With that it says how far its ranks are, and why its part of the group has failed if it has: then no machine waits for
-ranks that are gone, and all know the first cause.
+With that it reports the progress of its ranks, and, if its part of the group has failed, the reason: then no machine
+waits for ranks that are gone, and all know the first cause.
 
-Every agent goes by its own clock, so the clocks of the machines may differ.
+Every agent uses only its own clock, so the clocks of the machines may differ.
 
-*Threads:* two daemons. `unisono-machines` speaks and listens, and waits for ever where the store's machine is silent,
-since some of the store's calls have no time-out. `unisono-silence` looks at the clock. The agent's main thread begins
-rounds and closes; any thread may say something.
+*Threads:* two daemons. `unisono-machines` sends and receives; it blocks indefinitely if the store's machine is silent,
+since some of the store's calls have no timeout. `unisono-silence` checks the clock. The agent's main thread begins
+rounds and closes; any thread may call `say`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from unisono.launch.hosts.endpoint import split_endpoint
 from unisono.outcome import Outcome
 
 _BEAT_S = 1.0
-_LINGER_S = 3.0  # how long the endpoint's agent waits, at a bad end, for the others to take leave, who may still read
+# how long the endpoint's agent waits, after a failure, for the others to leave, since they may still be reading
+_LINGER_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -42,15 +43,15 @@ class Word:
     """What a machine reports to the others.
 
     Attributes:
-        machine, host: its number in this round, and its name.
-        beats: how often it has said something, so that it is not silent.
-        pulses: of its ranks that have not ended: how far each is, and the collective that it is in.
+        machine, host: its number in this round, and its host name.
+        beats: how many times it has reported; it changes even if nothing else does.
+        pulses: for each of its ranks that has not ended, its progress and its current collective.
         returned: its ranks that have returned.
-        num_asks: how often it has asked where the ranks of all stand.
-        stacks: where its own stand.
+        num_asks: how many times it has asked where all ranks are.
+        stacks: where its own ranks are.
         verdict: why its part of the group has failed, an `Outcome` as bytes.
-        is_done: whether its part has come to a good end.
-        is_leaving: whether its agent ends in order.
+        is_done: whether its part has ended successfully.
+        is_leaving: whether its agent is ending in an orderly way.
     """
 
     machine: int
@@ -83,7 +84,8 @@ class _Round:
     name: str  # the same for all agents, and for no other round
     count: int
     own: Word
-    heard: dict[int, tuple[Word | None, float]] = field(default_factory=dict)  # each machine's last, and since when
+    # each machine's latest word, and since when
+    heard: dict[int, tuple[Word | None, float]] = field(default_factory=dict)
 
 
 class OtherMachines:
@@ -91,11 +93,11 @@ class OtherMachines:
 
     Args:
         endpoint: where the agents meet.
-        patience_s: how long a machine may be silent.
-        on_word: called with what a machine has said, where that is more than that it is there.
-        on_lost: called with a sentence, again and again until the next round, when one has been silent for longer.
-        on_cut_off: called with a sentence when the machine of the endpoint has.
-        beat_s: how often to speak, at least.
+        patience_s: seconds that a machine may be silent.
+        on_word: called with a machine's word, if it says more than that the machine is alive.
+        on_lost: called with a sentence, repeatedly until the next round, when a machine has been silent for longer.
+        on_cut_off: called with a sentence when the endpoint's machine has been.
+        beat_s: the longest interval between two reports.
     """
 
     def __init__(
@@ -123,11 +125,12 @@ class OtherMachines:
 
     @property
     def count(self) -> int:
-        """How many they are."""
+        """The number of other machines."""
         return self._round.count - 1 if self._round is not None else 0
 
     def begin_round(self, name: str, number: int, count: int) -> None:
-        """The agents have met, and start workers; this machine's number, of how many."""
+        """Begin a round: the agents have met and start workers. Takes this machine's number, and the number of
+        machines."""
         self._round = _Round(f"unisono/machines/{name}", count, Word(number))
         if self._threads[0].ident is None:
             self._answered_at = time.monotonic()
@@ -136,7 +139,8 @@ class OtherMachines:
         self._has_news.set()
 
     def say(self, **facts: Any) -> None:
-        """Change what this machine reports, by names of `Word`; how far its ranks are can wait for the next beat."""
+        """Change what this machine reports, by names of `Word`; the progress of its ranks can wait for the next
+        beat."""
         with self._lock:
             if (current := self._round) is None or (word := replace(current.own, **facts)) == current.own:
                 return
@@ -145,12 +149,12 @@ class OtherMachines:
             self._has_news.set()
 
     def ask(self) -> None:
-        """Ask where the ranks of all stand."""
+        """Ask where all ranks are."""
         if (current := self._round) is not None:
             self.say(num_asks=current.own.num_asks + 1)
 
     def failures(self) -> list[Outcome[Any]]:
-        """Why other parts of the group have failed; those first that are no victims."""
+        """Why other parts of the group have failed; primary causes first, victims last."""
         found: list[Outcome[Any]] = []
         for word in self._words():
             if word.verdict:
@@ -161,15 +165,15 @@ class OtherMachines:
         return sorted(found, key=lambda outcome: outcome.is_secondary)
 
     def are_done(self) -> bool:
-        """Whether the parts of all other machines have come to a good end."""
+        """Whether the parts of all other machines have ended successfully."""
         return sum(word.is_done for word in self._words()) == self.count
 
     @contextlib.contextmanager
     def attended(self, is_host: bool) -> Iterator[None]:
-        """After the block nothing is said or heard any more.
+        """End all communication when the block ends.
 
         Args:
-            is_host: whether this machine serves the endpoint, so that what was said last goes with it.
+            is_host: whether this machine serves the endpoint, so that the last words are lost when it exits.
         """
         try:
             yield
@@ -181,7 +185,7 @@ class OtherMachines:
             self._has_news.set()
             for thread in self._threads:
                 if thread.ident is not None:
-                    thread.join(self._beat_s)  # it may wait for an answer that does not come
+                    thread.join(self._beat_s)  # it may be waiting for an answer that never comes
 
     def _linger(self) -> None:
         deadline = time.monotonic() + _LINGER_S
@@ -196,12 +200,12 @@ class OtherMachines:
 
     def _converse(self) -> None:
         host, port = self._endpoint
-        store = dist.TCPStore(host, port, None, False, wait_for_workers=False)  # type: ignore[attr-defined] # as ever
+        store = dist.TCPStore(host, port, None, False, wait_for_workers=False)  # type: ignore[attr-defined] # torch re-exports it silently
         is_over = False
         while not is_over:
             self._has_news.wait(self._beat_s)
             self._has_news.clear()
-            is_over = self._is_over.is_set()  # what was said before is still passed on
+            is_over = self._is_over.is_set()  # read first, so that the last words are still sent
             if (current := self._round) is not None:
                 with self._lock:
                     current.own = replace(current.own, beats=current.own.beats + 1)
@@ -226,7 +230,7 @@ class OtherMachines:
                 host, port = self._endpoint
                 self._on_cut_off(f"the machine that serves {host}:{port} {self._silence()}, or that of this machine is")
             for number, (word, since) in list(self._round.heard.items() if self._round is not None else ()):
-                is_leaving = word is not None and word.is_leaving  # others hear of that from its workers
+                is_leaving = word is not None and word.is_leaving  # the others learn of it from its workers
                 if not is_leaving and now - since > self._patience_s:
                     host = "not heard of yet" if word is None else word.host
                     self._on_lost(f"node {number} ({host}) {self._silence()}")
@@ -236,7 +240,7 @@ class OtherMachines:
 
 
 def _talk(others: OtherMachines) -> None:
-    """Body of the first thread. A store that is closed is the agent's own to see."""
+    """Body of the first thread. A closed store is left for the agent itself to notice."""
     try:
         others._converse()
     except RuntimeError:
@@ -244,5 +248,5 @@ def _talk(others: OtherMachines) -> None:
 
 
 def _watch(others: OtherMachines) -> None:
-    """Body of the second."""
+    """Body of the second thread."""
     others._look()

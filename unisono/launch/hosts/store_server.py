@@ -1,10 +1,10 @@
-"""The store in which ranks, or agents, of several machines meet: served on the interface that is needed.
+"""The store in which ranks, or agents, of several machines meet, served only on the interface that is needed.
 
-The store is a small server of torch's that asks nobody who he is: whoever reaches its port can read and write what the
-ranks exchange, pickled objects among it, and so run code in them. So it listens at the address by which the
-others come, and not at those of other networks that this machine is in; within that one network nothing protects it.
+The store is a small server of torch's without authentication: anyone who can reach its port can read and write what the
+ranks exchange, including pickled objects, and so run code in the ranks. So it listens at the address that the others
+use, not at this machine's addresses in other networks; within that one network nothing protects it.
 
-*Threads:* the server is native code's; calls come from the main thread.
+*Threads:* the server runs in native code; calls come from the main thread.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
 
 def serve_store(host: str, port: int, timeout: timedelta, is_alone: bool = False) -> dist.TCPStore:  # type: ignore[name-defined] # torch re-exports it silently
-    """Serve a store in this process, for as long as it is kept.
+    """Serve a store in this process, for as long as the returned object exists.
 
     Args:
-        host, port: as the others name it.
+        host, port: as the others specify them.
         timeout: of this process's own requests.
-        is_alone: whether only processes of this machine come.
+        is_alone: whether only processes of this machine connect.
 
     Raises:
-        OSError: the port is taken, say.
+        OSError: for example, the port is in use.
     """
     address = listening_address(addresses_of(host), is_alone)
     is_six = ":" in address or (not address and socket.has_dualstack_ipv6())
@@ -50,19 +50,20 @@ def serve_store(host: str, port: int, timeout: timedelta, is_alone: bool = False
 
 
 def listening_address(addresses: Sequence[str], is_alone: bool) -> str:
-    """Of a host's addresses the one to listen at; "" is all of this machine.
+    """The address to listen at, of a host's addresses; "" means all of this machine.
 
-    A loopback address by which others are to come is a machine's own idea of its name: how they come is not known.
+    A loopback address that other machines are meant to use is only this machine's own view of its name: the address by
+    which they connect is not known.
     """
     own = [each for each in addresses if is_this_machine(each) and (is_alone or not is_loopback(each))]
     return own[0] if own else ""
 
 
 def quieten_store() -> None:
-    """Keep the stacks of native code out of stderr that a store prints when its server is gone with its machine.
+    """Keep native stack traces out of stderr, which a store prints when its server is gone with its machine.
 
-    What this process says of a failure is the first cause; TORCH_CPP_LOG_LEVEL=WARNING brings the stacks back. Torch
-    reads that when it is imported and, where its library lets it, here once more.
+    The first cause is what this process reports about a failure; TORCH_CPP_LOG_LEVEL=WARNING enables the stack traces.
+    Torch reads that when it is imported and, if its library allows it, once more here.
     """
     if _LOG_LEVEL in os.environ:
         return

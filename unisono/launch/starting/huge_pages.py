@@ -1,8 +1,8 @@
 """Huge pages for a process that forks often: a fork copies the page table, and a huge page is one entry in it, not 512.
 
-Of a zygote with torch imported that is a third of what a worker costs before its first line. A worker that writes into
-a huge page gets one small page of its own, as ever. Linux takes this request from 6.1 on, whatever its setting of
-transparent huge pages; elsewhere, and where memory is too scattered, nothing happens.
+For a zygote that has imported torch, this saves a third of what a worker costs before its first line. A worker that
+writes to a huge page gets a copy of one small page, as usual. Linux supports this request since 6.1, regardless of its
+setting for transparent huge pages; elsewhere, and if memory is too fragmented, nothing happens.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-_MADV_COLLAPSE = 25  # of <linux/mman.h>
-_HUGE = 2 << 20  # bytes; where huge pages are larger, the kernel refuses
+_MADV_COLLAPSE = 25  # from <linux/mman.h>
+_HUGE = 2 << 20  # bytes; on systems with larger huge pages, the kernel refuses
 _MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) rw-p \S+ \S+ 0 *(\[heap\])?$")
 
 
 def collapse_memory() -> None:
-    """Let the heap, and what else has no file, lie in huge pages. Best effort; 200 MB take 0.1 to 0.6 s of a CPU."""
+    """Move the heap, and other memory without a file, to huge pages. Best-effort; 200 MB take 0.1 to 0.6 s of a CPU."""
     with contextlib.suppress(OSError, AttributeError):
         madvise = ctypes.CDLL(None).madvise
         madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         for begin, end in _dense_mappings(Path("/proc/self/smaps").read_text()):
             first, last = -(-begin // _HUGE) * _HUGE, end // _HUGE * _HUGE
-            if first < last:  # in one request: each waits for all CPUs
+            if first < last:  # one request for all of it: each one waits for all CPUs
                 madvise(first, last - first, _MADV_COLLAPSE)
 
 

@@ -1,4 +1,4 @@
-"""The command that starts an interpreter like this one: with the same `-W`, `-X`, `-O` and so on."""
+"""The command that starts an interpreter like this one: with the same `-W`, `-X`, `-O` and other options."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import sys
 
 
 def interpreter_command() -> list[str]:
-    """What a command line begins with, before `-c` and the code."""
+    """The beginning of a command line, before `-c` and the code."""
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] # multiprocessing's, too
     known = {flags[place + 1].partition("=")[0] for place, flag in enumerate(flags) if flag == "-X"}
-    for name, value in sys._xoptions.items():  # those that are a program's own
+    for name, value in sys._xoptions.items():  # options of the program's own
         if name not in known:
             flags += ["-X", name if value is True else f"{name}={value}"]
     return [sys.executable, *flags]

@@ -1,6 +1,6 @@
-"""The variables by which this package's processes know one another."""
+"""The variables by which this package's processes recognise one another."""
 
 from __future__ import annotations
 
 OUTER_DIRECTORY = "UNISONO_RENDEZVOUS"
-"""In the environment of a worker of `spawn`, and so of all that it starts: the directory of its group."""
+"""In the environment of a worker of `spawn`, and so of all its child processes: the directory of its group."""

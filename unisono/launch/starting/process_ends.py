@@ -1,4 +1,4 @@
-"""How a process that watches over others sees to it that none of them outlives it, or their run."""
+"""How a process that supervises others ensures that none of them outlives it, or its run."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ _libc = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
 
 
 def become_reaper() -> None:
-    """Make what descends from this process its child, once its own parent is dead. Linux only; elsewhere nothing.
+    """Make descendants of this process its children once their own parents are dead. Does nothing except on Linux.
 
-    There, what has left its worker's session outlives it.
+    Elsewhere, a process that has left its worker's session outlives the worker.
     """
     _process_control(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent(signum: signal.Signals) -> None:
-    """Get that signal when the thread that has forked this process ends. Linux only; elsewhere nothing.
+    """Request that signal for when the thread that has forked this process ends. Does nothing except on Linux.
 
-    There, workers outlive a caller and a zygote that are killed at the same moment. The parent may be dead before this
-    is called: compare `os.getppid()` afterwards.
+    Elsewhere, workers outlive a caller and a zygote that are killed at the same moment. The parent may be dead before
+    this is called: compare `os.getppid()` afterwards.
     """
     _process_control(_PR_SET_PDEATHSIG, signum)
 
 
 def name_process(name: str) -> None:
-    """The name that `ps -o comm` and `top` show, 15 characters at most. Linux only; elsewhere nothing."""
+    """Set the name that `ps -o comm` and `top` show, 15 characters at most. Does nothing except on Linux."""
     _process_control(_PR_SET_NAME, ctypes.c_char_p(name.encode()[:15]))
 
 
@@ -41,12 +41,13 @@ def kill_session(pid: int, signum: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         try:
             os.killpg(pid, signum)
-        except ProcessLookupError:  # just forked, it leads none yet
+        except ProcessLookupError:  # just forked, it does not lead a group yet
             os.kill(pid, signum)
 
 
 def kill_tree(process: psutil.Process) -> None:
-    """SIGKILL a process and all its descendants, whatever their session; it first, or it would see a dead child."""
+    """SIGKILL a process and all its descendants in any session; itself first, or it would notice the death of a
+    child."""
     with contextlib.suppress(psutil.Error):
         for victim in [process, *process.children(recursive=True)]:
             with contextlib.suppress(psutil.Error):
@@ -54,14 +55,14 @@ def kill_tree(process: psutil.Process) -> None:
 
 
 def kill_children() -> None:
-    """SIGKILL all children of this process and what descends from them."""
+    """SIGKILL all children of this process and their descendants."""
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process().children():
             kill_tree(child)
 
 
 def kill_marked(processes: Iterable[psutil.Process], name: str, beginning: str) -> None:
-    """SIGKILL those whose environment has a variable of that name with such a beginning: what workers have started."""
+    """SIGKILL those whose environment has that variable with a value of that beginning: what workers have started."""
     for process in processes:
         with contextlib.suppress(psutil.Error):
             if process.environ().get(name, "").startswith(beginning):
@@ -69,7 +70,7 @@ def kill_marked(processes: Iterable[psutil.Process], name: str, beginning: str) 
 
 
 def bury_children() -> None:
-    """Kill and wait until nothing is left; what a dying process has still started is a child here after the wait."""
+    """Kill and wait until nothing is left; what a dying process still started is a child of this one after the wait."""
     with contextlib.suppress(ChildProcessError):
         while True:
             kill_children()

@@ -1,7 +1,8 @@
-"""The zygote started before anybody asks for it, so that it imports torch while the caller does.
+"""Starts the zygote before it is requested, so that it imports torch while the caller does.
 
-By default in notebooks and by `unisono run`; elsewhere `UNISONO_WARM=1` in the environment makes `import unisono` do
-it, and a script does by `unisono.warm()`. `UNISONO_WARM=0` forbids it. Without any of them, an import starts nothing.
+This is the default in notebooks and with `unisono run`; elsewhere, `UNISONO_WARM=1` in the environment makes `import
+unisono` do it, and a script can call `unisono.warm()`. `UNISONO_WARM=0` disables it. Without any of these, an import
+starts nothing.
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ import sys
 from unisono.launch.starting.marks import OUTER_DIRECTORY
 
 VARIABLE = "UNISONO_WARM"
-# In a process that has been started as a worker, or is to run an agent.
+# Set in a process that was started as a worker, or that is to run an agent.
 _LAUNCHED = ("RANK", "WORLD_SIZE", "SLURM_PROCID", "PET_NNODES", OUTER_DIRECTORY)
 
 
 def warm_at_import() -> None:
-    """What `import unisono` does: in a notebook, or where the environment says so, start the zygote."""
+    """Called by `import unisono`: in a notebook, or if the environment says so, start the zygote."""
     asked = os.environ.get(VARIABLE)
     if (asked or ("1" if "ipykernel" in sys.modules else "0")) != "0":
         warm_early()
 
 
 def warm_early() -> None:
-    """Start the zygote, unless this process is a worker itself or must not; never raises."""
+    """Start the zygote, unless this process is a worker itself or that is disabled; never raises."""
     process = sys.modules.get("multiprocessing.process")
     is_child = process is not None and process.parent_process() is not None
     is_worker = is_child or any(name in os.environ for name in _LAUNCHED)
@@ -33,5 +34,5 @@ def warm_early() -> None:
 
         try:
             warm()
-        except OSError:  # the first spawn meets it again, and says what it is
+        except OSError:  # the first spawn gets the same error, and reports it
             return

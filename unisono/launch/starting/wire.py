@@ -10,11 +10,11 @@ from typing import Any
 
 _HEADER = struct.Struct("!I")  # the length of the message that follows
 _MAX_FDS = 8
-_QUIET = getattr(socket, "MSG_NOSIGNAL", 0)  # Python ignores SIGPIPE anyway, unless somebody has changed that
+_QUIET = getattr(socket, "MSG_NOSIGNAL", 0)  # Python ignores SIGPIPE, unless the program has changed that
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Two connected sockets that block, of the one kind that every Unix has and that shows when its peer is gone."""
+    """Two connected, blocking sockets of the only kind that exists on every Unix and reports when its peer is gone."""
     pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     for each in pair:
         each.setblocking(True)  # `socket.setdefaulttimeout` in the caller leaves O_NONBLOCK on the zygote's end, too
@@ -22,7 +22,7 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def send(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
-    """Send one message; OSError when the other end is gone."""
+    """Send one message; OSError if the other end is closed."""
     data = pickle.dumps(message)
     # The descriptors travel with the header's bytes, and are received with them.
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
@@ -31,10 +31,10 @@ def send(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()
 
 
 def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """The next message and its descriptors; waits for the whole of one whose beginning has come.
+    """Receive the next message and its descriptors; once its beginning has arrived, waits for all of it.
 
     Raises:
-        EOFError: the other end is gone.
+        EOFError: the other end is closed.
     """
     try:
         header, fds, _, _ = socket.recv_fds(sock, _HEADER.size, _MAX_FDS)

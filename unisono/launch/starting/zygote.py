@@ -4,27 +4,29 @@ Forking the user's process would deadlock (OpenMP's pool and other threads do no
 interpreters costs seconds each. At a fork, the zygote has one thread, no CUDA context and no process group, so the fork
 is safe. With the start method "spawn" it imports nothing, and a worker becomes a fresh interpreter after its fork.
 
-It is also the reaper. It makes itself the subreaper of everything that its workers start, each worker leads a session
-of its own, and when a worker ends, or the group's connection closes, or the calling process dies, the sessions are
-killed and what escaped its session is found among the zygote's children.
+It is also the reaper. It makes itself the subreaper of everything that its workers start, and each worker leads a
+session of its own. When a worker ends, the group's connection closes or the calling process dies, the sessions are
+killed, and processes that escaped their session are found among the zygote's children.
 
 Invariants:
-1. A worker that has been reported to have ended left nothing in its session; after the last worker of all groups,
-   nothing is left anywhere.
-2. A group's socket closes here after its workers have ended and its directory is gone.
-3. Only the pid of a child that has not been waited for is signalled: nobody else can have that number.
 
-Who owns what: the calling process owns a control socket (its end means: the caller is gone) and one socket per group of
-workers (its end means: kill this group). On a group's socket:
+1. A worker that has been reported as ended left nothing in its session; after the last worker of all groups, no process
+   is left at all.
+2. A group's socket is closed here only after its workers have ended and its directory has been removed.
+3. Only the pid of a child that has not been waited for is signalled: that pid cannot have been reused.
+
+Ownership: the calling process owns a control socket (its end of file means that the caller is gone) and one socket per
+group of workers (its end of file means: kill this group). On a group's socket:
 
     caller -> zygote   {"op": "fork", "rank", "job", "family"} + [reports, stdout, stderr]
                        {"op": "signal", "signal", "ranks", "to_sessions"}: to workers alone, or all in their sessions
     zygote -> caller   {"op": "forked", "rank", "pid"}    {"op": "exit", "rank", "status"}
                        {"op": "error", "rank", "text"}: it could not be forked
 
-*Threads:* one; `serve` is a loop over a selector. It waits for nothing but the end of what it has killed. When it has
-been idle for the first time, a second thread imports what the first worker would else have to import, for more than a
-second. When it has forked often and is idle again, one moves its memory into huge pages. A fork waits for its end.
+*Threads:* one; `serve` is a loop over a selector. It blocks only to wait for processes that it has killed. When the
+zygote is idle for the first time, a second thread imports what the first worker would otherwise have to import, which
+takes over a second. When it has forked often and is idle again, a thread moves its memory into huge pages. A fork waits
+for that thread to end.
 """
 
 from __future__ import annotations
@@ -63,19 +65,19 @@ from unisono.launch.starting.process_ends import (
 )
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-# The first optimizer of a process imports torch._dynamo, for more than a second; the first with zero1 the last one.
+# The first optimizer of a process imports torch._dynamo, which takes over a second; the first with zero1, the last one.
 _FOR_OPTIMIZERS = ("torch._dynamo", "unisono.accelerator", "torch.distributed.optim")
-_IDLE_S = 0.5  # without a request: the workers that were asked for have their cores by now
-_FORKS_WORTH_A_COLLAPSE = 16  # it costs about as much as it saves in so many
+_IDLE_S = 0.5  # without a request: by then, requested workers have their cores
+_FORKS_WORTH_A_COLLAPSE = 16  # collapsing costs about as much as it saves over this many forks
 
 
 @dataclass
 class _Group:
-    """The workers of one `spawn` and the socket to its caller."""
+    """The workers of one `spawn`, and the socket to its caller."""
 
     sock: socket.socket
     directory: str = ""
-    ranks: dict[int, int] = field(default_factory=dict)  # pid -> rank, of living workers
+    ranks: dict[int, int] = field(default_factory=dict)  # pid -> rank, of running workers
 
 
 class Zygote:
@@ -84,13 +86,13 @@ class Zygote:
     def __init__(self, control: socket.socket, caller: int, start_method: str) -> None:
         self.control = control
         self.start_method = start_method
-        self.idle_work: list[Callable[[], None]] = []  # that is still to do
+        self.idle_work: list[Callable[[], None]] = []  # still to be done when idle
         if start_method == "zygote":
             self.idle_work += [_import_optimizers, collapse_memory]
         self.forks_before_work = 0
         self.working: threading.Thread | None = None
-        self.families: set[str] = set()  # of devices, whose modules are imported
-        self.is_frozen = False  # all that is imported is out of the garbage collector's sight
+        self.families: set[str] = set()  # device families whose modules are imported
+        self.is_frozen = False  # whether everything imported is exempt from garbage collection
         self.groups: dict[int, _Group] = {}  # by the socket's descriptor
         self.selector = selectors.DefaultSelector()
         self.children_r, self.children_w = os.pipe()
@@ -106,7 +108,7 @@ class Zygote:
         """Fork and reap until the caller is gone."""
         signal.set_wakeup_fd(self.children_w, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # whatever the caller's thread had blocked
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # undo what the caller's thread had blocked
         while True:
             ready = self.selector.select(_IDLE_S if self.idle_work and self.forks_before_work <= 0 else None)
             if not ready:
@@ -120,7 +122,7 @@ class Zygote:
                     self._answer(self.groups[fd])
 
     def _begin_work(self) -> None:
-        """Nothing has been asked of it for a while."""
+        """Start the next piece of idle work: there were no requests for a while."""
         if self.working is not None:
             self.working.join()
         self.working = threading.Thread(target=_work, args=[self.idle_work.pop(0)], name="unisono-preload")
@@ -142,7 +144,8 @@ class Zygote:
         return True
 
     def _preload(self, modules: list[str]) -> None:
-        """Import what the user has asked for, on this thread: libraries set signal handlers when they are imported."""
+        """Import modules that the user named, in this thread: some libraries set signal handlers when they are
+        imported."""
         if self.working is not None:
             self.working.join()
         self.is_frozen = False
@@ -177,7 +180,7 @@ class Zygote:
                 send(pid, message["signal"])
 
     def _prepare(self, family: str) -> None:
-        """What the workers of a family import, they find imported; what cannot be is for the worker to report."""
+        """Import in advance what the workers of a family import. A failure is left for the worker to report."""
         if self.start_method == "zygote" and family not in self.families:
             self.families.add(family)
             self.is_frozen = False
@@ -189,7 +192,8 @@ class Zygote:
     def _fork(self, group: _Group, rank: int, job: str, fds: list[int]) -> None:
         self._settle()
         self.forks_before_work -= 1
-        # A signal to the child must neither run this process's handler in it, nor be lost: it waits for the child's.
+        # A signal to the child must neither run this process's handler nor be lost: it stays pending until the child's
+        # own.
         signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
         try:
             pid = os.fork()
@@ -205,7 +209,7 @@ class Zygote:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
 
     def _settle(self) -> None:
-        """Before a fork: no second thread, and what is imported stays shared with the workers."""
+        """Prepare for a fork: no second thread, and what is imported stays shared with the workers."""
         if self.working is not None:
             self.working.join()
             self.working = None
@@ -213,8 +217,9 @@ class Zygote:
         if not self.is_frozen:
             self.is_frozen = True
             for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-                finalizer.atexit = False  # or each worker would undo at its end what is imported here, for milliseconds
-            gc.freeze()  # what exists now is never written by a collection, so its pages stay shared
+                # otherwise each worker would undo these imports at its end, which takes milliseconds
+                finalizer.atexit = False
+            gc.freeze()  # collections never write to existing objects, so their pages stay shared
             gc.enable()
             self._remember()
 
@@ -225,12 +230,12 @@ class Zygote:
             remember_settings()
 
     def _become_worker(self, rank: int, job: str, fds: list[int]) -> NoReturn:
-        """In the child: cut every tie to the zygote but the parent-death signal, then be the worker."""
+        """In the child: cut all ties to the zygote except the parent-death signal, then run the worker."""
         try:
             zygote = os.getppid()
             os.setsid()
             die_with_parent(signal.SIGKILL)
-            if os.getppid() != zygote:  # it died before the signal was asked for
+            if os.getppid() != zygote:  # it died before the signal was requested
                 os._exit(1)
             signal.set_wakeup_fd(-1)
             for signum in (signal.SIGCHLD, *_STOPPING):
@@ -261,7 +266,7 @@ class Zygote:
         except BaseException:
             traceback.print_exc()
         finally:
-            os._exit(1)  # whatever happens, the child never continues as a second zygote
+            os._exit(1)  # the child must never continue as a second zygote
 
     def _reap(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -271,7 +276,7 @@ class Zygote:
                 while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                     kill_session(found.si_pid, signal.SIGKILL)
                     self._bury(*os.waitpid(found.si_pid, 0))
-            else:  # its session keeps the number taken, as long as there is somebody in it
+            else:  # the pid cannot be reused while its session has members
                 while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.killpg(ended[0], signal.SIGKILL)
@@ -285,12 +290,13 @@ class Zygote:
             _tell(group, {"op": "exit", "rank": rank, "status": os.waitstatus_to_exitcode(status)})
 
     def _kill_strays(self) -> None:
-        """Kill what dead workers left outside their sessions: without workers, all children here are their orphans."""
+        """Kill what dead workers left outside their sessions: without workers, all children of this process are their
+        orphans."""
         if not any(group.ranks for group in self.groups.values()):
             kill_children()
 
     def _close(self, group: _Group) -> None:
-        """The caller has let go of the group: nothing of it may live on."""
+        """The caller has closed the group: kill everything that belongs to it."""
         for pid in group.ranks:
             with contextlib.suppress(psutil.Error):
                 kill_tree(psutil.Process(pid))
@@ -299,7 +305,7 @@ class Zygote:
             os.waitpid(pid, 0)
         group.ranks.clear()
         self._kill_strays()
-        with contextlib.suppress(psutil.Error):  # the strays of this group, where another one has workers
+        with contextlib.suppress(psutil.Error):  # strays of this group, if another group has workers
             kill_marked(psutil.Process().children(recursive=True), OUTER_DIRECTORY, group.directory)
         shutil.rmtree(group.directory, ignore_errors=True)
         self.selector.unregister(group.sock.fileno())
@@ -307,7 +313,7 @@ class Zygote:
         group.sock.close()
 
     def _end(self) -> NoReturn:
-        """Kill everything."""
+        """Kill everything, and exit."""
         bury_children()
         for group in self.groups.values():
             shutil.rmtree(group.directory, ignore_errors=True)
@@ -315,7 +321,7 @@ class Zygote:
 
 
 def _limit_met(error: OSError) -> str:
-    from unisono.launch.resource_limits import describe_limit  # for nothing, in most lives of a zygote
+    from unisono.launch.resource_limits import describe_limit  # imported only here: most zygotes never need it
 
     with contextlib.suppress(Exception):
         return describe_limit(error)
@@ -328,7 +334,7 @@ def _tell(group: _Group, message: dict[str, object]) -> None:
 
 
 def _work(work: Callable[[], None]) -> None:
-    """Body of the thread for what is done when nothing is asked of the zygote."""
+    """Body of the thread for idle work."""
     work()
 
 
@@ -344,12 +350,13 @@ def main(control_fd: int, caller: int, start_method: str) -> NoReturn:
     """Run the zygote on its end of the control socket; `caller` is the pid of the calling process."""
     become_reaper()
     name_process("unisono-zygote")
-    for signum in _STOPPING:  # whoever signals everything at once means the workers; this one ends with its caller
+    # signals sent to the whole group are meant for the workers; the zygote ends with its caller
+    for signum in _STOPPING:
         signal.signal(signum, signal.SIG_IGN)
     control = socket.socket(fileno=control_fd)
     if os.getppid() != caller:
         sys.exit("the process that started this zygote is gone")
     if start_method == "zygote":
-        gc.disable()  # until the first fork: collections would take a fifth of the time of the imports, for nothing
+        gc.disable()  # until the first fork: collections would take a fifth of the import time, without any benefit
         importlib.import_module("unisono.launch.worker")
     Zygote(control, caller, start_method).serve()

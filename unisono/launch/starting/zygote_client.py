@@ -1,7 +1,7 @@
 """The caller's side of the zygote: one per calling process and start method, shared by every group of workers.
 
 *Threads:* any thread may open a group. A lock covers the start of the zygote and of a group, and forks of this process:
-a fork holds no socket that it does not know of. A group's socket belongs to its supervisor.
+a forked child inherits no socket that is not registered in `_sockets`. A group's socket belongs to its supervisor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from unisono.launch.starting.warm_at_import import VARIABLE
 _lock = threading.Lock()
 _clients: dict[str, ZygoteClient] = {}  # by start method
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-_preloaded: list[str] = []  # the modules that the user has asked every zygote to import
+_preloaded: list[str] = []  # the modules that the user wants every zygote to import
 
 
 class ZygoteClient:
@@ -43,8 +43,8 @@ class ZygoteClient:
             f"from unisono.launch.starting.zygote import main; main({theirs.fileno()}, {os.getpid()}, {start_method!r})"
         )
         environ = dict(os.environ)
-        environ.pop(VARIABLE, None)  # or it would start one of its own
-        if start_method == "zygote":  # OpenBLAS would start threads when numpy is imported, and they survive no fork
+        environ.pop(VARIABLE, None)  # otherwise the zygote would start one of its own
+        if start_method == "zygote":  # OpenBLAS would start threads when NumPy is imported, which do not survive a fork
             environ["OPENBLAS_NUM_THREADS"] = "1"
         with theirs:
             self._process = Popen(
@@ -52,7 +52,7 @@ class ZygoteClient:
                 pass_fds=[theirs.fileno()],
                 env=environ,
                 stdin=DEVNULL,
-                start_new_session=True,  # a Ctrl-C in the terminal is the caller's to handle
+                start_new_session=True,  # so that a Ctrl-C in the terminal reaches only the caller, which handles it
             )
         self._control = ours
         _sockets.add(ours)
@@ -63,11 +63,12 @@ class ZygoteClient:
         return self._process.pid
 
     def is_alive(self) -> bool:
-        """Whether it can still serve."""
+        """Whether it can still serve requests."""
         return self._process.poll() is None
 
     def open_group(self, directory: Path) -> socket.socket:
-        """A new group's socket; `directory` is removed when it closes. ConnectionError when the zygote is gone."""
+        """Open a new group and return its socket; `directory` is removed when the socket closes. ConnectionError if the
+        zygote has exited."""
         ours, theirs = wire.socket_pair()
         with theirs:
             wire.send(self._control, {"directory": str(directory)}, (theirs.fileno(),))
@@ -75,39 +76,40 @@ class ZygoteClient:
         return ours
 
     def preload(self, modules: list[str]) -> None:
-        """Import modules in the zygote, before its next fork. ConnectionError when the zygote is gone."""
+        """Import modules in the zygote, before its next fork. ConnectionError if the zygote has exited."""
         wire.send(self._control, {"preload": modules, "path": _search_path()})
 
     def close(self) -> None:
-        """End the zygote and with it every worker. Idempotent."""
-        self._control.close()  # which it takes for our end
+        """End the zygote and, with it, every worker. Idempotent."""
+        self._control.close()  # the zygote takes the end of the stream as the caller's exit
         try:
             self._process.wait(5)
-        except (TimeoutExpired, KeyboardInterrupt):  # at the exit, after Ctrl-C twice, say
+        except (TimeoutExpired, KeyboardInterrupt):  # the latter at interpreter exit, for example after a second Ctrl-C
             self._process.kill()
             self._process.wait()
 
 
 def _search_path() -> list[str]:
-    """The same modules as here, however they are found. Whatever else is in sys.path, Python ignores it."""
+    """This process's module search path. Entries that are not strings are left out: Python ignores them."""
     return [entry for entry in sys.path if isinstance(entry, str)]
 
 
 def warm(start_method: str = "zygote", *, preload: Iterable[str] = ()) -> None:
-    """Start the process that workers are forked from, without waiting for it, so that the first `spawn` finds it warm.
+    """Start the process that workers are forked from, without waiting for it, so that the first `spawn` finds it ready.
 
-    It imports torch on a core of its own while the caller continues, with its own imports, say. Further calls start
-    nothing, and may name further modules.
+    It imports torch on another core while the caller continues, for example with its own imports. Further calls do not
+    start another process, and may add modules.
 
     Args:
         start_method: "zygote" or "spawn", as in `spawn`.
-        preload: modules that are imported there once, and not by each worker, `["transformers"]` for one. They must
-            survive a fork: a module whose import starts threads is reported on stderr, as is one whose import fails.
-            What a worker finds imported is what the file held at that time, whatever has been edited since.
+        preload: modules to import once in that process rather than in each worker, such as `["transformers"]`. They
+            must be fork-safe: a module whose import starts threads is reported on stderr, as is one whose import fails.
+            Workers see these modules as the files were at that time, even if they have been edited since.
 
     Raises:
-        ValueError: modules with `start_method="spawn"`, whose workers share no imports.
-        ModuleNotFoundError: there is no such module.
+        TypeError: `preload` is a string.
+        ValueError: modules were given with `start_method="spawn"`, whose workers share no imports.
+        ModuleNotFoundError: a module does not exist.
     """
     modules = _check_preload(start_method, preload)
     with _lock:
@@ -115,7 +117,7 @@ def warm(start_method: str = "zygote", *, preload: Iterable[str] = ()) -> None:
         new = [name for name in modules if name not in _preloaded]
         if new:
             _preloaded.extend(new)
-            with contextlib.suppress(ConnectionError):  # the zygote that replaces it imports them at its start
+            with contextlib.suppress(ConnectionError):  # its replacement imports them at its start
                 client.preload(new)
 
 
@@ -135,10 +137,10 @@ def _check_preload(start_method: str, preload: Iterable[str]) -> list[str]:
 
 
 def open_group(directory: Path, start_method: str) -> socket.socket:
-    """A socket to the zygote for a new group; a zygote that has died is replaced.
+    """Open a new group and return its socket. A zygote that has died is replaced.
 
     Raises:
-        UnisonoError: the zygote cannot be started; it has printed why to stderr.
+        UnisonoError: the zygote cannot be started; it has printed the reason to stderr.
     """
     with _lock:
         for _ in range(2):
@@ -150,7 +152,7 @@ def open_group(directory: Path, start_method: str) -> socket.socket:
 
 
 def _running_client(start_method: str) -> ZygoteClient:
-    """The client for that start method: a new one where there is none, or where its zygote has died."""
+    """Return the client for that start method; a new one if there is none, or if its zygote has died."""
     client = _clients.get(start_method)
     if client is not None and not client.is_alive():
         client.close()
@@ -158,26 +160,26 @@ def _running_client(start_method: str) -> ZygoteClient:
     if client is None:
         client = _clients[start_method] = ZygoteClient(start_method)
         if start_method == "zygote" and _preloaded:
-            with contextlib.suppress(ConnectionError):  # it could not start, as whoever asks it for workers finds out
+            with contextlib.suppress(ConnectionError):  # it could not start; the request for workers will report that
                 client.preload(_preloaded)
     return client
 
 
 @atexit.register
 def _close() -> None:
-    """At the interpreter's exit, which has waited for the threads that are no daemons; only daemon groups live now."""
+    """Runs at interpreter exit, after the non-daemon threads have been joined: only daemon groups are still running."""
     while _clients:
         _clients.popitem()[1].close()
 
 
 def zygote_pid(start_method: str = "zygote") -> int | None:
-    """The pid of the running zygote for that start method, if there is one."""
+    """The pid of the running zygote for that start method; None if there is none."""
     client = _clients.get(start_method)
     return client.pid if client is not None and client.is_alive() else None
 
 
 def _forget_in_child() -> None:
-    """A fork of the caller must not hold the sockets open: their end is what shows the zygote that the caller died."""
+    """Close the sockets in a fork of the caller: the zygote notices the caller's death by their end of stream."""
     _clients.clear()
     for sock in list(_sockets):
         sock.close()

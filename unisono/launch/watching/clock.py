@@ -1,4 +1,4 @@
-"""The one way in which times stand in the files of a run, and in its lines of JSON: ISO 8601, UTC, milliseconds."""
+"""The time format of a run's files and JSON lines: ISO 8601, UTC, milliseconds."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from datetime import UTC, datetime
 
 
 def now() -> str:
-    """The present moment, as "2026-11-21T17:46:01.250+00:00"."""
+    """The current time, as "2026-11-21T17:46:01.250+00:00"."""
     return to_text(time.time())
 
 
 def to_text(at: float) -> str:
-    """A moment that `time.time` has given."""
+    """Format a time as returned by `time.time`."""
     return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")
 
 
 def to_seconds(text: str) -> float:
-    """The other way; what `to_text` has written comes back to the millisecond."""
+    """The inverse of `to_text`, exact to the millisecond."""
     return datetime.fromisoformat(text).timestamp()

@@ -1,4 +1,4 @@
-"""Lines for programs: what workers write, and what this package logs, as one JSON object a line.
+"""Machine-readable lines: what workers write, and what this package logs, as one JSON object per line.
 
 {"time": "2026-11-21T17:46:01.250+00:00", "rank": 1, "stream": "stderr", "text": "loss 0.25"}
 {"time": "2026-11-21T17:46:02.000+00:00", "level": "WARNING", "logger": "unisono.launch.supervisor", "text": "..."}
@@ -14,18 +14,18 @@ from unisono.launch.watching import clock
 
 
 def describe_line(rank: int, stream: str, line: bytes) -> bytes:
-    """A line that a worker has written; what it showed last, where it was written over."""
+    """Format a line that a worker has written; if it was overwritten, its last content."""
     text = line.rstrip(b"\r\n").rpartition(b"\r")[2].decode(errors="replace")
     return _to_line({"time": clock.now(), "rank": rank, "stream": stream, "text": text})
 
 
 def describe_event(text: str) -> bytes:
-    """What this package has to say itself."""
+    """Format a message of this package itself."""
     return _to_line({"time": clock.now(), "level": "WARNING", "text": text})
 
 
 def log_as_json() -> None:
-    """Let what this package logs go to stderr in this form."""
+    """Send what this package logs to stderr in this form."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Formatter())
     logger = logging.getLogger(__name__.partition(".")[0])

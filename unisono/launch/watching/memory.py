@@ -1,8 +1,8 @@
-"""Was it the kernel's out-of-memory killer? A worker's death by SIGKILL, reported with its memory's last minutes.
+"""Whether the kernel's out-of-memory killer ended a worker: death by SIGKILL, reported with its recent memory use.
 
-The killer sends the same signal as `kill -9` does and leaves no word with the process, but the kernel counts its
-victims: in their control group, and on the machine, where those of other containers count too. It counts before it
-kills, so whoever has seen the death finds it counted.
+The killer sends the same signal as `kill -9` and leaves no message with the process, but the kernel counts its victims:
+in their control group, and on the machine, where those of other containers are included. It counts before it kills, so
+the count already includes a death that has been observed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from unisono.backends.cgroups import cgroup_directories, read_number
 from unisono.launch.watching.monitor import Sample
 
 _ROOT = Path("/")
-_COUNTERS = ("memory.events", "memory.oom_control")  # of the control groups' versions 2 and 1
+_COUNTERS = ("memory.events", "memory.oom_control")  # of versions 2 and 1 of control groups
 _LIMITS = ("memory.max", "memory.limit_in_bytes")
 _SHOWN = 6  # points of the curve
-_NEAR = 0.05  # of the way from the lowest point to the last: what is so near to the lowest has not begun to grow
+_NEAR = 0.05  # of the way from the lowest point to the last: within this, growth has not yet begun
 _GROWN = 1.1  # times the lowest point, from which on memory has grown
 _WAY_OUT = (
     "a smaller batch, fewer loader workers (num_workers), less prefetch (prefetch_factor, loader_prefetch_size) or "
@@ -29,11 +29,11 @@ _WAY_OUT = (
 
 
 class OomWatch:
-    """Notes the kernel's counts of out-of-memory kills now, to compare them with those after a worker's death.
+    """Records the kernel's current counts of out-of-memory kills, to compare them with those after a worker's death.
 
     Args:
-        pid: the worker, or any process of its control group; None stands for the calling process.
-        root: of the file system.
+        pid: the worker, or any process of its control group; None uses the calling process.
+        root: the root of the file system.
     """
 
     def __init__(self, pid: int | None = None, root: Path = _ROOT) -> None:
@@ -44,10 +44,10 @@ class OomWatch:
         self._before = _kills(self._group), _kills(self._machine)
 
     def verdict(self, curve: Sequence[Sample]) -> str:
-        """What to append to "rank 1 (pid 5) was killed by SIGKILL": whether memory was the reason, and its story.
+        """What to append to "rank 1 (pid 5) was killed by SIGKILL": whether memory was the reason, with its history.
 
         Args:
-            curve: the worker's samples, oldest first, as `Monitor.curve` gives them.
+            curve: the worker's samples, oldest first, as `Monitor.curve` returns them.
         """
         in_group, on_machine = _rise(self._before[0], self._group), _rise(self._before[1], self._machine)
         if in_group is None and on_machine is None:
@@ -67,11 +67,11 @@ class OomWatch:
 
 
 def memory_limit(pid: int | None = None, root: Path = _ROOT) -> tuple[int, str]:
-    """The bytes of memory that a process can have at most, and whose limit it is, in words.
+    """The most bytes of memory that a process can have, and the source of that limit, in words.
 
     Args:
-        pid: of the process; None is the calling one.
-        root: of the file system.
+        pid: the process; None uses the calling one.
+        root: the root of the file system.
     """
     directories = cgroup_directories("memory", pid, root)
     told = [read_number(directory / name) for directory in directories for name in _LIMITS]
@@ -81,7 +81,7 @@ def memory_limit(pid: int | None = None, root: Path = _ROOT) -> tuple[int, str]:
 
 
 def _kills(paths: Iterable[Path]) -> int | None:
-    """The count in the first of these files that has one; None where none does."""
+    """The count in the first of these files that contains one; None if none does."""
     for path in paths:
         with suppress(OSError, ValueError):
             for line in path.read_text().splitlines():
@@ -96,7 +96,7 @@ def _rise(before: int | None, paths: Iterable[Path]) -> int | None:
 
 
 def _story(curve: Sequence[Sample]) -> str:
-    """How the memory grew."""
+    """Describe how the memory grew."""
     if len(curve) < 2:
         return f"how its memory grew is not known{_last_seen(curve)}"
     lowest, last = min(sample.rss for sample in curve), curve[-1].rss
@@ -119,6 +119,6 @@ def _size(nbytes: int) -> str:
 
 
 def _sizes(values: Sequence[int]) -> str:
-    """In the unit of the largest: ``_sizes([2**29, 2**31]) == "0.5, 2.0 GiB"``."""
+    """Sizes in the unit of the largest: ``_sizes([2**29, 2**31]) == "0.5, 2.0 GiB"``."""
     unit, shift, digits = ("GiB", 30, 1) if max(values) >= 1 << 30 else ("MiB", 20, 0)
     return ", ".join(f"{value / (1 << shift):.{digits}f}" for value in values) + f" {unit}"

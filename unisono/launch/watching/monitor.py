@@ -1,14 +1,15 @@
-"""The monitor: what each worker and the processes below it use, sampled from outside.
+"""The monitor: what each worker and its descendants use, sampled from outside.
 
-Its samples show how memory grew before a worker died, feed the report, and lie in a file for anyone who looks later.
+Its samples show how memory grew before a worker died, feed the report, and are written to a file for later inspection.
 
 *Threads:* one daemon thread, `unisono-monitor`, started with the first worker, measures; any thread may read.
 
 Invariants:
-1. Measuring takes a hundredth of one core at most: after a round the thread rests a hundred times as long as the round
-   has kept a core busy. The proportional set size, which costs most, has a budget of its own.
-2. A process that vanishes while it is looked at counts for nothing; a worker that is gone gets no more samples.
-3. The thread ends at once when the monitor is closed.
+
+1. Measuring uses at most one percent of one core: after a round the thread rests for a hundred times the CPU time of
+   that round. The proportional set size, which is the most expensive, has a separate budget.
+2. A process that vanishes during a measurement is ignored; a worker that has ended gets no more samples.
+3. The thread ends immediately when the monitor is closed.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from unisono.launch.watching import clock
 SAMPLES_PATH = "UNISONO_SAMPLES"
 """In a worker's environment: the file with its group's samples."""
 
-_CURVE = 120  # samples of each worker that are kept
-_REST = 100  # times as long as measuring took
-_PSS_EVERY = 10.0  # intervals
-_SETTLE_S = 0.2  # before the first round, in which the group's other workers start
-_ALL_ROUNDS = 1000  # all of these are written; from then on one in ten
+_CURVE = 120  # samples kept per worker
+_REST = 100  # as a multiple of the CPU time of measuring
+_PSS_EVERY = 10.0  # in intervals
+_SETTLE_S = 0.2  # before the first round, while the group's other workers start
+_ALL_ROUNDS = 1000  # all of these are written; after that, one in ten
 
 _Children = dict[int, list[psutil.Process]]
 
@@ -46,19 +47,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Sample:
-    """What a worker and the processes below it used at one moment.
+    """What a worker and its descendants used at one moment.
 
     Attributes:
-        rank: of the worker.
-        at: when, as `time.time` has it, to the millisecond; in the file it is "time", as all times there.
-        cpu_percent: of one core, since the sample before; 0 in a worker's first one.
-        rss: bytes of memory; what several of the processes share is counted for each.
-        pss: the same, what is shared counted in parts; None where it was not measured.
-        num_children: the processes below the worker.
-        read_bytes, write_bytes: from and to storage since the start; None where the system does not report it.
-        device_bytes: memory on the worker's device, where the worker has reported it.
-        pid: of the worker.
-        step, samples_per_s, loss: of the worker's latest pulse.
+        rank: the worker's rank.
+        at: when, as returned by `time.time`, to the millisecond; called "time" in the file, like all times there.
+        cpu_percent: of one core, since the previous sample; 0 in a worker's first one.
+        rss: bytes of memory; memory shared by several of the processes is counted for each.
+        pss: bytes of memory, with shared memory counted proportionally; None if it was not measured.
+        num_children: the number of the worker's descendants.
+        read_bytes, write_bytes: from and to storage since the start; None if the system does not report it.
+        device_bytes: memory on the worker's device, if the worker has reported it.
+        pid: the worker's process id.
+        step, samples_per_s, loss: from the worker's latest pulse.
     """
 
     rank: int
@@ -82,27 +83,27 @@ class Sample:
 
     @classmethod
     def from_line(cls, line: str) -> Sample:
-        """ValueError, TypeError or KeyError where it is no whole line of this version."""
+        """Parse a line of the file; ValueError, TypeError or KeyError if it is not a complete line of this version."""
         facts = json.loads(line)
         return cls(at=clock.to_seconds(facts.pop("time")), **facts)
 
 
 @dataclass
 class _Watched:
-    """A worker under watch; `process` is None once it is gone."""
+    """A monitored worker; `process` is None once it has ended."""
 
     rank: int
     process: psutil.Process | None
     curve: deque[Sample] = field(default_factory=lambda: deque(maxlen=_CURVE))
-    spent: tuple[float, float] | None = None  # when it was looked at last, and the CPU seconds of its tree up to then
+    spent: tuple[float, float] | None = None  # when it was last sampled, and the CPU seconds of its tree up to then
 
 
 class Monitor:
     """Samples the workers that are added to it, until it is closed.
 
     Args:
-        path: where samples are appended, one JSON object a line; None keeps them in memory only.
-        interval_s: seconds from one round of samples to the next, at least.
+        path: where samples are appended, one JSON object per line; None keeps them in memory only.
+        interval_s: the least number of seconds from one round of samples to the next.
     """
 
     def __init__(self, path: Path | None, interval_s: float = 1.0) -> None:
@@ -117,9 +118,9 @@ class Monitor:
         self._thread: threading.Thread | None = None
 
     def watch(self, rank: int, pid: int) -> None:
-        """Sample this process from now on, as the worker of that rank, and forget the one before it."""
+        """Sample this process from now on as the worker of that rank, in place of the previous one."""
         process = None
-        with suppress(psutil.Error):  # it has ended by now
+        with suppress(psutil.Error):  # it has already ended
             process = psutil.Process(pid)
         with self._lock:
             self._watched[rank] = _Watched(rank, process)
@@ -129,12 +130,12 @@ class Monitor:
                 self._thread.start()
 
     def tell_pulse(self, rank: int, pulse: Pulse) -> None:
-        """What a worker has reported of itself; it stands in its samples from now on."""
+        """Store what a worker has reported about itself; its later samples include it."""
         with self._lock:
             self._pulses[rank] = pulse
 
     def curve(self, rank: int) -> list[Sample]:
-        """The latest samples of a worker, oldest first; also after its end."""
+        """The latest samples of a worker, oldest first; also available after its end."""
         with self._lock:
             return list(self._watched[rank].curve) if rank in self._watched else []
 
@@ -185,7 +186,7 @@ class Monitor:
 
 
 def _sample(monitor: Monitor) -> None:
-    """Body of the monitor's thread: a round and a rest, until the monitor is closed."""
+    """Body of the monitor's thread: alternates rounds and rests until the monitor is closed."""
     rest = min(_SETTLE_S, monitor._interval_s)
     while not monitor._is_closed.wait(rest):
         spent = time.thread_time()
@@ -194,7 +195,7 @@ def _sample(monitor: Monitor) -> None:
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """The samples that a monitor has written, oldest first. A line that is still being written is left out.
+    """Read the samples that a monitor has written, oldest first. A line that is still being written is skipped.
 
     Raises:
         OSError: the file cannot be read.
@@ -208,7 +209,7 @@ def read_samples(path: Path) -> list[Sample]:
 
 
 def own_samples(rank: int) -> list[Sample]:
-    """The samples of the calling process as the worker of that rank; none where nobody watches it."""
+    """The samples of the calling process as the worker of that rank; empty if it is not monitored."""
     path = os.environ.get(SAMPLES_PATH)
     if not path:
         return []
@@ -218,7 +219,7 @@ def own_samples(rank: int) -> list[Sample]:
 
 
 def _trees(roots: Iterable[psutil.Process]) -> dict[int, list[psutil.Process]]:
-    """Each process with all below it, by its pid: from one look at all processes of the machine."""
+    """Each process with all its descendants, by its pid: from a single pass over all processes of the machine."""
     children: _Children = defaultdict(list)
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
@@ -226,13 +227,13 @@ def _trees(roots: Iterable[psutil.Process]) -> dict[int, list[psutil.Process]]:
     trees = {}
     for root in roots:
         trees[root.pid] = tree = [root]
-        for process in tree:  # which grows meanwhile
+        for process in tree:  # the list grows during the iteration
             tree += children.pop(process.pid, ())
     return trees
 
 
 class _Use(NamedTuple):
-    """What one process uses; `cpu_seconds` with those of its children that have ended."""
+    """What one process uses; `cpu_seconds` includes its children that have ended."""
 
     cpu_seconds: float
     rss: int
@@ -240,10 +241,10 @@ class _Use(NamedTuple):
 
 
 def _measure(watched: _Watched, tree: list[psutil.Process]) -> Sample | None:
-    """What the tree uses; None when its root is gone."""
+    """What the tree uses; None if its root has ended."""
     now, uses = time.monotonic(), [_look(process) for process in tree]
     root, known = uses[0], [use for use in uses if use is not None]
-    if root is None or not root.rss:  # without memory it is a zombie, or just becomes one
+    if root is None or not root.rss:  # without memory it is a zombie, or about to become one
         return None
     seconds = sum(use.cpu_seconds for use in known)
     before, watched.spent = watched.spent, (now, seconds)
@@ -277,7 +278,7 @@ def _look(process: psutil.Process) -> _Use | None:
             if not process.is_running():
                 return None
             rss, times, io = process.memory_info().rss, process.cpu_times(), None
-            with suppress(psutil.Error, AttributeError):  # not readable on macOS, nor of another user's process
+            with suppress(psutil.Error, AttributeError):  # not readable on macOS, nor for another user's process
                 counters = process.io_counters()
                 io = counters.read_bytes, counters.write_bytes
     except (psutil.Error, OSError):
@@ -287,17 +288,17 @@ def _look(process: psutil.Process) -> _Use | None:
 
 
 def _percent(spent: float, elapsed: float) -> float:
-    """Of one core. A process that leaves the tree takes its seconds along, so they can become fewer."""
+    """Of one core. The seconds of a process that leaves the tree are lost, so the total can decrease."""
     return round(100 * max(0.0, spent) / elapsed, 1) if elapsed > 0 else 0.0
 
 
 def _pss(tree: list[psutil.Process]) -> int | None:
-    """Proportional set size of the tree; None where the system does not report it for each process."""
+    """The proportional set size of the tree; None if the system does not report it for each process."""
     total = 0
     for process in tree:
         try:
             total += process.memory_full_info().pss
-        except psutil.NoSuchProcess:  # zombies too
+        except psutil.NoSuchProcess:  # includes zombies
             continue
         except (psutil.Error, OSError, AttributeError):
             return None

@@ -1,21 +1,22 @@
-"""The workers' standard streams: kept in files, shown as they come, and remembered for the error message.
+"""The workers' standard streams: saved to files, shown as they arrive, and remembered for the error message.
 
-stdout goes straight to the caller's own descriptor, so that it is a terminal for the worker where it is one for the
-caller, unless its lines must be marked, kept or left out. stderr always comes through a pipe, for its last lines belong
-to the message of a worker's failure.
+stdout goes straight to the caller's own descriptor, so that it is a terminal for the worker if it is one for the
+caller, unless its lines must be marked, saved or hidden. stderr always goes through a pipe, since its last lines are
+part of the message of a worker's failure.
 
-What is shown goes out in whole lines (`lines.py`). One that has no end yet (a prompt, a row of dots) is held for
-`_HOLD_S` at most, then shown as it is.
+Output is shown in whole lines (`lines.py`). An unfinished line (a prompt, a row of dots) is held for `_HOLD_S` at most,
+then shown as it is.
 
-*Threads:* one per group, `unisono-output`, runs `_pump`, which alone reads, splits and writes. Whoever supervises the
-group opens and closes; new sources and the order to end reach the thread under a lock, and a byte wakes it. Nothing
-polls.
+*Threads:* one per group, `unisono-output`, runs `_pump`, and is the only one that reads, splits and writes. The group's
+supervisor opens and closes; new sources and the request to end reach the thread under a lock, and a byte wakes it.
+There is no polling.
 
 Invariants:
-1. Files get each byte as it was written, before anybody sees it.
-2. A live stream that is blocked holds up those who write to it, and nobody else; a broken one nobody.
-3. No descriptor of ours is inherited.
-4. `close` ends within its time, whoever still holds a pipe and whatever the terminal does.
+
+1. Files get each byte as it was written, before it is shown.
+2. A live stream that is blocked holds up only its writers; a broken one holds up no writer.
+3. None of our descriptors is inherited.
+4. `close` ends within its time, even if a process still holds a pipe or the terminal is blocked.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from unisono.launch.watching.lines import LineSplitter
 from unisono.launch.watching.live_stream import LiveStream
 from unisono.launch.watching.run_directory import RunDirectory, Stream
 
-_CHUNK = 65536  # bytes to read at once
-_TAIL = 16384  # bytes that are remembered of a stderr
-_LAST = 1 << 17  # bytes read at the end from a pipe that somebody still holds: more than it keeps
+_CHUNK = 65536  # bytes per read
+_TAIL = 16384  # the number of bytes of each stderr to remember
+_LAST = 1 << 17  # bytes read at the end from a pipe that is still held open: more than the pipe's capacity
 _HOLD_S = 0.2
 
 
@@ -48,9 +49,9 @@ class OutputOptions:
     """What is shown of the workers' streams.
 
     Attributes:
-        prefix: put "[rank 1] " in front of each line; None does so on stderr only.
-        log_ranks: only these ranks are shown; None shows all. Files keep every rank's.
-        is_json: show each line as an object of JSON (`json_lines.py`), which needs no prefix.
+        prefix: put "[rank 1] " at the start of each line; None does so on stderr only.
+        log_ranks: show only these ranks; None shows all. Files contain every rank's output.
+        is_json: show each line as a JSON object (`json_lines.py`), which needs no prefix.
     """
 
     prefix: bool | None = None
@@ -65,8 +66,8 @@ class _Source:
     fd: int
     prefix: bytes
     live: LiveStream | None  # None: not shown
-    path: Path | None  # the file that keeps it
-    describe: Callable[[bytes], bytes] | None = None  # what is shown for a line; None shows it as it is
+    path: Path | None  # the file that it is saved to
+    describe: Callable[[bytes], bytes] | None = None  # formats a line for display; None shows it unchanged
     log: int | None = None  # that file's descriptor
     tail: bytes = b""
     release_at: float | None = None  # when to show what is held
@@ -105,11 +106,11 @@ class _Source:
 
 
 class Output:
-    """The streams of one group of workers, from `open` for each to `close`.
+    """The streams of one group of workers, from `open` for each of them to `close`.
 
     Args:
         options: what is shown.
-        run: keeps the streams in its files; None keeps none.
+        run: saves the streams to its files; None saves nothing.
         stdout, stderr: the caller's own descriptors.
     """
 
@@ -124,14 +125,14 @@ class Output:
         self._of_stderr: dict[int, _Source] = {}
         self._has_complained = False
         self._sources: list[_Source] = []
-        self._lock = threading.Lock()  # covers the two that follow
+        self._lock = threading.Lock()  # covers the next two attributes
         self._fresh: list[_Source] = []
-        self._deadline: float | None = None  # of the end
+        self._deadline: float | None = None  # for the end
         self._wake_r, self._wake_w = socket.socketpair()
         self._thread = threading.Thread(target=_pump, args=(self,), name="unisono-output", daemon=True)
 
     def open(self, rank: int) -> tuple[int, int]:
-        """The descriptors that a worker gets as stdout and stderr; they stay ours, see `handed_over`."""
+        """Return the descriptors for a worker's stdout and stderr; they remain ours, see `handed_over`."""
         ends = self._write_ends[rank] = []
         stdout = self._caller_stdout
         if self._captures_stdout(rank):
@@ -139,14 +140,14 @@ class Output:
         return stdout, self._capture(rank, "stderr", self._stderr, ends)
 
     def handed_over(self, rank: int) -> None:
-        """The worker has its descriptors: close ours, so that its end is the end of its streams."""
+        """Close our copies of a worker's descriptors, which it now has: its end is then the end of its streams."""
         for end in self._write_ends.pop(rank, []):
             os.close(end)
 
     def tail(self, rank: int, num_lines: int = 20) -> list[str]:
-        """The last lines of a worker's stderr, as far as it has been read; all of it after `close`.
+        """Return the last lines of a worker's stderr, as far as it has been read; after `close`, all of it was.
 
-        Of a line that was written over ("\\r"), what it showed last.
+        For a line that was overwritten ("\\r"), its last content is returned.
         """
         source = self._of_stderr.get(rank)
         lines = source.tail.removesuffix(b"\n").split(b"\n") if source is not None and source.tail else []
@@ -154,10 +155,10 @@ class Output:
         return [line.decode(errors="replace") for line in shown]
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """The writers are dead: pass on what is left, and end. Idempotent.
+        """Pass on what is left, and end; all writers must be dead. Idempotent.
 
         Args:
-            timeout_s: for a terminal that takes nothing, and for a pipe that a stray process holds.
+            timeout_s: seconds to wait for a blocked terminal, and for a pipe that a stray process holds.
         """
         for rank in list(self._write_ends):
             self.handed_over(rank)
@@ -166,7 +167,7 @@ class Output:
                 return
             self._deadline = time.monotonic() + timeout_s
             self._wake()
-        self._thread.join(timeout_s + 1.0)  # one that could not be had unblocked may still block
+        self._thread.join(timeout_s + 1.0)  # a stream that could not be made non-blocking may still block it
 
     def _captures_stdout(self, rank: int) -> bool:
         is_marked = self._options.prefix is True or self._options.is_json
@@ -195,7 +196,7 @@ class Output:
     def _wake(self) -> None:
         if self._thread.ident is None:
             self._thread.start()
-        with contextlib.suppress(OSError):  # the thread has failed, and has said so
+        with contextlib.suppress(OSError):  # the thread has failed, and has reported it
             self._wake_w.send(b"!")
 
     # Everything below runs on the output's thread.
@@ -211,7 +212,7 @@ class Output:
             pass
 
     def _goes_on(self) -> bool:
-        """Whether there is something to wait for: a source, or its opening."""
+        """Whether there is anything left to wait for: an open source, or more to be opened."""
         with self._lock:
             fresh, self._fresh = self._fresh, []
             is_closing = self._deadline is not None
@@ -224,8 +225,8 @@ class Output:
         return self._deadline is not None and time.monotonic() >= self._deadline
 
     def _turn(self) -> bool:
-        """Wait, and serve whatever is ready; whether anything was."""
-        with selectors.PollSelector() as selector:  # which takes regular files, too
+        """Wait, and serve what is ready; return whether anything was."""
+        with selectors.PollSelector() as selector:  # unlike epoll, it supports regular files
             selector.register(self._wake_r, selectors.EVENT_READ)
             for source in self._sources:
                 if not source.is_held_up():
@@ -253,7 +254,7 @@ class Output:
         return max(0.0, min(known) - time.monotonic()) if known else None
 
     def _read(self, source: _Source) -> bytes | None:
-        """Read once and pass it on: nothing at the end, None where there is nothing yet."""
+        """Read once and pass it on. Returns b"" at the end of the stream, and None if there is nothing yet."""
         try:
             data = os.read(source.fd, _CHUNK)
         except BlockingIOError:
@@ -264,7 +265,7 @@ class Output:
         return data
 
     def _drain(self, source: _Source) -> None:
-        """Read what is left of a source that somebody still holds."""
+        """Read what is left of a source that a process still holds open."""
         left = _LAST
         while left > 0 and (data := self._read(source)):
             left -= len(data)
@@ -298,13 +299,13 @@ class Output:
 
     def _release(self) -> None:
         ours: list[_Source | LiveStream | socket.socket] = [*self._lives, self._wake_r, self._wake_w]
-        for each in ours + self._sources:  # of the sources only those that a failure of this thread has left
+        for each in ours + self._sources:  # the only sources left are those that a failure of this thread has left
             each.close()
 
 
 def _pump(output: Output) -> None:
-    """Body of the output's thread: until it is to end, and has passed on what there was."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPIPE])  # a pipe that nobody reads ends no caller
+    """Body of the output's thread: runs until it is asked to end, and has passed on everything."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPIPE])  # a broken pipe must not end the caller
     try:
         output._serve()
     finally:

@@ -1,17 +1,18 @@
-"""The directory that a run leaves behind: logs for people, and its course for anyone who looks at it, live or later.
+"""The directory that a run leaves: logs for people, and a record of the run that can be inspected live or later.
 
     <log_dir>/latest -> 2026-11-21_174601_4242       the run that was begun last, where links can be made
     <log_dir>/2026-11-21_174601_4242/                UTC, and the pid of the calling process
         run.json                                     what the run is, and its state; replaced as a whole
-        events.jsonl                                 what happened to its workers, a line each
-        samples.jsonl                                what its monitor saw, a line each
+        events.jsonl                                 what happened to its workers, one event per line
+        samples.jsonl                                what its monitor measured, one sample per line
         rank-0.stdout, rank-0.stderr, ...            what the workers wrote, byte for byte
 
 *Threads:* any thread may write. An event is one `write` in append mode; a lock covers the state.
 
 Invariants:
-1. Only `create` raises. Later a full disk is reported once, as a warning of `logging`, and never ends a run.
-2. A reader finds the old `run.json` or the new one, and of the other files every line but perhaps the last.
+
+1. Only `create` raises. Later, a full disk is reported once, as a warning of `logging`, and never ends a run.
+2. A reader finds either the old or the new `run.json`, and in the other files every line except perhaps the last.
 """
 
 from __future__ import annotations
@@ -51,17 +52,18 @@ class RunDirectory:
 
     @classmethod
     def create(cls, log_dir: str | Path, facts: dict[str, Any], name: str = "") -> RunDirectory:
-        """Make a new directory for a run in `log_dir`, which is made where it is missing.
+        """Create a new directory for a run in `log_dir`, which is created if it is missing.
 
         Args:
-            log_dir: where runs are kept, one directory each.
-            facts: what the run is (its command, number of workers, versions, ...); JSON, and the text of what is not.
-            name: put into that of the directory; of several machines their own, since they may share `log_dir`.
+            log_dir: where runs are stored, one directory each.
+            facts: what the run is (its command, number of workers, versions, ...); JSON, or else converted to strings.
+            name: included in the directory's name; of several machines, each passes its own, since they may share
+                `log_dir`.
 
         Raises:
             NotADirectoryError, PermissionError, OSError: `log_dir` cannot hold it.
         """
-        parent = Path(log_dir).absolute()  # a later chdir must not lead elsewhere
+        parent = Path(log_dir).absolute()  # a later chdir must not change it
         try:
             parent.mkdir(parents=True, exist_ok=True)
             run = cls(_make_unique(parent, name), facts)
@@ -77,15 +79,15 @@ class RunDirectory:
 
     @property
     def samples(self) -> Path:
-        """Where the monitor writes what it sees, a line of JSON each time."""
+        """The file to which the monitor writes its samples, one line of JSON each."""
         return self.path / "samples.jsonl"
 
     def log(self, rank: int, stream: Stream) -> Path:
-        """Where all that a worker writes to one of its streams is kept; restarts append to it."""
+        """The file for everything that a worker writes to one of its streams; restarts append to it."""
         return self.path / f"rank-{rank}.{stream}"
 
     def event(self, name: str, /, **facts: Any) -> None:
-        """Add a line to the events: time, name ("started", "failed", "restarted", "finished") and facts."""
+        """Append an event: time, name ("started", "failed", "restarted", "finished") and facts."""
         line = _to_json({"time": clock.now(), "event": name, **facts}) + "\n"
         with self._warning_once():
             descriptor = os.open(self.path / "events.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -93,19 +95,19 @@ class RunDirectory:
                 file.write(line.encode())
 
     def append(self, rank: int, text: str) -> None:
-        """Write below what a rank has written to its stderr, as the end of its story."""
+        """Append text to the log of a rank's stderr, after what the rank has written itself."""
         with self._warning_once(), self.log(rank, "stderr").open("a") as file:
             file.write(text)
 
     def finish(self, state: State, **facts: Any) -> None:
-        """Say how the run has ended, and what else is known of it now: the last event, and the state."""
+        """Record how the run has ended, and further facts known by then: the last event, and the state."""
         self.event("finished", state=state, exit_code=facts.get("exit_code"))
         with self._lock, self._warning_once():
             self._facts |= {**facts, "state": state, "ended_at": clock.now()}
             self._write_facts()
 
     def finish_with(self, verdict: Outcome[Any], exit_code: int, is_asked: bool) -> None:
-        """Say how the run has ended: by itself, or as somebody has asked for it."""
+        """Record how the run has ended: by itself, or on request."""
         error = verdict.error
         facts: dict[str, Any] = {"exit_code": exit_code}
         if error is not None:
@@ -136,7 +138,7 @@ class RecordedRun:
 
     Attributes:
         facts: of `run.json`: what the run is, `state`, `started_at`, `ended_at` (ISO, UTC; None while it runs). A run
-            whose calling process was killed says "running" for ever.
+            whose calling process was killed stays "running" permanently.
         events, samples: in the order in which they were written.
     """
 
@@ -147,24 +149,24 @@ class RecordedRun:
 
 
 def read_run(path: str | Path) -> RecordedRun:
-    """Read a run directory, also while the run continues; FileNotFoundError where there is no `run.json`."""
+    """Read a run directory, possibly of a running one; FileNotFoundError if there is no `run.json`."""
     path = Path(path)
     facts = json.loads((path / "run.json").read_text(encoding="utf-8"))
     return RecordedRun(path, facts, _read_lines(path / "events.jsonl"), _read_lines(path / "samples.jsonl"))
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file, as far as there is one; a line that was not written to its end is passed over."""
+    """The lines of a file, if it exists; an incomplete line is skipped."""
     found = []
     with contextlib.suppress(FileNotFoundError):
         for line in path.read_bytes().splitlines():
-            with contextlib.suppress(ValueError):  # no JSON, or no UTF-8
+            with contextlib.suppress(ValueError):  # not JSON, or not UTF-8
                 found.append(json.loads(line))
     return [line for line in found if isinstance(line, dict)]
 
 
 def _make_unique(parent: Path, part: str) -> Path:
-    """Make a directory named by time and process; a second run of the same second gets a number."""
+    """Make a directory named by time and process; a second run in the same second gets a number."""
     name = "_".join(filter(None, [f"{datetime.now(UTC):%Y-%m-%d_%H%M%S}", part, str(os.getpid())]))
     for number in count(1):
         path = parent / (name if number == 1 else f"{name}_{number}")
@@ -177,9 +179,9 @@ def _make_unique(parent: Path, part: str) -> Path:
 
 
 def _point_latest_at(path: Path) -> None:
-    """Let `latest` lead to a run, by a relative link: the whole log directory can be moved."""
+    """Point `latest` at a run, by a relative link, so that the whole log directory can be moved."""
     fresh = path.parent / f".latest-{path.name}"
-    with contextlib.suppress(OSError):  # no links here, or something else has that name
+    with contextlib.suppress(OSError):  # links are not supported, or something else has that name
         os.symlink(path.name, fresh)
         try:
             os.replace(fresh, path.parent / "latest")

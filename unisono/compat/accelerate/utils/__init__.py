@@ -1,4 +1,4 @@
-"""`accelerate.utils`: the names that scripts take from it, and `is_..._available()` of device families and packages."""
+"""`accelerate.utils`: the names that scripts use of it, and `is_..._available()` of device families and packages."""
 
 from __future__ import annotations
 
@@ -64,5 +64,5 @@ from unisono.compat.accelerate.utils.tqdm import tqdm as tqdm
 
 
 def __getattr__(name: str) -> Any:
-    """What the parts have, or refuse in words."""
+    """Look the name up in the submodules, which raise an error with advice for names that are left out."""
     return getattr(_imports if re.fullmatch(r"is_\w+_available", name) else _dataclasses, name)

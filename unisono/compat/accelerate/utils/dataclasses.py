@@ -1,7 +1,7 @@
-"""`accelerate.utils.dataclasses`: the classes of an Accelerator's settings, and their names.
+"""`accelerate.utils.dataclasses`: the classes and enumerations of an Accelerator's settings.
 
-Fields that have no counterpart are kept where they change speed or memory alone; those that would change numbers are
-refused in words when the Accelerator reads them.
+Fields without a counterpart are accepted if they only affect speed or memory; those that would change results raise an
+error with advice when the Accelerator reads them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Listing(EnumMeta):
 
 
 class BaseEnum(Enum, metaclass=_Listing):
-    """Prints as its value; `value in Class` takes values."""
+    """Prints as its value; `value in Class` also accepts values."""
 
     def __str__(self) -> str:
         return str(self.value)
@@ -57,7 +57,7 @@ class BaseEnum(Enum, metaclass=_Listing):
 
 
 class DistributedType(str, BaseEnum):
-    """How ranks are joined: NO, MULTI_CPU, MULTI_GPU, XLA and FSDP occur; the others are there to be compared with."""
+    """How ranks are connected: NO, MULTI_CPU, MULTI_GPU, XLA and FSDP occur; the others exist for comparisons."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -90,7 +90,8 @@ class DDPCommunicationHookType(BaseEnum):
 
 
 class RNGType(BaseEnum):
-    """Whose state `synchronize_rng_states` makes that of rank zero; a family of devices, by its name, is DEVICE."""
+    """The generators that `synchronize_rng_states` can set to rank zero's state; the name of a device family means
+    DEVICE."""
 
     TORCH = "torch"
     GENERATOR = "generator"
@@ -98,7 +99,7 @@ class RNGType(BaseEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> RNGType:
-        get_backend(str(value))  # ValueError, where there is no such family
+        get_backend(str(value))  # raises ValueError if there is no such family
         return cls.DEVICE
 
 
@@ -119,7 +120,7 @@ class DynamoBackend(str, BaseEnum):
 
 @dataclass
 class KwargsHandler:
-    """Base of what `Accelerator(kwargs_handlers=[...])` takes."""
+    """Base class of the elements of `Accelerator(kwargs_handlers=[...])`."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -138,7 +139,8 @@ class AutocastKwargs(KwargsHandler):
 
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
-    """Of DistributedDataParallel. `static_graph`, `dim` and `check_reduction` change no numbers, and have no effect."""
+    """For DistributedDataParallel. `static_graph`, `dim` and `check_reduction` do not change results, and have no
+    effect."""
 
     dim: int = 0
     broadcast_buffers: bool = True
@@ -163,7 +165,7 @@ class GradScalerKwargs(KwargsHandler):
 
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
-    """Has no effect: the process group is made where the ranks are started, by `spawn` or `unisono run`."""
+    """Has no effect: the process group is created where the ranks are started, by `spawn` or `unisono run`."""
 
     backend: str | None = None
     init_method: str | None = None
@@ -172,10 +174,10 @@ class InitProcessGroupKwargs(KwargsHandler):
 
 @dataclass
 class ProfileKwargs(KwargsHandler):
-    """Of `torch.profiler.profile`.
+    """For `torch.profiler.profile`.
 
     Attributes:
-        activities: families of devices, by torch.profiler.ProfilerActivity's names in small letters.
+        activities: device families, by the names of torch.profiler.ProfilerActivity in lower case.
         schedule_option: the arguments of `torch.profiler.schedule`.
         output_trace_dir: where each rank exports `profile_{rank}.json`.
     """
@@ -206,12 +208,12 @@ class ProfileKwargs(KwargsHandler):
 
 @dataclass
 class DataLoaderConfiguration:
-    """How DataLoaders are prepared. Whatever is said of the others: batches are moved ahead of the loop, tails are
-    split so that each sample counts once, streams are cut by ranks, and every loader has a `state_dict`.
+    """How DataLoaders are prepared. The other fields have no effect: batches are always moved ahead of the loop, tails
+    are split so that each sample counts once, streams are split across ranks, and every loader has a `state_dict`.
 
     Attributes:
-        split_batches: a batch of the DataLoader is that of all ranks together.
-        data_seed: of the order of shuffled DataLoaders; None takes that of `set_seed`.
+        split_batches: a batch of the DataLoader is the global batch.
+        data_seed: the seed for the order of shuffled DataLoaders; None uses that of `set_seed`.
     """
 
     split_batches: bool = False
@@ -226,7 +228,7 @@ class DataLoaderConfiguration:
 
 @dataclass
 class ProjectConfiguration:
-    """Where a run leaves what it saves."""
+    """Where a run saves its files."""
 
     project_dir: str | None = None
     logging_dir: str | None = None
@@ -245,7 +247,7 @@ class ProjectConfiguration:
 
 @dataclass
 class GradientAccumulationPlugin(KwargsHandler):
-    """How many microbatches make a step. `sync_each_batch` would save memory and nothing else: it has no effect."""
+    """The number of microbatches per step. `sync_each_batch` has no effect: it would only save memory."""
 
     num_steps: int | None = None
     adjust_scheduler: bool = True
@@ -268,8 +270,8 @@ class TorchDynamoPlugin(KwargsHandler):
 
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """Of FSDP: `strategy="fsdp"`, torch's FSDP2. Fields that change speed and memory alone have no effect:
-    which layers are gathered together, what is prefetched, how states are saved."""
+    """For FSDP: `strategy="fsdp"`, torch's FSDP2. Fields that only affect speed and memory have no effect: which layers
+    are gathered together, what is prefetched, how states are saved."""
 
     fsdp_version: int = 2
     sharding_strategy: Any = None

@@ -14,7 +14,7 @@ from unisono.compat.accelerate.state import joined_world
 
 _NAMES = {"bnb": "bitsandbytes", "comet_ml": "comet_ml", "peft": "peft", "pynvml": "pynvml"}
 _REFUSED = ("deepspeed", "megatron_lm", "fp8", "msamp", "transformer_engine", "pippy", "sagemaker")
-"""What is not joined is not available, installed or not."""
+"""Unsupported packages are not available, even if they are installed."""
 
 
 def __getattr__(name: str) -> Callable[..., bool]:
@@ -25,12 +25,12 @@ def __getattr__(name: str) -> Callable[..., bool]:
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Whether mixed_precision="bf16" runs here: on all families."""
+    """Whether mixed_precision="bf16" is supported: it is on all families."""
     return True
 
 
 def is_fp16_available() -> bool:
-    """Whether mixed_precision="fp16" runs on this rank's device."""
+    """Whether mixed_precision="fp16" is supported on this rank's device."""
     return joined_world().backend.unsupported_reason("fp16") is None
 
 

@@ -18,11 +18,11 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[], int] | None = None,
 ) -> Callable[..., Any]:
-    """As `unisono.find_executable_batch_size`, on all ranks together.
+    """See `unisono.find_executable_batch_size`; on all ranks together.
 
     Args:
-        reduce_batch_size_fn: takes nothing, and gives the next size; None takes nine tenths of the one before, as
-            Accelerate does.
+        reduce_batch_size_fn: takes no arguments, and returns the next size; None uses nine tenths of the previous one,
+            as Accelerate does.
     """
     given = reduce_batch_size_fn
     reduce = (lambda size: size * 9 // 10) if given is None else (lambda _: given())
@@ -32,13 +32,13 @@ def find_executable_batch_size(
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """As many Nones, to put in their places; and what is garbage then goes at the next collection."""
+    """Return one None per object, to assign in their place; objects freed by that go at the next collection."""
     clear_device_cache(garbage_collection=True)
     return [None] * len(objects)
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Give memory that a device's allocator has cached back to the device."""
+    """Return the memory cached by a device's allocator to the device."""
     if garbage_collection:
         gc.collect()
     if torch.accelerator.is_available():

@@ -1,7 +1,7 @@
 """`accelerate.utils.operations`: collectives and maps over nested structures.
 
-A gathered or reduced value has no gradient there, and none is missed until the model trains wrongly. Here it raises
-when a backward pass comes to it.
+In Accelerate, a gathered or reduced value has no gradient, which goes unnoticed until the model trains wrongly. Here it
+raises when a backward pass reaches it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from unisono.tree import batch_size, leaves, take, tensors, tree_map
 from unisono.world import World
 
 DistributedOperationException = UnisonoError
-"""The rank that sees that two differ has a CollectiveMismatchError, the others a BrokenWorldError: nobody continues."""
+"""The rank that detects a difference raises a CollectiveMismatchError, the others a BrokenWorldError: none
+continues."""
 
 _INSTEAD = {
     "GatheredParameters": "it is DeepSpeed's, which is not joined",
@@ -38,8 +39,8 @@ def __getattr__(name: str) -> NoReturn:
 def gather(tensor: Any, world: World | None = None) -> Any:
     """Every rank's tensors along dim 0; in a world of one the tensors themselves.
 
-    Ranks may have different numbers of rows, as in the last batch, which is split and not filled up: each comes once.
-    A nesting whose tensors require grad is gathered as values: a backward pass that comes to one is an error.
+    Ranks may have different numbers of rows, as in the last batch, which is split rather than padded: each row occurs
+    once. A nesting whose tensors require grad is gathered as values: a backward pass that reaches one is an error.
     """
     world = world or joined_world()
     if world.world_size == 1:
@@ -54,7 +55,7 @@ def _gather_rows(values: Any, world: World) -> Any:
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, world: World | None = None) -> Any:
-    """The reduction over the ranks ("mean", "sum", "max", "min"; "none" takes each rank's own), times `scale`."""
+    """The reduction over the ranks ("mean", "sum", "max", "min"; "none" keeps each rank's own value), times `scale`."""
     world = world or joined_world()
     op: ReduceOp = reduction  # type: ignore[assignment]  # an unknown one is refused below
     if reduction == "none" or world.world_size == 1:
@@ -63,7 +64,7 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, world: Worl
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-    """As `unisono.Accelerator.pad_across_processes`."""
+    """See `unisono.Accelerator.pad_across_processes`."""
     return pad_nested(tensor, dim, pad_index, pad_first, joined_world())
 
 
@@ -74,29 +75,29 @@ def gather_object(object: Any) -> Any:
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """That rank's tensors: new ones, in the same nesting, of the same shapes on each rank."""
+    """That rank's tensors: new ones, in the same nesting; shapes must be equal on each rank."""
     world = joined_world()
     return tree_map(lambda each: collectives.broadcast(each.detach().clone(), from_process, world), tensor)
 
 
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
-    """Rank zero's tensor, on each rank's device; the others have none."""
+    """Rank zero's tensor, on each rank's device; the other ranks pass None."""
     world = joined_world()
     value: torch.Tensor = world.comm.broadcast_object(tensor.cpu() if tensor is not None else None)
     return value.to(world.device)
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Put that rank's objects in the place of the list's, and return the list."""
+    """Replace the list's contents by that rank's objects, and return the list."""
     object_list[:] = joined_world().comm.broadcast_object(list(object_list), from_process)
     return object_list
 
 
 def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None) -> Any:
-    """The structure with its tensors, and all that has `to`, on that device.
+    """Move the structure's tensors, and everything with a method `to`, to that device.
 
     Args:
-        skip_keys: of a mapping: what lies under these stays.
+        skip_keys: for a mapping: the values under these keys are not moved.
     """
     if skip_keys is not None and isinstance(tensor, Mapping):
         skipped = [skip_keys] if isinstance(skip_keys, str) else list(skip_keys)
@@ -113,7 +114,8 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """`func(leaf, *args, **kwargs)` for each leaf that passes the test; the others stay, or are a TypeError."""
+    """Replace each leaf that passes the test by `func(leaf, *args, **kwargs)`; other leaves are kept, or raise a
+    TypeError."""
 
     def apply(leaf: Any) -> Any:
         if test_type(leaf):
@@ -126,14 +128,14 @@ def recursively_apply(
 
 
 def concatenate(data: list[Any], dim: int = 0) -> Any:
-    """Structures of one form as one, whose tensors are concatenated."""
+    """Concatenate the corresponding tensors of structures of the same form."""
     columns = zip(*(leaves(each) for each in data), strict=True)
     joined = iter([torch.cat(list(column), dim) for column in columns])
     return tree_map(lambda _: next(joined), data[0])
 
 
 def find_batch_size(data: Any) -> int | None:
-    """The size of dim 0 of the first tensor in it."""
+    """The size of dim 0 of the first tensor in it that has dimensions."""
     return next((len(each) for each in tensors(data) if each.ndim), None)
 
 
@@ -151,12 +153,12 @@ def slice_tensors(data: Any, tensor_slice: slice, process_index: Any = None, num
 
 
 def listify(data: Any) -> Any:
-    """The structure with lists of numbers in the place of tensors."""
+    """The structure with lists of numbers in place of tensors."""
     return recursively_apply(lambda each: each.tolist(), data)
 
 
 def convert_to_fp32(tensor: Any) -> Any:
-    """The structure with tensors of half precision in full."""
+    """The structure with half-precision tensors converted to float32."""
     halves = (torch.float16, torch.bfloat16)
     return recursively_apply(torch.Tensor.float, tensor, test_type=lambda each: getattr(each, "dtype", None) in halves)
 
@@ -175,7 +177,7 @@ def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
 
 
 def _without_gradient(name: str, collect: Callable[[Any], Any], values: Any) -> Any:
-    """What is collected of the values, which raises in a backward pass where they require grad."""
+    """Collect the values; if they require grad, the result raises in a backward pass."""
     if not (torch.is_grad_enabled() and any(each.requires_grad for each in tensors(values))):
         return collect(values)
     with torch.no_grad():
@@ -185,7 +187,7 @@ def _without_gradient(name: str, collect: Callable[[Any], Any], values: Any) -> 
 
 
 class _Cut(torch.autograd.Function):
-    """The value; where its gradient would begin, it is said that there is none. It keeps no graph of the values."""
+    """The value; a backward pass that reaches it raises an error. It keeps no graph of the values."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor, name: str) -> torch.Tensor:

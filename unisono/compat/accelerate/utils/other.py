@@ -1,4 +1,4 @@
-"""`accelerate.utils.other` and `environment`: saving, unwrapping, waiting, variables of the environment."""
+"""`accelerate.utils.other` and `environment`: saving, unwrapping, waiting, environment variables."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
     """`torch.save` on rank zero; on the first rank of each machine with `save_on_each_node`.
 
     Args:
-        safe_serialization: a mapping of tensors, by safetensors.
+        safe_serialization: save a mapping of tensors by safetensors.
     """
     state = PartialState()
     if state.is_main_process or (save_on_each_node and state.is_local_main_process):
@@ -44,19 +44,20 @@ def load(f: Any, map_location: Any = None, **options: Any) -> Any:
 def extract_model_from_parallel(
     model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> nn.Module:
-    """The user's module. The rest has no effect, but `keep_torch_compile=False`, which gives what was compiled."""
+    """The user's module. Other arguments have no effect, except `keep_torch_compile=False`, which returns the
+    uncompiled module."""
     module = model.module if isinstance(model, PreparedModel) else model
     plain: nn.Module = module if keep_torch_compile else getattr(module, "_orig_mod", module)
     return plain
 
 
 def is_compiled_module(module: nn.Module) -> bool:
-    """Whether it is what `torch.compile` returns."""
+    """Whether it was returned by `torch.compile`."""
     return isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
 
 
 def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:
-    """Put the source's values into the destination, level by level."""
+    """Merge the source's values into the destination, level by level."""
     for key, value in source.items():
         if isinstance(value, dict):
             merge_dicts(value, destination.setdefault(key, {}))
@@ -67,7 +68,7 @@ def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any
 
 @contextmanager
 def patch_environment(**variables: Any) -> Iterator[None]:
-    """Set variables of the environment for the block; names in capitals."""
+    """Set environment variables during the block; their names are converted to upper case."""
     own = {name.upper(): str(value) for name, value in variables.items()}
     before = {name: os.environ[name] for name in own if name in os.environ}
     os.environ.update(own)
@@ -80,7 +81,7 @@ def patch_environment(**variables: Any) -> Iterator[None]:
 
 
 def str_to_bool(value: str) -> int:
-    """1 for y, yes, t, true, on, 1; 0 for their opposites; else a ValueError."""
+    """1 for y, yes, t, true, on, 1; 0 for their opposites; otherwise a ValueError."""
     if value.lower() in ("y", "yes", "t", "true", "on", "1"):
         return 1
     if value.lower() in ("n", "no", "f", "false", "off", "0"):
@@ -89,5 +90,5 @@ def str_to_bool(value: str) -> int:
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """The variable as a flag."""
+    """The environment variable as a flag."""
     return bool(str_to_bool(os.environ.get(key, str(default))))

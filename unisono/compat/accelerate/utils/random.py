@@ -1,4 +1,4 @@
-"""`accelerate.utils.random`: seeds, and generators that are to stand alike on all ranks."""
+"""`accelerate.utils.random`: seeds, and generators that are to have the same state on all ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unisono.world import World
 
 
 class Seed:
-    """That of a rank's last `set_seed`.
+    """The seed of a rank's last `set_seed`.
 
     Attributes:
         value: None before the first one.
@@ -24,12 +24,13 @@ class Seed:
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seed python's, numpy's and torch's generators (among threads, the replica's own), and the orders of DataLoaders
+    """Seed the generators of Python, NumPy and torch (among threads, the replica's own), and the orders of DataLoaders
     that are prepared from now on.
 
     Args:
-        device_specific: each rank draws other numbers: the rank is added.
-        deterministic: torch's algorithms, too.
+        seed: a non-negative integer.
+        device_specific: add the rank to the seed, so that each rank draws different numbers.
+        deterministic: also use torch's deterministic algorithms.
     """
     world = joined_world()
     world.state.part(Seed).value = seed
@@ -42,7 +43,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 
 def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torch.Generator | None = None) -> None:
-    """Let a generator stand on all ranks where rank zero's stands: torch's, the given one, or that of the devices."""
+    """Set a generator on all ranks to rank zero's state: torch's, the given one, or that of the devices."""
     world = joined_world()
     kind = RNGType(rng_type) if rng_type is not None else RNGType.TORCH
     if kind == RNGType.TORCH:
@@ -57,7 +58,7 @@ def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torc
 
 
 def synchronize_rng_states(rng_types: Iterable[str | RNGType], generator: torch.Generator | None = None) -> None:
-    """The same for several of them."""
+    """Like `synchronize_rng_state`, for several of them."""
     for each in rng_types:
         synchronize_rng_state(each, generator)
 

@@ -9,5 +9,5 @@ from unisono.progress import tqdm as bar_of_rank_zero
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """As `unisono.tqdm`; with `main_process_only=False` tqdm's own bar, on every rank."""
+    """`unisono.tqdm`; with `main_process_only=False` tqdm's own bar, on every rank."""
     return bar_of_rank_zero(*args, **kwargs) if main_process_only else import_module("tqdm.auto").tqdm(*args, **kwargs)

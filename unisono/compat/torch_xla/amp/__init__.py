@@ -26,6 +26,6 @@ def autocast(
     """`torch.autocast` for the device's kind, in bfloat16.
 
     Raises:
-        TypeError, ValueError: it is no device.
+        TypeError, ValueError: it is not a device.
     """
     return torch.autocast(resolve_device(device)[1].type, dtype, enabled, cache_enabled)

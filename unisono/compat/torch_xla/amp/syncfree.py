@@ -1,6 +1,6 @@
-"""`torch_xla.amp.syncfree`: torch's optimizers, whose step can be made to do nothing.
+"""`torch_xla.amp.syncfree`: torch's optimizers, with steps that can be skipped.
 
-Here `found_inf` is read, which ends a lazy device's graph; without it nothing is.
+`found_inf` is read here, which ends a lazy device's graph; without it nothing is read.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from torch.optim import Optimizer
 
 class _Skips(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, found_inf: torch.Tensor | None = None) -> Any:
-        """As that of torch's optimizer.
+        """Like the step of torch's optimizer.
 
         Args:
-            found_inf: one number; where it is not 0, only the closure runs.
+            closure: as for torch's optimizer.
+            found_inf: a tensor of one element; if it is not 0, only the closure runs.
         """
         if found_inf is None or not found_inf.item():
             return super().step(closure)

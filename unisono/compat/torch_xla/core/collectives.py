@@ -1,4 +1,4 @@
-"""Collectives over all replicas or groups of them, and steps of optimizers."""
+"""Collectives over all replicas or groups of them, and optimizer steps."""
 
 from __future__ import annotations
 
@@ -56,14 +56,16 @@ def all_reduce(
     """Reduce over the replicas, then multiply by `scale`; not differentiable (`functions.all_reduce` is).
 
     Args:
-        reduce_type: "sum", "mul", "min", "max"; "and" and "or" of whole numbers and bools, bit by bit.
-        inputs: a tensor, for a new one; or a list of tensors, which are reduced in place.
-        groups: lists of ordinals, each replica in one of them: it is reduced over one's own. All replicas call.
+        reduce_type: "sum", "mul", "min", "max"; bitwise "and" and "or" for integers and bools.
+        inputs: a tensor, which yields a new one; or a list of tensors, which are reduced in place.
+        scale: a factor for the result.
+        groups: lists of ordinals, with each replica in exactly one: a replica is reduced over its own group. All
+            replicas must call it.
         pin_layout: has no effect, here and below.
 
     Raises:
-        TypeError: the tensors' type does not have the operation, or cannot be scaled.
-        ValueError: there is no such operation, or the groups do not part the replicas.
+        TypeError: the operation is not defined for the tensors' dtype, or they cannot be scaled.
+        ValueError: there is no such operation, or the groups do not partition the replicas.
         BrokenWorldError, CollectiveMismatchError: as for `unisono.all_reduce`.
     """
     if reduce_type not in _FOLDS:
@@ -97,7 +99,7 @@ def _check_scaled(tensor: torch.Tensor, scale: float) -> None:
 
 
 def _parts(tensor: torch.Tensor, group: list[int] | None, world: World) -> list[torch.Tensor]:
-    """The tensors of one's own group, of which every replica gets all."""
+    """The tensors of this replica's group; every replica receives all tensors."""
     with world.timeline.loop().span(REDUCE):
         parts = world.comm.all_gather(tensor)
     return parts if group is None else [parts[rank] for rank in group]
@@ -114,18 +116,18 @@ def all_gather(
     channel_id: int | None = None,
     use_global_device_ids: bool | None = None,
 ) -> Any:
-    """The replicas' tensors, which have one shape, side by side along `dim`, by ordinal; those without dimensions are
+    """Concatenate the replicas' tensors, of equal shapes, along `dim`, by ordinal; zero-dimensional tensors are
     stacked.
 
     Not differentiable (`functions.all_gather` is). `groups`, and the errors, are those of `all_reduce`.
 
     Args:
-        value: a tensor, or a list of them, for a list.
-        output: what is written, and returned, in the place of new tensors; it takes the results' shapes.
+        value: a tensor, or a list of them, which yields a list.
+        output: written and returned in place of new tensors; resized to the results' shapes.
         channel_id, use_global_device_ids: have no effect, here and below.
 
     Raises:
-        ValueError: `output` is another number of tensors.
+        ValueError: `output` has a different number of tensors.
     """
     world = current_world()
     group = own_group(groups, world)
@@ -165,15 +167,15 @@ def reduce_scatter(
     channel_id: int | None = None,
     use_global_device_ids: bool | None = None,
 ) -> Any:
-    """As `all_reduce`, of which each replica gets its own of `shard_count` equal parts along `scatter_dim`.
+    """Like `all_reduce`, but each replica gets only its own of `shard_count` equal parts along `scatter_dim`.
 
     Args:
-        input: a tensor, or a list of them, for a list.
-        shard_count: the number of replicas; with groups, that of one's own.
+        input: a tensor, or a list of them, which yields a list.
+        shard_count: the number of replicas; with groups, the size of the replica's group.
         output: as for `all_gather`.
 
     Raises:
-        ValueError: `shard_count` is another number, or does not divide a tensor.
+        ValueError: `shard_count` is a different number, or does not divide a tensor's dimension.
     """
     world = current_world()
     group = own_group(groups, world) or list(range(world.world_size))
@@ -215,7 +217,7 @@ def collective_broadcast(
     """Give every replica the tensors of the root, in place.
 
     Args:
-        groups: as for `all_reduce`; the root's tensors come to its own group, the others keep theirs.
+        groups: as for `all_reduce`; only the root's own group receives its tensors, the others keep theirs.
     """
     world = current_world()
     group = own_group(groups, world)
@@ -225,7 +227,7 @@ def collective_broadcast(
 
 
 def _of_each(fn: Callable[[torch.Tensor], torch.Tensor], value: Any, output: Any) -> Any:
-    """`fn` of a tensor, or of each of a list; written into `output`, where there is one."""
+    """Apply `fn` to a tensor, or to each of a list; write the result into `output`, if given."""
     if not isinstance(value, torch.Tensor):
         if not isinstance(value, list | tuple) or not all(isinstance(each, torch.Tensor) for each in value):
             raise TypeError(f"this takes a tensor or a list of them, and got a {type(value).__name__}")
@@ -242,11 +244,11 @@ def _of_each(fn: Callable[[torch.Tensor], torch.Tensor], value: Any, output: Any
 
 
 def own_group(groups: Groups, world: World) -> list[int] | None:
-    """The group that this replica is in; None where there are none.
+    """The group of this replica; None if there are no groups.
 
     Raises:
-        TypeError: it is no list of lists of whole numbers.
-        ValueError: the groups do not hold each replica once.
+        TypeError: `groups` is not a list of lists of integers.
+        ValueError: the groups do not contain each replica exactly once.
     """
     if not groups:
         return None
@@ -261,12 +263,14 @@ def own_group(groups: Groups, world: World) -> list[int] | None:
 
 
 def reduce_gradients(optimizer: Optimizer, groups: Groups = None, pin_layout: bool = True) -> None:
-    """Replace the gradients by their mean over the replicas; to clip them before `optimizer.step()`, say.
+    """Replace the gradients by their mean over the replicas; for example, to clip them before `optimizer.step()`.
 
-    As `unisono.optimizer_step` does, the mean is that over all samples, where a loader knows how many each had.
+    As for `unisono.optimizer_step`, the mean is that over all samples, if a loader knows how many each replica had.
 
     Args:
-        groups: as for `all_reduce`. The sum over one's own group is divided by the number of all replicas, as ever.
+        optimizer: the optimizer of the parameters.
+        groups: as for `all_reduce`. As in the original, the sum over the replica's group is divided by the number of
+            all replicas.
 
     Raises:
         CollectiveMismatchError: the replicas' models differ.
@@ -277,7 +281,8 @@ def reduce_gradients(optimizer: Optimizer, groups: Groups = None, pin_layout: bo
     world.state.part(steps.ByHand).brings_batches = True
     parameters = trained_parameters(optimizer)
     if groups:
-        for each in parameters:  # each one, so that none is paired with another's; what is missing counts as zero
+        # every parameter, so that none is paired with another one's; a missing gradient counts as zero
+        for each in parameters:
             own = torch.zeros_like(each) if each.grad is None else each.grad
             each.grad = all_reduce(REDUCE_SUM, own, 1 / world.world_size, groups)
         return
@@ -293,14 +298,15 @@ def optimizer_step(
     groups: Groups = None,
     pin_layout: bool = True,
 ) -> Any:
-    """Reduce the gradients over the replicas, then `optimizer.step(**optimizer_args)`, whose result is returned.
+    """Reduce the gradients over the replicas, then return `optimizer.step(**optimizer_args)`.
 
     Args:
-        barrier: the step ends here, as by `mark_step`. Without it, the loader's next batch ends it.
+        optimizer: the optimizer to step.
+        barrier: end the step here, as `mark_step` does. Otherwise the loader's next batch ends it.
         groups: as for `reduce_gradients`.
 
     Raises:
-        ValueError: groups with a closure, whose gradients nobody would reduce.
+        ValueError: groups with a closure, whose gradients would not be reduced.
         TypeError, RuntimeError, CollectiveMismatchError, BrokenWorldError: as for `unisono.optimizer_step`.
     """
     if not groups:
@@ -328,7 +334,7 @@ def all_reduce_bucketized_gradients(
 
 
 def fetch_gradients(optimizer: Optimizer) -> list[torch.Tensor]:
-    """The gradients that the optimizer's parameters have. Scripts know it as `xm._fetch_gradients`."""
+    """The gradients of the optimizer's parameters that have one. Scripts know it as `xm._fetch_gradients`."""
     parameters = (each for group in optimizer.param_groups for each in group["params"])
     return [each.grad for each in parameters if each.grad is not None]
 

@@ -1,4 +1,4 @@
-"""Devices by the names of PyTorch/XLA, their random generators, and data that is sent to them."""
+"""Devices under the names of PyTorch/XLA, their random generators, and moving data to them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from unisono.protocols import Backend
 
 
 def xla_device(n: int | None = None, devkind: str | Sequence[str] | None = None) -> torch.device:
-    """The replica's own device; for a script that is alone, the first of the kind. The caller works on it from now on.
+    """The replica's own device; outside a replication, the first of the kind. The caller works on it from now on.
 
     Args:
-        n: which one of the kind, where it is not that.
+        n: the index of another device of the kind.
         devkind: as for `get_xla_supported_devices`.
 
     Raises:
@@ -30,15 +30,15 @@ def xla_device(n: int | None = None, devkind: str | Sequence[str] | None = None)
 
 
 def get_xla_supported_devices(devkind: str | Sequence[str] | None = None, max_devices: int | None = None) -> list[str]:
-    """The devices that the caller sees, as strings, all of one kind; asking for them starts nothing.
+    """The devices visible to the caller, as strings, all of one kind; listing them starts nothing.
 
     Args:
-        devkind: "TPU", "GPU", "MPS" or "CPU"; a list takes the first of them that has a device. None is the kind in
-            use: accelerators before the CPU, or what UNISONO_BACKEND says.
-        max_devices: how many at most; None and 0 set no limit.
+        devkind: "TPU", "GPU", "MPS" or "CPU"; of a list, the first kind that has a device. None is the kind in use:
+            accelerators before the CPU, or what UNISONO_BACKEND says.
+        max_devices: the largest number to return; None and 0 set no limit.
 
     Raises:
-        TypeError, ValueError: an argument is of another type, or out of its range.
+        TypeError, ValueError: an argument is of another type, or out of range.
     """
     if max_devices is not None:
         check_size(max_devices, "max_devices", 0)
@@ -47,10 +47,10 @@ def get_xla_supported_devices(devkind: str | Sequence[str] | None = None, max_de
 
 
 def xla_device_hw(device: str | torch.device) -> str:
-    """What a device is made of: "CPU", "GPU", "MPS" or "TPU".
+    """The hardware of a device: "CPU", "GPU", "MPS" or "TPU".
 
     Raises:
-        TypeError, ValueError: it is no device.
+        TypeError, ValueError: it is not a device.
     """
     return _hardware(resolve_device(device)[0])
 
@@ -61,13 +61,13 @@ def is_xla_tensor(tensor: torch.Tensor) -> bool:
 
 
 def xla_real_devices(devices: Sequence[str | torch.device] | None = None) -> list[str]:
-    """The devices by their hardware: "CPU:0" for "xla:0" on a CPU. None takes those that the caller sees."""
+    """The devices by their hardware: "CPU:0" for "xla:0" on a CPU. None uses those visible to the caller."""
     resolved = [resolve_device(each) for each in (devices_of(None) if devices is None else devices)]
     return [f"{_hardware(backend)}:{device.index or 0}" for backend, device in resolved]
 
 
 def xla_replication_devices(local_devices: Sequence[str | torch.device]) -> list[str]:
-    """The same, of devices that are to be a replication; any set of one kind can be.
+    """Like `xla_real_devices`, for devices that are to form a replication; any set of one kind can.
 
     Raises:
         RuntimeError: they are of several kinds.
@@ -80,7 +80,8 @@ def xla_replication_devices(local_devices: Sequence[str | torch.device]) -> list
 
 
 def wait_device_ops(devices: Sequence[str | torch.device] = ()) -> None:
-    """Block until all work submitted to the devices has ended; none named: to one's own, or all that a script sees."""
+    """Block until all work submitted to the devices has finished; by default to the replica's own, or all a script
+    sees."""
     if not devices:
         devices = [here()[1]] if replication() else devices_of(None)
     for backend, device in map(resolve_device, devices):
@@ -91,24 +92,24 @@ def set_rng_state(seed: int, device: str | torch.device | None = None) -> None:
     """Seed the device's random generator; None is the caller's device.
 
     Raises:
-        TypeError, ValueError: the seed is no whole number, or negative.
+        TypeError, ValueError: the seed is not an integer, or negative.
     """
     check_size(seed, "seed", 0)
     seed_device(*_place(device), seed)
 
 
 def get_rng_state(device: str | torch.device | None = None) -> int:
-    """A seed from which the device's random generator continues: `set_rng_state` with it repeats what comes now.
+    """A seed from which the device's random generator continues: `set_rng_state` with it repeats what comes next.
 
-    Where something was drawn since the generator was seeded, it is reseeded for that, by where it stands.
+    If anything was drawn since the generator was seeded, it is reseeded for that, with a seed derived from its state.
     """
     return seed_of_device(*_place(device))
 
 
 def send_cpu_data_to_device(data: Any, device: str | torch.device) -> Any:
-    """The data with its tensors on the device, in containers of the same types; the data itself is not touched.
+    """The data with its tensors on the device, in containers of the same types; the data itself is not modified.
 
-    Tensors are looked for in attributes of objects, too; a `DataWrapper` names its own.
+    Tensors in attributes of objects are moved, too; a `DataWrapper` names its own.
     """
     backend, target = resolve_device(device)
     moved, token = backend.to_device(data, target)
@@ -118,7 +119,7 @@ def send_cpu_data_to_device(data: Any, device: str | torch.device) -> Any:
 
 
 def send_attributes(moved: Any, backend: Backend, device: torch.device) -> Any:
-    """The rest of what moves with a batch: tensors in main memory that are attributes of objects."""
+    """Move the remaining parts of a batch: tensors in main memory that are attributes of objects."""
     if not backend.moves_in_background:
         return moved
     return for_each_instance_rewrite(moved, _is_in_main_memory, lambda tensor: tensor.to(device))

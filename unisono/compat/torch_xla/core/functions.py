@@ -1,7 +1,7 @@
 """`torch_xla.core.functions`: collectives with gradients.
 
-*Threads:* a backward pass may run in a thread without a world, so what it needs to know is noted on the way forward;
-only the gradients of its own replica go through it.
+*Threads:* a backward pass may run in a thread without a world, so what it needs is stored in the forward pass; only the
+gradients of its own replica pass through it.
 """
 
 from __future__ import annotations
@@ -64,33 +64,33 @@ class AllGather(torch.autograd.Function):
 def all_reduce(reduce_type: str, value: torch.Tensor, scale: float = 1.0, groups: Groups = None) -> torch.Tensor:
     """`xla_model.all_reduce` of a tensor, with a gradient.
 
-    The gradient is that of this replica's own part, times `scale`; it is not reduced. That of "min" and "max" goes to
-    the replicas whose value it is.
+    The gradient is that of this replica's own part, times `scale`; it is not reduced. For "min" and "max" it goes to
+    the replicas that have the resulting value.
 
     Raises:
-        RuntimeError: on the way back, for "and" and "or".
+        RuntimeError: in the backward pass, for "and" and "or".
     """
     return AllReduce.apply(value, reduce_type, scale, groups)  # type: ignore[no-any-return]
 
 
 def all_gather(value: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """`xla_model.all_gather`, with a gradient: this replica's part of the result's."""
+    """`xla_model.all_gather`, with a gradient: this replica's part of the result's gradient."""
     return AllGather.apply(value, dim)  # type: ignore[no-any-return]
 
 
 def distributed_mm(w: torch.Tensor, x: torch.Tensor, split: int = 1) -> torch.Tensor:
-    """`W @ x` for a matrix `W` whose columns are shared out among the replicas.
+    """`W @ x` for a matrix `W` whose columns are divided among the replicas.
 
     Args:
         w: this replica's columns, N x K.
         x: (K * world size) x M, this replica's own.
-        split: in how many parts, along M, to do it, which bounds the memory.
+        split: the number of parts, along M, in which to compute it; bounds the memory.
 
     Returns:
         N x M, for this replica's `x`.
 
     Raises:
-        ValueError: the shapes do not fit.
+        ValueError: the shapes do not match.
     """
     world = current_world()
     if x.shape[0] != w.shape[1] * world.world_size:
@@ -109,9 +109,9 @@ def distributed_mm(w: torch.Tensor, x: torch.Tensor, split: int = 1) -> torch.Te
 
 
 class SyncBatchNorm(batch_norm.SyncBatchNorm):
-    """Batch normalisation over the samples of all replicas, for inputs of 2 to 5 dimensions; evaluating, of none.
+    """Batch normalisation over the samples of all replicas, for inputs of 2 to 5 dimensions; in evaluation, over none.
 
-    It is what one BatchNorm over all of them is. All replicas call it, forward and backward.
+    Equivalent to one BatchNorm over all of them. All replicas must call it, in the forward and the backward pass.
     """
 
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1) -> None:

@@ -15,8 +15,8 @@ from unisono.tree import tree_map
 def to_host(data: Any) -> Any:
     """The data with its tensors in main memory, in containers of the same types.
 
-    What is there already is not copied. Tensors over the same elements of one storage stay so: tied weights are one in
-    a file, too.
+    Tensors already there are not copied. Tensors over the same elements of one storage keep sharing it: tied weights
+    are stored once in a file, too.
     """
     images: dict[object, torch.Tensor] = {}
 
@@ -34,16 +34,16 @@ def to_host(data: Any) -> Any:
 
 
 def _place(tensor: torch.Tensor) -> object:
-    """What tensors over the same elements have in common."""
+    """A key that is equal for tensors over the same elements."""
     try:
         storage = tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # of a kind without one
+    except (NotImplementedError, RuntimeError):  # a kind of tensor without storage
         return id(tensor)
     return storage, tensor.storage_offset(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 def _like(tensor: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
-    """The image as what the tensor is."""
+    """Give the image the tensor's type."""
     if tensor.is_cpu and tensor.is_leaf:
         return tensor
     if isinstance(tensor, nn.Parameter):

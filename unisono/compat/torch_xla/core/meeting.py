@@ -1,4 +1,4 @@
-"""Where replicas meet: to exchange values, to let some of them do something, to save."""
+"""Where replicas meet: to exchange values, to run something on some of them, to save."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ R = TypeVar("R")
 
 
 def rendezvous(tag: str, payload: bytes | str = b"", replicas: Sequence[int] = ()) -> list[bytes]:
-    """Return when all replicas have called it, with what each has brought, by ordinal.
+    """Return when all replicas have called it, with each one's payload, by ordinal.
 
     Args:
-        tag: its name, the same for all; it may be used again.
+        tag: its name, the same for all; it may be reused.
         payload: bytes; for other values there is `mesh_reduce`.
-        replicas: the ordinals that meet, one's own among them; none are all. Others meet in groups of their own, and at
-            the same time: every replica calls it.
+        replicas: the ordinals that meet, including the caller's; empty means all. The other replicas meet in groups of
+            their own, at the same time: every replica must call it.
 
     Raises:
         TypeError: the payload is neither bytes nor a string.
-        ValueError: `replicas` repeats an ordinal, or has one that does not exist, or lacks one's own.
-        CollectiveMismatchError: replicas that wait for one another have named other tags or other replicas.
+        ValueError: `replicas` repeats an ordinal, or has one that does not exist, or lacks the caller's.
+        CollectiveMismatchError: replicas that wait for one another have given different tags or replicas.
         BrokenWorldError: a peer failed or departed.
     """
     if not isinstance(payload, bytes | bytearray | str):
@@ -54,7 +54,7 @@ def _checked_replicas(replicas: Sequence[int], world: World) -> list[int]:
 
 
 def _check_groups(calls: Sequence[tuple[str, list[int]]]) -> None:
-    """All replicas see the same calls, so all raise or none does."""
+    """Check the groups. All replicas see the same calls, so all raise or none does."""
     for rank, (tag, group) in enumerate(calls):
         for member in group:
             if calls[member] != (tag, group):
@@ -66,14 +66,15 @@ def _check_groups(calls: Sequence[tuple[str, list[int]]]) -> None:
 
 
 def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], R]) -> R:
-    """`reduce_fn` of all replicas' data, by ordinal, on every replica; also where there is one only.
+    """`reduce_fn` of all replicas' data, by ordinal, on every replica; also if there is only one.
 
     Args:
         tag: its name, the same for all.
         data: anything that can be pickled; its tensors arrive in main memory.
+        reduce_fn: called with the list of all replicas' data.
 
     Raises:
-        CollectiveMismatchError: the replicas have named different tags.
+        CollectiveMismatchError: the replicas have given different tags.
         BrokenWorldError: a peer failed or departed.
     """
     world = current_world()
@@ -87,10 +88,10 @@ def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], R]) -> R:
 def do_on_ordinals(target: Callable[..., R], data: Sequence[Any] = (), ordinals: Collection[int] = (0,)) -> R | None:
     """`target(*data)` on these replicas, with tensors in main memory; None on the others, which wait for them.
 
-    Every replica calls it.
+    Every replica must call it.
 
     Raises:
-        BrokenWorldError: on the others, where `target` has raised.
+        BrokenWorldError: on the others, if `target` has raised.
     """
     cut()
     result = target(*to_host(list(data))) if get_ordinal() in ordinals else None
@@ -101,13 +102,13 @@ def do_on_ordinals(target: Callable[..., R], data: Sequence[Any] = (), ordinals:
 def save(
     data: Any, file_or_path: str | os.PathLike[str] | IO[bytes], master_only: bool = True, global_master: bool = False
 ) -> None:
-    """`torch.save` of the data in main memory, by the master; all replicas call it, and return when it is written.
+    """`torch.save` of the data in main memory, by the master; all replicas must call it, and it returns once written.
 
     Containers keep their types, and tied weights stay tied.
 
     Args:
-        master_only: False lets every replica write, each to a file of its own.
-        global_master: one master of all machines writes, and not one on each.
+        master_only: False lets every replica write, each to its own file.
+        global_master: one master of all machines writes, rather than one on each machine.
     """
     cut()
     if not master_only or is_master_ordinal(local=not global_master):

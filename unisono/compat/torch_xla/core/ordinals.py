@@ -1,4 +1,4 @@
-"""Who is calling: ordinals, masters, and what masters print."""
+"""Which replica is calling: ordinals, masters, and what masters print."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def get_local_ordinal(defval: D | int = 0) -> D | int:
 
 
 def is_master_ordinal(local: bool = True) -> bool:
-    """Whether this is replica 0, of this machine or (`local=False`) of all. A script that is alone is the master."""
+    """Whether this is replica 0, of this machine or (`local=False`) of all. Outside a replication, a script is the
+    master."""
     return (get_local_ordinal() if local else get_ordinal()) == 0
 
 
@@ -37,7 +38,7 @@ def master_print(*args: Any, fd: TextIO | None = None, local: bool = True, flush
     """`print` on the master only.
 
     Args:
-        fd: where to; None is `sys.stdout` as it is then.
+        fd: the stream; None is the current `sys.stdout`.
         local: as for `is_master_ordinal`.
     """
     if is_master_ordinal(local):

@@ -1,4 +1,4 @@
-"""How fast something progresses: samples per second, smoothed."""
+"""The rate of progress: samples per second, smoothed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ SMOOTH_FACTOR = 0.4
 
 
 class RateTracker:
-    """Counts, and says how many there were per second.
+    """Counts, and computes the rate per second.
 
     Args:
-        smooth_factor: from 0 to 1, how much the last rate counts in the next; None takes RATE_TRACKER_SMOOTHING of the
-            environment, or 0.4.
+        smooth_factor: from 0 to 1, the weight of the last rate in the next; None uses the environment variable
+            RATE_TRACKER_SMOOTHING, or 0.4.
 
     Raises:
         ValueError: it is not in that range.
@@ -31,11 +31,11 @@ class RateTracker:
         self._rate: float | None = None
 
     def add(self, count: float) -> None:
-        """So many more."""
+        """Add to the count."""
         self._total += count
 
     def rate(self) -> float:
-        """Per second since the last call, smoothed by the rates before; 0 where no time has passed."""
+        """The rate per second since the last call, smoothed by earlier rates; 0 if no time has passed."""
         now = time.monotonic()
         passed = now - self._last_time
         if passed <= 0:
@@ -47,6 +47,6 @@ class RateTracker:
         return rate
 
     def global_rate(self) -> float:
-        """Per second since the beginning."""
+        """The rate per second since the beginning."""
         passed = time.monotonic() - self._began
         return self._total / passed if passed > 0 else 0.0

@@ -1,7 +1,7 @@
-"""Where a step ends, and what is to run then.
+"""The end of a step, and closures that run then.
 
-*Threads:* closures belong to the replica that has added them, and run in its thread; those that are to run beside the
-loop, in one of its own, `unisono-step-closures`, which ends when it has run them all.
+*Threads:* closures belong to the replica that has added them, and run in its thread; asynchronous ones run in another
+thread, `unisono-step-closures`, which ends when it has run them all.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from unisono.compat.torch_xla.places import here
 from unisono.world import current_world
 
 MARK_STEP = "MarkStep"
-"""The counter of the steps' ends."""
+"""The counter of ended steps."""
 
 
 _MOST_WAITING = 100
-"""Closures that may wait beside the loop; each holds its step's tensors."""
+"""The number of asynchronous closures that may be pending; each holds its step's tensors."""
 
 
 class _Closures(list[Callable[[], Any]]):
-    """Those of a replica, which run at the end of its step."""
+    """A replica's closures, which run at the end of its step."""
 
 
 class _Beside:
-    """Those that run beside its loop, in order."""
+    """A replica's asynchronous closures, which run concurrently with its loop, in order."""
 
     def __init__(self) -> None:
         self.added: list[Callable[[], Any]] = []
@@ -39,10 +39,10 @@ class _Beside:
         self._error: BaseException | None = None
 
     def begin(self) -> None:
-        """Let those that were added run. Waits while too many do.
+        """Start the closures that were added. Blocks while too many are pending.
 
         Raises:
-            BaseException: what one has raised since; those after it are dropped.
+            BaseException: the error of an earlier one; those after it are dropped.
         """
         with self._changed:
             self._changed.wait_for(lambda: len(self._waiting) < _MOST_WAITING or self._error is not None)
@@ -56,11 +56,11 @@ class _Beside:
             self.added.clear()
             if not self._is_running:
                 self._is_running = True
-                # No daemon: a process that ends waits for it.
+                # Not a daemon: an exiting process waits for it.
                 threading.Thread(target=run_closures, args=(self, copy_context()), name="unisono-step-closures").start()
 
     def take(self) -> Callable[[], Any] | None:
-        """The next one; None where the thread is to end."""
+        """The next closure; None if the thread is to end."""
         with self._changed:
             self._is_running = bool(self._waiting)
             closure = self._waiting.popleft() if self._waiting else None
@@ -68,7 +68,7 @@ class _Beside:
             return closure
 
     def fail(self, error: BaseException) -> None:
-        """One has raised: those after it are dropped."""
+        """Record a closure's error; the closures after it are dropped."""
         with self._changed:
             self._error, self._is_running = error, False
             self._waiting.clear()
@@ -76,7 +76,7 @@ class _Beside:
 
 
 def run_closures(beside: _Beside, context: Context) -> None:
-    """Body of the thread: run closures in the replica's context until none waits, or one raises."""
+    """Body of the thread: run closures in the replica's context until none is left, or one raises."""
     try:
         while (closure := beside.take()) is not None:
             context.run(closure)
@@ -86,14 +86,16 @@ def run_closures(beside: _Beside, context: Context) -> None:
 
 
 def add_step_closure(closure: Callable[..., Any], args: Sequence[Any] = (), run_async: bool = False) -> None:
-    """Call `closure(*args)` after the next step's end, in this thread; what was added first comes first.
+    """Call `closure(*args)` after the end of the next step, in this thread; closures run in the order they were added.
 
     Args:
-        run_async: call it beside the loop, in another thread, behind those that were added so before. What one raises,
-            the next step's end raises, and those after it are dropped.
+        closure: a function.
+        args: its arguments.
+        run_async: call it concurrently with the loop, in another thread, after those added earlier in this way. The end
+            of the next step raises its error, and those after it are dropped.
 
     Raises:
-        TypeError: `closure` cannot be called.
+        TypeError: `closure` is not callable.
     """
     if not callable(closure):
         raise TypeError(f"closure={closure!r} is a {type(closure).__name__}; pass a function")
@@ -102,13 +104,13 @@ def add_step_closure(closure: Callable[..., Any], args: Sequence[Any] = (), run_
 
 
 def mark_step(wait: bool = False, reset_scope: bool = True) -> None:
-    """The step ends here: a lazy device executes what it has recorded, then the step closures run.
+    """End the step: a lazy device executes what it has recorded, then the step closures run.
 
-    A closure that one of them adds waits for the next step's end. What one raises, this raises; the others of this step
-    are dropped.
+    A closure added by one of them waits for the end of the next step. An error of a closure is raised here; the other
+    closures of this step are dropped.
 
     Args:
-        wait: return when the device has done all its work, too.
+        wait: also wait until the device has finished all its work.
         reset_scope: has no effect.
     """
     cut(wait)
@@ -122,7 +124,7 @@ def mark_step(wait: bool = False, reset_scope: bool = True) -> None:
 
 
 def cut(wait: bool = False) -> None:
-    """Let a lazy device execute what it has recorded; no step ends."""
+    """Make a lazy device execute what it has recorded, without ending the step."""
     backend, device = here()
     backend.mark_step(device)
     if wait:

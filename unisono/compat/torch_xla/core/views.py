@@ -1,4 +1,4 @@
-"""Tensors of a structure, all at once: which share memory, and converting them together."""
+"""Tensors of a structure, handled together: which share memory, and converting them in one call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def check_view_sharing(obj: Any) -> None:
     """Refuse a structure in which two different tensors share memory, which they would no longer do on a device.
 
     Raises:
-        RuntimeError: two do.
+        RuntimeError: two tensors share memory.
     """
     owners: dict[int, torch.Tensor] = {}
 
@@ -33,7 +33,7 @@ class ToXlaTensorArena:
     """Converts the tensors of structures, all of one structure in one call.
 
     Args:
-        convert_fn: gets a list of tensors and gives as many.
+        convert_fn: takes a list of tensors and returns as many.
         select_fn: whether a tensor is to be converted.
     """
 

@@ -1,4 +1,4 @@
-"""`torch_xla.core.xla_model`, the `xm` of PyTorch/XLA scripts, on any family of devices.
+"""`torch_xla.core.xla_model`, the `xm` of PyTorch/XLA scripts, on any device family.
 
 Each name means the same in a plain script, in a thread of a `DataParallel` and in a worker of `spawn`.
 """

@@ -18,7 +18,8 @@ _RUNTIME_NAMES = {"graphs compiled": "UncachedCompile", "graphs found compiled":
 
 
 class _Seen(NamedTuple):
-    """What has been counted up to a moment: counters, and of each phase its nanoseconds and its spans."""
+    """What was counted up to a point in time: counters, the total nanoseconds of each phase, and the end of the last
+    span."""
 
     counts: Counter[str]
     totals: Counter[str]
@@ -36,24 +37,24 @@ def __getattr__(name: str) -> Any:
 
 
 def counter_names() -> list[str]:
-    """The counters that have counted something."""
+    """The counters with a nonzero value."""
     return sorted(name for name, value in _counts().items() if value)
 
 
 def counter_value(counter_name: str) -> int | None:
-    """What a counter has counted; None where that is nothing."""
+    """The value of a counter; None if it is zero."""
     return _counts()[counter_name] or None
 
 
 def metric_names() -> list[str]:
-    """The phases in which time has passed."""
+    """The phases that have taken any time."""
     return [phase for phase in PHASES if metric_data(phase) is not None]
 
 
 def metric_data(metric_name: str) -> tuple[int, float, list[tuple[float, float]]] | None:
-    """How often a phase was entered, its nanoseconds together, and `(end in seconds, nanoseconds)` of the latest.
+    """How often a phase was entered, its total nanoseconds, and `(end in seconds, nanoseconds)` of the latest spans.
 
-    None where no time has passed in it.
+    None if the phase has taken no time.
     """
     world, before = current_world(), _before()
     tracks = world.timeline.tracks()
@@ -79,7 +80,7 @@ def metrics_report() -> str:
 
 
 def short_metrics_report(counter_names: list[str] | None = None, metric_names: list[str] | None = None) -> str:
-    """The same of the counters and metrics that are named, one line each; none named: of all."""
+    """One line for each of the given counters and metrics; by default for all of them."""
     names = counter_names if counter_names is not None else sorted(_counts())
     phases = metric_names if metric_names is not None else list(PHASES)
     lines = [f"Counter: {name} Value: {value}\n" for name in names if (value := counter_value(name))]
@@ -88,7 +89,7 @@ def short_metrics_report(counter_names: list[str] | None = None, metric_names: l
 
 
 def clear_all() -> None:
-    """Count from here on. Reports of this framework (`unisono.gather_report`) continue counting."""
+    """Restart counting. Reports of this framework (`unisono.gather_report`) are not affected."""
     world = current_world()
     tracks = world.timeline.tracks()
     totals: Counter[str] = Counter()

@@ -26,7 +26,7 @@ def parse_metrics_report(report: str) -> dict[str, float]:
 
 
 def get_data_points_from_metrics_reports(metrics_reports: Sequence[str]) -> dict[str, list[float | None]]:
-    """The numbers of several reports, by name, in the reports' order; None where one has no such number."""
+    """The numbers of several reports, by name, in the reports' order; None if a report has no such number."""
     parsed = [parse_metrics_report(report) for report in metrics_reports]
     return {
         name: [each.get(name) for each in parsed] for name in dict.fromkeys(name for each in parsed for name in each)

@@ -1,4 +1,4 @@
-"""`torch_xla.debug.profiler`, over torch.profiler: parts of a step by name, in a trace for Perfetto or Chrome."""
+"""`torch_xla.debug.profiler`, over torch.profiler: named parts of a step, in a trace for Perfetto or Chrome."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 _LOCAL = "a replica traces itself: start_trace(folder) before the steps in question, stop_trace() behind them"
 
-_running: tuple[torch.profiler.profile, Path] | None = None  # torch has one profiler for a process
+_running: tuple[torch.profiler.profile, Path] | None = None  # torch has one profiler per process
 
 
 def __getattr__(name: str) -> Any:
@@ -28,17 +28,18 @@ def __getattr__(name: str) -> Any:
 
 
 class Trace(torch.profiler.record_function):
-    """A `with` block, or a decorator, whose time stands in the trace by that name. Other arguments have no effect."""
+    """A `with` block, or a decorator, whose time appears in the trace under that name. Other arguments have no
+    effect."""
 
     def __init__(self, name: str, **kwargs: Any) -> None:
         super().__init__(name)
 
 
 class StepTrace(Trace):
-    """As `Trace`, of a whole step, which ends with the block.
+    """Like `Trace`, for a whole step, which ends with the block.
 
     Args:
-        step_num: stands after the name.
+        step_num: appended to the name.
     """
 
     def __init__(self, name: str, step_num: int | None = None, **kwargs: Any) -> None:
@@ -65,7 +66,7 @@ def trace_me(scope: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def start_server(port: int, only_on_master: bool = True) -> None:
-    """Has no effect but a line in the log: nobody connects to a replica here."""
+    """Has no effect except a log message: profilers cannot connect to a replica here."""
     logging.getLogger("unisono").info("no profiler listens at port %s: %s", port, _LOCAL)
 
 
@@ -73,10 +74,10 @@ def start_trace(log_dir: str | os.PathLike[str]) -> None:
     """Record what this process does, until `stop_trace`.
 
     Args:
-        log_dir: a folder, made where it is missing, for `trace-ORDINAL.json`.
+        log_dir: a folder for `trace-ORDINAL.json`, created if it is missing.
 
     Raises:
-        RuntimeError: a trace is being recorded.
+        RuntimeError: a trace is already being recorded.
     """
     global _running
     if _running is not None:
@@ -90,7 +91,7 @@ def stop_trace() -> None:
     """Write the trace.
 
     Raises:
-        RuntimeError: none is being recorded.
+        RuntimeError: no trace is being recorded.
     """
     global _running
     if _running is None:

@@ -1,4 +1,4 @@
-"""`torch_xla.distributed.data_parallel`: a replica of the network per device, each in a thread of its own."""
+"""`torch_xla.distributed.data_parallel`: a replica of the network per device, each in a separate thread."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ LoopFn = Callable[[nn.Module, PerDeviceLoader, torch.device, Context], T]
 class DataParallel(native.DataParallel):
     """Runs a loop on every device with a replica of the network. Arguments, attributes: as for `unisono.DataParallel`.
 
-    With `device_ids=[]`, the native run, the loop gets plain batches as in every other case. Any set of devices will
-    do. A replica that raises, raises in the caller.
+    With `device_ids=[]`, the native run, the loop gets plain batches as in every other case. Any set of devices is
+    allowed. An error of a replica is raised in the caller.
     """
 
     def __call__(  # type: ignore[override]
@@ -34,9 +34,9 @@ class DataParallel(native.DataParallel):
         fixed_batch_size: bool = False,
         batchdim: int = 0,
     ) -> list[T]:
-        """Call `loop_fn(model, device_loader, device, context)` once per device; what they returned, in device order.
+        """Call `loop_fn(model, device_loader, device, context)` once per device; return the results, in device order.
 
-        The batches of a last round that has not one for each device are dropped.
+        The batches of an incomplete last round are dropped.
         """
         if not callable(loop_fn):
             raise TypeError(f"loop_fn={loop_fn!r} is a {type(loop_fn).__name__}; pass a function")

@@ -1,13 +1,14 @@
-"""`torch_xla.distributed.parallel_loader`: batches on their devices, and a step's end before each.
+"""`torch_xla.distributed.parallel_loader`: batches on their devices, and the end of a step before each.
 
-As in the original a loader is not cut by ranks: each process gives its loader its own part, by a DistributedSampler
-say. Devices of one process take batches in turn, and a last round that is incomplete is dropped; of one device nothing
-is.
+As in the original, a loader is not split across ranks: each process gives its loader its own part, for example by a
+DistributedSampler. Devices of one process take batches in turn, and an incomplete last round is dropped; with one
+device, nothing is dropped.
 
-What comes with this framework's loaders: an error of the dataset reaches the loop, a loop that is left leaves no
-threads, containers keep their types, a batch may be None, and the order of a shuffled DataLoader depends on its seed
-and the epoch alone. As in the original a loader may be made again for each pass: the epoch is the number of passes
-that loaders of these modules have begun over the DataLoader; with a DistributedSampler, what the script has set there.
+What this framework's loaders add: an error of the dataset reaches the loop, a loop that is left early leaves no
+threads, containers keep their types, a batch may be None, and the order of a shuffled DataLoader depends only on its
+seed and the epoch. As in the original, a new loader may be created for each pass: the epoch is the number of passes
+that loaders of these modules have begun over the DataLoader; with a DistributedSampler, it is the one that the script
+has set there.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from unisono.world import current_world
 
 Place = str | torch.device
 
-PASSES = Sources()  # over each DataLoader, whichever object of these modules makes them
+PASSES = Sources()  # over each DataLoader, whichever loaders of these modules make them
 
 
 def __getattr__(name: str) -> Any:
@@ -38,17 +39,18 @@ def __getattr__(name: str) -> Any:
 
 
 class PerDeviceLoader:
-    """The batches of one device, once. Each `next` ends a step first (`mark_step`), that after the last batch too.
+    """The batches of one device, once. Each `next` first ends a step (`mark_step`), as does the one after the last
+    batch.
 
     Args:
-        batches_per_execution: how many batches make a step.
+        batches_per_execution: the number of batches per step.
     """
 
     def __init__(self, iterator: DeviceIterator, device: Place, batches_per_execution: int = 1) -> None:
         self._iterator = iterator
         self._place = resolve_device(device)
         self._per_step = batches_per_execution
-        self._since = batches_per_execution  # batches since the last step's end
+        self._since = batches_per_execution  # batches since the end of the last step
 
     def __iter__(self) -> PerDeviceLoader:
         return self
@@ -70,11 +72,11 @@ class PerDeviceLoader:
         return len(self._iterator)
 
     def next(self) -> Any:
-        """As `next()` of it."""
+        """Return `next(self)`."""
         return next(self)
 
     def close(self) -> None:
-        """Take no more. Idempotent."""
+        """Stop taking batches. Idempotent."""
         self._iterator.close()
 
 
@@ -86,13 +88,13 @@ class ParallelLoader:
         devices: without repetition.
         batchdim: the dimension of the samples, for `fixed_batch_size`.
         fixed_batch_size: end before the first round with a batch of another size than the first.
-        loader_prefetch_size, device_prefetch_size: how many batches may wait as loaded, and moved, per device.
-        batches_per_execution: how many batches make a step.
-        host_to_device_transfer_threads: has no effect: each device has a thread of its own.
+        loader_prefetch_size, device_prefetch_size: how many loaded, and moved, batches may wait per device.
+        batches_per_execution: the number of batches per step.
+        host_to_device_transfer_threads: has no effect: each device has its own thread.
         input_sharding: None; as for `runtime.use_spmd`.
 
     Raises:
-        TypeError, ValueError: an argument is not what it must be; nothing has been started.
+        TypeError, ValueError: an argument is invalid; nothing was started.
     """
 
     def __init__(
@@ -131,7 +133,7 @@ class ParallelLoader:
         return PerDeviceLoader(self._native.per_device_loader(device), device, self._per_step)
 
     def per_device_samples(self) -> int:
-        """The number of batches for each device; TypeError where the loader has no length."""
+        """The number of batches for each device; TypeError if the loader has no length."""
         return len(self)
 
     def __len__(self) -> int:
@@ -149,7 +151,7 @@ class ParallelLoader:
 
 
 class MpDeviceLoader:
-    """A loader whose batches arrive on one device, looped over as often as one likes.
+    """A loader whose batches arrive on one device; it can be looped over repeatedly.
 
     Arguments as for `ParallelLoader`.
     """
@@ -200,17 +202,17 @@ def _checked(batches_per_execution: int, input_sharding: Any) -> int:
 
 
 def take_epoch(loader: Iterable[Any], reader: native.ParallelLoader | native.DeviceLoader) -> None:
-    """Let the reader's next pass be the epoch that the script has set in the loader's DistributedSampler."""
+    """Set the epoch of the reader's next pass to that of the loader's DistributedSampler, if there is one."""
     sampler = getattr(loader, "sampler", None)
     if isinstance(sampler, DistributedSampler):
         reader.set_epoch(sampler.epoch)
 
 
 def tail_of(devices: Sequence[Place]) -> Tail:
-    """What becomes of the last round: one device takes what there is."""
+    """How the last round is handled: a single device takes what there is."""
     return "drop" if len(devices) > 1 else "split"
 
 
 def is_rank_of_several() -> bool:
-    """Whether there are further ranks, who have parts of their own."""
+    """Whether there are other ranks, with parts of their own."""
     return current_world().world_size > 1

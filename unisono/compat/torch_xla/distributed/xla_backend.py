@@ -1,7 +1,7 @@
 """`torch_xla.distributed.xla_backend`: `torch.distributed.init_process_group("xla")` joins this framework's world.
 
-What the group reduces is tensors in main memory and, on CUDA, there. It refuses those on XLA devices: reduce these by
-`xla_model.all_reduce`, and models by `xla_model.optimizer_step` in the place of DistributedDataParallel.
+The group reduces tensors in main memory and on CUDA devices. It refuses those on XLA devices: reduce these by
+`xla_model.all_reduce`, and models by `xla_model.optimizer_step` in place of DistributedDataParallel.
 """
 
 from __future__ import annotations

@@ -47,13 +47,13 @@ def spawn(
     daemon: bool = False,
     start_method: str = "spawn",
 ) -> list[Any] | ProcessContext:
-    """Call `fn(index, *args)` in one worker process per device, as `unisono.spawn` does; it has the errors.
+    """Call `fn(index, *args)` in one worker process per device, as `unisono.spawn` does, with the same errors.
 
     Args:
-        nprocs: 1 to the number of devices, any number on the CPU; None takes all. 1 runs `fn` in this process.
-        join: False gives a `ProcessContext` at once.
-        start_method: "spawn", "fork" or "forkserver". All start workers in the same way, which is as fast as "fork"
-            and safe for accelerators: `fn` and `args` travel by value, what `fn` uses of its module with them.
+        nprocs: 1 to the number of devices, any number on the CPU; None uses all. 1 runs `fn` in this process.
+        join: False returns a `ProcessContext` immediately.
+        start_method: "spawn", "fork" or "forkserver". All start workers in the same way, which is as fast as "fork" and
+            safe for accelerators: `fn` and `args` are pickled by value, with what `fn` uses of its module.
 
     Returns:
         What the calls returned, by ordinal.
@@ -70,7 +70,7 @@ def spawn(
 
 
 class MpSerialExecutor:
-    """Lets the workers of this machine, processes and threads, run something one after another: a download, say."""
+    """Lets the workers of this machine, processes and threads, run something one after another, such as a download."""
 
     def __init__(self) -> None:
         descriptor, self._path = tempfile.mkstemp(prefix="unisono-serial-")
@@ -78,16 +78,16 @@ class MpSerialExecutor:
         weakref.finalize(self, _remove, self._path, os.getpid())
 
     def run(self, fn: Callable[[], R]) -> R:
-        """What `fn()` returns; every worker that calls this runs it, while no other one does."""
+        """Return `fn()`; every worker that calls this runs it, one at a time."""
         import fcntl
 
-        with open(self._path, "rb") as file:  # a lock of its own, which ends with it, however that comes
+        with open(self._path, "rb") as file:  # a separate open file per call, so that its lock ends with it in any case
             fcntl.flock(file, fcntl.LOCK_EX)
             return fn()
 
 
 class MpModelWrapper:
-    """A model for `spawn`: made once, in the calling process, and moved by the workers one after another."""
+    """A model for `spawn`: created once, in the calling process, and moved by the workers one after another."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

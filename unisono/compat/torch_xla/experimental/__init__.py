@@ -1,4 +1,4 @@
-"""`torch_xla.experimental`: the switch to eager mode, and nothing else of it."""
+"""`torch_xla.experimental`: only its switch to eager mode."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def __getattr__(name: str) -> Any:
 
 
 def eager_mode(enable: bool) -> None:
-    """Has no effect: a lazy device continues recording, and computes the same; others are eager always."""
+    """Has no effect: a lazy device continues to record, with the same results; others are always eager."""
 
 
 @contextmanager

@@ -20,7 +20,7 @@ def __getattr__(name: str) -> Any:
 
 
 def get_summary_writer(logdir: str | None) -> Any:
-    """TensorBoard's writer for that folder; None where none is named.
+    """TensorBoard's writer for that folder; None if no folder is given.
 
     Raises:
         ModuleNotFoundError: the package tensorboard is missing.
@@ -40,10 +40,10 @@ def write_to_summary(
     dict_to_write: Mapping[str, float] = MappingProxyType({}),
     write_xla_metrics: bool = False,
 ) -> None:
-    """Write scalars by their names; nothing where the writer is None.
+    """Write scalars under their names; does nothing if the writer is None.
 
     Args:
-        write_xla_metrics: this replica's metrics and counters, too.
+        write_xla_metrics: also write this replica's metrics and counters.
     """
     if summary_writer is None:
         return
@@ -55,7 +55,7 @@ def write_to_summary(
 
 
 def close_summary_writer(summary_writer: Any) -> None:
-    """Write what is left, and close it; nothing where it is None."""
+    """Flush and close the writer; does nothing if it is None."""
     if summary_writer is not None:
         summary_writer.flush()
         summary_writer.close()
@@ -75,7 +75,7 @@ def print_training_update(
     epoch: int | None = None,
     summary_writer: Any = None,
 ) -> None:
-    """Print how training goes: the replica, the step, its loss, samples per second now and since the beginning."""
+    """Print training progress: the replica, the step, its loss, samples per second now and since the beginning."""
     _print(
         "Training",
         device,
@@ -91,7 +91,7 @@ def print_training_update(
 def print_test_update(
     device: str | torch.device, accuracy: float | None, epoch: int | None = None, step: int | None = None
 ) -> None:
-    """Print how an evaluation goes."""
+    """Print the progress of an evaluation."""
     _print("Test", device, Step=step, Epoch=epoch, Accuracy=None if accuracy is None else f"{accuracy:.2f}")
 
 
@@ -100,4 +100,4 @@ def _print(what: str, device: str | torch.device, **values: Any) -> None:
     place = device if ordinal is None else f"{device}/{ordinal}"
     parts = [f"{name}={value}" for name, value in values.items() if value is not None]
     line = " ".join(["|", what, f"Device={place}", *parts, f"Time={now()}"])
-    print(f"{line}\n", end="", flush=True)  # in one piece: replicas that are threads print at once
+    print(f"{line}\n", end="", flush=True)  # in one write: replicas that are threads print concurrently

@@ -1,6 +1,6 @@
-"""`torch_xla.utils.serialization`: files of large structures, one tensor at a time in main memory.
+"""`torch_xla.utils.serialization`: files of large structures, with one tensor at a time in main memory.
 
-A structure becomes a file with a number, itself a tensor, in place of each of its tensors, and a folder beside it,
+A structure is saved as a file with a number, itself a tensor, in place of each of its tensors, and a folder next to it,
 `PATH.tensors`, with a file for each of these. So both can be read with `weights_only=True`.
 """
 
@@ -21,7 +21,7 @@ from unisono.tree import tree_map
 
 
 def save(data: Any, path: str | os.PathLike[str], master_only: bool = True, global_master: bool = False) -> None:
-    """Write the data, as `xla_model.save`; all replicas call it, and return when it is written."""
+    """Write the data, as `xla_model.save` does; all replicas must call it, and it returns once written."""
     cut()
     if not master_only or is_master_ordinal(local=not global_master):
         _write(data, Path(path))
@@ -29,9 +29,10 @@ def save(data: Any, path: str | os.PathLike[str], master_only: bool = True, glob
 
 
 def load(path: str | os.PathLike[str], weights_only: bool = True) -> Any:
-    """What `save` has written, in main memory.
+    """Load what `save` has written, into main memory.
 
     Args:
+        path: as for `save`.
         weights_only: as for `torch.load`: refuse files with objects other than tensors, containers and plain values.
     """
     folder = _folder(Path(path))

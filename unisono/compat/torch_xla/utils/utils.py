@@ -1,4 +1,4 @@
-"""Data that is made up, objects that name their tensors, and a few small things that scripts use."""
+"""Generated data, objects that name their tensors, and small helpers that scripts use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from unisono.tree import leaves, tree_map
 
 T = TypeVar("T")
 
-_OPAQUE = (type, types.ModuleType, types.FunctionType, torch.Tensor)  # their attributes are not looked into
+_OPAQUE = (type, types.ModuleType, types.FunctionType, torch.Tensor)  # their attributes are not visited
 
 
 def __getattr__(name: str) -> Any:
@@ -29,20 +29,22 @@ def __getattr__(name: str) -> Any:
 
 
 class SampleGenerator(sample_generator.SampleGenerator[T]):
-    """Yields `data`, the very object, `sample_count` times in each loop over it."""
+    """Yields the same object, `data`, `sample_count` times per loop over it."""
 
     def next(self) -> T:
-        """The next one of the counter of its own, which loops do not touch."""
+        """The next item by the object's own counter, which is independent of loops."""
         return next(self)
 
 
 class FnDataGenerator:
-    """Yields `(gen_tensor(batch_size, *dims), func(of that))`, `count` times in each loop over it.
+    """Yields `(data, func(data))`, where data is `gen_tensor(batch_size, *dims)`, `count` times per loop over it.
 
     Args:
         func: makes the target of a batch.
-        gen_tensor: makes a batch of a shape, `torch.randn` say.
+        batch_size: the number of samples per batch.
+        gen_tensor: makes a batch of a given shape, such as `torch.randn`.
         dims: the shape of a sample; None is (1,).
+        count: the number of batches per loop.
     """
 
     def __init__(
@@ -76,27 +78,27 @@ class FnDataGenerator:
 
 
 class DataWrapper:
-    """Base of objects in a batch that choose which of their tensors move with it; loaders call `to`."""
+    """Base class of objects in a batch that choose which of their tensors move with it; loaders call `to`."""
 
     def get_tensors(self) -> list[torch.Tensor]:
         """The tensors that move."""
         raise NotImplementedError(f"{type(self).__name__} must define get_tensors()")
 
     def from_tensors(self, tensors: list[torch.Tensor]) -> Any:
-        """An object like this one, of those tensors, which are in the order of `get_tensors`."""
+        """Make an object like this one from those tensors, in the order of `get_tensors`."""
         raise NotImplementedError(f"{type(self).__name__} must define from_tensors(tensors)")
 
     def to(self, device: torch.device) -> Any:
-        """The like of this object with its tensors on the device."""
+        """Make an object like this one with its tensors on the device."""
         return self.from_tensors([tensor.to(device) for tensor in self.get_tensors()])
 
 
 class TimedScope:
-    """A `with` block that says how long it took.
+    """A `with` block that reports how long it took.
 
     Args:
-        msg: stands before the time.
-        printfn: is called with one text.
+        msg: printed before the time.
+        printfn: called with one string.
     """
 
     def __init__(self, msg: str = "", printfn: Callable[[str], Any] = print) -> None:
@@ -113,7 +115,7 @@ class TimedScope:
 
 
 class TmpFolder:
-    """A new folder, which goes with this object.
+    """A new folder, which is removed with this object.
 
     Attributes:
         name: its path.
@@ -126,7 +128,7 @@ class TmpFolder:
 
 
 def as_list(t: Any) -> list[Any]:
-    """A list or a tuple as a list; anything else as a list of itself."""
+    """A list or a tuple as a list; anything else as a list with that one element."""
     return list(t) if isinstance(t, list | tuple) else [t]
 
 
@@ -135,21 +137,21 @@ def null_print(*args: Any, **options: Any) -> None:
 
 
 def eprint(*args: Any, **options: Any) -> None:
-    """`print` to the errors' stream."""
+    """`print` to stderr."""
     print(*args, file=sys.stderr, **options)
 
 
 def timed(fn: Callable[[], T], msg: str = "", printfn: Callable[[str], Any] = eprint) -> T:
-    """What `fn()` returns; how long it took is printed."""
+    """Return `fn()`, and print how long it took."""
     with TimedScope(msg, printfn):
         return fn()
 
 
 def getenv_as(name: str, type: Callable[[str], Any], defval: Any = None) -> Any:
-    """The environment variable, converted by `type`; `defval` as it is where the variable is unset.
+    """The environment variable, converted by `type`; `defval`, unconverted, if the variable is unset.
 
     Raises:
-        ValueError: its text is none of that type.
+        ValueError: its text cannot be converted.
     """
     text = os.environ.get(name)
     try:
@@ -162,7 +164,7 @@ def getenv_as(name: str, type: Callable[[str], Any], defval: Any = None) -> Any:
 def for_each_instance(value: Any, select_fn: Callable[[Any], bool], fn: Callable[[Any], Any]) -> None:
     """Call `fn` with each part of a structure that `select_fn` selects, once, in order.
 
-    Asked is of all that is no container; objects are walked through by their attributes.
+    `select_fn` is called with everything that is not a container; the attributes of objects are visited, too.
     """
     seen: dict[int, Any] = {}
 
@@ -184,14 +186,14 @@ def for_each_instance(value: Any, select_fn: Callable[[Any], bool], fn: Callable
 def for_each_instance_rewrite(value: Any, select_fn: Callable[[Any], bool], fn: Callable[[Any], Any]) -> Any:
     """The structure with `fn(part)` in place of each part that `select_fn` selects.
 
-    As for `for_each_instance`. Containers keep their types, an object is replaced by a shallow copy, and nothing of the
-    structure itself is changed. One without such a part comes back as it is.
+    Parts are found as in `for_each_instance`. Containers keep their types, an object is replaced by a shallow copy, and
+    the structure itself is not modified. A structure without such a part is returned itself.
     """
     found: list[Any] = []
     for_each_instance(value, select_fn, found.append)
     if not found:
         return value
-    images: dict[int, tuple[Any, Any]] = {}  # holds what it knows by id
+    images: dict[int, tuple[Any, Any]] = {}  # holds references, so that no id is reused
 
     def image_of(leaf: Any) -> Any:
         if id(leaf) in images:
@@ -213,7 +215,7 @@ def for_each_instance_rewrite(value: Any, select_fn: Callable[[Any], bool], fn: 
 
 
 def parallel_work(num_workers: int, fn: Callable[..., T], *args: Sequence[Any]) -> list[T]:
-    """`fn` of the arguments side by side, in threads; the results in order, or the first error."""
+    """Call `fn` with the arguments concurrently, in threads; return the results in order, or raise the first error."""
     with ThreadPoolExecutor(num_workers, thread_name_prefix="unisono-parallel-work") as pool:
         return list(pool.map(fn, *args))
 
