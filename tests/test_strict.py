@@ -29,7 +29,7 @@ def test_devices_do_not_mix_and_both_are_named():
         torch.add(THERE, other=HERE)
     assert str(caught.value) == (
         "torch.add mixes devices: argument 0 is float32 of shape (2, 2) on meta, argument 'other' is float32 of shape "
-        "(2, 2) on cpu; inside unisono.placement.strict_mode() nothing moves by itself: bring both to one device with "
+        "(2, 2) on cpu; inside unisono.placement.strict() nothing moves by itself: bring both to one device with "
         "unisono.placement.copy_to(tensor, device), or make a number's tensor with "
         "unisono.placement.scalar_like(value, tensor)"
     )
@@ -51,7 +51,7 @@ def test_precisions_do_not_mix_and_both_are_named():
         FULL + REDUCED
     assert str(caught.value) == (
         "torch.Tensor.add mixes precisions: argument 0 is float32 of shape (2, 2) on cpu, argument 1 is bfloat16 of "
-        "shape (2, 2) on cpu; inside unisono.placement.strict_mode() nothing converts by itself: convert one with "
+        "shape (2, 2) on cpu; inside unisono.placement.strict() nothing converts by itself: convert one with "
         "unisono.precision.to_reduced_precision(tensor) or unisono.precision.to_full_precision(tensor), or make a "
         "number's tensor with "
         "unisono.placement.scalar_like(value, tensor)"

@@ -155,7 +155,7 @@ def _is_knowing_caller() -> bool:
 def _refuse(func: Callable[..., Any], apart: list[str], what: str, verb: str, way_out: str) -> None:
     name = resolve_name(func) or getattr(func, "__name__", str(func))
     raise MixedPlacementError(
-        f"{name} mixes {what}: {', '.join(apart)}; inside unisono.placement.strict_mode() nothing {verb} by itself: "
+        f"{name} mixes {what}: {', '.join(apart)}; inside unisono.placement.strict() nothing {verb} by itself: "
         f"{way_out}, or "
         "make a number's tensor with unisono.placement.scalar_like(value, tensor)"
     )
