@@ -221,6 +221,20 @@ def a_rank(rank: int, waits: tuple[float, float, float], reducing: float = 0.0, 
             "compute-bound: 3% of the step waits for data, 2% for other ranks",
             id="nothing, in company",
         ),
+        pytest.param(
+            [replace(a_rank(rank, (0.01, 0, 0), computing=0.99), mean_cpu_percent=20.0) for rank in range(2)],
+            "waiting in the loop's body: 1% of the step waits for data, and less than half a core per rank is busy; "
+            "unisono.phase(name) shows which lines of the loop take the time",
+            id="the loop's own code",
+        ),
+        pytest.param(
+            [
+                replace(a_rank(0, (0.01, 0, 0), computing=0.99), mean_cpu_percent=20.0, is_accelerated=True),
+                replace(a_rank(1, (0.01, 0, 0), computing=0.99), mean_cpu_percent=20.0, is_accelerated=True),
+            ],
+            "compute-bound: 1% of the step waits for data, 0% for other ranks",
+            id="a device, while the host is idle",
+        ),
     ],
 )
 def test_one_sentence_tells_what_a_run_waited_for(ranks: list[RankSummary], verdict: str) -> None:

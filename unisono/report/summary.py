@@ -49,6 +49,7 @@ CAUSES = SOURCE, TRANSFER, PEERS = Waits._fields
 """What a loop can wait for; the keys of `RankSummary.waits`."""
 
 _PEER_BOUND = 0.3  # the threshold if all peers are equally fast: some reducing is part of every step
+_IDLE_PERCENT = 50  # of one core: a rank that computes on the CPU keeps at least one busy
 _BOUND = 0.1  # the fraction of the loops' time from which a cause of waiting counts as the bottleneck
 
 
@@ -72,6 +73,7 @@ class RankSummary:
         peak_rss: the most bytes of memory observed in use by its process and that process's descendants; 0 if not
             monitored.
         mean_cpu_percent: the mean CPU usage of these processes, in percent of one core.
+        is_accelerated: whether the rank computes on another device than the CPU.
         counters: the counters of the device's runtime in this process: graphs compiled, for example.
         spans: by track, "loop" and the helpers'; the latest `MAX_SPANS` of each, on the clock of its machine.
     """
@@ -94,6 +96,7 @@ class RankSummary:
     peak_memory: int = 0
     peak_rss: int = 0
     mean_cpu_percent: float = 0.0
+    is_accelerated: bool = False
     counters: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -209,6 +212,12 @@ class Report:
         if peers >= max(source, transfer, _PEER_BOUND if self.slowest is None else _BOUND):
             slowest = "" if self.slowest is None else f"; rank {self.slowest} is the slowest"
             return f"peer-bound: {peers:.0%} of the step goes to reducing and to waiting for other ranks{slowest}"
+        if max(source, transfer) < _BOUND and self._is_idle():
+            return (
+                f"waiting in the loop's body: {source + transfer:.0%} of the step waits for data, and less than half a "
+                f"core per rank is busy{self._longest_named()}; unisono.phase(name) shows which lines of the loop take "
+                "the time"
+            )
         if max(source, transfer) < _BOUND:
             others = f", {peers:.0%} for other ranks" if len(self.ranks) > 1 else ""
             return f"compute-bound: {source + transfer:.0%} of the step waits for data{others}{self._longest_named()}"
@@ -218,6 +227,10 @@ class Report:
             f"transfer-bound: {transfer:.0%} of the step waits for batches to be moved; more transfer_threads, or "
             "samples of a smaller type, would help"
         )
+
+    def _is_idle(self) -> bool:
+        """Whether ranks that compute on CPUs hardly use them: they sleep, or wait for a disk, a network or a lock."""
+        return all(not each.is_accelerated and 0 < each.mean_cpu_percent < _IDLE_PERCENT for each in self.ranks)
 
     def _longest_named(self) -> str:
         """Name the longest named phase, if it took enough time to matter."""
@@ -257,6 +270,7 @@ def summarise(world: World | None = None) -> RankSummary:
         mean_queue=counts["queued"] / counts["batches"] if counts["batches"] else 0.0,
         peak_rss=max((sample.rss for sample in samples), default=0),
         mean_cpu_percent=fmean(sample.cpu_percent for sample in samples[1:]) if samples[1:] else 0.0,
+        is_accelerated=world.backend.is_accelerated(),
         counters=world.backend.counters(),
     )
 
