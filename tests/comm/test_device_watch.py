@@ -118,8 +118,10 @@ def test_a_device_that_computes_for_long_without_a_collective_is_in_none(gpu, st
 def test_a_peer_s_failure_ends_what_the_device_waits_in_and_the_rank_goes_on_with_nothing(gpu, store, monkeypatch):
     def end_and_let_go(*args: Any, **kwargs: Any) -> None:
         shutdown.end_group(*args, **kwargs)
+        ends.append((args, kwargs))
         has_ended.set()
 
+    ends: list[Any] = []
     has_ended = threading.Event()  # what the rank waits in, out of reach of any exception
     monkeypatch.setattr("unisono.comm.processes.end_group", end_and_let_go)
     with rank_on(gpu, store) as (comm, watch):
@@ -136,8 +138,20 @@ def test_a_peer_s_failure_ends_what_the_device_waits_in_and_the_rank_goes_on_wit
         assert str(woken.value) == ("rank 0 cannot complete barrier(): rank 3 failed with LookupError: no such digit")
         assert repr(woken.value.__cause__) == "LookupError('no such digit')"
         assert not dist.is_initialized()
+        assert ends == [((True,), {"waits_for_device": True})]  # aborted: an orderly end would wait for the peer
         with pytest.raises(BrokenWorldError, match="rank 3 failed with LookupError: no such digit"):
             comm.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("how", "is_broken"), [(lambda comm: comm.abort(LookupError()), True), (lambda comm: comm.leave(), False)]
+)
+def test_the_end_of_a_rank_on_a_device_has_a_deadline_whoever_has_started_it(gpu, store, monkeypatch, how, is_broken):
+    ends: list[Any] = []
+    monkeypatch.setattr("unisono.comm.processes.end_group", lambda *args, **kwargs: ends.append((args, kwargs)))
+    with rank_on(gpu, store) as (comm, _):
+        how(comm)
+        assert ends == [((is_broken,), {"waits_for_device": True})]
 
 
 def test_a_rank_that_leaves_takes_its_watch_along(gpu, store):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from modes import FAMILY, PROCESSES_2, THREADS_2, THREADS_3, THREADS_4, Mode, fitting, scaling
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import unisono
 from unisono import current_world
@@ -130,6 +131,25 @@ def test_a_gradient_is_written_in_place(mode):
         return weight.grad is before
 
     assert mode.run(body) == [True] * mode.ranks
+
+
+def test_all_gradients_of_a_bucket_are_written_by_one_call():
+    """On a GPU each call is a kernel, or more."""
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "copy_" in func.name():
+                names.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    names: list[str] = []
+    bucket = [parameter((2,)), parameter((1, 3))]
+    for each in bucket:
+        each.grad = torch.zeros_like(each)
+    with Copies():
+        gradients._unflatten(torch.arange(5.0), bucket, set(), in_place=True)
+    assert names == ["aten::_foreach_copy_"]
+    assert [each.grad.tolist() for each in bucket] == [[0, 1], [[2, 3, 4]]]
 
 
 def test_a_model_larger_than_a_bucket_takes_several(monkeypatch):

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.fsdp
+import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" known
 from modes import PROCESSES_2, THREADS_2, Mode
 from torch import nn
 from torch.nn import functional as F
@@ -14,7 +19,9 @@ from twin import Plain, State, assert_all_are, loader_of, seeded, sgd
 
 from unisono import Accelerator, strategies
 from unisono.parallel.strategies.selection import STRATEGIES, options_of
+from unisono.parallel.strategies.sharded import shard
 from unisono.strategies import DDP, FSDP, ZeRO1
+from unisono.world import World, solo_world
 
 
 def wide() -> nn.Module:
@@ -56,6 +63,18 @@ def test_a_name_stands_for_the_defaults(name: str) -> None:
 def test_what_changes_the_way_only_changes_no_weight(chosen: Any) -> None:
     ranks = PROCESSES_2.run(lambda: trained(Accelerator(strategy=chosen), loader_of(23, 3)))
     assert_all_are([each for each in ranks if each], trained(Plain(), loader_of(23, 6)))
+
+
+@pytest.mark.parametrize(("size_mb", "count"), [(25, 1), (1e-4, 5)])  # a layer has 240 bytes, the last one 96
+def test_gradients_travel_in_pieces_of_the_size_that_was_asked_for(size_mb: float, count: int) -> None:
+    def body() -> int:
+        accelerator = Accelerator(strategy=DDP(gradient_as_bucket_view=True, bucket_cap_mb=size_mb))
+        network = seeded(wide())
+        network, _ = accelerator.prepare(network, sgd(network.parameters()))
+        accelerator.backward(network(torch.ones(2, 5, dtype=torch.float64)).sum())
+        return len({each.grad.untyped_storage().data_ptr() for each in network.parameters()})
+
+    assert PROCESSES_2.run(body) == [count, count]
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -148,6 +167,45 @@ def test_no_number_of_ranks_is_refused(wrong: Any, words: str) -> None:
 def test_groups_that_the_ranks_do_not_make_are_refused_on_all_of_them(chosen: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         PROCESSES_2.run(lambda: Accelerator(strategy=chosen).prepare(wide()))
+
+
+@pytest.fixture
+def world_of_four() -> Iterator[World]:
+    """Rank zero of four, in a group that sends nothing."""
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=4)
+    yield dataclasses.replace(solo_world(), world_size=4)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("kept", "of_unit", "of_model"),
+    [(None, 2, 8), (True, 2, 2), (False, 8, 8), (2, 4, 4)],  # of eight rows
+)
+def test_a_unit_gives_back_after_its_forward_pass_what_it_is_told_to(
+    world_of_four: World, kept: Any, of_unit: int, of_model: int
+) -> None:
+    chosen = FSDP(units=(nn.Sequential,), reshard_after_forward=kept)
+    network: Any = shard(nn.Sequential(nn.Sequential(nn.Linear(8, 8)), nn.Linear(8, 8)), world_of_four, chosen)
+    network(torch.ones(2, 8))
+    weights = [getattr(each.weight, "_local_tensor", each.weight) for each in (network[0][0], network[1])]
+    assert [len(each) for each in weights] == [of_unit, of_model]
+
+
+@pytest.mark.parametrize(("device", "goes_to_host"), [("cuda", True), ("cpu", False)])
+def test_torch_is_told_of_types_and_places_unit_by_unit(
+    world_of_four: World, monkeypatch: pytest.MonkeyPatch, device: str, goes_to_host: bool
+) -> None:
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch.distributed.fsdp, "fully_shard", lambda unit, **how: told.append(how) or Mock())
+    world = dataclasses.replace(world_of_four, device=torch.device(device, 0))
+    types = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    shard(wide(), world, FSDP(units=(nn.Linear,), replicas=2, offload=True, **types))
+    assert len(told) == 6
+    for each in told:
+        policy, offload, mesh = each["mp_policy"], each["offload_policy"], each["mesh"]
+        assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
+        assert isinstance(offload, torch.distributed.fsdp.CPUOffloadPolicy) is goes_to_host
+        assert (mesh.device_type, mesh.mesh.tolist()) == (device, [[0, 1], [2, 3]])
 
 
 def test_units_of_fsdp_may_compute_in_a_narrower_type() -> None:
