@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from modes import FAMILY, PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from twin import Plain, State, assert_all_are, loader_of, model, seeded, sgd
 
@@ -142,23 +144,32 @@ def test_running_statistics_are_rank_zeros_on_all_ranks(mode: Mode, strategy: st
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
-def test_one_rank_alone_may_evaluate_between_two_steps(strategy: str) -> None:
+def test_one_rank_alone_may_evaluate_before_any_step(strategy: str) -> None:
     def body() -> State:
         network = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
         accelerator = Accelerator(strategy=strategy)
         network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(24, 2))
         for number, (inputs, targets, _) in enumerate(loader):
+            if accelerator.is_main_process:
+                with torch.set_grad_enabled(number % 2 == 0):
+                    network.eval()(inputs)
+                network.train()
             accelerator.backward(F.mse_loss(network(inputs), targets))
             optimizer.step()
             optimizer.zero_grad()
-            if accelerator.is_main_process:
-                with torch.set_grad_enabled(number % 2 == 1):
-                    network.eval()(inputs)
-                network.train()
         return network.state_dict()
 
     first, other = PROCESSES_2.run(body)
     assert_all_are([other], first)
+
+
+def test_with_gradients_off_a_forward_pass_is_the_modules_own() -> None:
+    def body() -> None:
+        network = Accelerator(strategy="ddp").prepare(nn.Linear(5, 2))
+        with patch.object(DistributedDataParallel, "forward", side_effect=AssertionError), torch.no_grad():
+            network(torch.ones(3, 5))
+
+    PROCESSES_2.run(body)
 
 
 def summed(accelerator: Any, loader: DataLoader[Any]) -> State:
