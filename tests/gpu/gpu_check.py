@@ -1,6 +1,7 @@
 """What can be seen on the GPUs that are here: `make gpu-check`, or `python tests/gpu/gpu_check.py [ITEM ...]`.
 
 Each item runs in an interpreter of its own, says what it has seen, and is `ok`, `FAILED` or `skipped`, with the reason.
+What is to be seen, the item asserts.
 Without CUDA all are skipped, but for `--backend cpu`, by which the items that need no GPU can be tried.
 """
 
@@ -16,13 +17,13 @@ import socket
 import subprocess
 import sys
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gpu_ranks
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -165,7 +166,7 @@ def strategies_train_as_on_the_cpu() -> str:
         cpu = succeeded(ranks("training", strategy, UNISONO_BACKEND="cpu"))[0]
         here = ended[0].found
         for case, (loss, weights) in here.items():
-            near = 3e-2 if case in ("bf16", "fp16") else 1e-3
+            near = 3e-2 if case in ("bf16", "fp16", "bf16 units") else 1e-3
             is_near = abs(loss - cpu[case][0]) < near and abs(weights - cpu[case][1]) < near * 100
             seen += [] if is_near else [f"{strategy} {case} FAILED: {loss, weights} and on the CPU {cpu[case]}"]
         seen.append(f"{strategy}: {len(here)} cases")
@@ -208,12 +209,13 @@ def _failures(start_s: float, group: str, hows: list[str]) -> str:
         seen.append(f"{how}: {cause_of(failed)} | its peer: {cause_of(waiting)} | {late:+.1f} s")
         assert waiting.code != 0 and failed.code != 0, seen[-1]  # noqa: PT018
         assert late < SOON_S, seen[-1]
+        assert how != "raise" or "ValueError: as planned" in cause_of(waiting), seen[-1]
     return "\n".join(seen)
 
 
 @item(gpus=1)
 def one_rank_under_torchrun_by_nccl() -> str:
-    seen = []
+    seen, took = [], []
     for words, is_fine in (["collectives"], True), (["failing", "raise"], False):
         began = time.monotonic()
         ran = subprocess.run(
@@ -222,7 +224,9 @@ def one_rank_under_torchrun_by_nccl() -> str:
             text=True,
         )
         assert (ran.returncode == 0) is is_fine, ran.stderr[-2000:]
-        seen.append(f"{' '.join(words)}: code {ran.returncode} in {time.monotonic() - began:.1f} s")
+        took.append(time.monotonic() - began)
+        seen.append(f"{' '.join(words)}: code {ran.returncode} in {took[-1]:.1f} s")
+    assert took[1] - took[0] < SOON_S, f"the failed one waits for its end: {seen}"
     return "; ".join(seen)
 
 
@@ -249,20 +253,36 @@ def _on_gpu(index: int) -> torch.Tensor:
 
 @item(gpus=1)
 def steps_wait_for_the_device_only_where_a_number_is_asked_for() -> str:
-    seen = []
-    for options in ({}, {"max_grad_norm": 1.0}, {"mixed_precision": "fp16"}, {"nan_guard": True}):
-        loop = _loop(options)
-        loop(5)
-        torch.cuda.set_sync_debug_mode("warn")
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            loop(40)
-        torch.cuda.set_sync_debug_mode("default")
-        lines = Counter(
-            f"{Path(each.filename).name}:{each.lineno}" for each in caught if "synchroniz" in str(each.message)
-        )
-        seen.append(f"{options or 'plain'}: {sum(lines.values())} in 40 steps {dict(lines) or ''}")
-    return "\n".join(seen)
+    return _waits("ddp", 1)
+
+
+@item(gpus=2)
+def ranks_of_nccl_wait_for_their_devices_no_oftener() -> str:
+    return "\n".join(_waits(strategy, 2) for strategy in ("ddp", "zero1", "fsdp"))
+
+
+def _waits(strategy: str, size: int) -> str:
+    """What is counted by the calls that `torch.cuda.set_sync_debug_mode` warns of."""
+    wrong, counts = [], []
+    for found in succeeded(ranks("waiting", strategy, size=size, group="")):
+        for case, lines in found.items():
+            count, said = sum(lines.values()), gpu_ranks.WAITS[case][0] * gpu_ranks.COUNTED
+            counts.append(f"{case} {count}")
+            wrong += [] if count == said else [f"{case}: {count}, not {said}: {lines}"]
+    assert not wrong, f"{strategy}, in {gpu_ranks.COUNTED} steps: " + "; ".join(wrong)
+    return f"{strategy}, in {gpu_ranks.COUNTED} steps: {', '.join(counts)}"
+
+
+@item(gpus=1)
+def an_overflow_of_fp16_leaves_steps_out_until_the_scale_fits() -> str:
+    begun = 2.0**40
+    accelerator, network, loop = _prepared({"mixed_precision": "fp16", "scaler_options": {"init_scale": begun}})
+    loop(50)
+    accelerator.scaler.settle()
+    scale = accelerator.scaler.get_scale()
+    assert scale < 2.0**25, f"the scale is {scale:g} still"
+    assert all(each.isfinite().all() for each in network.parameters())
+    return f"a scale of {begun:g} has become {scale:g}, and the weights are finite"
 
 
 @item(gpus=1)
@@ -287,11 +307,18 @@ def kernels_fill_the_steps_and_memory_is_reused() -> str:
         busy += max(0.0, stop - max(start, end))
         end = max(end, stop)
     calls = Counter(each.name for each in events if each.name in ("cudaMalloc", "cudaHostAlloc", "cudaMemcpyAsync"))
+    for name in ("cudaMalloc", "cudaHostAlloc"):
+        assert not calls[name], f"memory is asked for again and again: {dict(calls)}"
     return f"kernels fill {busy / (end - spans[0][0]):.0%} of 20 steps; calls of the runtime: {dict(calls)}"
 
 
 def _loop(options: dict[str, Any], width: int = 256) -> Callable[[int], None]:
     """Steps of an Accelerator on the GPU."""
+    return _prepared(options, width)[2]
+
+
+def _prepared(options: dict[str, Any], width: int = 256) -> tuple[Any, nn.Module, Callable[[int], None]]:
+    """An Accelerator, its model, and steps."""
     from torch.utils.data import DataLoader, TensorDataset
 
     accelerator = unisono.Accelerator(device="cuda:0", **options)
@@ -307,7 +334,7 @@ def _loop(options: dict[str, Any], width: int = 256) -> Callable[[int], None]:
             accelerator.backward(F.mse_loss(network(inputs), targets))
             optimizer.step()
 
-    return run
+    return accelerator, network, run
 
 
 @item(gpus=1)
@@ -357,16 +384,12 @@ def _capture_beside_copies() -> None:
 
 @item(gpus=1)
 def memory_is_bounded_where_shapes_change() -> str:
-    seen = {}
-    for shape in ("one shape", "changing shapes"):
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        lengths = [64 if shape == "one shape" else 1 + number % 97 for number in range(200)]
-        for batch in unisono.DeviceLoader([torch.zeros(length, 1 << 14) for length in lengths], "cuda:0"):
-            batch.sum()
-        torch.cuda.synchronize()
-        seen[shape] = [torch.cuda.max_memory_allocated() >> 20, torch.cuda.max_memory_reserved() >> 20]
-    return f"MiB at most allocated and reserved by 200 batches: {seen}"
+    seen = []
+    for kind in ("expandable_segments:False", "expandable_segments:True"):
+        (found,) = succeeded(ranks("moving", size=1, PYTORCH_CUDA_ALLOC_CONF=kind))
+        seen.append(f"{kind}: {found}")
+        assert max(reserved for _, reserved in found.values()) < 256, seen[-1]  # a batch has 6 MiB at most
+    return "MiB at most allocated and reserved by 200 batches: " + "; ".join(seen)
 
 
 @item(gpus=1)
@@ -420,8 +443,10 @@ def an_interrupt_during_kernels_ends_a_worker() -> str:
     assert "begun" in running.stdout.readline()
     began = time.monotonic()
     running.send_signal(signal.SIGINT)
-    code = running.wait(60)
-    return f"code {code} after {time.monotonic() - began:.1f} s"
+    code, late = running.wait(60), time.monotonic() - began
+    assert code != 0
+    assert late < SOON_S
+    return f"code {code} after {late:.1f} s"
 
 
 def _query(what: str) -> str:

@@ -11,7 +11,11 @@ import os
 import signal
 import sys
 import time
+import warnings
+from collections import Counter
 from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +25,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import unisono
+from unisono.strategies import DDP, FSDP
 from unisono.world import World
 
 GROUP: Any = os.environ.get("CHECK_GROUP") or None
@@ -33,6 +38,27 @@ CASES: dict[str, dict[str, Any]] = {
     "accumulated": {"gradient_accumulation_steps": 2},
     "guarded": {"nan_guard": True},
 }
+OF_ONE: dict[str, dict[str, dict[str, Any]]] = {  # cases of one strategy, by its options
+    "ddp": {"views of small buckets": {"strategy": DDP(gradient_as_bucket_view=True, bucket_cap_mb=1e-3)}},
+    "zero1": {},
+    "fsdp": {
+        "bf16 units": {"strategy": FSDP(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+        "kept": {"strategy": FSDP(units=(nn.Linear,), reshard_after_forward=False)},
+        "offloaded": {"strategy": FSDP(units=(nn.Linear,), offload=True)},
+    },
+}
+WAITS: dict[str, tuple[int, dict[str, Any]]] = {  # in each step, as docs/performance.md says
+    "plain": (0, {}),
+    "clipped": (0, {"max_grad_norm": 1.0}),
+    "bf16": (0, {"mixed_precision": "bf16"}),
+    "accumulated": (0, {"gradient_accumulation_steps": 2}),
+    "weighed": (0, {}),
+    "asked to stop": (0, {}),
+    "metrics gathered": (0, {}),
+    "fp16": (1, {"mixed_precision": "fp16", "scaler_options": {"init_scale": 1.0}}),
+    "guarded": (1, {"nan_guard": True}),
+}
+COUNTED = 40
 
 
 def collectives(world: World) -> dict[str, Any]:
@@ -68,11 +94,12 @@ def collectives(world: World) -> dict[str, Any]:
 
 def training(world: World, strategy: str) -> dict[str, Any]:
     """A few steps of a strategy in each case: the last loss, and the sum of the weights, which rank zero has."""
-    return {case: _trained(strategy, case) for case in CASES if (strategy, case) != ("fsdp", "guarded")}
+    cases = {case: {"strategy": strategy, **options} for case, options in (CASES | OF_ONE[strategy]).items()}
+    return {case: _trained(options) for case, options in cases.items() if (strategy, case) != ("fsdp", "guarded")}
 
 
-def _trained(strategy: str, case: str) -> list[float]:
-    accelerator = unisono.Accelerator(strategy=strategy, seed=0, **CASES[case])
+def _trained(options: dict[str, Any]) -> list[float]:
+    accelerator = unisono.Accelerator(seed=0, **options)
     numbers = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(101, 8, generator=numbers), torch.randn(101, 2, generator=numbers))
     network: Any = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 2))
@@ -89,6 +116,54 @@ def _trained(strategy: str, case: str) -> list[float]:
     found = [float(loss.detach()), sum(float(each.double().sum()) for each in weights.values())]
     accelerator.free_memory()
     return found
+
+
+def waiting(world: World, strategy: str) -> dict[str, Any]:
+    """How often some steps wait for the device, in each case, and on which lines."""
+    found = {}
+    for case, (_, options) in WAITS.items():
+        if (strategy, case) == ("fsdp", "guarded"):
+            continue
+        accelerator = unisono.Accelerator(strategy=strategy, **options)
+        data = TensorDataset(torch.randn(64 * 120, 8), torch.randn(64 * 120, 1))
+        network: Any = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
+        network, optimizer, loader = accelerator.prepare(
+            network, torch.optim.AdamW(network.parameters()), DataLoader(data, 64)
+        )
+        batches = iter(loader)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for counted in (0, COUNTED):  # the first steps compare models, and make buckets
+                torch.cuda.set_sync_debug_mode("warn" if counted else "default")
+                for inputs, targets in islice(batches, counted or 6):
+                    optimizer.zero_grad()
+                    outputs = network(inputs)
+                    weight = {"weight": 2.0 + world.rank} if case == "weighed" else {}
+                    accelerator.backward(F.mse_loss(outputs, targets), **weight)
+                    optimizer.step()
+                    if case == "asked to stop":
+                        unisono.should_stop()
+                    if case == "metrics gathered":
+                        accelerator.gather_for_metrics(outputs.detach())
+            torch.cuda.set_sync_debug_mode("default")
+        told = [each for each in caught if "called a synchronizing" in str(each.message)]
+        found[case] = Counter(f"{Path(each.filename).name}:{each.lineno}" for each in told)
+        accelerator.free_memory()
+    return found
+
+
+def moving(world: World) -> dict[str, Any]:
+    """MiB at most allocated and reserved by batches of one shape, and by batches of changing shapes."""
+    seen = {}
+    for shape in ("one shape", "changing shapes"):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        lengths = [64 if shape == "one shape" else 1 + number % 97 for number in range(200)]
+        for batch in unisono.DeviceLoader([torch.zeros(length, 1 << 14) for length in lengths], world.device):
+            batch.sum()
+        torch.cuda.synchronize()
+        seen[shape] = [torch.cuda.max_memory_allocated() >> 20, torch.cuda.max_memory_reserved() >> 20]
+    return seen
 
 
 def evaluating(world: World) -> dict[str, Any]:
@@ -143,7 +218,7 @@ FAILURES: dict[str, Callable[[World], None]] = {"raise": _raise, "assert": _asse
 def main(name: str, *words: str) -> None:
     world = unisono.join_world(process_group=GROUP)
     bodies: dict[str, Callable[..., dict[str, Any]]] = {
-        each.__name__: each for each in (collectives, training, evaluating, failing)
+        each.__name__: each for each in (collectives, training, waiting, moving, evaluating, failing)
     }
     print(json.dumps(bodies[name](world, *words)), flush=True)
 
