@@ -207,6 +207,23 @@ def test_an_adopted_world_has_the_device_that_its_group_is_bound_to(monkeypatch,
         world.comm.barrier()
 
 
+@pytest.mark.parametrize(("chosen", "index"), [(0, 1), (5, 5)], ids=["its place on the second machine", "set_device"])
+def test_an_adopted_world_whose_script_has_not_said_its_place_takes_a_device_that_is_here(monkeypatch, chosen, index):
+    activated: list[torch.device] = []
+    monkeypatch.setenv("UNISONO_BACKEND", "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)  # no event is left on a device
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen)
+    monkeypatch.setattr(torch.cuda, "set_device", activated.append)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=9, world_size=16)
+    try:
+        world = current_world()
+        assert activated == [world.device] == [torch.device("cuda", index)]
+    finally:
+        dist.destroy_process_group()
+
+
 # What a world is.
 
 
