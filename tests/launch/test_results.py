@@ -11,6 +11,7 @@ import pytest
 import torch
 from faults import Script
 
+from unisono import pickling
 from unisono.launch.reports import Inbox, Kind, Message, Reporter
 from unisono.launch.spawn import spawn
 from unisono.outcome import Outcome
@@ -145,3 +146,14 @@ def test_a_result_that_is_too_large_for_the_pipe_stops_nobody():
     first, second = spawn(lambda index: {"rank": index, "weights": torch.full((3 * LARGE,), index)}, nprocs=2)
     assert (first["rank"], second["rank"]) == (0, 1)
     assert (int(first["weights"].sum()), int(second["weights"].sum())) == (0, 3 * LARGE)
+
+
+def test_memory_of_a_device_travels_as_its_copy_in_main_memory():
+    """What a tensor of a GPU is pickled by, which is here in main memory."""
+
+    class OnDevice:
+        def cpu(self) -> torch.UntypedStorage:
+            return torch.arange(3, dtype=torch.uint8).untyped_storage()
+
+    rebuild, (buffer,) = pickling._reduced_storage(OnDevice())
+    assert list(rebuild(bytearray(buffer))) == [0, 1, 2]

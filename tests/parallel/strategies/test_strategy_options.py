@@ -19,7 +19,7 @@ from twin import Plain, State, assert_all_are, loader_of, seeded, sgd
 
 from unisono import Accelerator, strategies
 from unisono.parallel.strategies.selection import STRATEGIES, options_of
-from unisono.parallel.strategies.sharded import shard
+from unisono.parallel.strategies.sharded import _mesh, shard
 from unisono.strategies import DDP, FSDP, ZeRO1
 from unisono.world import World, solo_world
 
@@ -206,6 +206,14 @@ def test_torch_is_told_of_types_and_places_unit_by_unit(
         assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
         assert isinstance(offload, torch.distributed.fsdp.CPUOffloadPolicy) is goes_to_host
         assert (mesh.device_type, mesh.mesh.tolist()) == (device, [[0, 1], [2, 3]])
+
+
+def test_ranks_shard_in_the_group_that_they_have_also_where_they_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # torch would put NCCL in the place of gloo there
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = _mesh(solo_world(), FSDP())
+    assert mesh.get_group() is dist.group.WORLD
+    dist.destroy_process_group()
 
 
 def test_units_of_fsdp_may_compute_in_a_narrower_type() -> None:

@@ -88,7 +88,7 @@ def _fill(unit: nn.Module, world: World) -> None:
 
 def _mesh(world: World, options: FSDP) -> DeviceMesh:
     """The ranks: groups that have all parameters each, by the ranks of a group, among which these are cut."""
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
     size, kept = world.world_size // options.replicas, options.reshard_after_forward
     if size * options.replicas != world.world_size or 1 == size < world.world_size:
@@ -102,7 +102,11 @@ def _mesh(world: World, options: FSDP) -> DeviceMesh:
             "divisor, True or False"
         )
     if options.replicas == 1:
-        return init_device_mesh(world.device.type, (size,))
+        # The mesh takes the group that is there. In the place of one of gloo torch would make another where there is a
+        # GPU: in some versions of NCCL, which refuses ranks that share the GPU.
+        group = torch.distributed.group.WORLD
+        assert group is not None
+        return DeviceMesh.from_group(group, world.device.type)
     return init_device_mesh(world.device.type, (options.replicas, size), mesh_dim_names=("replicas", "shards"))
 
 
