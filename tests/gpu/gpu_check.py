@@ -195,6 +195,14 @@ def nccl_joins_two_gpus() -> str:
     return f"{bound}; a group of rank 0 alone reduces; rank 1 waited {found[1]['waited']} s for rank 0"
 
 
+@item(gpus=4)
+def groups_of_two_gpus_shard_and_pairs_across_them_reduce() -> str:
+    found = succeeded(ranks("replicating", size=4, group=""))[0]
+    (loss, weights), (other_loss, other_weights) = found["1"], found["2"]
+    assert (abs(loss - other_loss) < 1e-4, abs(weights - other_weights) < 1e-2) == (True, True), f"they differ: {found}"
+    return f"FSDP(replicas=2) trains as FSDP() on four GPUs: loss {loss:.4f}"
+
+
 @item(gpus=2)
 def a_peer_s_failure_ends_what_nccl_waits_in() -> str:
     start = max(each.seconds for each in ranks("collectives", group=""))

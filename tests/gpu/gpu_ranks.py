@@ -98,6 +98,11 @@ def training(world: World, strategy: str) -> dict[str, Any]:
     return {case: _trained(options) for case, options in cases.items() if (strategy, case) != ("fsdp", "guarded")}
 
 
+def replicating(world: World) -> dict[str, Any]:
+    """The same training with parameters sharded over all ranks, and over half of them."""
+    return {str(replicas): _trained({"strategy": FSDP(replicas=replicas)}) for replicas in (1, 2)}
+
+
 def _trained(options: dict[str, Any]) -> list[float]:
     accelerator = unisono.Accelerator(seed=0, **options)
     numbers = torch.Generator().manual_seed(1)
@@ -218,7 +223,7 @@ FAILURES: dict[str, Callable[[World], None]] = {"raise": _raise, "assert": _asse
 def main(name: str, *words: str) -> None:
     world = unisono.join_world(process_group=GROUP)
     bodies: dict[str, Callable[..., dict[str, Any]]] = {
-        each.__name__: each for each in (collectives, training, waiting, moving, evaluating, failing)
+        each.__name__: each for each in (collectives, training, replicating, waiting, moving, evaluating, failing)
     }
     print(json.dumps(bodies[name](world, *words)), flush=True)
 
