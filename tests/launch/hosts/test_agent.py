@@ -137,7 +137,7 @@ if world.rank == 1 and how == ["exit 0"]:
 if world.rank == 1 and how == ["kill"] and world.restart_count < int(sys.argv[2]):
     os.kill(os.getpid(), 9)
 unisono.barrier()
-print("continued after", world.restart_count)
+print("it continued after", world.restart_count)
 sys.exit(0)
 """
 
@@ -180,7 +180,7 @@ def test_a_script_runs_as_each_rank_and_leaves_nothing_behind(run_member, tempor
     code, output, errors = run_member("$HOME", "$$", "${local_rank}")
     assert code == 0
     told = "has ['$HOME', '$$', '${local_rank}'] 2.0 lo __main__"
-    expected = [f"[rank {rank}] {words}" for rank in range(2) for words in (told, "continued after 0")]
+    expected = [f"[rank {rank}] {words}" for rank in range(2) for words in (told, "it continued after 0")]
     assert sorted(output.splitlines()) == expected
     assert sorted(errors.splitlines()) == ["[rank 0] 0 says hello", "[rank 1] 1 says hello"]
     assert list(temporary_files.iterdir()) == []
@@ -210,7 +210,7 @@ def test_workers_that_die_again_and_again_are_started_anew_each_time(run_member,
     options = ("--max-restarts", "2")  # a stale address would break any of them
     code, output, _ = run_member("kill", "2", options=options)
     assert code == 0
-    assert sorted(output.splitlines())[-1] == "[rank 1] continued after 2"
+    assert sorted(output.splitlines())[-1] == "[rank 1] it continued after 2"
     for count in (1, 2):
         assert f"restart {count} of 2, because of WorkerDiedError: rank 1 (pid " in caplog.text
 
