@@ -1,19 +1,19 @@
 """Channel: a queue with two ends, each of which can be closed, and which notify each other.
 
-A channel has no bound of its own. Who sends asks for room first, by a condition over whatever the bound spans: one
-channel, or all that a lane consists of.
+A channel has no bound itself. The sender first waits for room, by a condition over whatever the bound spans: one
+channel, or all channels of a lane.
 
-*Threads:* one sender and one receiver at a time. Channels that are made with the same lock can be looked at together.
+*Threads:* one sender and one receiver at a time. Channels created with the same lock can be inspected together.
 
 Invariants:
 1. Items come out in the order in which they went in, and all of them before the end or the error that follows.
 2. Closing either end wakes the other at once. Nothing polls.
-3. Any object is an item, None too: an exception stands for the end, not a mark.
-4. `cancel` takes no lock. A loader that is garbage is cancelled by the thread that collects it, which may be one of
-   its own that holds the lock. So who waits listens for a bell, which can be rung from anywhere and keeps its rings,
-   and not for a condition.
-5. Nobody is woken who has not announced that he waits, so between two threads that keep up with each other an item
-   costs no system call.
+3. Any object can be an item, including None: the end is an exception, not a marker.
+4. `cancel` acquires no lock. A loader that is garbage is cancelled by the thread that collects it, which may be one of
+   its own that holds the lock. So threads wait for a bell, which can be rung from anywhere and remembers it, rather
+   than for a condition.
+5. Only threads that have announced a wait are woken, so between two threads that keep up with each other an item costs
+   no system call.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Channel(Generic[T]):
     Args:
         lock: shared with other channels that are looked at together.
         on_receipt: called under the lock with each item that is received, before a sender is woken.
-        refill_at: a receipt wakes a sender only when no more than so many items are left, so that it fills the channel
-            in one go and does not stand in its receiver's way at each item; None wakes it at each.
+        refill_at: a receipt wakes a sender only when at most this many items are left, so that it fills the channel in
+            one go, without interrupting its receiver at each item; None wakes it at each.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class Channel(Generic[T]):
         return len(self._items)
 
     def wait_for_room(self, has_room: Callable[[], bool]) -> bool:
-        """Return True when `has_room()` does, or False when the receiver wants no more.
+        """Return True when `has_room()` does, or False when the receiver has ended.
 
-        It is asked under the lock: now, after a receipt (see `refill_at`), and when someone wakes the sender.
+        It is called under the lock: now, after a receipt (see `refill_at`), and when the sender is woken.
         """
         while not self._is_cancelled:
             with self._lock:
@@ -76,17 +76,17 @@ class Channel(Generic[T]):
         return False
 
     def send(self, item: T) -> bool:
-        """Put an item in, at once; False, and the item is dropped, when the receiver wants no more."""
+        """Put an item in, without waiting; return False, and drop the item, if the receiver has ended."""
         with self._lock:
             self._items.append(item)
             self._item_bell.ring()
-        if self._is_cancelled:  # asked last: `cancel` may have dropped its items before this one came
+        if self._is_cancelled:  # checked last: `cancel` may have dropped its items before this one came
             self._items.clear()
             return False
         return True
 
     def close(self, end: Outcome[None]) -> None:
-        """The sender's last word: the end, or the error that follows what was sent. The first word counts."""
+        """Close the sending end: with the end, or with the error that follows what was sent. The first call counts."""
         with self._lock:
             self._end = self._end or end
             if self._is_cancelled:
@@ -97,7 +97,7 @@ class Channel(Generic[T]):
         """Take the next item out, waiting for one; `on_wait` is called under the lock before each wait.
 
         Raises:
-            EndOfChannel: there is no more.
+            EndOfChannel: there are no more items.
             ClosedError: the receiving end was closed.
             BaseException: the error that the sender closed with, at each further call.
         """
@@ -126,32 +126,32 @@ class Channel(Generic[T]):
             self._item_bell.wait()
 
     def cancel(self) -> None:
-        """The receiver wants no more: what waits here is dropped, and what is sent from now on falls away.
+        """Close the receiving end: drop the waiting items, and those that are sent from now on.
 
-        From any thread, at any moment.
+        May be called from any thread, at any moment.
         """
         self._is_cancelled = True
         self._items.clear()
-        self._end = None  # an error holds what was alive where it was raised, loader workers for one
+        self._end = None  # an error keeps alive what was alive where it was raised: loader workers, for example
         self._room_bell.ring_unlocked()
         self._item_bell.ring_unlocked()
 
     def wake_sender(self) -> None:
-        """Let a sender that waits for room ask again whether there is some. Called under the lock."""
+        """Make a sender that waits for room check again. Called under the lock."""
         self._room_bell.ring()
 
     def wake_sender_unlocked(self) -> None:
-        """The same, from any thread, at any moment."""
+        """As `wake_sender`, from any thread, at any moment."""
         self._room_bell.ring_unlocked()
 
     @property
     def has_waiting_sender(self) -> bool:
-        """Whether someone waits for room here, or is about to."""
+        """Whether a sender waits for room here, or is about to."""
         return self._room_bell.is_awaited
 
 
 class _Bell:
-    """Wakes those who wait at one end. A ring too many is harmless: who wakes looks again."""
+    """Wakes the threads that wait at one end. A spurious ring is harmless: a woken thread checks again."""
 
     def __init__(self) -> None:
         self._rings: SimpleQueue[None] = SimpleQueue()
@@ -159,23 +159,23 @@ class _Bell:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether someone waits for it, or is about to."""
+        """Whether a thread waits for it, or is about to."""
         return self._expected > 0
 
     def expect(self) -> None:
-        """Announce a `wait`, under the lock that guards what is waited for."""
+        """Announce a `wait`, under the lock that guards the awaited state."""
         self._expected += 1
 
     def wait(self) -> None:
-        """Return at the next ring since `expect`, without the lock."""
+        """Wait for the next ring since `expect`, without the lock."""
         self._rings.get()
 
     def ring(self) -> None:
-        """Wake all who are announced, under the lock."""
+        """Wake all announced threads, under the lock."""
         while self._expected:
             self._expected -= 1
             self._rings.put(None)
 
     def ring_unlocked(self) -> None:
-        """Wake one who waits now or next."""
+        """Wake one thread that waits now or next."""
         self._rings.put(None)

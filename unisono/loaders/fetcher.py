@@ -1,7 +1,7 @@
 """How samples become a batch: in the reader's thread, or in a loader worker.
 
-*Threads:* in the parent, one thread at a time uses a fetcher. A loader worker has it to itself, and so may seed the
-process's random generators for each sample; in the parent they belong to the training loop too, and are left alone.
+*Threads:* in the parent, one thread at a time uses a fetcher. A loader worker has exclusive use of it, and so may seed
+the process's random generators for each sample; in the parent the training loop uses them too, so they are left alone.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _latest: object = None  # the last that was given to a dataset in this process
 
 
 class Request(NamedTuple):
-    """A batch to be made: which samples, and where in the epoch they stand.
+    """A request for a batch: which samples, and their positions in the epoch.
 
     Attributes:
-        indices: of the samples in the dataset.
+        indices: the samples' indices in the dataset.
         start: the position of the first one in the epoch's order.
-        own: how many stand in a row there; those behind repeat them from the start.
+        own: how many are consecutive there; the remaining ones repeat them from the start.
         epoch, seed: the epoch, and its seed.
-        step: how far apart two neighbours are in the order of all ranks, where their samplers cut it.
+        step: the distance of two neighbours in the order of all ranks, if their samplers shard it.
     """
 
     indices: Sequence[Any]
@@ -41,11 +41,11 @@ class Request(NamedTuple):
 
 
 class Fetcher:
-    """Makes batches of a map-style dataset, in whichever process it finds itself.
+    """Makes batches from a map-style dataset, in the process that calls it.
 
     Args:
-        loader: whose dataset and collate_fn it uses. One with batch_size=None makes no batches: a request is for one
-            sample, which its collate_fn gets by itself.
+        loader: the loader whose dataset and collate_fn it uses. With batch_size=None a request is for one sample, which
+            is passed to collate_fn alone.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -58,14 +58,14 @@ class Fetcher:
         self._epoch: int | None = None
         self._told: object = None  # stands for having given that epoch
         self._draws: bool | None = None  # whether making a batch draws from the process's generators
-        self._seeded: tuple[object, ...] | None = None  # where they stood after the last seed, while that is unknown
+        self._seeded: tuple[object, ...] | None = None  # their state after the last seed, while that is unknown
 
     def batch(self, request: Request, is_seeded: bool = False) -> Any:
-        """The batch asked for.
+        """Make the requested batch.
 
         Args:
-            is_seeded: seed the process's generators for each sample from (seed, epoch, position), so that what a
-                sample is augmented with depends on nothing else; a dataset with `__getitems__`, for each batch.
+            is_seeded: seed the process's generators for each sample from (seed, epoch, position), so that a
+                sample's augmentation depends on nothing else; with `__getitems__`, for each batch.
         """
         try:
             return self._make_seeded(request) if is_seeded else self._make(request, False)
@@ -73,9 +73,9 @@ class Fetcher:
             raise RuntimeError("the dataset or collate_fn raised StopIteration, which is no end of the data") from stop
 
     def _make_seeded(self, request: Request) -> Any:
-        """Seed the generators for each sample, which takes as long as a small sample, only where something is drawn.
+        """Seed the generators for each sample, which takes as long as a small sample, only if something is drawn.
 
-        That is seen in the first batch, sample by sample. If nothing is, the next ones are made without seeds, and one
+        The first batch shows that, sample by sample. If nothing is drawn, the next ones are made without seeds, and one
         in which something is drawn after all is made again.
         """
         if self._draws is False:
@@ -106,11 +106,11 @@ class Fetcher:
 
     def _make(self, request: Request, is_seeded: bool) -> Any:
         if self._set_epoch:
-            self._tell_epoch(request.epoch)  # it comes with the request, so persistent workers hear of it too
+            self._tell_epoch(request.epoch)  # it comes with the request, so that persistent workers get it too
         if not self._is_batched:
             return self._collate(self._sample(request, 0, is_seeded))
         if self._has_rows:
-            with suppress(Exception):  # what is wrong with an index is reported below, with its sample
+            with suppress(Exception):  # an invalid index is reported below, with its sample
                 return _rows(self._dataset, request.indices)
         if self._fetch_many:
             if is_seeded:
@@ -131,7 +131,7 @@ class Fetcher:
             raise
 
     def _tell_epoch(self, epoch: int) -> None:
-        """Tell the dataset, unless it has heard it and no other fetcher, which may be over the same one, has since."""
+        """Set the dataset's epoch, unless it is set and no other fetcher over the same dataset has changed it since."""
         global _latest
         if self._epoch != epoch or self._told is not _latest:
             self._set_epoch(epoch)
@@ -161,9 +161,9 @@ class Fetcher:
 
 
 def has_rows(loader: DataLoader[Any]) -> bool:
-    """Whether its batches are rows of plain tensors, which can be taken at once: a TensorDataset, or a Subset of one.
+    """Whether its batches are rows of plain tensors, which can be indexed at once: a TensorDataset, or a Subset of one.
 
-    The values are those of fetching and collating sample by sample, in a fifth of the time.
+    The values equal those of fetching and collating sample by sample, in a fifth of the time.
     """
     dataset = loader.dataset
     while type(dataset) is Subset:
@@ -183,9 +183,9 @@ def _rows(dataset: Any, indices: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def _fetches_many(dataset: Any) -> bool:
-    """Whether a dataset has a way of its own to fetch many samples.
+    """Whether a dataset has its own method to fetch many samples.
 
-    Torch's Subset and StackDataset pass that on, and go sample by sample where there is none, as is done here anyway.
+    torch's Subset and StackDataset forward it, and fetch sample by sample if there is none, as is done here anyway.
     """
     if type(dataset) is Subset:
         return _fetches_many(dataset.dataset)
@@ -196,6 +196,6 @@ def _fetches_many(dataset: Any) -> bool:
 
 
 def few(indices: Sequence[Any]) -> str:
-    """The first indices, as a message names them."""
+    """Format the first indices for a message."""
     more = len(indices) - _SHOWN
     return ", ".join(map(repr, indices[:_SHOWN])) + (f" and {more} more" if more > 0 else "")

@@ -1,12 +1,13 @@
-"""Forking loader workers from a process of many threads, so that none of them waits for ever for a lock.
+"""Forking loader workers from a process of many threads, so that none of them waits forever for a lock.
 
-A forked process has one thread, but all locks as they were: one that another thread held stays locked in it for good.
-torch's loader workers begin with `torch.manual_seed` and numpy's, and send tensors through shared memory. The locks
-that these need are held by whoever draws, seeds or shares a tensor: two replicas that seed and begin a loop at once
-were enough for a worker that waited for ever.
+A forked process has one thread, but all locks as they were: one that another thread held stays locked in it forever.
+torch's loader workers begin with `torch.manual_seed` and NumPy's, and send tensors through shared memory. The locks
+that
+these need are held by any thread that draws, seeds or shares a tensor: two replicas that seed and begin a loop at the
+same time were enough for a worker that waited forever.
 
-So loader workers are forked by one thread at a time. It holds those locks that python can hold during the fork, and
-waits for who draws from torch's generator, whose lock it cannot hold. Then each worker takes all of them once, and
+So loader workers are forked by one thread at a time. It holds the locks that Python can hold during the fork, and waits
+for threads that draw from torch's generator, whose lock it cannot hold. Then each worker acquires all of them once, and
 reports to its parent. One that does not report is killed, and forked again.
 
 *Threads:* any; one at a time is in `one_at_a_time`. `Worker.run` is in the forked process.
@@ -39,7 +40,7 @@ from unisono.backends.seeding import seeding_locks
 from unisono.errors import BusyError
 from unisono.loaders import fetcher
 
-_PATIENCE_S = (1.0, 2.0, 4.0, 8.0, 15.0)  # a slow machine may exceed the first ones, at no harm
+_PATIENCE_S = (1.0, 2.0, 4.0, 8.0, 15.0)  # a slow machine may exceed the first ones, without harm
 _LOCK_S = 1.0
 _STACK_S = 2.0
 _SIGNAL = getattr(signal, "SIGRTMIN", 34) + 9  # nobody's
@@ -82,9 +83,9 @@ class Worker(_Process):  # type: ignore[misc]
         )
 
     def run(self) -> None:
-        """Take each lock once that is needed before the user's code runs, report, and begin."""
+        """Acquire once each lock that is needed before the user's code runs, report, and begin."""
         with torch.storage._share_memory_lock:
-            torch.storage._share_memory_map.clear()  # of what threads were sharing that do not exist here
+            torch.storage._share_memory_map.clear()  # left by threads that do not exist here
         torch.manual_seed(0)
         if (numpy := sys.modules.get("numpy")) is not None:
             numpy.random.seed(0)
@@ -111,7 +112,7 @@ def context_of(given: Any) -> Any:
 
 
 def stack_of(worker: Any) -> str:
-    """Where a loader worker is now, as lines to follow a message; nothing where that is unknown."""
+    """Where a loader worker is now, as lines to append to a message; empty if unknown."""
     if not isinstance(worker, Worker) or not worker.is_alive():
         return ""
     worker.stacks.seek(0)
@@ -135,7 +136,7 @@ def _without_ours(lines: list[str]) -> list[str]:
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """For the block, no other thread starts loader workers: they would inherit each other's pipes half made.
+    """Keep other threads from starting loader workers in the block: they would inherit half-made pipes.
 
     Raises:
         BusyError: another thread has been starting its own for minutes.
@@ -149,7 +150,7 @@ def one_at_a_time() -> Iterator[None]:
 
 
 def _fork_in_time(process: Any, patience_s: float) -> Any:
-    """The process's Popen, when the process has reported or died; None, and it is gone, where it is stuck."""
+    """Return the process's Popen once it has reported or died; if it is stuck, kill it and return None."""
     global _forking
     from multiprocessing.popen_fork import Popen  # here: Windows has none
 
@@ -177,7 +178,7 @@ def _fork_in_time(process: Any, patience_s: float) -> Any:
 
 
 def _locks() -> Iterator[Any]:
-    """The locks of python's that a loader worker needs before its first line."""
+    """Python's locks that a loader worker needs before its first line."""
     if (numpy := sys.modules.get("numpy")) is not None:
         yield numpy.random.get_bit_generator().lock
     yield from seeding_locks()
@@ -185,7 +186,7 @@ def _locks() -> Iterator[Any]:
 
 
 def _hold_locks() -> None:
-    """Before such a fork. Behind the last line, no other thread runs python before it."""
+    """Run before such a fork. After the last line, no other thread runs Python code before the fork."""
     if _forking != threading.get_ident():
         return
     _held.extend(lock for lock in _locks() if lock.acquire(timeout=_LOCK_S))
@@ -193,7 +194,7 @@ def _hold_locks() -> None:
 
 
 def _release_locks() -> None:
-    """After it, in both processes."""
+    """Run after the fork, in both processes."""
     while _forking == threading.get_ident() and _held:
         _held.pop().release()
 

@@ -1,16 +1,16 @@
-"""Lockstep: ranks that read parts of their own take the same number of steps, though their parts end unevenly.
+"""Lockstep: ranks that read different parts of a stream take the same number of steps, though the parts end unevenly.
 
-Each rank announces which batches it has ready, at least one or its end. So all know how many rounds they can
-take before they must meet again, and how many samples each round has. A rank whose part has ended repeats a sample that
-does not count for as long as another one has batches. Nobody waits for a batch that it does not need at once: the more
-the loader is ahead of the loop, the less often the ranks meet.
+Each rank announces which batches it has ready, at least one or its end. So all know how many rounds they can take
+before they must meet again, and how many samples each round has. A rank whose part has ended repeats a sample, which
+does not count, as long as another one has batches. No rank waits for a batch that it does not need yet: the further the
+loader is ahead of the loop, the less often the ranks meet.
 
-*Threads:* the loop's. All ranks must loop over the loader, as often as the others, and leave it at the same batch.
+*Threads:* the loop's. All ranks must loop over the loader equally often, and leave it at the same batch.
 
 Invariants:
-1. All ranks meet at the same rounds, since each knows what all have offered.
+1. All ranks meet at the same rounds, since each knows what all others have offered.
 2. An error of one rank's source ends the loop on all ranks, after the rounds that were complete.
-3. Behind its end, whatever that is, a loop meets nobody: it ends in the same way again.
+3. After its end, for whatever reason, a loop meets no other rank: it ends in the same way again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Ready(NamedTuple):
-    """A batch that a rank has: its size, and after it what its parts have given, which the last, and the trail."""
+    """A batch of a rank: its size, what its parts have delivered after it, which was the last, and the trail."""
 
     size: Size
     taken: list[int]
@@ -49,12 +49,12 @@ class _Offer(NamedTuple):
     """What a rank has for the rounds to come.
 
     Attributes:
-        start: the samples of the epoch before them.
-        batches: what is ready; none where its part has ended, or its source has failed.
+        start: the number of the epoch's samples before them.
+        batches: those that are ready; none if its part has ended, or its source has failed.
         has_sample: whether it can repeat one.
         failure: what its source raised.
-        by, workers: who cuts its stream, for how many loader workers of a rank.
-        mark: of its stream; 0 where it is not known.
+        by, workers: what shards its stream, for how many loader workers of a rank.
+        mark: identifies its stream; 0 if it is unknown.
     """
 
     start: int
@@ -83,9 +83,9 @@ class Lockstep:
 
     Args:
         world: whose loop it is.
-        rule: its `tail` and `fixed_batch_size` say what becomes of the rounds for which some rank has no batch.
-        dim: the dimension along which the samples of a batch lie.
-        ahead: how many batches may wait here, beside those in the lane.
+        rule: its `tail` and `fixed_batch_size` say what happens to rounds for which some rank has no batch.
+        dim: the batch dimension.
+        ahead: the number of batches that may wait here, besides those in the lane.
         begun: the pass.
     """
 
@@ -100,7 +100,7 @@ class Lockstep:
         self._rounds: deque[list[_Ready | None]] = deque()
         self._spare: Delivery | None = None  # a sample to be repeated: a copy, since the loop may write to its batches
         self._states: Any = begun.position.get("states")
-        self._full = begun.size or 0  # the size to pad to: of the largest batch so far, where it is not known
+        self._full = begun.size or 0  # the size to pad to: that of the largest batch so far, if unknown
         self._wanted = 0  # the size of the first batch of all
         self._end: Exception | None = None
 
@@ -110,9 +110,9 @@ class Lockstep:
         Raises:
             EndOfChannel: no rank has more.
             BrokenWorldError: another rank's source failed.
-            CollectiveMismatchError: another rank stands elsewhere in the stream.
-            RuntimeError: the ranks read different streams, or cut theirs in different ways.
-            ValueError: a rank has no more, others have, and the rule forbids it; or batches are to have one size, and
+            CollectiveMismatchError: another rank is elsewhere in the stream.
+            RuntimeError: the ranks read different streams, or shard theirs in different ways.
+            ValueError: a rank has no more, others do, and the rule forbids it; or batches are to have one size, and
                 one is of unknown size.
         """
         if self._end is not None:
@@ -125,7 +125,7 @@ class Lockstep:
             raise
 
     def _take(self, offered: list[_Ready | None], stamps: Any) -> Delivery:
-        """The own batch of a round, or what stands for it."""
+        """Return this rank's batch of a round, or its substitute."""
         there = [each.size for each in offered if each is not None]
         sizes = [size.samples for size in there]
         self._wanted = self._wanted or sizes[0]
@@ -151,7 +151,7 @@ class Lockstep:
         return own._replace(batch=batch, claim=claim, position=self._position, stamps=stamps)
 
     def _meet(self) -> _Met:
-        """Tell the others what is ready here, and find the rounds that all can take."""
+        """Announce what is ready here, and determine the rounds that all ranks can take."""
         error = self._fill()
         try:
             ready_at = perf_counter_ns()
@@ -160,7 +160,7 @@ class Lockstep:
             if error is not None:
                 raise error
         finally:
-            del error  # or its traceback would hold it, and all that this frame does
+            del error  # or its traceback would keep it alive, with everything in this frame
         going = _check(offers)
         if not going:
             raise EndOfChannel
@@ -174,7 +174,7 @@ class Lockstep:
         return _Met(stamps, ready_at)
 
     def _fill(self) -> Exception | None:
-        """Take what is ready, at least one batch; the error, where the source has none but that."""
+        """Take what is ready, at least one batch; or the error, if the source has nothing else."""
         try:
             while not self._own or (len(self._own) < self._ahead and self._lane.sent > self._lane.received):
                 self._own.append(self._lane.receive())
@@ -201,7 +201,7 @@ class Lockstep:
         return _Offer(start, batches, self._spare is not None, failure, known["by"], workers, known["mark"] or 0)
 
     def _advance(self, offered: list[_Ready | None], total: int) -> None:
-        """Move the position, which is that of all ranks' parts, after a round."""
+        """Advance the position, which is that of all ranks' parts, after a round."""
         before = self._position
         ranks, workers, taken = before["layers"][-1]
         taken, last = list(taken), list(before["last"])
@@ -215,7 +215,7 @@ class Lockstep:
             self._position["states"] = self._states
 
     def _pad(self, own: Delivery) -> tuple[Any, int]:
-        """The batch, padded where that is the rule, and how many of its samples are only repeated."""
+        """Return the batch, padded if the rule says so, and how many of its samples are only repeated."""
         batch, samples = own.batch, own.claim.samples
         size = (batch_size(batch, self._dim) or 1) if own.claim.is_told else 1
         is_short = self._rule.policy.fills and size < self._full
@@ -225,7 +225,7 @@ class Lockstep:
         return pick(batch, [place % size for place in range(self._full)], self._dim), self._full - samples
 
     def _sample_of(self, own: Delivery) -> Delivery:
-        """One sample of a batch, to be repeated, or the whole of one that cannot be cut."""
+        """Return one sample of a batch, to be repeated, or the whole batch if it cannot be cut."""
         batch, is_told = own.batch, own.claim.is_told
         if is_told and can_cut(batch, self._dim):
             self._lane.backend.wait_ready(own.token)
@@ -247,7 +247,7 @@ class Lockstep:
             self._full = max(self._full, size)
 
     def _end_uneven(self, offers: list[_Offer]) -> None:
-        """Some ranks have no more: end here, where that is the rule."""
+        """Some ranks have no more: end here, if the rule says so."""
         if self._rule.policy.refuses:
             ended = ", ".join(str(rank) for rank, offer in enumerate(offers) if not offer.batches)
             self._lane.cancel()
@@ -259,7 +259,7 @@ class Lockstep:
             self._leave_rest()
 
     def _leave_rest(self) -> NoReturn:
-        """End the loop. What of the rest has come here counts as dropped; nobody reads on to count more."""
+        """End the loop. Remaining batches that were received count as dropped; none are read only to be counted."""
         self._world.timeline.loop().count("dropped", sum(each.claim.samples for each in self._own))
         self._own.clear()
         self._lane.cancel()
@@ -267,7 +267,7 @@ class Lockstep:
 
 
 def _bare(error: Exception) -> Exception:
-    """The same error without the frames that it came through: they hold whoever keeps it, and the loader workers."""
+    """Return the same error without its frames: these keep their callers and the loader workers alive."""
     twin: Any = copy_error(error)
     if twin is error:  # its class cannot be copied
         twin = RuntimeError(f"this loop has ended with {type(error).__name__}: {error}")
@@ -275,7 +275,7 @@ def _bare(error: Exception) -> Exception:
 
 
 def _check(offers: list[_Offer]) -> list[_Offer]:
-    """The offers that have batches. All ranks see the same offers, so all raise or none does.
+    """Return the offers that have batches. All ranks see the same offers, so all raise or none does.
 
     Raises:
         As `Lockstep.receive`.
@@ -298,7 +298,7 @@ def _check(offers: list[_Offer]) -> list[_Offer]:
         )
     if going and going[0].by == "stride" and len({offer.mark for offer in going if offer.mark}) > 1:
         raise RuntimeError(other_stream("ranks"))
-    for batches in zip(*(offer.batches for offer in going), strict=False):  # what all are going to take
+    for batches in zip(*(offer.batches for offer in going), strict=False):  # what all ranks will take
         trails = {batch.trail for batch in batches if batch.trail is not None}
         if len(trails) > len(dict(trails)):  # two marks after the same row
             raise RuntimeError(other_stream("ranks"))

@@ -1,8 +1,8 @@
 """What travels from a loader worker to its parent: a batch, or the error in its place, each as a whole.
 
-torch sends an error as text, and rebuilds it only if its class takes one argument; a batch that cannot be pickled it
-drops, and waits for it for ever. So what is not certain to arrive is pickled in the worker's own thread, where whatever
-fails can be reported.
+torch sends an error as text, and rebuilds it only if its class takes one argument; it drops a batch that cannot be
+pickled, and waits for it forever. So what is not certain to arrive is pickled in the worker's own thread, where a
+failure can be reported.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SENDABLE = (int, float, str, bytes, bool, type(None))
 
 
 def can_surely_be_sent(value: Any) -> bool:
-    """Whether it is plain tensors, texts and numbers in plain containers, which torch can send as they are."""
+    """Whether it consists of plain tensors, texts and numbers in plain containers, which torch sends unchanged."""
     kind = type(value)
     if kind is torch.Tensor:
         return value.layout is torch.strided and not value.requires_grad
@@ -37,9 +37,9 @@ def can_surely_be_sent(value: Any) -> bool:
 
 
 class Merged:
-    """A batch of many tensors on its way: they lie in one, which takes one descriptor. It arrives as the batch.
+    """A batch of many tensors in transit, merged into one, which needs one descriptor. It arrives as the batch.
 
-    At the limit of descriptors (`ulimit -n`) torch drops a batch, in a thread of its own, and its receiver waits on.
+    At the limit of descriptors (`ulimit -n`) torch drops a batch, in its own thread, and the receiver keeps waiting.
     """
 
     def __init__(self, batch: Any) -> None:
@@ -55,7 +55,7 @@ class Merged:
 
 
 class _Slot(NamedTuple):
-    """Where a tensor lies in a merged one."""
+    """The place of a tensor in a merged one."""
 
     start: int
     nbytes: int
@@ -72,7 +72,7 @@ class _Slot(NamedTuple):
 
 
 def _slots_of(batch: Any, found: list[tuple[_Slot, torch.Tensor]]) -> Any:
-    """The batch with a slot in the place of each tensor; both are added to `found`."""
+    """Return the batch with a slot in place of each tensor; add both to `found`."""
     if isinstance(batch, torch.Tensor):
         slot = _Slot(found[-1][0].end if found else 0, batch.nbytes, batch.dtype, batch.shape)
         found.append((slot, batch))
@@ -95,12 +95,12 @@ def _apart(batch: Any, whole: torch.Tensor) -> Any:
 
 
 def has_many(batch: Any) -> bool:
-    """Whether a batch that can surely be sent had better be merged."""
+    """Whether a batch that is certain to arrive should be merged."""
     return sum(isinstance(leaf, torch.Tensor) for leaf in leaves(batch)) > _MANY
 
 
 class Packed:
-    """A batch of `whose`, or what was raised instead, pickled already; it arrives in the parent as an `Outcome`.
+    """A batch of `whose`, or the exception raised instead, already pickled; it arrives in the parent as an `Outcome`.
 
     Tensors go through shared memory that ends with the loader worker, so it is unpacked as soon as it is received, also
     when other batches come before it.

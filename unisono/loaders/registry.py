@@ -1,6 +1,6 @@
-"""Which source reads a user's loader, and who counts the epochs: each loader of this package those of its own.
+"""Which source reads a user's loader. Each loader of this package counts its own epochs.
 
-Nothing is set on the user's loader, which may be read by several: for training and for evaluation, say.
+Nothing is set on the user's loader, which several may read: for training and for evaluation, for example.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _bookmarks: weakref.WeakKeyDictionary[DataLoader[Any], weakref.ref[Bookmark]] = 
 class Sources:
     """The sources of the DataLoaders that an owner of several passes has read, each kept as long as its DataLoader.
 
-    So the epochs continue, and persistent workers stay, where each pass is made by a ParallelLoader of its own. A
+    So the epochs continue, and persistent workers stay, if each pass is made by a separate ParallelLoader. A
     DataLoader that its source holds (by a collate_fn that is its own method) is kept as long as this is.
 
     *Threads:* any.
@@ -39,7 +39,7 @@ class Sources:
         self._kept: weakref.WeakKeyDictionary[Any, dict[Hashable, Source]] = weakref.WeakKeyDictionary()
 
     def of(self, loader: Iterable[Any], world: World, dim: int, seed: int | None) -> Source:
-        """The source that has read this loader before; a new one, for one that is no DataLoader."""
+        """Return the source that has read this loader before; a new one, if it is not a DataLoader."""
         if not is_indexed(loader) and not is_stream(loader):
             return source_of(loader, world, dim, seed)
         with self._lock:
@@ -51,7 +51,7 @@ class Sources:
 
 
 def source_of(loader: Iterable[Any], world: World, dim: int, seed: int | None) -> Source:
-    """A source of that rank's passes over a loader, whose batches are cut along `dim`; it begins with epoch 0."""
+    """Return a source for that rank's passes over a loader, whose batches are cut along `dim`, from epoch 0 on."""
     if is_stream(loader):
         return StreamSource(loader, world.rank, world.world_size, dim, seed)
     if not is_indexed(loader):
@@ -61,14 +61,14 @@ def source_of(loader: Iterable[Any], world: World, dim: int, seed: int | None) -
 
 
 def tell_of_repetition(loader: Iterable[Any], source: Source, bookmark: Bookmark) -> None:
-    """Say once that a pass begins at epoch 0 again, where the order depends on the epoch: what reads it was made again.
+    """Warn once that a pass begins at epoch 0 again, if the order depends on the epoch: its reader was created again.
 
-    That is a loader over the same DataLoader, or another DataLoader over the same dataset. It is known where the one
-    before is gone: it was made for one epoch. Of two that live, each counts its own. A dataset is read by DataLoaders
-    one after another without repetition where one of them comes to a later epoch, and where no gradients are wanted.
+    That is a loader over the same DataLoader, or another DataLoader over the same dataset. It is detected if the one
+    before is gone: it was created for one epoch. Of two that are alive, each counts its own. DataLoaders may read a
+    dataset one after another without repetition if one of them reaches a later epoch, or if gradients are off.
 
     Args:
-        source, bookmark: of the loader whose pass is about to begin.
+        source, bookmark: those of the loader whose pass is about to begin.
     """
     if not is_indexed(loader) and not is_stream(loader):
         return
@@ -83,7 +83,7 @@ def tell_of_repetition(loader: Iterable[Any], source: Source, bookmark: Bookmark
 class _FirstEpochs:
     """Which DataLoaders began the last passes over a dataset, all of them epoch 0: by seed, order and length.
 
-    The dataset is held weakly, and by its identity: it need have no hash, and equal ones are not the same.
+    The dataset is referenced weakly, by identity: it need not be hashable, and equal ones are not the same.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -102,16 +102,16 @@ def _is_dataset_read_again(loader: DataLoader[Any], source: Source, is_later: bo
     """Whether a DataLoader that is gone began its only pass over the same dataset, in the same order, before this one.
 
     Args:
-        is_later: the pass that begins now is a later epoch: whoever reads the dataset depends on the epoch.
+        is_later: the pass that begins now is a later epoch: its reader depends on the epoch.
     """
     if not torch.is_grad_enabled():  # an evaluation may be the same each time
         return False
     dataset: Any = loader.dataset
-    while type(dataset) is Subset:  # of a fold, made again as well
+    while type(dataset) is Subset:  # of a fold, created again as well
         dataset = dataset.dataset
     try:
         known = _first_epochs.setdefault(id(dataset), _FirstEpochs(dataset))
-    except TypeError:  # a list, say, which cannot be held weakly
+    except TypeError:  # a list, for example, which cannot be referenced weakly
         return False
     key = (source.seed, source.order, source.length)
     before = known.loaders.pop(key, None)

@@ -1,6 +1,6 @@
 """/dev/shm, the memory through which tensors come from loader workers: containers often have 64 MB of it.
 
-Where it is full, a batch cannot be sent, and who writes into what it has no room for is killed by SIGBUS.
+If it is full, a batch cannot be sent, and a process that writes beyond its capacity is killed by SIGBUS.
 
 *Threads:* the reader's, in the parent; `share` runs in the loader workers.
 """
@@ -36,14 +36,14 @@ logger = logging.getLogger(__name__)
 
 
 class Room:
-    """What the loader workers of one pool find there, and whether it is enough.
+    """The space for the loader workers of one pool, and whether it is sufficient.
 
     Args:
-        num_workers, prefetch_factor: how many workers, and how many batches each makes ahead.
-        waiting: how many batches wait for the loop, once they are received.
+        num_workers, prefetch_factor: the number of workers, and of batches that each prefetches.
+        waiting: the number of batches that wait for the loop after they are received.
 
     Attributes:
-        is_tight: whether those that wait had better be taken out of there.
+        is_tight: whether waiting batches should be copied out of it.
     """
 
     def __init__(self, num_workers: int, prefetch_factor: int | None, waiting: int) -> None:
@@ -55,13 +55,13 @@ class Room:
         self.is_tight = False
 
     def look(self) -> None:
-        """Before the workers start: how much is free."""
+        """Measure the free space, before the workers start."""
         if not self._has_checked:
             found = _free_and_size()
             self._free = found and found[0]
 
     def check(self, batch: Any) -> None:
-        """With the first batch, warn where as many as can be on their way do not fit."""
+        """Warn at the first batch if the largest possible number of batches in transit does not fit."""
         if self._has_checked:
             return
         self._has_checked = True
@@ -81,9 +81,9 @@ class Room:
 
 
 def share(batch: Any) -> None:
-    """Put the tensors of a batch there now, in the thread that can report where it fails.
+    """Put the tensors of a batch there now, in a thread that can report a failure.
 
-    The thread by which torch would do it prints the error and drops the batch, and its receiver waits for ever.
+    torch's own thread for it would print the error and drop the batch, and the receiver would wait forever.
     """
     for leaf in leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.is_cpu and has_storage(leaf) and leaf.untyped_storage().nbytes():
@@ -91,12 +91,12 @@ def share(batch: Any) -> None:
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """Whether it lies in one piece of memory: no sparse one, and none that is made of others."""
+    """Whether it is in one piece of memory: neither sparse nor composed of other tensors."""
     return tensor.layout is torch.strided and type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
 def explain(error: BaseException) -> None:
-    """Note on an error that says that there was no room, in torch's words, what there is and what to do."""
+    """Add a note to torch's error about missing space: how much there is and what to do."""
     if any(_FULL in str(each) for each in chain_of(error)):
         add_note_once(error, why_full())
     if resource is not None and any(_TOO_MANY in str(each) for each in chain_of(error)):
@@ -109,14 +109,14 @@ def explain(error: BaseException) -> None:
 
 
 def why_full() -> str:
-    """What there is, and what to do, in words."""
+    """Describe how much there is, and what to do."""
     found = _free_and_size()
     sizes = f", of {_megabytes(found[1])} with {_megabytes(found[0])} free now," if found else ""
     return f"{SHM}{sizes} had no room for the batches that loader workers send; {_WAY_OUT}"
 
 
 def _free_and_size() -> tuple[int, int] | None:
-    """In bytes; None where there is no such place."""
+    """Return it in bytes; None if there is no such file system."""
     try:
         status = os.statvfs(SHM)
     except (OSError, AttributeError):
