@@ -6,9 +6,9 @@ Round k of a lane travels on its conveyor k mod n, and its loop receives from co
 may work side by side, and the order holds by construction. A lane to a device to which nothing has to be moved has no
 transfer: the reader puts its batches straight into the outbox.
 
-Who owns what: the pipeline owns the lanes and the threads. The bounds are a lane's, over all of its conveyors: so many
-loaded batches in its inboxes, so many moved ones from the start of their move until the loop takes them, and so many
-bytes in both together.
+The pipeline owns the lanes and the threads. The bounds apply per lane, over all of its conveyors: to the number of
+loaded batches in its inboxes, to the number of moved ones from the start of their move until the loop takes them, and
+to the bytes of both.
 
 *Threads:* `unisono-reader` runs `read`, `unisono-transfer-K` (`-K-J` for conveyor J, from 1 on) runs `transfer` for
 lane K. They hold the pipeline and the source, never the loader object that the user holds, so dropping that object
@@ -16,9 +16,9 @@ ends them.
 
 Invariants:
 1. Every lane gets the same rounds, in order.
-2. An error of the source, or of a transfer, closes the lane behind what was dealt before it, in its own type.
-3. A lane whose loop has ended is cancelled: its batches fall away, and the other lanes continue. So do those after a
-   batch that could not be moved.
+2. An error of the source, or of a transfer, closes the lane after the batches that came before it, in its own type.
+3. A lane whose loop has ended is cancelled: its batches are discarded, and the other lanes continue. Batches after one
+   that could not be moved are discarded, too.
 4. One thread may drain one lane after another, and a loop may be left. A full lane grows beyond its bounds while
    another lane waits, if the only thread that empties the full one is that waiter, or no iterator is left for it.
 5. A batch that is larger than the bound on bytes passes when its lane is empty. With that, and since batches are moved
@@ -55,17 +55,17 @@ _started: WeakSet[Pipeline] = WeakSet()
 
 
 class Stamps(NamedTuple):
-    """When the reader asked the source for a round, when it had it, and when the lane had room for its piece."""
+    """When the reader requested a round, when it received it, and when the lane had room for its piece."""
 
     asked_at: int = 0
     loaded_at: int = 0
     sent_at: int = 0
 
     def divide(self, began: int, ended: int) -> Waits:
-        """What a loop waited for that began to wait for this round and ended when it could use it, in nanoseconds.
+        """Split the time that a loop waited for this round, by cause, in nanoseconds.
 
-        For its peers until the source was asked, and again while the reader waited for room in their lanes before this
-        one's turn came; for the source in between; for the transfer at last.
+        It waited for its peers until the round was requested, and again while the reader waited for room in their lanes
+        before this one's turn came; for the source in between; and for the transfer at the end.
         """
         asked, loaded, sent = self
         if sent <= began:  # so it is for all batches of a loop that is slower than its loader
@@ -76,7 +76,7 @@ class Stamps(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A piece in a lane: `number` is that of its round."""
+    """A piece in a lane: `number` is its round's."""
 
     piece: Piece
     number: int
@@ -85,7 +85,7 @@ class Loaded(NamedTuple):
 
 
 class Delivery(NamedTuple):
-    """A batch on its device: `token` is what its backend waits for, the rest as in `Piece` and `Loaded`."""
+    """A batch on its device: its backend waits for `token`; the rest as in `Piece` and `Loaded`."""
 
     batch: Any
     token: Any
@@ -96,7 +96,7 @@ class Delivery(NamedTuple):
 
 
 class Conveyor:
-    """Every n-th round of a lane, from round `first` on: what is loaded for it, and what is moved.
+    """Every n-th round of a lane, from round `first` on: its loaded and its moved batches.
 
     The reader puts into `entry`. `refill_at`, of the inbox and the outbox, as for `Channel`.
     """
@@ -111,16 +111,16 @@ class Conveyor:
 
 
 class Lane:
-    """The way of the batches to one device.
+    """The path of the batches to one device.
 
-    It does not hold the loop's world: that holds the error that broke it, whose frames hold the loader, which would
-    then never be garbage.
+    It does not reference the loop's world: that references the error that broke it, whose frames reference the loader,
+    which would then never be garbage.
 
     Attributes:
-        sent, received: batches that were put in, and that its loop took out.
+        sent, received: the numbers of batches that were put in, and that its loop took out.
         progress: how far its loop has come.
-        is_direct: whether nothing has to be moved, so that the reader hands over itself.
-        is_cancelled: whether no one receives here any more.
+        is_direct: whether nothing has to be moved, so that the reader delivers batches itself.
+        is_cancelled: whether no loop receives here any more.
     """
 
     def __init__(
@@ -130,8 +130,8 @@ class Lane:
         self.backend = backend
         self.timeline = timeline
         self.owner: int | None = OTHER if has_own_thread else None  # the thread that last received here
-        self.waiter: int | None = None  # the thread that waits here with nothing on its way
-        self.iterators: set[int] = set()  # the ids of those that receive here
+        self.waiter: int | None = None  # the thread that waits here with nothing in transit
+        self.iterators: set[int] = set()  # the ids of the iterators that receive here
         self.progress = Progress()
         self.sent = self.received = 0
         self.is_cancelled = False
@@ -144,7 +144,7 @@ class Lane:
         refill_at = pipeline.refill_at(self.is_direct) if count == 1 else (None, None)
         self.conveyors = [Conveyor(self, first, pipeline.lock, self.is_direct, refill_at) for first in range(count)]
         entries, outboxes = [each.entry for each in self.conveyors], [each.outbox for each in self.conveyors]
-        # A channel wakes its own sender. Where a bound spans several, a receipt from one makes room in the others.
+        # A channel wakes its own sender. If a bound spans several, a receipt from one makes room in the others.
         self._woken_by_move = entries if count > 1 else []
         self._woken_by_receipt = outboxes if count > 1 else []
         if pipeline.prefetch_bytes is not None and not self.is_direct:
@@ -153,7 +153,7 @@ class Lane:
     # The reader's end.
 
     def send(self, piece: Piece, asked_at: int, loaded_at: int) -> bool:
-        """Put the piece of the next round in, waiting for room; False when no more is wanted here."""
+        """Put the piece of the next round in, waiting for room; return False if the lane is cancelled."""
         size = nbytes(piece.batch)
         conveyor = self.conveyors[self.sent % len(self.conveyors)]
         entry = conveyor.entry
@@ -174,7 +174,7 @@ class Lane:
         return entry.send(item)
 
     def close(self, end: Outcome[None]) -> None:
-        """No more comes from the source."""
+        """The source has ended."""
         for conveyor in self.conveyors:
             conveyor.entry.close(end if end.error is None else Outcome.failure(copy_error(end.error)))
 
@@ -197,7 +197,7 @@ class Lane:
     # The transfers' end.
 
     def move(self, loaded: Loaded) -> Delivery:
-        """Move a batch to the device, or start that."""
+        """Move a batch to the device, or start its move."""
         piece = loaded.piece
         try:
             batch, token = self.backend.to_device(piece.batch, self.device)
@@ -207,7 +207,7 @@ class Lane:
         return Delivery(batch, token, piece.claim, piece.position, loaded.nbytes, loaded.stamps)
 
     def may_move(self, number: int) -> bool:
-        """Whether there is room for that round on the device, or it will never be wanted. Called under the lock."""
+        """Whether there is room for that round on the device, or the lane is cancelled. Called under the lock."""
         return number < self.received + self._pipeline.device_prefetch_size or self.has_failed_before(number)
 
     def has_failed_before(self, number: int) -> bool:
@@ -215,7 +215,7 @@ class Lane:
         return self._failed_at is not None and self._failed_at < number
 
     def fail(self, number: int, conveyor: Conveyor, end: Outcome[None]) -> None:
-        """That round cannot be moved: its error is the last word of its conveyor, and what follows falls away."""
+        """That round cannot be moved: its error ends its conveyor, and later batches are discarded."""
         with self._pipeline.lock:
             if self._failed_at is None or number < self._failed_at:
                 self._failed_at = number
@@ -233,7 +233,7 @@ class Lane:
     # The loop's end.
 
     def receive(self) -> Delivery:
-        """The next batch; as `Channel.receive`."""
+        """Return the next batch; as `Channel.receive`."""
         self.owner = threading.get_ident()
         try:
             if self._takes_turns is None:
@@ -251,17 +251,17 @@ class Lane:
             channel.wake_sender()
 
     def last_stamps(self) -> Stamps:
-        """Those of a round that never came, when the source has ended."""
+        """The stamps of a round that never came, when the source has ended."""
         return Stamps(self._pipeline.asked_at, perf_counter_ns(), perf_counter_ns())
 
     def leave(self, iterator: int) -> None:
-        """That iterator is gone; from any thread, at any moment."""
+        """Note that an iterator is gone; from any thread, at any moment."""
         self.iterators.discard(iterator)
         for conveyor in self.conveyors:
             conveyor.entry.wake_sender_unlocked()
 
     def cancel(self) -> None:
-        """No one receives here any more."""
+        """Discard this lane's batches from now on: no loop receives here any more."""
         self.is_cancelled = True
         for conveyor in self.conveyors:
             conveyor.inbox.cancel()
@@ -274,7 +274,7 @@ class Lane:
                 lane.wake_reader()
 
     def wake_reader(self) -> None:
-        """Let the reader, if it waits for room here, ask again whether it may overflow. Called under the lock."""
+        """Make the reader, if it waits for room here, check again whether it may overflow. Called under the lock."""
         for conveyor in self.conveyors:
             conveyor.entry.wake_sender()
 
@@ -284,7 +284,7 @@ class Lane:
         return any(each.entry.has_waiting_sender for each in self.conveyors)
 
     def threads(self, place: int) -> list[threading.Thread]:
-        """What moves its batches, not started; `place` is the lane's."""
+        """Return the threads that move its batches, not started; `place` is the lane's."""
         if self.is_direct:
             return []
         bodies = []
@@ -301,9 +301,9 @@ class Pipeline:
     Args:
         loader_prefetch_size: loaded batches that may wait, per lane.
         device_prefetch_size: moved batches that may wait, per lane.
-        prefetch_bytes: what may wait, loaded and moved together, per lane; None for no such bound. The batch in the
-            reader's hands comes on top of it.
-        transfer_threads: how many move batches at a time, per lane.
+        prefetch_bytes: the bytes of loaded and moved batches that may wait, per lane; None for no such bound. The batch
+            that is being read comes on top of it.
+        transfer_threads: how many threads move batches, per lane.
     """
 
     def __init__(
@@ -315,22 +315,22 @@ class Pipeline:
     ) -> None:
         self.loader_prefetch_size = loader_prefetch_size
         self.device_prefetch_size = device_prefetch_size
-        self.most_waiting = loader_prefetch_size + device_prefetch_size + 1  # with the one in a transfer's hands
+        self.most_waiting = loader_prefetch_size + device_prefetch_size + 1  # with the one that is being moved
         self.prefetch_bytes = prefetch_bytes
         self.transfer_threads = transfer_threads
         self.lock = threading.Lock()
         self.lanes: list[Lane] = []
         self.threads: list[threading.Thread] = []
-        self.asked_at = 0  # when the reader asked the source last; 0 while no lane can have waited for another
+        self.asked_at = 0  # when the reader last requested a round; 0 while no lane can have waited for another
 
     def refill_at(self, is_direct: bool) -> tuple[int | None, int | None]:
-        """When half of an inbox, and of an outbox, is empty; None where bytes may be what bounds them."""
+        """When half of an inbox, and of an outbox, is empty; None if they may be bounded by bytes."""
         if self.prefetch_bytes is not None:
             return None, None
         return self.loader_prefetch_size // 2, (self.most_waiting if is_direct else self.device_prefetch_size) // 2
 
     def add_lane(self, device: torch.device, backend: Backend, timeline: Timeline, has_own_thread: bool) -> None:
-        """One lane more, before the start; `has_own_thread` when a thread of its own will empty it."""
+        """Add a lane, before the start; `has_own_thread` if a separate thread will empty it."""
         self.lanes.append(Lane(self, device, backend, timeline, has_own_thread))
 
     def start(self, source: Iterator[list[Piece]]) -> None:
@@ -347,19 +347,19 @@ class Pipeline:
             raise
 
     def count_left_out(self, samples: Sequence[int]) -> None:
-        """So many samples of each lane's share will not be delivered. The source calls it, in the reader's thread."""
+        """Count samples of each lane's share that are not delivered. The source calls it, in the reader's thread."""
         for lane, dropped in zip(self.lanes, samples, strict=True):
             if dropped:
                 with lane.timeline.helper("reader") as track:
                     track.count("dropped", dropped)
 
     def stop(self) -> None:
-        """Wake everybody and let the threads end; from any thread, waits for none."""
+        """Wake all threads and let them end; from any thread, without waiting for them."""
         for lane in self.lanes:
             lane.cancel()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the threads, each `timeout_s` at most; whether all have ended."""
+        """Wait for the threads, at most `timeout_s` each; return whether all have ended."""
         for thread in self.threads:
             if thread is not threading.current_thread() and thread.ident is not None:
                 with suppress(RuntimeError):  # an interrupted start, from which it is still to come
@@ -369,7 +369,7 @@ class Pipeline:
 
 @atexit.register
 def _end_all() -> None:
-    """A thread that is still in torch when the interpreter ends would abort the process."""
+    """Wait at exit: a thread that is still in torch when the interpreter ends would abort the process."""
     for pipeline in list(_started):
         pipeline.stop()
     for pipeline in list(_started):
@@ -377,12 +377,12 @@ def _end_all() -> None:
 
 
 def read(source: Iterator[list[Piece]], pipeline: Pipeline) -> None:
-    """Body of the reader: deal each round to the lanes, then close them with the end or with the source's error."""
+    """Body of the reader: distribute each round to the lanes, then close them with the end or the source's error."""
     round_number = 0
     lanes = pipeline.lanes
     pieces: list[Piece] | None
     try:
-        if len(lanes) == 1:  # what a dataset puts on a device by itself, as `.cuda()` does, goes to the loop's
+        if len(lanes) == 1:  # tensors that a dataset moves by itself, by `.cuda()`, go to the loop's device
             lanes[0].backend.activate(lanes[0].device)
         while (pieces := next(source, None)) is not None:
             loaded_at = perf_counter_ns()
@@ -401,7 +401,7 @@ def read(source: Iterator[list[Piece]], pipeline: Pipeline) -> None:
     pieces = None
     for lane in lanes:
         lane.close(end)
-    del source, end, pieces  # an error's traceback holds this frame, which must not hold the error and the workers
+    del source, end, pieces  # an error's traceback references this frame, which must not keep the workers
 
 
 def transfer(lane: Lane, conveyor: Conveyor) -> None:
@@ -416,7 +416,7 @@ def transfer(lane: Lane, conveyor: Conveyor) -> None:
                     break
                 with track.span(MOVE):
                     delivery = lane.move(loaded)
-                del loaded  # while this thread waits for the next, the loop's batch is the loop's alone
+                del loaded  # while this thread waits for the next, only the loop references its batch
                 outbox.send(delivery)
                 del delivery
     except BaseException as error:
@@ -424,11 +424,11 @@ def transfer(lane: Lane, conveyor: Conveyor) -> None:
 
 
 def _take(conveyor: Conveyor) -> Loaded | None:
-    """The next piece for a transfer; None after the last, when the outbox is closed too."""
+    """Return the next piece for a transfer; None after the last, when the outbox is closed too."""
     try:
         return conveyor.inbox.receive()
     except EndOfChannel:
         conveyor.outbox.close(Outcome())
-    except BaseException as error:  # ClosedError too: it is the source's own, or no one receives it
+    except BaseException as error:  # ClosedError too: it is the source's own, or no loop receives it
         conveyor.outbox.close(Outcome.failure(error))
     return None

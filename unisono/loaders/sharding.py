@@ -1,7 +1,7 @@
 """Which samples go to which rank: pure functions over rounds of batches.
 
 A *round* is one batch per rank, all taken from one sequence of batches. That sequence is a function of (seed, epoch)
-alone, so the global batches do not depend on who loads them. Two ranks, ten samples 0..9, not shuffled:
+alone, so the global batches do not depend on which rank loads them. Two ranks, ten samples 0..9, not shuffled:
 
     split="rank", batches of two                        split="global", batches of four
     batch i goes to rank i % 2                            every batch is split over the ranks
@@ -11,12 +11,12 @@ alone, so the global batches do not depend on who loads them. Two ranks, ten sam
       1     4 5      6 7           4 5 6 7                4 5      6 7           4 5 6 7
       2     8        9             8 9                    8        9             8 9          <- the tail
 
-The tail is the last round where it is incomplete: short of batches, or of samples in its last batch. It is split so
-that every rank makes the same number of steps and every sample is delivered exactly once. A rank for which no sample is
-left gets a repeated one that counts as 0 samples. So does one that would get a part of a batch that cannot be cut with
-certainty: its neighbour takes it whole. Where some batch of a round is of unknown size, each of them counts as one,
-and nobody knows which of its rows count. Other policies: "drop" leaves the tail out, so that all batches have one size;
-"pad" fills each rank's batch up with repeated samples; "error" refuses. Each gives the same on any rank.
+The tail is the last round if it is incomplete: short of batches, or of samples in its last batch. It is split so that
+every rank makes the same number of steps and every sample is delivered exactly once. A rank for which no sample is left
+gets a repeated one that counts as 0 samples. So does one that would get a part of a batch that cannot be cut with
+certainty: its neighbour takes the whole batch. If some batch of a round is of unknown size, each of them counts as one,
+and it is unknown which of its rows count. Other policies: "drop" leaves the tail out, so that all batches have one
+size; "pad" fills each rank's batch up with repeated samples; "error" refuses. Each gives the same result on any rank.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SEEN = 64  # values of an array
 
 
 class Policy(NamedTuple):
-    """What becomes of an incomplete round: one of these, or it is split."""
+    """What happens to an incomplete round: one of these, or it is split."""
 
     leaves_out: bool = False
     fills: bool = False
@@ -51,7 +51,7 @@ class Policy(NamedTuple):
 
 
 def policy_of(tail: Tail) -> Policy:
-    """What that policy does, for all who ask."""
+    """What that policy does."""
     match tail:
         case "split":
             return Policy()
@@ -67,18 +67,18 @@ def policy_of(tail: Tail) -> Policy:
 
 @dataclass(frozen=True)
 class Rule:
-    """How the rounds of a sequence of batches are dealt.
+    """How the rounds of a sequence of batches are distributed.
 
     Attributes:
-        count: among how many ranks, or lanes.
+        count: the number of ranks, or lanes.
         kept: which of them belong to this process.
-        split: "rank" gives each rank batches of its own, "global" a part of every batch.
-        tail: what becomes of the incomplete last round.
+        split: "rank" gives each rank whole batches, "global" a part of every batch.
+        tail: what happens to the incomplete last round.
         fixed_batch_size: end before the first round that is incomplete or whose batches have another size than the
             first batch of all.
-        is_cut: the sequence is one of several that the ranks have, cut before.
-        shards: of how many; where that is more than one, nobody knows the whole rounds.
-        shard: which of them; its sample i is taken for sample `i * shards + shard` of them all.
+        is_cut: the sequence is one shard of several, which were cut before.
+        shards: the number of shards; with more than one, the whole rounds are not known.
+        shard: the number of this one; its sample i is sample `i * shards + shard` of all.
     """
 
     count: int = 1
@@ -106,7 +106,7 @@ class Rule:
 
     @property
     def shares_batches(self) -> bool:
-        """Whether each batch is one of all ranks, of which each takes a part."""
+        """Whether each batch is a global one, of which each rank takes a part."""
         match self.split:
             case "rank":
                 return False
@@ -117,11 +117,11 @@ class Rule:
 
     @property
     def policy(self) -> Policy:
-        """What becomes of the incomplete last round."""
+        """What happens to the incomplete last round."""
         return policy_of(self.tail)
 
     def rounds_of(self, batches: int) -> int:
-        """The number of rounds that this many batches make."""
+        """Return the number of rounds in this many batches."""
         full, more = divmod(batches, self.batches)
         return full + (more > 0 and not self.policy.leaves_out and not self.fixed_batch_size)
 
@@ -129,9 +129,9 @@ class Rule:
 class Part(NamedTuple):
     """What one rank takes of a round: samples `start` to `stop` of the round's batch number `batch`.
 
-    `samples` of the round's `total` samples are this rank's; 0 when the part only repeats a sample to keep step. Behind
-    them come `padding` samples more, which repeat the part from its start. Where some batch of the round does not tell
-    its size (`is_told` is False), these are batches, each of which is taken whole and counts as one.
+    `samples` of the round's `total` samples are this rank's; 0 if the part only repeats a sample to keep step. They are
+    followed by `padding` samples, which repeat the part from its start. If some batch of the round is of unknown size
+    (`is_told` is False), these are numbers of batches, each of which is taken whole and counts as one.
     """
 
     batch: int
@@ -155,12 +155,12 @@ class Part(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """What a batch counts in its round: `samples` of the `total` of all ranks, None where nobody knows that.
+    """What a batch counts in its round: `samples` of the `total` of all ranks, None if unknown.
 
-    `mark` is the same on all ranks where they stand in the same round, and most probably not where they do not.
-    `repeated` samples of the batch only repeat others, and come after those that count. `dealt` batches of the given
-    loader make the round. Where `is_told` is False, samples are batches, each of which counts as one: some batch of the
-    round does not say how many samples it holds.
+    `mark` is the same on all ranks that are in the same round, and almost certainly different otherwise. `repeated`
+    samples of the batch only repeat others, and come after those that count. `dealt` batches of the given loader make
+    the round. If `is_told` is False, the samples are batches, each of which counts as one: some batch of the round does
+    not say how many samples it holds.
     """
 
     samples: int
@@ -172,12 +172,12 @@ class Claim(NamedTuple):
 
     @property
     def valid_samples(self) -> int | None:
-        """How many samples of the batch count, from the front; None where that cannot be known."""
+        """How many samples of the batch count, from the front; None if unknown."""
         return self.samples if self.is_told or not self.samples else None
 
     @property
     def weight(self) -> float | None:
-        """The part of the round that they are; None where that is unknown."""
+        """Their fraction of the round; None if unknown."""
         return self.samples / self.total if self.total else None
 
 
@@ -193,7 +193,7 @@ class Size(NamedTuple):
     """How many samples a batch holds, and whether it can be cut into them.
 
     Attributes:
-        untold: the class of a batch of unknown size; it is taken for one sample.
+        untold: the class of a batch of unknown size, which counts as one sample.
     """
 
     samples: int
@@ -202,11 +202,11 @@ class Size(NamedTuple):
 
 
 def deal(sizes: Sequence[Size], count: int, fill_to: int = 0) -> list[Part]:
-    """Deal a round of `len(sizes)` batches, 1 to `count` of them, to `count` ranks.
+    """Distribute a round of `len(sizes)` batches, 1 to `count` of them, to `count` ranks.
 
-    A full round gives each rank one batch whole. In a short one, neighbouring ranks share a batch as evenly as it
-    goes, the earlier ones taking the larger parts; no part is larger than its batch. Parts of batches that can be cut
-    are padded to `fill_to` samples. Where one is of unknown size, all are taken whole, and count as one each.
+    A full round gives each rank one whole batch. In a short one, neighbouring ranks share a batch as evenly as
+    possible, the earlier ones taking the larger parts; no part is larger than its batch. Parts of batches that can be
+    cut are padded to `fill_to` samples. If one is of unknown size, all are taken whole, and count as one each.
     """
     if any(size.untold for size in sizes):
         return [_part_of_unknown_size(sizes, rank, count) for rank in range(count)]
@@ -243,13 +243,13 @@ def _part_of_unknown_size(sizes: Sequence[Size], rank: int, count: int) -> Part:
 
 
 def _sharing(batches: int, rank: int, count: int) -> tuple[int, int, int]:
-    """The batch that a rank shares, the first rank that does, and the one after the last."""
+    """Return the batch that a rank shares, the first rank that shares it, and the one after the last."""
     batch = rank * batches // count
     return batch, -(-batch * count // batches), -(-(batch + 1) * count // batches)
 
 
 class Round(NamedTuple, Generic[B]):
-    """The batches of one round, their sizes, and who takes what of them; `start` samples of the epoch are before it."""
+    """The batches of one round, their sizes, and each rank's part; `start` samples of the epoch come before it."""
 
     batches: list[B]
     sizes: list[Size]
@@ -275,10 +275,10 @@ def rounds(
 
     Args:
         size_of: measures a batch, with whether it is going to be cut.
-        nominal: the size of a complete batch; None where it is not known before.
+        nominal: the size of a complete batch; None if it is not known beforehand.
         start: the number of the epoch's samples before this sequence.
         left_out: is given the number of samples that each rank would have had of a round that is not dealt, if known.
-        first: the size of the epoch's first batch, where that came before.
+        first: the size of the epoch's first batch, if that came before.
 
     Raises:
         ValueError: there is a tail, and the rule is "error"; or batches are to have one size, and one is of
@@ -318,7 +318,7 @@ def rounds(
 
 
 def check_told(sizes: Sequence[Size]) -> None:
-    """For batches that are to be of one size.
+    """Check batches that are to have one size.
 
     Raises:
         ValueError: one is of unknown size.
@@ -332,7 +332,7 @@ def check_told(sizes: Sequence[Size]) -> None:
 
 
 def tail_message(length: int, tail: int, rule: Rule, batch: int | None) -> str:
-    """What is wrong with a tail of `tail` samples where none is wanted."""
+    """Describe a tail of `tail` samples as an error."""
     each = "batches" if batch is None else f"batches of {batch}"
     whole = f"{rule.batches} {each}" + (f", one for each of {rule.count} ranks" if not rule.shares_batches else "")
     return (
@@ -342,7 +342,7 @@ def tail_message(length: int, tail: int, rule: Rule, batch: int | None) -> str:
 
 
 def measure(batch: Any, dim: int, known: int | None = None, is_cut: bool = True) -> Size:
-    """The size of a loaded batch, `known` where it is. Whether it can be cut is looked at only if it is to be."""
+    """Return the size of a loaded batch, `known` if given. Whether it can be cut is checked only if needed."""
     size = batch_size(batch, dim) if known is None or is_cut else known
     if known is None and (size is None or (may_list_samples(batch) and len(batch) != size)):
         return Size(1, False, type(batch).__name__)
@@ -364,26 +364,26 @@ def cut(dealt: Round[Any], rank: int, dim: int, mark: int = 0) -> Piece:
 
 
 def mark_of(*content: Any) -> int:
-    """A mark of a round, from what is the same on all ranks: 32 bits of a hash of its text."""
+    """Return a mark of a round, from values that are the same on all ranks: 32 bits of a hash of their text."""
     return zlib.crc32(repr(content).encode())
 
 
 def glimpse(batch: Any) -> list[Any]:
-    """A little of a loaded batch, by which to distinguish it from others at little cost: some whole numbers and texts.
+    """Return a few integers and texts of a loaded batch, which distinguish it from others at little cost.
 
-    Fractions and single bytes are not looked at. They may be images, which each rank may augment in its own way.
+    Fractions and single bytes are ignored: they may be images, which each rank may augment differently.
     """
     seen = (_corner(leaf) if is_array(leaf) else leaf for leaf in leaves(batch))
     return list(islice((each for each in seen if isinstance(each, str | int | list)), 4))
 
 
 def fingerprint(sample: Any) -> list[Any]:
-    """As `glimpse`; of a sample that has neither whole numbers nor texts, some of the fractions and bytes it has."""
+    """As `glimpse`; from a sample with neither integers nor texts, some of its fractions and bytes."""
     return glimpse(sample) or [_spread_over(leaf) if is_array(leaf) else leaf for leaf in islice(leaves(sample), 4)]
 
 
 def _spread_over(array: Any) -> Any:
-    """Some of a plain tensor's or array's values, from all over it."""
+    """Return some of a plain tensor's or array's values, spread over it."""
     if isinstance(array, torch.Tensor):
         if array.layout is not torch.strided or array.is_nested or array.is_meta or array.is_quantized:
             return None
@@ -395,7 +395,7 @@ def _spread_over(array: Any) -> Any:
 
 
 def _corner(array: Any) -> Any:
-    """A few whole numbers of a plain tensor or array, None where it has none."""
+    """Return a few integers of a plain tensor or array; None if it has none."""
     if isinstance(array, torch.Tensor):
         is_whole = array.dtype in (torch.int16, torch.int32, torch.int64)
         if not is_whole or array.layout is not torch.strided or array.is_nested or array.is_meta:

@@ -1,6 +1,6 @@
 """Leases: one object at a time computes on a lazy device, since two threads that record on one end the process.
 
-*Threads:* any. A lease ends when its holder is at rest; nobody gives one back, so no interrupt can leave one behind.
+*Threads:* any. A lease ends when its holder is at rest; it is never returned, so no interrupt can leave one behind.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from unisono.errors import BusyError
 
 
 class Holder(Protocol):
-    """Who takes leases. It is not at rest from before it takes one until it has left the devices alone."""
+    """Takes leases. It is not at rest from before it takes one until it has stopped using the devices."""
 
     @property
     def is_usable(self) -> bool:
@@ -24,17 +24,17 @@ class Holder(Protocol):
 
 
 class Leases:
-    """Who had each device last."""
+    """The last holder of each device."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._holders: WeakValueDictionary[torch.device, Holder] = WeakValueDictionary()
 
     def take(self, devices: Sequence[torch.device], holder: Holder) -> None:
-        """Let `holder` have the devices, all or none.
+        """Lease the devices to `holder`, all or none.
 
         Raises:
-            BusyError: another one has one of them.
+            BusyError: another holder has one of them.
         """
         with self._lock:
             for device in devices:
@@ -48,4 +48,4 @@ class Leases:
 
 
 leases = Leases()
-"""Of this process."""
+"""The leases of this process."""

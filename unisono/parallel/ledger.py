@@ -5,19 +5,19 @@ microbatch on all R ranks, and W the sum of N over the step's microbatches. The 
 
     sum over r and m of  n(r, m) / W * g(r, m)  =  sum over r and m of  part * scale * factor * g(r, m)
 
-    part    n(r, m) R / N(m)    the rank's part of the microbatch, 1 where it is dealt evenly
-    scale   N(m) / U            the microbatch's size against the step's first, U; 1 but for the tail of a loop
+    part    n(r, m) R / N(m)    the rank's part of the microbatch, 1 if it is split evenly
+    scale   N(m) / U            the microbatch's size against the step's first, U; 1 except for the tail of a loop
     factor  U / (R W)           of the one reduction that ends the step
 
-The sum of the microbatches' means, which several backward passes before a step make where each batch is a step, is the
-same with N(m) in the place of U and of W: a scale of 1, a factor of 1 / R.
+The sum of the microbatches' means, which is what several backward passes before a step compute if each batch is a step,
+is the same with N(m) in place of U and W: a scale of 1, a factor of 1 / R.
 
 A penalty on the parameters, which every rank adds to every loss, counts once, as on one device: the sum over r and m of
 part * scale * factor is 1.
 
 A loss that is a sum over samples has a part, a scale and a factor of 1.
 
-n and N come with the batch, from the loader; or from the user, who counts tokens, and then N is summed over the ranks.
+n and N come with the batch, from the loader; or from the user, who counts tokens: then N is summed over the ranks.
 
 *Threads:* a rank's ledger belongs to the thread of its loop.
 """
@@ -36,15 +36,15 @@ from unisono.comm.operations import HOST
 from unisono.deliveries import Batch, Loop, name_batches
 from unisono.world import World
 
-_ROUNDING = 1e-9  # of a part, where all ranks have given the same weight
+_ROUNDING = 1e-9  # of a part, if all ranks have given the same weight
 
 
 class Claim(NamedTuple):
-    """That a backward pass is of `samples` among the `total` of its microbatch on all ranks.
+    """States that a backward pass is of `samples` of the `total` of its microbatch on all ranks.
 
     Attributes:
-        batch: of which loader; None for batches from elsewhere.
-        is_given: the user has counted.
+        batch: the loader's batch; None for batches from elsewhere.
+        is_given: whether the numbers are the user's.
     """
 
     samples: float
@@ -53,7 +53,7 @@ class Claim(NamedTuple):
     is_given: bool = False
 
     def part(self, size: int) -> float:
-        """The factor for gradients that leave the loss, in a world of that size."""
+        """Return the factor for the gradients of the loss, in a world of that size."""
         return self.samples * size / self.total if self.total else 0.0
 
 
@@ -80,10 +80,10 @@ def claim_of(batch: Batch | None, weight: float | torch.Tensor | None, world: Wo
 
 
 def checked_weight(weight: float | torch.Tensor) -> float:
-    """The weight as a number.
+    """Return the weight as a number.
 
     Raises:
-        TypeError: it is no number.
+        TypeError: it is not a number.
         ValueError: it is negative or not finite.
     """
     if isinstance(weight, torch.Tensor) and weight.numel() == 1:
@@ -96,34 +96,34 @@ def checked_weight(weight: float | torch.Tensor) -> float:
 
 
 class Crossings:
-    """The backward passes of `unisono.functional` on one rank: gradients that have come from other ranks' losses.
+    """The backward passes of `unisono.functional` on one rank: gradients that come from other ranks' losses.
 
     Attributes:
-        number: of all so far.
-        task: autograd's number of the backward pass that had the last one.
-        is_held: there was one since the last step by hand.
+        number: the number of them so far.
+        task: autograd's number of the backward pass that contained the last one.
+        is_held: whether there was one since the last step by hand.
     """
 
     def __init__(self) -> None:
         self.number, self.task, self.is_held = 0, -1, False
 
     def note(self) -> None:
-        """One runs, in a backward pass."""
+        """Note that one runs, in a backward pass."""
         self.number += 1
         self.task, self.is_held = torch._C._current_graph_task_id(), True
 
     def restart(self) -> None:
-        """The rank's loop starts again."""
+        """Start over: the rank's loop begins again."""
         self.is_held = False
 
 
 def refuse_crossed(part: float) -> None:
-    """Refuse a part of the microbatch as the weight of gradients that have come from other ranks' losses, too.
+    """Refuse an uneven part of the microbatch as the weight of gradients that also come from other ranks' losses.
 
-    Rank r's would count n(r) R / N times, of whichever rank's loss they are.
+    Rank r's would count n(r) R / N times, regardless of which rank's loss they come from.
 
     Raises:
-        ValueError: it is not that of equal ranks.
+        ValueError: the part is not that of an even split.
     """
     if abs(part - 1) > _ROUNDING:
         raise ValueError(
@@ -139,13 +139,13 @@ class Step:
     """The microbatches whose gradients make one step of a rank.
 
     Attributes:
-        number: from 1 on; one that was given up does not count.
-        before: the last batch of the step before.
-        claims: by what distinguishes one microbatch from another.
+        number: its number, from 1 on; a step that was given up does not count.
+        before: the last batch of the previous step.
+        claims: one for each microbatch, by its key.
         units: the first total of each loader that has a loss in it.
         stepped: the optimizers that have stepped on it. Others, on the same microbatches, belong to it.
-        is_closed: one of them has.
-        is_full: it has its last microbatch, as far as was asked.
+        is_closed: whether one of them has.
+        is_full: whether it is known to have its last microbatch.
     """
 
     number: int = 1
@@ -163,7 +163,7 @@ class Step:
 
     @property
     def unit(self) -> float:
-        """U; 0 where nothing counts."""
+        """U; 0 if nothing counts."""
         return next((each.total for each in self.claims.values() if each.total), 0.0)
 
     @property
@@ -172,21 +172,21 @@ class Step:
         return next((each.batch for each in reversed(self.claims.values())), None)
 
     def following(self) -> Step:
-        """The step after this one; in its place, where no optimizer has stepped."""
+        """Return the step after this one; or its replacement, if no optimizer has stepped."""
         return Step(self.number + bool(self.claims and self.is_closed), self.last)
 
 
 class Ledger:
-    """The microbatches of one rank's present step.
+    """The microbatches of one rank's current step.
 
     Args:
-        size: of the world.
-        every: how many microbatches make a step; math.inf where the user decides by stepping.
+        size: the number of ranks.
+        every: the number of microbatches per step; math.inf if the user decides by stepping.
         is_mean: whether the step is the mean over its microbatches' samples, or the sum of their means.
-        is_sum: losses are sums over samples, and nothing is weighed.
+        is_sum: losses are sums over samples, and nothing is weighted.
 
     Attributes:
-        step: the present one.
+        step: the current one.
     """
 
     def __init__(self, size: int, every: float = 1, is_mean: bool = True, is_sum: bool = False) -> None:
@@ -201,7 +201,8 @@ class Ledger:
         return len(self.step.claims)
 
     def claim(self, batch: Batch | None, weight: float | torch.Tensor | None, world: World) -> Claim:
-        """As `claim_of`; of a sum, each rank's counts whole, and that of a batch that only repeats others not at all.
+        """As `claim_of`; for a sum, each rank's loss counts fully, and that of a batch that only repeats others not at
+        all.
 
         Raises:
             ValueError: a weight is given for a sum.
@@ -213,7 +214,7 @@ class Ledger:
         return Claim(0 if batch is not None and not batch.samples else 1, self._size, batch)
 
     def accumulate(self, every: int) -> None:
-        """Set how many microbatches make a step, from the next one on: a step that has begun ends as it was begun."""
+        """Set the number of microbatches per step, from the next step on: one that has begun is not affected."""
         self._next = (every, every > 1)
         if not self.step.is_open:
             self.every, self.is_mean = self._next
@@ -223,14 +224,14 @@ class Ledger:
         return step
 
     def enter(self, claim: Claim, key: object) -> None:
-        """A backward pass begins.
+        """Enter a backward pass that begins.
 
         Args:
-            key: of the microbatch: its batch, or what stands for one from elsewhere.
+            key: identifies the microbatch: its batch, or a substitute for one from elsewhere.
 
         Raises:
             ValueError: the same microbatch was counted with other numbers, or a part of the step by samples and a part
-                by what the user has counted.
+                by the user's numbers.
         """
         step = self.step
         if key not in step.claims and (not step.is_open or (step.is_full and self.is_mean)):
@@ -253,12 +254,12 @@ class Ledger:
             step.units.setdefault(claim.batch.loop, claim.total)
 
     def scale(self, claim: Claim) -> float:
-        """The factor for all that the backward pass of that microbatch computes."""
+        """Return the factor for everything that the backward pass of that microbatch computes."""
         unit = self.step.unit
         return claim.total / unit if self.is_mean and unit and not self.is_sum else 1.0
 
     def join(self, batch: Batch) -> None:
-        """A batch of another loader has a loss in the backward pass that was entered last.
+        """Note that a batch of another loader has a loss in the backward pass that was entered last.
 
         Raises:
             ValueError: the means over the step of the two need different scales.
@@ -274,7 +275,7 @@ class Ledger:
             )
 
     def factor(self) -> float:
-        """The factor for all gradients that are held, in the reduction that makes them those of the step."""
+        """Return the factor for the accumulated gradients, in the reduction that makes them those of the step."""
         if self.is_sum:
             return 1.0
         if not self.is_mean:
@@ -283,11 +284,11 @@ class Ledger:
         return self.step.unit / (self._size * total) if total else 0.0
 
     def held_factor(self) -> float:
-        """What a further reduction in the same step does to gradients that were reduced before."""
+        """Return the factor of a further reduction in the same step for gradients that were reduced before."""
         return self.factor() * self._size
 
     def part(self) -> float:
-        """This rank's part of the samples of the step: what its loss weighs in the sum over the ranks."""
+        """Return this rank's fraction of the samples of the step: the weight of its loss in the sum over the ranks."""
         claims = list(self.step.claims.values())
         if self.is_sum:
             return float(claims[-1].samples) if claims else 1.0
@@ -296,7 +297,7 @@ class Ledger:
         return sum(each.samples for each in counted) / total if total else 1 / self._size
 
     def place(self) -> str:
-        """Where this rank stands, in words: equal on all ranks, or they have lost step."""
+        """Describe where this rank is: equal on all ranks, unless they have lost step."""
         batches = [each.batch for each in self.step.claims.values() if each.batch is not None]
         step = f"step {self.step.number}"
         if not batches:
@@ -304,18 +305,19 @@ class Ledger:
         return f"{step} ({name_batches(batches, self.step.before)})"
 
     def num_dealt(self) -> int:
-        """Of how many batches of its loader, as the user wrote that, the step is."""
+        """Return the number of batches of the user's loader in the step."""
         return sum(1 if each.batch is None else each.batch.dealt for each in self.step.claims.values())
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing counts in this step, on any rank: there is no mean to take the gradient of."""
+        """Whether nothing counts in this step, on any rank: then there is no mean whose gradient could be taken."""
         return bool(self.count) and not self.step.unit
 
     def is_full(self) -> bool:
-        """Whether the present microbatch ends the step: it has its number, or the batch ends its loop; or none is open.
+        """Whether the current microbatch ends the step: by its number, or since the batch ends its loop; or none is
+        open.
 
-        Where the loader must be asked, it may wait, and is a matter of all ranks.
+        If the loader has to find out, this may wait, and all ranks must call it.
         """
         step = self.step
         if step.is_open and not step.is_full:
@@ -323,7 +325,7 @@ class Ledger:
         return step.is_full or not step.is_open
 
     def close(self, optimizer: Optimizer) -> None:
-        """That optimizer has stepped."""
+        """Note that an optimizer has stepped."""
         self.step.stepped.add(optimizer)
         self.step.is_closed = True
         for claim in self.step.claims.values():
@@ -331,10 +333,10 @@ class Ledger:
                 claim.batch.is_spent = True
 
     def clear(self) -> None:
-        """Gradients were zeroed: what comes next begins a step."""
+        """Note that gradients were zeroed: the next microbatch begins a step."""
         if self.step.is_open:
             self._begin(self.step.following())
 
     def restart(self) -> None:
-        """The rank's loop starts again; where it stood before, the ranks need not agree."""
+        """Start over: the rank's loop begins again; where it was before, the ranks need not agree."""
         self._begin(Step())

@@ -1,8 +1,8 @@
 """Microbatches: which one this rank is at, and whether it ends a step.
 
 A forward pass with gradients on looks its inputs up among what the loaders have delivered. Its batch is the microbatch;
-in a `with accelerator.accumulate():` block the block is. Batches from elsewhere cannot be distinguished: there one ends
-where a step is asked for.
+in a `with accelerator.accumulate():` block, the block is. Batches from elsewhere cannot be distinguished: there a
+microbatch ends when a step is requested.
 
 *Threads:* the rank's.
 """
@@ -25,10 +25,10 @@ logger = logging.getLogger(__name__)
 
 
 class Bound(NamedTuple):
-    """The batch of a forward pass: the first of those that may be meant; none, for what comes from elsewhere.
+    """The batch of a forward pass: the first of the possible ones; none, for inputs from elsewhere.
 
     Attributes:
-        syncs: its backward pass may reduce.
+        syncs: whether its backward pass may reduce.
     """
 
     candidates: tuple[Batch, ...] = ()
@@ -40,7 +40,7 @@ class Bound(NamedTuple):
 
 
 class Microbatches:
-    """Those of one rank, for the models of one Accelerator.
+    """The microbatches of one rank, for the models of one Accelerator.
 
     Args:
         world: the rank's.
@@ -48,8 +48,8 @@ class Microbatches:
 
     Attributes:
         bound: of the last forward pass.
-        num_asked: how often the loop has asked whether to step: it has done with a microbatch then.
-        skips: how often in a row an optimizer was asked to step where no step ends.
+        num_asked: how often the loop has requested a step: then it is done with a microbatch.
+        skips: how often in a row a step was requested where none ends.
     """
 
     def __init__(self, world: World, ledger: Ledger) -> None:
@@ -63,9 +63,9 @@ class Microbatches:
         self.bound = Bound()
         self.num_asked = 0
         self.skips: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        self._counted_at: int | None = None  # the last backward pass since a step was asked for, by num_asked
+        self._counted_at: int | None = None  # the last backward pass since a step was requested, by num_asked
         self._block: object = None  # stands for the batch in an `accumulate()` block
-        self._elsewhere: object = object()  # stands for a batch that no loader of ours has delivered
+        self._elsewhere: object = object()  # stands for a batch that did not come from a loader of this package
         self._parts: set[float] = set()  # of the batches of the forward passes since the last backward pass
 
     def bind(self, values: Any, syncs: bool = True) -> Bound:
@@ -75,7 +75,7 @@ class Microbatches:
         return self.bound
 
     def find(self, values: Any, syncs: bool = True) -> Bound:
-        """The batch that these tensors come from, which is used now."""
+        """Return the batch that these tensors come from, and mark it as used."""
         deliveries = self.world.state.deliveries
         bound = Bound(tuple(deliveries.find(values) or deliveries.candidates()), syncs)
         if bound.batch is not None:
@@ -98,23 +98,23 @@ class Microbatches:
         self.ledger.enter(claim, self._key(bound))
 
     def part(self, bound: Bound) -> float:
-        """Of the batch, as `Claim.part`."""
+        """Return the part of the batch, as `Claim.part`."""
         return self.ledger.claim(bound.batch, None, self.world).part(self.world.comm.size)
 
     def is_counted(self, bound: Bound) -> bool:
-        """Whether the batch has a backward pass in the present step."""
+        """Whether the batch has a backward pass in the current step."""
         return self._key(bound) in self.ledger.step.claims
 
     def is_boundary(self) -> bool:
-        """Whether a step is taken on the present microbatch, whose backward pass may be still to come."""
+        """Whether a step is taken at the current microbatch, whose backward pass may not have run yet."""
         is_further = self._block is not None or (self._counted_at != self.num_asked and self.bound.batch is not None)
         is_next = is_further and not self.is_counted(self.bound)  # than that of the last backward pass
         self.num_asked += 1
         return self._ends_step(has_counted=self._counted_at is not None and not is_next)
 
     def ask_step(self) -> bool:
-        """A step is asked for: whether it is taken, on the microbatch of the last backward pass, where there was one
-        since the last step was asked for, and on no forward pass beside it."""
+        """A step is requested: return whether it is taken, on the microbatch of the last backward pass, if there was
+        one since the last request; a forward pass alone does not count."""
         is_taken = self._ends_step(has_counted=self._counted_at is not None)
         self.num_asked += 1
         self._counted_at, self._elsewhere = None, object()
@@ -137,13 +137,13 @@ class Microbatches:
         return not self.ledger.step.is_open and (self.ledger.every == 1 or not self.is_counted(self.bound))
 
     def forget(self) -> None:
-        """All gradients are zero."""
+        """Note that all gradients are zero."""
         self.ledger.clear()
         self._parts.clear()
         self._counted_at = None
 
     def check_told(self, bound: Bound) -> None:
-        """Refuse what may be one microbatch or another, where steps depend on it. ValueError."""
+        """Raise ValueError if it may be one microbatch or another, and steps depend on it."""
         if self.ledger.every > 1 and self._block is None and len(bound.candidates) > 1:
             raise ValueError(
                 "the model's inputs were computed from a batch, and several were drawn that it may be: which "
@@ -151,7 +151,7 @@ class Microbatches:
             )
 
     def check_alike(self) -> None:
-        """Refuse gradients, left by no backward pass, of batches that may count differently. ValueError."""
+        """Raise ValueError for gradients that no backward pass has left, of batches that may count differently."""
         if len(self._parts) > 1:
             raise ValueError(
                 "the gradients were assigned by hand, and may come from several batches, of which this rank had "
@@ -161,7 +161,8 @@ class Microbatches:
             )
 
     def warn_of_unknown_ends(self) -> None:
-        """Say once, on rank zero, what is lost where no loop of ours brings the batches that accumulate."""
+        """Warn once, on rank zero, of what is lost if the batches that accumulate come from no loader of this
+        package."""
         is_unknown = self.bound.batch is None and self._block is None
         if is_unknown and not self._has_warned and self.world.rank == 0:
             self._has_warned = True

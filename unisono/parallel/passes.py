@@ -1,20 +1,21 @@
-"""Passes: backward passes through an Accelerator's models, which hooks announce: on outputs and on parameters.
+"""Passes: backward passes through an Accelerator's models, detected by hooks on outputs and on parameters.
 
-The outputs of a forward pass carry its batch to the backward pass, which alone is counted. When a backward pass comes
-to a model, by an output or, where it goes past the outputs, by the first of its parameters, the ledger says what the
-gradients weigh and whether they end a step. If so, they are reduced when it ends: every `.grad` is the step's then.
+The outputs of a forward pass carry its batch to the backward pass; only backward passes are counted. When a backward
+pass reaches a model, through an output or, if it bypasses the outputs, through the first of its parameters, the ledger
+gives the weight of the gradients and whether they end a step. If so, they are reduced when the pass ends: every `.grad`
+is then the step's.
 
-A model's gradients are scaled where they arrive at its parameters, by the part of its batch: so everything that comes
-from the batch is, a gradient penalty, too. Where several batches of other parts meet in one backward pass, they differ
-in what leaves the loss for the model, and that is scaled against the first of them.
+A model's gradients are scaled as they arrive at its parameters, by the part of its batch, so that everything computed
+from the batch is scaled, a gradient penalty too. If batches with different parts meet in one backward pass, the
+gradients that flow from the loss into the model differ, and they are scaled relative to the first of them.
 
-`torch.autograd.grad`, and `backward(inputs=...)` of other tensors, leave nothing in `.grad`: they are no such passes. A
-backward pass that runs inside of another one, as those of reentrant checkpoints do, is a part of that one.
+`torch.autograd.grad`, and `backward(inputs=...)` of other tensors, leave nothing in `.grad`, and are not counted. A
+backward pass that runs inside another one, as in reentrant checkpoints, is a part of that one.
 
 *Threads:* the rank's; on accelerators also autograd's, which runs the hooks of one device one after the other.
 
-Invariant: a hook belongs to the backward pass that calls it, by autograd's number of it. One that was interrupted
-leaves nothing that another one would take for its own.
+Invariant: a hook belongs to the backward pass that calls it, by autograd's number of that pass. An interrupted pass
+leaves nothing that another one could mistake for its own.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ from unisono.tree import tensors
 
 @dataclass(eq=False)
 class _Pass:
-    """A backward pass, which was counted.
+    """A backward pass that was counted.
 
     Attributes:
         bound: its batch.
-        part: of the microbatch, where the user has said it; None where each output knows its own.
-        scale: of the microbatch, for what arrives at parameters.
-        is_reducing: it ends a step.
-        engines: of the models whose gradients it reduces when it ends; what was interrupted keeps none.
+        part: the part of the microbatch, if the user gave it; None if each output knows its own.
+        scale: the scale of the microbatch, for what arrives at parameters.
+        is_reducing: whether it ends a step.
+        engines: those of the models whose gradients it reduces when it ends; none after an interrupt.
     """
 
     bound: Bound
@@ -63,8 +64,8 @@ class _Run:
 
     Attributes:
         task: autograd's number of the backward pass.
-        counted: None where nothing arrives in `.grad`.
-        part: of the batch that came first.
+        counted: None if nothing arrives in `.grad`.
+        part: that of the batch that came first.
     """
 
     task: int
@@ -79,7 +80,7 @@ class Passes:
         microbatches: the rank's.
 
     Attributes:
-        went_past: a backward pass of the present step was not begun by `backward`.
+        went_past: whether a backward pass of the current step was not begun by `backward`.
     """
 
     def __init__(self, microbatches: Microbatches) -> None:
@@ -88,21 +89,21 @@ class Passes:
         self._world, self._ledger = microbatches.world, microbatches.ledger
         self._crossings = self._world.state.part(Crossings)
         self._is_called = False  # `backward`, and it runs
-        self._begun: _Pass | None = None  # by `backward`, with what the user has said
+        self._begun: _Pass | None = None  # by `backward`, with the user's weight and batch
         self._running: dict[int, _Pass] = {}  # by autograd's number
         self._engines: WeakKeyDictionary[Engine, None] = WeakKeyDictionary()  # in the order of their first passes
 
     def bind(self, values: Any, syncs: bool = True) -> Bound:
-        """Find the batch that the inputs of a forward pass come from; its outputs are to carry it."""
+        """Find the batch that the inputs of a forward pass come from, for its outputs to carry."""
         task = torch._C._current_graph_task_id()
         if task < 0:  # in no backward pass
-            self._running.clear()  # what was interrupted never ends
-        elif task in self._running:  # a checkpoint computes once more what it has not kept
+            self._running.clear()  # an interrupted pass never ends
+        elif task in self._running:  # a checkpoint recomputes what it has not kept
             return self._running[task].bound
         return self.microbatches.bind(values, syncs)
 
     def watch(self, engine: Engine, outputs: Any, bound: Bound) -> None:
-        """Let these outputs of the model signal when a backward pass comes to them."""
+        """Watch for a backward pass to reach these outputs of the model."""
         if engine.is_released:
             return
         self.watch_parameters(engine)
@@ -115,7 +116,7 @@ class Passes:
             self._world.state.deliveries.know(found, bound.batch)
 
     def know(self, inputs: Any, outputs: Any) -> None:
-        """Know the outputs of a forward pass without gradients as those of the batch that the inputs lie in."""
+        """Associate the outputs of a forward pass without gradients with the batch of its inputs."""
         self._world.state.deliveries.know_computed(inputs, outputs)
 
     def watch_parameters(self, engine: Engine) -> None:
@@ -132,11 +133,11 @@ class Passes:
     def backward(
         self, loss: torch.Tensor, weight: float | torch.Tensor | None, batch: Any, retain_graph: bool = False
     ) -> None:
-        """`loss.backward()`, where the user says what it is the mean over.
+        """Run `loss.backward()` with the user's weight or batch.
 
         Args:
-            weight: the number of samples, or tokens. None takes the batch's.
-            batch: tensors of the batch. None takes those that the model's inputs came from.
+            weight: the number of samples, or tokens. None uses the batch's.
+            batch: tensors of the batch. None uses those that the model's inputs came from.
 
         Raises:
             TypeError: the loss was computed from the parts of parameters that strategy="fsdp" leaves on each rank.
@@ -160,10 +161,10 @@ class Passes:
             self._is_called, self._begun = False, None
 
     def adopt(self, engine: Engine) -> None:
-        """Gradients of the model were assigned by hand: those of the batch of the last forward pass. A collective.
+        """Count gradients that were assigned by hand: those of the batch of the last forward pass. A collective.
 
         Raises:
-            ValueError: it is not known what they weigh.
+            ValueError: their weight is not known.
         """
         bound = self.microbatches.bound
         self.microbatches.check_alike()
@@ -171,14 +172,14 @@ class Passes:
         engine.adopt(self.microbatches.part(bound))
 
     def forget(self) -> None:
-        """Gradients were zeroed, of one optimizer: the others' microbatches still count."""
+        """Note that the gradients of one optimizer were zeroed: the others' microbatches still count."""
         if self._ledger.every == 1 or not any(each.is_held or each.is_reduced for each in self._engines):
             self.microbatches.forget()
         self.went_past = False
 
     def weight(self) -> float:
-        """What gradients of the present batch weigh on this rank against those on others: while a backward pass runs,
-        as far as it is known."""
+        """Return the weight of the current batch's gradients on this rank relative to other ranks; while a backward
+        pass runs, as far as it is known."""
         task = torch._C._current_graph_task_id()
         for engine in self._engines if task >= 0 else ():
             if engine.passing is not None and engine.passing.task == task:
@@ -190,10 +191,10 @@ class Passes:
         """Count a backward pass.
 
         Args:
-            is_told: the user has said what the loss is the mean over.
+            is_told: whether the user gave the weight.
 
         Raises:
-            ValueError: it is not known which batch it is of, and this matters.
+            ValueError: its batch is not known, and this matters.
         """
         self.microbatches.check_told(bound)
         if weight is None and not self._ledger.is_sum:
@@ -208,7 +209,7 @@ class Passes:
     def _arrive(
         self, engine: Callable[[], Engine | None], bound: Bound, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """A gradient leaves the loss for an output of the model."""
+        """Handle a gradient that flows from the loss into an output of the model."""
         model = engine()
         if model is None or gradient is None:
             return None
@@ -222,14 +223,14 @@ class Passes:
                 self._ledger.join(bound.batch)
         if part == 0:
             return torch.zeros_like(gradient)
-        if run.part == 0:  # what came before was made zero there
+        if run.part == 0:  # earlier gradients were set to zero there
             run.part = part
         return None if part == run.part else gradient * (part / run.part)
 
     def _arrive_at_leaf(
         self, engine: Callable[[], Engine | None], gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """A gradient arrives at a parameter of the model; None where autograd leaves it out."""
+        """Handle a gradient that arrives at a parameter of the model; None if autograd has none."""
         model = engine()
         if model is None:
             return None
@@ -241,10 +242,10 @@ class Passes:
         return scaled(run.counted.scale * run.part, gradient)
 
     def _run(self, engine: Engine, bound: Bound | None) -> _Run:
-        """The present backward pass through that model; begun where it comes to it.
+        """Return the current backward pass through that model; begin it when it reaches the model.
 
         Args:
-            bound: what an output says; None where the pass has come past the outputs.
+            bound: the batch that an output carries; None if the pass has bypassed the outputs.
         """
         task = torch._C._current_graph_task_id()
         run: _Run | None = engine.passing
@@ -270,14 +271,14 @@ class Passes:
         return run
 
     def _begin(self, task: int, bound: Bound | None) -> _Pass:
-        """Count the backward pass that runs, where `backward` has not."""
+        """Count the running backward pass, if `backward` has not."""
         self.went_past = self.went_past or not self._is_called
         counted = self._running[task] = self._begun or self._count(bound or self.microbatches.find(()))
         torch.autograd.Variable._execution_engine.queue_callback(partial(weak_method(self._end), task))
         return counted
 
     def _end(self, task: int) -> None:
-        """The backward pass has ended, and has not failed."""
+        """Finish a backward pass that has ended without an error."""
         ended = self._running.pop(task, None)
         for each in ended.engines if ended is not None else ():
             if (engine := each()) is not None:
