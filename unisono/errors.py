@@ -3,14 +3,14 @@
 The type says who is to blame::
 
     UnisonoError (RuntimeError)
-    ├── NoWorldError              nobody said which world this process belongs to
-    ├── BrokenWorldError          a peer failed or departed; __cause__ is the first cause where it is known
+    ├── NoWorldError              it is not known which world this process belongs to
+    ├── BrokenWorldError          a peer failed or left; __cause__ is the first cause if it is known
     ├── CollectiveMismatchError   two ranks called different collectives
     ├── ReplicasDifferError       the ranks no longer hold the same model
     ├── MixedPlacementError       an operation under `strict` mixes devices or precisions
     ├── NonFiniteGradientError    a gradient is NaN or infinite on one rank, so on all
     ├── ClosedError               you closed it
-    ├── BusyError                 two used it at once
+    ├── BusyError                 it is in use by another thread
     ├── WorkerDiedError           a worker ended without a Python exception: a signal, an exit
     ├── WorkerHungError           no rank makes progress; `ranks` are the late ones, `stacks` all
     ├── UnpicklableError          a function or a result cannot travel between processes
@@ -20,10 +20,10 @@ The type says who is to blame::
     │   ├── StateLengthError      its dataset had another length
     │   └── StateSeedError        its order had another seed
     └── CheckpointError           a checkpoint cannot be saved or loaded
-        ├── NoCheckpointError       there is none
+        ├── NoCheckpointError       there is no checkpoint
         ├── DamagedCheckpointError  it is not what was written
-        ├── CheckpointVersionError  a newer unisono has written it
-        └── CheckpointMismatchError (ValueError)  it is of other objects than it is loaded into
+        ├── CheckpointVersionError  it was written by a newer unisono
+        └── CheckpointMismatchError (ValueError)  it is of other objects than those it is loaded into
 
     RemoteTraceback (Exception)   never raised: the `__cause__` of an exception that crossed a process
     StoppedError (SystemExit)     the ranks agreed to stop early, by `should_stop`; ends a script with code 143
@@ -35,7 +35,7 @@ import signal as signals
 
 
 class UnisonoError(RuntimeError):
-    """Base of the errors that this package raises on its own account."""
+    """Base class of the errors that this package raises."""
 
 
 class NoWorldError(UnisonoError):
@@ -43,7 +43,7 @@ class NoWorldError(UnisonoError):
 
 
 class BrokenWorldError(UnisonoError):
-    """A peer failed or departed, so no collective of this world can complete any more.
+    """A peer failed or left, so no collective of this world can complete any more.
 
     This is a secondary error: the caller of `spawn` or `DataParallel` gets the peer's own exception instead.
     """
@@ -54,11 +54,11 @@ class CollectiveMismatchError(UnisonoError):
 
 
 class ReplicasDifferError(UnisonoError):
-    """The ranks no longer hold the same parameters, though each collective was met by all of them.
+    """The ranks no longer hold the same parameters, though all of them took part in each collective.
 
     Attributes:
-        name: the first parameter that differs, in words.
-        ranks: those that differ from most; all ranks, where there is no majority.
+        name: a description of the first parameter that differs.
+        ranks: those that differ from the majority; all ranks if there is no majority.
     """
 
     def __init__(self, message: str, name: str, ranks: list[int]) -> None:
@@ -107,7 +107,7 @@ class WorkerHungError(UnisonoError):
     """No rank of a group made progress for too long; the group has been stopped.
 
     Attributes:
-        ranks: the late ranks, those that the others wait for; all ranks where nobody waits.
+        ranks: the late ranks, those that the others wait for; all ranks if none waits.
         stacks: every rank's Python stacks, as text, by rank; absent for a rank that could not report it.
     """
 
@@ -149,19 +149,19 @@ class CheckpointError(UnisonoError):
 
 
 class NoCheckpointError(CheckpointError):
-    """There is no checkpoint where one was asked for."""
+    """There is no checkpoint at the given place."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """What was read is not what was written; the message names the file."""
+    """A file is not as it was written; the message names it."""
 
 
 class CheckpointVersionError(CheckpointError):
-    """A newer version has written it."""
+    """The checkpoint was written by a newer version."""
 
 
 class CheckpointMismatchError(CheckpointError, ValueError):
-    """The checkpoint is of other objects, another model for one, than it is loaded into."""
+    """The checkpoint is of other objects, another model for example, than those it is loaded into."""
 
 
 class RemoteTraceback(Exception):  # noqa: N818 - a carrier of text, not an error of its own
@@ -176,14 +176,14 @@ class RemoteTraceback(Exception):  # noqa: N818 - a carrier of text, not an erro
 
 
 STOP_EXIT_CODE = 128 + signals.SIGTERM
-"""What a shell shows for a process that SIGTERM has ended; what a run that was asked to stop exits with."""
+"""128 + SIGTERM: the exit status, in a shell, of a process ended by SIGTERM; that of a run that was asked to stop."""
 
 
 class StoppedError(SystemExit):
-    """The workers stopped early and in order, because a stop was asked for; a script that lets it pass ends with 143.
+    """The workers stopped early and in order, because a stop was requested; uncaught, it ends a script with 143.
 
-    143 is 128 + SIGTERM, what a shell shows for a process that the signal ended: schedulers take it for a stop that
-    they asked for, and not for success.
+    143 is 128 + SIGTERM, the status of a process ended by that signal: schedulers regard it as a stop that they have
+    requested, not as success.
 
     Attributes:
         results: what `fn` returned, by rank.

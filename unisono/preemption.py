@@ -1,23 +1,23 @@
-"""Preemption: SIGTERM as a wish that a loop comes to when it can, and not as the end of the process.
+"""Preemption: SIGTERM as a request that a loop handles when it can, not as the end of the process.
 
 A scheduler that needs the machine sends SIGTERM, to every process of a job or to its first one, and SIGKILL a little
-later. Once this process *heeds* the signal, it only notes that it came; the loop asks at its step boundaries, saves,
-and leaves in its own time.
+later. Once this process *heeds* the signal, it only notes its arrival; the loop checks at step boundaries, saves, and
+leaves in its own time.
 
 Loader workers must live as long, or the loop would fail before it can save. Those that are forked while this process
-heeds the signal, or after `shield_loader_workers`, are deaf to it, but for their parent's own, with which torch ends a
-worker that is stuck. An ignored signal would not do: torch gives each loader worker a handler of its own, written in
-C++, which ends it. So the signal is blocked there, which no handler can undo, and a thread takes it instead.
+heeds the signal, or after `shield_loader_workers`, ignore it, except when it comes from their parent, by which torch
+ends a stuck worker. Ignoring the signal (SIG_IGN) is not sufficient: torch gives each loader worker its own handler,
+written in C++, which ends it. So the signal is blocked there, which no handler can undo, and a thread takes it instead.
 
-Only torch's loader workers are shielded, of all that this process forks: a blocked signal stays blocked in whatever
-program a process becomes, and a user's own `multiprocessing.Pool` is ended by it.
+Of all processes that this one forks, only torch's loader workers are shielded: a blocked signal stays blocked in
+whatever program a process executes, and a user's own `multiprocessing.Pool` is ended by the signal.
 
-*Threads:* the signal's handler runs in the main thread, between two steps of Python; a main thread that computes in
-native code, or waits in a collective, comes to it later. Everything else may be called from any thread.
+*Threads:* the signal's handler runs in the main thread, between two Python instructions; a main thread that computes in
+native code, or waits in a collective, runs it later. Everything else may be called from any thread.
 
 Invariants:
-1. Before the first `heed`, this process is what it was: no handler, and what is forked is not touched.
-2. What the process is asked to do meanwhile, it is asked once: a second SIGTERM changes nothing.
+1. Before the first `heed`, this process is unchanged: no handler, and forked processes are not affected.
+2. Requests are idempotent: a second SIGTERM changes nothing.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _forking = threading.local()  # each thread's signal mask from before the fork t
 def heed() -> None:
     """From now on SIGTERM only sets a flag, which `is_requested` reads. Idempotent.
 
-    A handler of the user's that is there already is called as well. Loader workers are shielded from now on.
+    An existing handler of the user is called as well. Loader workers are shielded from now on.
 
     Raises:
         UnisonoError: this is the first call, and not in the main thread.
@@ -64,7 +64,7 @@ def heed() -> None:
         )
     shield_loader_workers()
     before = signal.signal(signal.SIGTERM, _note)
-    _previous = signal.SIG_DFL if before is None else before  # None: installed by native code, and cannot be had back
+    _previous = signal.SIG_DFL if before is None else before  # None: installed by native code, and cannot be restored
     _is_heeded = True
     for callback in _callbacks:
         callback()
@@ -72,9 +72,9 @@ def heed() -> None:
 
 @contextmanager
 def scope() -> Iterator[None]:
-    """SIGTERM is what it was after the block: whoever comes to heed it there does so no longer.
+    """Restore the handling of SIGTERM after the block, if the block has begun to heed it.
 
-    A request that the block has not answered by an agreed stop is sent again, to whatever takes SIGTERM then.
+    A request that the block has not answered by an agreed stop is sent again, to the handler of that time.
     """
     global _is_heeded, _is_requested, _is_agreed
     was_heeded, was_agreed, _is_agreed = _is_heeded, _is_agreed, False
@@ -96,29 +96,29 @@ def takes(handler: object) -> bool:
 
 
 def is_requested() -> bool:
-    """Whether this process has been asked to stop: SIGTERM has come since it is heeded, or `request` was called."""
+    """Whether this process was asked to stop: SIGTERM has arrived since it is heeded, or `request` was called."""
     return _is_requested
 
 
 def request() -> None:
-    """Ask this process to stop, as SIGTERM does; for anyone who learns of a preemption in another way."""
+    """Ask this process to stop, as SIGTERM does; for code that learns of a preemption in another way."""
     global _is_requested
     _is_requested = True
 
 
 def agree() -> None:
-    """Note that the ranks have agreed to stop early, for whoever reports to the launcher."""
+    """Note that the ranks have agreed to stop early, for the report to the launcher."""
     global _is_agreed
     _is_agreed = True
 
 
 def is_agreed() -> bool:
-    """Whether this process is coming to an agreed early end."""
+    """Whether this process is heading for an agreed early end."""
     return _is_agreed
 
 
 def on_heed(callback: Callable[[], None]) -> None:
-    """Call it when SIGTERM is heeded for the first time; at once, where it is heeded already."""
+    """Call `callback` when SIGTERM is heeded for the first time; at once if it is heeded already."""
     if _is_heeded:
         callback()
     else:
@@ -126,10 +126,11 @@ def on_heed(callback: Callable[[], None]) -> None:
 
 
 def shield_loader_workers() -> None:
-    """Make torch's loader workers that this process forks from now on deaf to SIGTERM, but for this process's own.
+    """Make torch's loader workers that this process forks from now on ignore SIGTERM, except from this process.
 
-    Where they are ended with their parent however it ends, as in a worker of `spawn`, this can be done long before, and
-    whether, SIGTERM is heeded: workers that are running when it comes to that are then shielded, too.
+    If they end with their parent in any case, as in a worker of `spawn`, this can be done long before SIGTERM is
+    heeded,
+    if it ever is: then workers that are running at that time are shielded, too.
     """
     global _shields_loader_workers
     if not _shields_loader_workers and hasattr(os, "register_at_fork"):
@@ -145,7 +146,7 @@ def _note(signum: int, frame: FrameType | None) -> None:
 
 
 def _begin_fork() -> None:
-    """Block SIGTERM: until the child has said what it is to it, it must neither be lost nor end the child."""
+    """Block SIGTERM: until the child has decided how to handle it, it must neither be lost nor end the child."""
     _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
@@ -154,7 +155,7 @@ def _end_fork() -> None:
 
 
 def _begin_child() -> None:
-    """What a fork of this process does first: a loader worker shields itself, any other is as if nobody had heeded."""
+    """Run first in a fork of this process: a loader worker shields itself; any other restores the signal's handling."""
     global _is_shielded, _is_heeded
     was_shielded, _is_shielded = _is_shielded, _is_loader_worker(sys._getframe(1))
     if _is_shielded:
@@ -167,7 +168,7 @@ def _begin_child() -> None:
 
 
 def _is_loader_worker(forking: FrameType) -> bool:
-    """Whether that frame, which has called `os.fork`, is multiprocessing's and starts a loader worker of torch."""
+    """Whether the frame that has called `os.fork` is multiprocessing's, starting a loader worker of torch."""
     process = forking.f_locals.get("process_obj")
     return getattr(getattr(process, "_target", None), "__module__", None) == _LOADER_WORKER
 

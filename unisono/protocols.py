@@ -1,8 +1,8 @@
-"""Every seam of the package on one page: what a device family and an execution mode must be able to do.
+"""The interfaces of the package on one page: what a device family and an execution mode must be able to do.
 
 `Backend` is one family of devices (cpu, cuda, mps, xla). `Communicator` is one way for ranks to meet (alone, as
-threads, as processes). They are never multiplied: a `World` joins one of each, and everything above works on the two
-Protocols. `tests/contract/` checks each sentence here against every implementation.
+threads, as processes). They are never combined in one class: a `World` joins one of each, and everything above works on
+the two Protocols. `tests/contract/` checks each sentence here against every implementation.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ them DistributedDataParallel, FSDP2 and sharded optimizers; one program whose te
 
 
 class DeviceClock(Protocol):
-    """Tells when a device comes to a place in the work that was submitted to it."""
+    """Measures when a device reaches a place in the work that was submitted to it."""
 
     def stamp(self) -> Any:
-        """Leave a stamp after what the calling thread has submitted; None where none can be left now."""
+        """Record a stamp after what the calling thread has submitted; None if that is not possible now."""
 
     def elapsed_ns(self, first: Any, second: Any) -> int | None:
-        """Nanoseconds between two stamps; None where the device has not come to both. It asks, and does not wait."""
+        """Return the nanoseconds between two stamps; None if the device has not reached both. Does not wait."""
 
 
 @runtime_checkable
 class Backend(Protocol):
-    """One family of devices. Stateless but for caches; asking about devices never initialises an accelerator."""
+    """One family of devices. Stateless except for caches; queries never initialise an accelerator."""
 
     name: str
     """The family's name, which is also the `type` of its `torch.device`s."""
@@ -44,8 +44,8 @@ class Backend(Protocol):
     """The torch.distributed backend that reduces this family's tensors."""
 
     moves_in_background: bool
-    """Whether moving a batch is work worth a thread of its own. Where not, `to_device` is called on the thread that
-    loads, needs no `activate`, and gives a batch that lies in main memory back as it is, with None as its token."""
+    """Whether moving a batch is worth a separate thread. If not, `to_device` is called on the thread that loads, needs
+    no `activate`, and returns a batch in main memory unchanged, with None as its token."""
 
     is_lazy: bool
     """Whether it records work until `mark_step`, and then runs it whole. Reading a value in between costs a graph."""
@@ -164,16 +164,16 @@ class Communicator(Protocol):
 
     1. All ranks call the same operations, in the same order, with the same shapes, types and arguments. Otherwise each
        gets a `CollectiveMismatchError` that names the ranks by their calls. (Processes: the rank that comes later gets
-       it, and breaks the world for those that wait. Not compared: calls in a group that somebody else has made.)
+       it, and breaks the world for those that wait. Not compared: calls in a group that was created elsewhere.)
     2. `all_reduce` works in place and returns its tensor. "mean" is the sum divided by the size, for size 1 too, and
-       is refused for integers. Operations that a type does not have are a `TypeError`, the same in every mode.
+       is refused for integers. Operations that a dtype does not support are a `TypeError`, the same in every mode.
     3. Within a mode all ranks end with the same bits, and a repeated run agrees. Across modes, the results are close.
-    4. A failed or departed rank breaks the world for good: who waits, or comes to wait, gets a `BrokenWorldError`
-       whose `__cause__` is the first cause where it is known.
+    4. A failed or departed rank breaks the world permanently: ranks that wait, now or later, get a `BrokenWorldError`
+       whose `__cause__` is the first cause if it is known.
     5. No time-out as control flow: it is a last resort, and its message says what was awaited and who was missing.
 
-    Tensors lie on the rank's device or in main memory, and what comes of them lies where they do. One thread per rank
-    uses a communicator; it is not made to be shared.
+    Tensors are on the rank's device or in main memory, and so are the results computed from them. One thread per rank
+    uses a communicator; it is not meant to be shared.
     """
 
     rank: int
@@ -183,7 +183,7 @@ class Communicator(Protocol):
         """Reduce over the ranks, in place."""
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's tensor, in rank order, on the caller's device; copies, its own included."""
+        """Return the tensors of all ranks, in rank order, on the caller's device; copies, its own included."""
 
     def reduce_scatter(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
         """Reduce over the ranks and return this rank's part along dim 0, whose size must be a multiple of `size`."""
@@ -192,25 +192,26 @@ class Communicator(Protocol):
         """Overwrite the tensor with the root's, in place, and return it."""
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's object, in rank order; each a copy made by pickling, in every mode."""
+        """Return the objects of all ranks, in rank order; each a copy made by pickling, in every mode."""
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        """A copy of the root's object; the others' argument is ignored."""
+        """Return a copy of the root's object; the others' argument is ignored."""
 
     def barrier(self) -> None:
-        """Return when every rank has called it."""
+        """Wait until every rank has called it."""
 
     def announce(self, purpose: str) -> None:
-        """Say what this rank does next together with its peers, by way of this communicator or past it.
+        """Announce what this rank does next together with its peers, through this communicator or without it.
 
-        Where another rank says, or does, something else, it is a `CollectiveMismatchError` here or in the next call.
+        If another rank announces, or does, something else, it is a `CollectiveMismatchError` here or in the next call.
         """
 
     def abort(self, cause: BaseException) -> None:
         """Break the world because of `cause`, from any thread. The waiters wake at once; the first abort counts.
 
-        (Processes: a rank that waits inside the transport is woken by the end of a peer, not by an abort of its own.)
+        (Processes: a rank that waits inside the transport is woken by the end of a peer, not by its own abort.)
         """
 
     def leave(self) -> None:
-        """This rank takes part no more; who waits for it, now or later, learns it at once. Idempotent."""
+        """Record that this rank no longer takes part; ranks that wait for it, now or later, fail at once.
+        Idempotent."""

@@ -4,8 +4,8 @@
 
     accelerator = Accelerator(strategy=FSDP(units=(Block,), reduce_dtype=torch.float32))
 
-They serve processes whose devices torch's process groups take. In a world of one, and on threads, gradients are reduced
-in flat buckets, whatever is chosen; `broadcast_buffers` holds there, too.
+They apply to processes whose devices torch's process groups support. In a world of one, and on threads, gradients are
+reduced in flat buckets, whatever is chosen; `broadcast_buffers` applies there, too.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DDP:
-    """torch's DistributedDataParallel: each rank has the whole model, and gradients travel during the backward pass.
+    """torch's DistributedDataParallel: each rank has the whole model; gradients are reduced during the backward pass.
 
     Attributes:
-        find_unused_parameters: some parameters take no part in some forward passes.
-        bucket_cap_mb: the size of the pieces, in MiB, in which gradients travel.
-        gradient_as_bucket_view: gradients lie in the pieces that travel, and are not copied, which saves memory of
+        find_unused_parameters: whether some parameters are not used in some forward passes.
+        bucket_cap_mb: the size of the buckets in which gradients are reduced, in MiB.
+        gradient_as_bucket_view: whether gradients are views of the buckets instead of copies, which saves memory of
             their size. (`grad.detach_()` fails then.)
-        broadcast_buffers: running statistics are rank zero's on all ranks; False leaves each rank its own.
-        comm_hook: how gradients travel: "fp16", "bf16", "powersgd", "post_local_sgd"; None as they are.
-        comm_options: of the hook.
+        broadcast_buffers: whether running statistics are rank zero's on all ranks; False keeps each rank's own.
+        comm_hook: how gradients are sent: "fp16", "bf16", "powersgd", "post_local_sgd"; None sends them unchanged.
+        comm_options: options of the hook.
 
     Raises:
         ValueError: the size is not positive.
@@ -51,11 +51,11 @@ class DDP:
 
 @dataclass(frozen=True)
 class ZeRO1(DDP):
-    """As DDP, and each rank keeps a part of the optimizer's state.
+    """As DDP, but each rank keeps only a shard of the optimizer's state.
 
     Attributes:
-        elementwise_optimizer: an optimizer that is none of torch.optim's treats each element for itself, and looks at
-            no others.
+        elementwise_optimizer: asserts that an optimizer from outside torch.optim treats each element independently of
+            all others.
     """
 
     name: ClassVar[str] = "zero1"
@@ -64,25 +64,26 @@ class ZeRO1(DDP):
 
 @dataclass(frozen=True)
 class FSDP:
-    """torch's FSDP2: each rank keeps a part of the parameters, the gradients and the optimizer's state.
+    """torch's FSDP2: each rank keeps a shard of the parameters, the gradients and the optimizer's state.
 
     Attributes:
-        units: the classes of the modules that are gathered one by one; () gathers the model in one piece. None takes
+        units: the classes of the modules that are gathered one by one; () gathers the model in one piece. None uses
             the large elements of Sequential and ModuleList.
-        find_unused_parameters: ranks use different parameters. Those that none has used get gradients of zero.
-        param_dtype: of the gathered parameters, in which forward and backward passes compute; None is their own.
-        reduce_dtype: of gradients while they are reduced; None is the parameters'.
-        reshard_after_forward: a unit gives its parameters back after its forward pass, and gathers them again for its
-            backward pass; False keeps them between the two: more memory, less traffic. A number, which divides the
-            ranks that share parameters, keeps a part of so many ranks' size. None gives back but in the model itself.
-        replicas: groups of ranks that have all parameters each, so many: within a group parameters are gathered, and
-            gradients reduced, and only what a rank keeps of these travels between groups. The ranks of a group follow
-            one another: with one group for each machine, parameters stay on it.
-        offload: parameters, gradients and the optimizer's state stay in main memory between their uses.
+        find_unused_parameters: whether ranks use different parameters. Those that no rank has used get zero gradients.
+        param_dtype: the dtype of the gathered parameters, in which forward and backward passes compute; None keeps
+            their own.
+        reduce_dtype: the dtype of gradients while they are reduced; None keeps the parameters'.
+        reshard_after_forward: whether a unit is resharded after its forward pass, and gathered again for its backward
+            pass; False keeps it gathered between the two: more memory, less communication. An integer, a divisor of
+            the number of ranks that share parameters, reshards to that many ranks. None reshards all but the root.
+        replicas: the number of groups of ranks that each hold all parameters: within a group parameters are gathered
+            and gradients reduced; between groups, only the shards of gradients are reduced. The ranks of a group are
+            consecutive: with one group per machine, parameters stay on the machine.
+        offload: keep parameters, gradients and the optimizer's state in main memory between uses.
         elementwise_optimizer: as for `ZeRO1`.
 
     Raises:
-        TypeError, ValueError: a number is none, or too small.
+        TypeError, ValueError: an option has the wrong type, or is too small.
     """
 
     name: ClassVar[str] = "fsdp"
@@ -110,7 +111,7 @@ class FSDP:
 
 @dataclass(frozen=True)
 class SPMD:
-    """For XLA in a plain script: one program, whose batches lie over all devices of the process."""
+    """For XLA in a plain script: one program, whose batches are spread over all devices of the process."""
 
     name: ClassVar[str] = "spmd"
 

@@ -1,20 +1,20 @@
 """Timeline: where one rank's time goes. Always on; a switch of phase costs about a microsecond.
 
-The thread that runs the user's loop is, at each moment, in exactly one phase: waiting for data ("fetch"), in the
-loop's body ("compute"), reducing ("reduce"), stepping ("step"), or outside any loop. The loader and the collectives
-switch the phase at their doors, so the phases tile the loop's time without gaps. A batch that is received while
-gradients are off is for "evaluate"; and the user names blocks (`phase("augmentation")`): all that passes in one has
-that name. A helper thread (a transfer, say) works beside the loop and has a track of its own.
+The thread that runs the user's loop is, at each moment, in exactly one phase: waiting for data ("fetch"), in the loop's
+body ("compute"), reducing ("reduce"), stepping ("step"), or outside any loop. The loader and the collectives switch the
+phase where they are entered and left, so the phases tile the loop's time without gaps. A batch that is received while
+gradients are off is for "evaluate"; and the user names blocks (`phase("augmentation")`): all time in a block has that
+name. A helper thread (a transfer, for example) works next to the loop and has its own track.
 
-An accelerator works apart from the thread that submits to it: while the thread reduces, or waits, the backward pass may
-still run. So where a device has a clock, each switch leaves a stamp in its work, and the "device" track has the phases
-as the device went through them. A stamp is read about two steps later, and nothing waits for it.
+An accelerator runs asynchronously to the thread that submits to it: while the thread reduces, or waits, the backward
+pass may still run. So if a device has a clock, each switch leaves a stamp in its work, and the "device" track has the
+phases as the device went through them. A stamp is read about two steps later, and nothing waits for it.
 
-What a loop waited for is counted beside the phases, by cause (`Waits`): "wait_source_ns" and so on. The other counters
-are "samples", "batches", "steps"; "bytes" of the batches, "repeated" samples in them, which only repeat others; and
-"queued", the batches that waited in the loader at each receipt, added up. A "reader" counts "dropped" samples.
+The causes of waiting are counted besides the phases (`Waits`): "wait_source_ns" and so on. The other counters are
+"samples", "batches", "steps"; "bytes" of the batches; "repeated" samples in them, which only repeat others; and
+"queued", the sum of the batches that waited in the loader at each receipt. A "reader" counts "dropped" samples.
 
-*Threads:* a `Track` has one writer, the thread that asked for it, and takes no lock; others may read it at any time
+*Threads:* a `Track` has one writer, the thread that requested it, and acquires no lock; others may read it at any time
 and see it up to the last completed span. The timeline's table of tracks is locked.
 
 Invariants:
@@ -35,14 +35,14 @@ from unisono.protocols import DeviceClock
 
 MAX_SPANS = 16384
 DEVICE = "device"  # the name of that track
-_STAMPS_AHEAD = 16  # of about two steps: whoever read one earlier might find the device still at work on it
+_STAMPS_AHEAD = 16  # of about two steps: read earlier, the device might not have reached it
 
 FETCH, MOVE, COMPUTE, REDUCE, STEP = PHASES = ("fetch", "move", "compute", "reduce", "step")
 EVALUATE, LOG, SAVE = "evaluate", "log", "save"
 
 
 class Waits(NamedTuple):
-    """Nanoseconds that a loop waited: for its data's source, for a batch to be moved, for the loops of its peers."""
+    """Nanoseconds that a loop waited for its data's source, for a batch to be moved, and for the loops of its peers."""
 
     source: int
     transfer: int
@@ -73,15 +73,15 @@ class Track:
         self.spans: deque[Span] = deque(maxlen=MAX_SPANS)
         self.totals: defaultdict[str, int] = defaultdict(int)
         self.counts: defaultdict[str, int] = defaultdict(int)
-        self.loss: Any = None  # of the latest backward pass: a tensor, which whoever reads it must wait for
+        self.loss: Any = None  # of the latest backward pass: a tensor, which must be waited for to be read
         self.innermost: Loop | None = None
         self.on_device: DeviceTrack | None = None
         self._phase: str | None = None
-        self._name: str | None = None  # of the innermost named block, whose time is all its own
-        self.since = 0  # when the present phase began
+        self._name: str | None = None  # of the innermost named block, to which all its time belongs
+        self.since = 0  # when the current phase began
 
     def switch(self, phase: str | None) -> str | None:
-        """Leave the present phase, enter `phase` (None: outside any loop), and return the one that was left."""
+        """Leave the current phase, enter `phase` (None: outside any loop), and return the one that was left."""
         left = self._phase
         self._turn(phase, self._name)
         return left
@@ -98,7 +98,7 @@ class Track:
 
     @contextmanager
     def named(self, name: str) -> Iterator[None]:
-        """Give the time of the block this name, whatever phases it passes through; of nested blocks the inner one's."""
+        """Attribute the time of the block to this name, whatever its phases; of nested blocks, the inner one counts."""
         outer = self._name
         self._turn(self._phase, name)
         try:
@@ -108,7 +108,7 @@ class Track:
 
     @contextmanager
     def span(self, phase: str) -> Iterator[None]:
-        """Be in `phase` for the block, then in the phase before it; outside a loop, record only the block."""
+        """Run the block in `phase`, then return to the phase before it; outside a loop, record only the block."""
         before = self.switch(phase)
         try:
             yield
@@ -120,8 +120,8 @@ class Track:
         self.counts[name] += amount
 
     def count_wait(self, waits: Waits, is_direct: bool = False) -> None:
-        """Add what the loop waited for; where nothing is moved (`is_direct`), handing over belongs to the source."""
-        if self._name is not None:  # the wait is no part of "fetch"
+        """Add the times that the loop waited; if nothing is moved (`is_direct`), the transfer belongs to the source."""
+        if self._name is not None:  # the wait is not a part of "fetch"
             return
         counts, (source, transfer, peers) = self.counts, waits
         if is_direct:
@@ -134,10 +134,10 @@ class Track:
 class DeviceTrack(Track):
     """The phases of a loop, as its device went through the work that the loop submitted in each.
 
-    The device's time is laid on the host's clock at the first stamp, when it has nothing to do yet.
+    The device's time is aligned with the host's clock at the first stamp, when the device is idle.
 
     Args:
-        clock: of the device.
+        clock: the device's.
     """
 
     def __init__(self, clock: DeviceClock) -> None:
@@ -147,7 +147,7 @@ class DeviceTrack(Track):
         self._now = 0
 
     def enter(self, phase: str | None, now: int) -> None:
-        """What is submitted from now on belongs to `phase`; `now` is the host's time."""
+        """Attribute what is submitted from now on to `phase`; `now` is the host's time."""
         stamp = self._clock.stamp()
         if stamp is not None:
             self._now = self._now or now
@@ -155,7 +155,7 @@ class DeviceTrack(Track):
             self._read(_STAMPS_AHEAD)
 
     def read(self) -> None:
-        """Read what the device has come to by now."""
+        """Read the stamps that the device has reached by now."""
         self._read(1)
 
     def _read(self, left: int) -> None:
@@ -174,7 +174,7 @@ class DeviceTrack(Track):
 class Loop:
     """One loop of the calling thread, waiting for its first batch; loops nest.
 
-    What comes after it is outside again, or the loop around it.
+    Afterwards the thread is outside again, or in the loop around it.
     """
 
     def __init__(self, track: Track) -> None:
@@ -185,12 +185,12 @@ class Loop:
         track.innermost = self
 
     def end(self) -> None:
-        """The loop's thread is past its last batch."""
+        """The loop's thread has passed its last batch."""
         self.track.switch(self._before)
         self.track.innermost = self._around
 
     def abandon(self) -> bool:
-        """The loop was left early, which a dropped iterator shows: it ends, unless its thread is in another one."""
+        """The loop was left early, as a dropped iterator shows: end it, unless its thread is in another one."""
         is_running = self.track.innermost is self and threading.get_ident() == self._thread
         if is_running:
             self.end()
@@ -208,7 +208,7 @@ class Timeline:
         self._of_thread = threading.local()
 
     def loop(self) -> Track:
-        """The track of the loop that runs in the calling thread, made at the first call."""
+        """Return the track of the loop that runs in the calling thread; create it at the first call."""
         track: Track | None = getattr(self._of_thread, "loop", None)
         if track is None:
             track = self._of_thread.loop = self._add(Track("loop"))
@@ -218,7 +218,7 @@ class Timeline:
         return track
 
     def follow(self, clock: DeviceClock) -> None:
-        """Let loops that begin from now on have their phases by the device's clock, too."""
+        """Record the phases of loops that begin from now on by the device's clock, too."""
         self._clock = clock
 
     @contextmanager

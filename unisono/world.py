@@ -1,10 +1,10 @@
 """World: one rank's place among its peers, with its device and its way to meet them.
 
-The ambient world is read at the door only. A public function takes `world=None` and calls `current_world()` once;
-everything below gets the world as an argument, because a `ContextVar` is unset in a new thread.
+Only public functions read the ambient world: they accept `world=None` and call `current_world()` once; everything below
+gets the world as an argument, because a `ContextVar` is unset in a new thread.
 
-Which world is current: the calling thread's (`use_world`), else the process's (set in a spawned worker, or made from
-an initialised torch.distributed), else the world of one.
+The current world is the calling thread's (`use_world`), otherwise the process's (set in a spawned worker, or made from
+an initialised torch.distributed), otherwise the world of one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RankState:
     """What a rank keeps from step to step.
 
     Attributes:
-        deliveries: what it has received.
+        deliveries: the batches it has received.
     """
 
     def __init__(self) -> None:
@@ -47,14 +47,14 @@ class RankState:
         self._parts: dict[Any, Any] = {}
 
     def part(self, kind: type[T]) -> T:
-        """The rank's one object of that class, made when it is asked for."""
+        """Return the rank's only object of that class; create it at the first call."""
         if kind not in self._parts:
             self._parts.setdefault(kind, kind())
         found: T = self._parts[kind]
         return found
 
     def restart(self) -> None:
-        """The rank's loop starts again: whatever an earlier one has left is of no step."""
+        """Start over: the rank's loop begins again, and what an earlier one has left belongs to no step."""
         for each in list(self._parts.values()):
             if hasattr(each, "restart"):
                 each.restart()
@@ -62,14 +62,14 @@ class RankState:
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """One rank's view of a run: facts, the objects that serve it, and its state. Two are never equal.
+    """One rank's view of a run: facts, the objects that serve it, and its state. Compared by identity.
 
     Attributes:
         rank, world_size: this rank and the number of ranks (processes or threads).
         local_rank, local_world_size: the same on this machine.
-        node_rank: which machine.
+        node_rank: the number of the machine.
         device, backend: the rank's device and its family.
-        comm: how it meets its peers.
+        comm: its communicator.
         restart_count: how often the group has been restarted.
         timeline: where this rank's time goes.
         state: what this rank keeps from step to step.
@@ -94,17 +94,17 @@ class World:
 
     @property
     def is_of_processes(self) -> bool:
-        """Whether each rank has a process to itself, and torch's process group joins them."""
+        """Whether each rank is a process, joined with the others by torch's process group."""
         return isinstance(seat_of(self.comm), ProcessCommunicator)
 
     @property
     def is_hosted(self) -> bool:
-        """Whether a rank's tensor comes to the others by way of main memory, or of the devices' runtime."""
+        """Whether a rank's tensors reach the others through main memory, or through the devices' runtime."""
         return seat_of(self.comm) is not self.comm
 
     @property
     def takes_engines(self) -> bool:
-        """Whether torch's own engines can reduce among the ranks: several processes, and tensors that a group takes."""
+        """Whether torch's own engines can reduce among the ranks: several processes, whose tensors a group supports."""
         return self.world_size > 1 and self.is_of_processes and self.backend.unsupported_reason("process_group") is None
 
     def __str__(self) -> str:
@@ -113,18 +113,18 @@ class World:
 
 _thread_world: ContextVar[World | None] = ContextVar("unisono_world", default=None)
 _process_world: World | None = None
-_adopted: tuple[weakref.ref[object], World] | None = None  # weak: a group that is destroyed lets go of its sockets
+_adopted: tuple[weakref.ref[object], World] | None = None  # weak: a group that is destroyed releases its sockets
 _solo: World | None = None
 
 _SLURM_SPECIAL_STEPS = 0xFFFFFFF0  # from here on: the batch script, the interactive shell, ...
 
 
 def current_world() -> World:
-    """The world of the calling thread; see the module's text for the order.
+    """Return the world of the calling thread; see the module's docstring for the order.
 
     Raises:
         NoWorldError: the environment says that this process has peers (WORLD_SIZE > 1, a SLURM step of several tasks),
-            and nothing has been initialised. Going on would train that many unrelated models side by side.
+            and none has been initialised. Continuing would train that many unrelated models side by side.
     """
     global _adopted, _solo
     world = given_world()
@@ -148,7 +148,7 @@ def current_world() -> World:
 
 
 def announcement(environ: Mapping[str, str]) -> str | None:
-    """The variable by which a launcher announces that this process has peers, in words; None where none does."""
+    """Describe the variable by which a launcher announces that this process has peers; None if there is none."""
     size = environ.get("WORLD_SIZE", "1")
     if _is_several(size):
         return f"WORLD_SIZE={size} is set, as torchrun does"
@@ -161,7 +161,7 @@ def announcement(environ: Mapping[str, str]) -> str | None:
 
 
 def is_slurm_step(environ: Mapping[str, str]) -> bool:
-    """Whether srun has started this process: the script of a batch job and an interactive shell are no steps."""
+    """Whether srun has started this process: the script of a batch job and an interactive shell are not steps."""
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
     return "SLURM_PROCID" in environ and step.isdecimal() and int(step) < _SLURM_SPECIAL_STEPS
 
@@ -181,25 +181,25 @@ def use_world(world: World) -> Iterator[World]:
 
 
 def set_process_world(world: World | None) -> None:
-    """Make `world` that of every thread of this process which has none of its own; a worker's first act."""
+    """Set the world of all threads of this process that have none of their own; a worker's first action."""
     global _process_world
     _process_world = world
 
 
 def process_world() -> World | None:
-    """The world that `set_process_world` has set."""
+    """Return the world that `set_process_world` has set."""
     return _process_world
 
 
 def given_world() -> World | None:
-    """The world that this thread, or else this process, has been given; None where none was."""
+    """Return the world that was set for this thread, or else for this process; None if there is none."""
     return _thread_world.get() or _process_world
 
 
 def solo_world(
     backend: Backend | None = None, device: torch.device | None = None, timeline: Timeline | None = None
 ) -> World:
-    """A world of one, on the first device of the picked family by default."""
+    """Create a world of one, by default on the first device of the default family."""
     backend = backend or pick_backend()
     device = device or backend.device(0)
     return World(device=device, backend=backend, comm=SoloCommunicator(), timeline=timeline or Timeline())
@@ -208,7 +208,7 @@ def solo_world(
 def thread_worlds(
     devices: list[torch.device], timelines: list[Timeline] | None = None, timeout: timedelta = timedelta(minutes=30)
 ) -> list[World]:
-    """One world per device, for threads of this process that meet one another."""
+    """Create one world per device, for threads of this process that meet one another."""
     size = len(devices)
     backends = [get_backend(device.type) for device in devices]
     return [
@@ -229,14 +229,14 @@ def thread_worlds(
 
 
 def meet_anew(worlds: list[World]) -> None:
-    """Let the threads of these worlds, which have all ended, meet as if for the first time."""
+    """Reset the meeting of these worlds, whose threads have all ended, as if it were new."""
     found = [seat_of(world.comm) for world in worlds]
     if seats := [seat for seat in found if isinstance(seat, ThreadCommunicator)]:
         ThreadCommunicator.meet_anew(seats)
 
 
 def _adopted_world() -> World:
-    """The world of a process whose default process group somebody else has initialised, torchrun's script for one."""
+    """Create the world of a process whose default process group was initialised elsewhere, in a torchrun script say."""
     local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
     backend = backend_of_group(dist.get_backend_config())
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
@@ -259,9 +259,10 @@ def _adopted_world() -> World:
 
 
 def answer_as_one_rank() -> None:
-    """Let who asks for its rank in this process, a loader worker, hear from now on that it is the only one.
+    """Make this process, a loader worker, appear to be the only rank from now on.
 
-    Datasets see the loader workers of all ranks as one row: a dataset that cut itself by both would be cut twice.
+    Datasets see the loader workers of all ranks as one sequence: one that sharded itself by both would be sharded
+        twice.
     """
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     for module in (torch.distributed, getattr(torch.distributed, "distributed_c10d", None)):
