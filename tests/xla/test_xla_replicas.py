@@ -246,38 +246,3 @@ def test_two_objects_take_turns_at_a_device(devices):
     assert told == [float(len(devices))] * len(devices)
     second(train, loader(8))
     torch.testing.assert_close(weights(second), plain_weights(1, 8), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_a_device_that_still_computes_is_waited_for_before_the_runtime_reduces(script):
-    """The runtime warns of a device that waits for another after 5 s, and ends the process after 15 s."""
-    done = script(
-        """
-import math, time, torch
-from torch import nn
-from unisono import DataParallel, all_reduce, current_world, placement, rank
-
-def works(seconds, device):
-    factor = torch.full((1024, 1024), 1 / 1024, device=device)
-    def chain(count):
-        own = factor
-        for _ in range(count):
-            own = own @ factor
-        return own
-    chain(20)
-    placement.lazy_barrier(wait=True)
-    began = time.perf_counter()
-    kept = chain(20)
-    placement.lazy_barrier(wait=True)
-    each = (time.perf_counter() - began) / 20
-    return chain(math.ceil(seconds / each)).sum()
-
-def loop(model, batches, device, context):
-    slow = works(8, device) if rank() == 1 else None
-    return all_reduce(torch.ones(1, device=device)).item()
-
-print(DataParallel(nn.Linear(1, 1), ['xla:0', 'xla:1'])(loop, []))
-"""
-    )
-    assert done.stdout.splitlines()[-1:] == ["[2.0, 2.0]"], done.stderr
-    assert "may be stuck" not in done.stderr
