@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from unisono.backends import xla
+from unisono.comm.xla import reduction_dtype
 
 TRAIN = """
 import torch
@@ -243,6 +245,14 @@ def test_workers_on_a_tpu_get_a_chip_each_or_are_refused(script):
             assert expected in found, row
         else:
             assert expected.items() <= found.items(), row
+
+
+@pytest.mark.parametrize(("hardware", "reduced_as"), [("CPU", torch.float32), ("TPU", torch.bfloat16)])
+def test_bfloat16_is_reduced_as_it_is_where_the_hardware_can(monkeypatch, hardware, reduced_as):
+    monkeypatch.setenv("PJRT_DEVICE", hardware)
+    assert reduction_dtype(torch.bfloat16) is reduced_as
+    assert reduction_dtype(torch.float16) is reduction_dtype(torch.float32) is torch.float32
+    assert reduction_dtype(torch.int64) is None
 
 
 def test_chips_are_found_on_the_bus_and_a_network_card_is_none(tmp_path):
