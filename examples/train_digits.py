@@ -180,7 +180,7 @@ def main() -> None:
     if arguments.mode == "solo" and devices > 1:
         parser.error(f"--mode solo runs on one device, not on --devices {devices}; pass --mode processes or threads")
     if arguments.epochs < 1:
-        parser.error(f"--epochs {arguments.epochs} trains nothing; pass a number from 1 on")
+        parser.error(f"--epochs {arguments.epochs} trains nothing; pass a number of at least 1")
     if arguments.backend:
         os.environ["UNISONO_BACKEND"] = arguments.backend
     result = run(arguments.mode, devices, arguments.epochs)

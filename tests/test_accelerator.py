@@ -33,14 +33,14 @@ BOTH = pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str)
         (
             {"gradient_accumulation_steps": 2.0},
             TypeError,
-            "gradient_accumulation_steps=2.0 is a float; pass a whole number",
+            "gradient_accumulation_steps=2.0 is of type float; pass an integer",
         ),
-        ({"gradient_accumulation_steps": True}, TypeError, "gradient_accumulation_steps=True is a bool"),
-        ({"max_grad_norm": 0}, ValueError, "max_grad_norm=0 leaves nothing of a gradient"),
-        ({"max_grad_norm": "1"}, TypeError, "max_grad_norm='1' is a str"),
+        ({"gradient_accumulation_steps": True}, TypeError, "gradient_accumulation_steps=True is of type bool"),
+        ({"max_grad_norm": 0}, ValueError, "max_grad_norm=0 removes every gradient"),
+        ({"max_grad_norm": "1"}, TypeError, "max_grad_norm='1' is of type str"),
         ({"max_grad_norm": float("nan")}, ValueError, "max_grad_norm=nan"),
         ({"strategy": "dp"}, ValueError, "strategy='dp' does not exist; choose one of ddp, fsdp, spmd, zero1"),
-        ({"strategy": 3}, TypeError, "strategy=3 is a int; pass a name, or one of DDP, FSDP, SPMD, ZeRO1"),
+        ({"strategy": 3}, TypeError, "strategy=3 is of type int; pass a name, or one of DDP, FSDP, SPMD, ZeRO1"),
         ({"strategy": DDP(comm_hook="fp4")}, ValueError, "comm_hook='fp4' does not exist; choose one of None, 'fp16'"),
         (
             {"nan_guard": True, "mixed_precision": "fp16"},
@@ -49,7 +49,7 @@ BOTH = pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str)
         ),
         ({"cpu": True, "device": "cpu"}, ValueError, "cpu=True and device='cpu' contradict each other"),
         ({"device": "toaster"}, ValueError, "device 'toaster' does not exist; there are .*cpu:0"),
-        ({"device": 1.5}, TypeError, "device=1.5 is a float"),
+        ({"device": 1.5}, TypeError, "device=1.5 is of type float"),
     ],
     ids=lambda value: str(value)[:40],
 )

@@ -324,7 +324,7 @@ def test_a_scalar_takes_device_and_precision_of_a_tensor():
     scalar = scalar_like(0.1, torch.ones(2, dtype=torch.bfloat16, device="meta"))
     assert (scalar.shape, scalar.dtype, scalar.device.type) == ((), torch.bfloat16, "meta")
     assert scalar_like(3, torch.ones(2, dtype=torch.int32)).item() == 3
-    with pytest.raises(TypeError, match=r"^tensor=2 is a int; pass a tensor$"):
+    with pytest.raises(TypeError, match=r"^tensor=2 is of type int; pass a tensor$"):
         scalar_like(1.0, 2)  # type: ignore[arg-type]
 
 
@@ -379,9 +379,9 @@ def test_a_barrier_ends_the_step_on_all_devices_before_it_waits(monkeypatch):
     [
         ([], False, ValueError, "is empty"),
         ("mps:9", False, ValueError, "mps"),
-        ([None], False, TypeError, "None is a NoneType"),
-        (1.5, False, TypeError, "1.5 is a float"),
-        (None, "yes", TypeError, "wait='yes' is a str"),
+        ([None], False, TypeError, "None is of type NoneType"),
+        (1.5, False, TypeError, "1.5 is of type float"),
+        (None, "yes", TypeError, "wait='yes' is of type str"),
     ],
 )
 def test_a_barrier_looks_at_its_arguments(device, wait, error, words):
@@ -395,5 +395,5 @@ def test_a_compiled_function_is_the_function_on_eager_devices():
 
     assert compiled(double)(torch.ones(2), by=3).tolist() == [3.0, 3.0]
     assert compiled(double).__name__ == "double"
-    with pytest.raises(TypeError, match="fn=3 is a int; pass a function"):
+    with pytest.raises(TypeError, match="fn=3 is of type int; pass a function"):
         compiled(3)

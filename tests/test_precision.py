@@ -91,7 +91,7 @@ def test_what_is_converted_already_is_an_error(dtype):
 @pytest.mark.parametrize("convert", [to_reduced_precision, to_full_precision])
 def test_a_tensor_of_another_type_is_refused_alone_and_stays_in_a_structure(convert, dtype):
     other = torch.ones(2, dtype=dtype)
-    with pytest.raises(ValueError, match=r"^x is \w+, and precision is a matter of float32, bfloat16 and float16"):
+    with pytest.raises(ValueError, match=r"^x is \w+, and precision applies to float32, bfloat16 and float16"):
         convert(other)
     assert convert([other])[0] is other
     assert not is_reduced_precision(other)
@@ -99,12 +99,18 @@ def test_a_tensor_of_another_type_is_refused_alone_and_stays_in_a_structure(conv
 
 @pytest.mark.parametrize("convert", [to_reduced_precision, to_full_precision, is_reduced_precision])
 def test_what_has_no_precision_is_a_type_error(convert):
-    with pytest.raises(TypeError, match=r"^x='text' is a str; pass a tensor, module, optimizer, or a structure$"):
+    with pytest.raises(
+        TypeError,
+        match=(
+            r"^x='text' is of type str; pass a tensor, module, optimizer, or a "
+            r"structure$"
+        ),
+    ):
         convert("text")
 
 
 def test_the_reduced_type_is_one_of_two():
-    with pytest.raises(ValueError, match=r"^dtype=torch.float32 is no reduced precision; choose torch.bfloat16 or"):
+    with pytest.raises(ValueError, match=r"^dtype=torch.float32 is not a reduced precision; choose torch.bfloat16 or"):
         to_reduced_precision(torch.ones(1), dtype=torch.float32)
 
 

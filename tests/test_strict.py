@@ -30,7 +30,7 @@ def test_devices_do_not_mix_and_both_are_named():
     assert str(caught.value) == (
         "torch.add mixes devices: argument 0 is float32 of shape (2, 2) on meta, argument 'other' is float32 of shape "
         "(2, 2) on cpu; inside unisono.placement.strict() nothing moves by itself: bring both to one device with "
-        "unisono.placement.copy_to(tensor, device), or make a number's tensor with "
+        "unisono.placement.copy_to(tensor, device), or create the tensor of a number with "
         "unisono.placement.scalar_like(value, tensor)"
     )
 
@@ -52,9 +52,8 @@ def test_precisions_do_not_mix_and_both_are_named():
     assert str(caught.value) == (
         "torch.Tensor.add mixes precisions: argument 0 is float32 of shape (2, 2) on cpu, argument 1 is bfloat16 of "
         "shape (2, 2) on cpu; inside unisono.placement.strict() nothing converts by itself: convert one with "
-        "unisono.precision.to_reduced_precision(tensor) or unisono.precision.to_full_precision(tensor), or make a "
-        "number's tensor with "
-        "unisono.placement.scalar_like(value, tensor)"
+        "unisono.precision.to_reduced_precision(tensor) or unisono.precision.to_full_precision(tensor), or create "
+        "the tensor of a number with unisono.placement.scalar_like(value, tensor)"
     )
 
 

@@ -293,7 +293,7 @@ DOUBTFUL = {
 @pytest.mark.parametrize("batch", DOUBTFUL.values(), ids=DOUBTFUL)
 def test_a_batch_that_does_not_tell_what_a_sample_is_cannot_be_cut(batch):
     assert not can_cut(batch)
-    with pytest.raises(ValueError, match=r"cannot be cut: it does not say what one sample is"):
+    with pytest.raises(ValueError, match=r"cannot be split: it does not say what one sample is"):
         take(batch, 0, 1)
 
 

@@ -335,14 +335,14 @@ def check_counts(batches: Collection[Batch], by_part: bool = False) -> None:
     if len(parts if by_part else counts) > 1:
         if len({batch.loop for batch in batches}) > 1:
             raise ValueError(
-                "the loss may be the mean over batches of several loaders, which count differently, and it cannot be "
-                "told which; call backward once for the loss of each, and name its batch, "
-                "accelerator.backward(loss, batch=batch)"
+                "the loss may be the mean over batches of several loaders, which count differently, and it is not "
+                "known which; call backward once for the loss of each, and name its batch, accelerator.backward(loss, "
+                "batch=batch)"
             )
         shown = " or ".join(sorted(f"{samples} of the {total} samples of all ranks" for samples, total in counts))
         raise ValueError(
             f"the loss may be the mean over {shown}: it comes from several batches, or from one of several that were "
-            "drawn ahead, and it cannot be known which; name the batch, accelerator.backward(loss, batch=batch) (by "
+            "drawn ahead, and it is not known which; name the batch, accelerator.backward(loss, batch=batch) (by "
             "hand: unisono.backward(loss, batch=batch)), or its samples, weight="
         )
 

@@ -194,7 +194,7 @@ class StoppedError(SystemExit):
         self.results = results
 
     def __str__(self) -> str:
-        return f"the ranks stopped early, as they were asked to (exit code {self.code})"
+        return f"the ranks stopped early, as requested (exit code {self.code})"
 
 
 def describe_exit(exit_code: int | None) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 _PREPARE = "prepare() takes models, optimizers, loaders and schedulers, together or one by one"
 _ON_RANKS = "write `if accelerator.process_index == n:`, or decorate with on_main_process"
-_REGISTERED = "register_for_checkpointing() takes objects whose state_dict() and load_state_dict() are called then"
-_OTHER_ENGINES = "DeepSpeed, Megatron and pipelines are not joined; strategy= is 'ddp', 'zero1', 'fsdp' or 'spmd'"
+_REGISTERED = "register_for_checkpointing() takes objects and calls their state_dict() and load_state_dict()"
+_OTHER_ENGINES = "DeepSpeed, Megatron and pipelines are not supported; strategy= is 'ddp', 'zero1', 'fsdp' or 'spmd'"
 _MESH = "there is one axis, data parallel: process_index and num_processes"
 _NO_CALLBACKS = "the loop is yours: call the function where the event happens"
 
@@ -17,7 +17,7 @@ _ADVICE = {
     "data_parallel_shard_rank": _MESH,
     "deepspeed_plugin": _OTHER_ENGINES,
     "deepspeed_ulysses_dl_adapter": _OTHER_ENGINES,
-    "dispatch_batches": "each rank reads its own part; a stream that cannot be divided is read once and dealt",
+    "dispatch_batches": "each rank reads its own part; a stream that cannot be divided is read once and distributed",
     "distributed_type": "accelerator.world has the facts: world.is_of_processes, world.backend.name",
     "even_batches": "each sample counts once: the tail is split; pass DeviceLoader(loader, tail=) for another one",
     "fp8_backend": "mixed_precision is 'no', 'bf16' or 'fp16'",
@@ -30,7 +30,7 @@ _ADVICE = {
     "lomo_backward": "let the optimizer step after backward(loss)",
     "maybe_context_parallel": _MESH,
     "multi_device": "compare: num_processes > 1",
-    "non_blocking": "batches move on threads of their own, ahead of the loop",
+    "non_blocking": "background threads move batches ahead of the loop",
     "on_last_process": _ON_RANKS,
     "on_local_main_process": "write `if accelerator.is_local_main_process:`",
     "on_local_process": _ON_RANKS,
@@ -44,22 +44,22 @@ _ADVICE = {
     "profile": "use torch.profiler.profile(); unisono.print_report() says where the time of the loop went",
     "register_load_state_pre_hook": _REGISTERED,
     "register_save_state_pre_hook": _REGISTERED,
-    "save_iteration": "save_state() numbers checkpoints by what lies in the directory",
+    "save_iteration": "save_state() numbers checkpoints after those in the directory",
     "save": "write `if accelerator.is_main_process: torch.save(...)`",
     "save_model": "save accelerator.state_dict(model) on rank zero; every rank calls state_dict",
     "should_save_model": "every rank calls state_dict(model), and rank zero, is_main_process, saves it",
     "skip_first_batches": "loaders resume by themselves: loader.load_state_dict(loader.state_dict())",
     "split_batches": "pass DeviceLoader(loader, split='global'): batch_size is that of all ranks together then",
     "state": "accelerator.world has the rank's facts",
-    "step": "accelerator.sync_gradients says whether the present microbatch ends a step",
+    "step": "accelerator.sync_gradients says whether the current microbatch ends a step",
     "tensor_parallel_rank": _MESH,
     "torch_device_mesh": _MESH,
     "trigger_sync_in_backward": "leave the block of no_sync() before the last forward pass of the step",
     "unscale_gradients": "gradients are unscaled by clip_grad_norm_, clip_grad_value_ and optimizer.step()",
     "use_distributed": "compare: num_processes > 1",
-    "use_seedable_sampler": "pass seed=: the order is a function of the seed and the epoch, and of nothing else",
+    "use_seedable_sampler": "pass seed=: the order is a function of the seed and the epoch only",
     "use_stateful_dataloader": "prepared loaders have state_dict() and load_state_dict()",
-    "verify_device_map": "prepare() refuses a model that lies on several devices",
+    "verify_device_map": "prepare() refuses a model that is on several devices",
     # Lightning Fabric
     "all_gather": "call gather(values)",
     "all_reduce": "call reduce(values)",

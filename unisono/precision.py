@@ -49,7 +49,7 @@ def to_reduced_precision(x: T, *, dtype: torch.dtype = torch.bfloat16) -> T:
             another type than float32; it is an optimizer whose parameters are in full precision.
     """
     if dtype not in REDUCED:
-        raise ValueError(f"dtype={dtype} is no reduced precision; choose torch.bfloat16 or torch.float16")
+        raise ValueError(f"dtype={dtype} is not a reduced precision; choose torch.bfloat16 or torch.float16")
     return _convert(x, FULL, dtype)
 
 
@@ -114,7 +114,9 @@ class _Content:
                 tensor = leaf.data if isinstance(leaf, PackedSequence) else leaf
                 self.parts += [_Part(where, tensor)] if tensor.dtype in FULL | REDUCED else []
             elif leaf is x:
-                raise TypeError(f"x={x!r} is a {type(x).__name__}; pass a tensor, module, optimizer, or a structure")
+                raise TypeError(
+                    f"x={x!r} is of type {type(x).__name__}; pass a tensor, module, optimizer, or a structure"
+                )
 
 
 def _convert(x: T, source: frozenset[torch.dtype], target: torch.dtype) -> T:
@@ -138,8 +140,8 @@ def _check(x: object, content: _Content, source: frozenset[torch.dtype]) -> None
     word = "reduced" if source is FULL else "full"
     if isinstance(x, torch.Tensor) and x.dtype not in FULL | REDUCED:
         raise ValueError(
-            f"x is {_name(x.dtype)}, and precision is a matter of float32, bfloat16 and float16; if a conversion is "
-            "meant, convert it with x.to(dtype)"
+            f"x is {_name(x.dtype)}, and precision applies to float32, bfloat16 and float16; if you mean a conversion, "
+            "convert it with x.to(dtype)"
         )
     for part in content.parts:
         if part.tensor.dtype not in source:

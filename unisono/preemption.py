@@ -58,7 +58,7 @@ def heed() -> None:
         return
     if threading.current_thread() is not threading.main_thread():
         raise UnisonoError(
-            f"SIGTERM cannot be heeded from thread {threading.current_thread().name!r}: Python lets only the main "
+            f"SIGTERM cannot be handled from thread {threading.current_thread().name!r}: Python lets only the main "
             "thread of a process install a signal's handler; call should_stop() once in the main thread before, "
             "outside of DataParallel"
         )

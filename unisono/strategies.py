@@ -46,7 +46,7 @@ class DDP:
 
     def __post_init__(self) -> None:
         if not self.bucket_cap_mb > 0:
-            raise ValueError(f"bucket_cap_mb={self.bucket_cap_mb} is no size; pass a positive number of MiB")
+            raise ValueError(f"bucket_cap_mb={self.bucket_cap_mb} is not a size; pass a positive number of MiB")
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,13 @@ class FSDP:
         kept = self.reshard_after_forward
         if kept is not None and not isinstance(kept, int):
             raise TypeError(
-                f"reshard_after_forward={kept!r} is a {type(kept).__name__}; pass True, False, a number of ranks, or "
-                "None"
+                f"reshard_after_forward={kept!r} is of type {type(kept).__name__}; pass True, False, a number of "
+                "ranks, or None"
             )
         if isinstance(self.replicas, bool) or not isinstance(self.replicas, int):
-            raise TypeError(f"replicas={self.replicas!r} is a {type(self.replicas).__name__}; pass a number of groups")
+            raise TypeError(
+                f"replicas={self.replicas!r} is of type {type(self.replicas).__name__}; pass a number of groups"
+            )
         if self.replicas < 1:
             raise ValueError(f"replicas={self.replicas} are no groups of ranks; pass 1 to share parameters among all")
 

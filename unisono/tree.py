@@ -157,7 +157,7 @@ def pick(tree: Any, samples: list[int], dim: int = 0) -> Any:
 
 def _select(tree: Any, samples: slice | list[int], dim: int) -> Any:
     if not can_cut(tree, dim):
-        raise ValueError(f"a batch of type {type(tree).__name__} cannot be cut: it does not say what one sample is")
+        raise ValueError(f"a batch of type {type(tree).__name__} cannot be split: it does not say what one sample is")
     size = batch_size(tree, dim)
 
     def cut(node: Any) -> Any:

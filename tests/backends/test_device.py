@@ -52,11 +52,11 @@ def test_a_device_is_frozen():
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        (("vpu",), ValueError, "kind='vpu' is no kind of device; choose one of cpu, cuda, mps, xla"),
-        ((3,), TypeError, "kind=3 is a int; pass a string"),
+        (("vpu",), ValueError, "kind='vpu' is not a kind of device; choose one of cpu, cuda, mps, xla"),
+        ((3,), TypeError, "kind=3 is of type int; pass a string"),
         (("cpu", -1), ValueError, "ordinal=-1 of cpu does not exist: ordinals start at 0"),
-        (("cpu", "1"), TypeError, "ordinal='1' is a str; pass an integer"),
-        (("cpu", True), TypeError, "ordinal=True is a bool; pass an integer"),
+        (("cpu", "1"), TypeError, "ordinal='1' is of type str; pass an integer"),
+        (("cpu", True), TypeError, "ordinal=True is of type bool; pass an integer"),
         (("cpu", 0, "lazy"), ValueError, "backend='lazy' does not exist; choose one of eager, xla"),
         (("mps", 0, "xla"), ValueError, "backend='xla' does not serve devices of kind 'mps'; leave it out"),
         (("TPU", 0, "eager"), ValueError, "backend='eager' does not serve devices of kind 'xla'; leave it out"),

@@ -155,7 +155,7 @@ def test_what_is_no_device_at_all_is_a_type_error_that_names_it(written):
     with pytest.raises(TypeError) as refusal:
         resolve_device(written)
     kind = type(written).__name__
-    assert str(refusal.value) == f"device={written!r} is a {kind}; pass a string, an index or a torch.device"
+    assert str(refusal.value) == f"device={written!r} is of type {kind}; pass a string, an index or a torch.device"
 
 
 @pytest.mark.parametrize("index", [-1, 2, 99])
@@ -186,7 +186,7 @@ def test_a_number_of_logical_devices_that_is_none_is_refused(logical_devices, te
     logical_devices.setenv("CPU_NUM_DEVICES", text)
     with pytest.raises(ValueError) as refusal:
         get_backend("cpu").device_count()
-    assert str(refusal.value) == f"CPU_NUM_DEVICES={text!r} in the environment; it must be a whole number from 1 on"
+    assert str(refusal.value) == f"CPU_NUM_DEVICES={text!r} in the environment; it must be an integer of at least 1"
 
 
 def test_who_names_more_logical_devices_outright_gets_them(logical_devices):
@@ -224,7 +224,9 @@ def test_mps_narrows_double_precision_and_says_so_once(caplog):
 def test_processes_on_mps_exchange_copies_in_main_memory_and_have_no_engines():
     mps = get_backend("mps")
     assert (mps.process_transport(), mps.unsupported_reason("fp16")) == ("host", None)
-    assert mps.unsupported_reason("process_group").startswith("process groups take no MPS tensors; take strategy='ddp'")
+    assert mps.unsupported_reason("process_group").startswith(
+        "process groups do not support MPS tensors; use strategy='ddp'"
+    )
 
 
 # Sending a leaf.

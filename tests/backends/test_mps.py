@@ -73,6 +73,6 @@ def test_what_only_an_engine_of_torch_can_do_is_refused_with_the_way_out(strateg
         with on_stand_in():
             Accelerator(strategy=strategy)
 
-    words = r"does not go with cpu:\d: process groups take no MPS tensors; take strategy='ddp'"
+    words = r"does not work with cpu:\d: process groups do not support MPS tensors; use strategy='ddp'"
     with pytest.raises(ValueError, match=words):
         PROCESSES_2.run(body)

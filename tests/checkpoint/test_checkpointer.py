@@ -300,7 +300,7 @@ def test_a_score_is_a_number_of_any_kind(tmp_path: Path, score: Any) -> None:
     with Checkpointer(tmp_path / "all", model=nn.Linear(2, 2)) as checkpointer:
         checkpointer.save(tmp_path / "best", score=score)
         assert checkpointer.load(tmp_path / "best").score == float(score)
-        with pytest.raises(TypeError, match=r"score=\[1\] is a list; pass one number"):
+        with pytest.raises(TypeError, match=r"score=\[1\] is of type list; pass one number"):
             checkpointer.save(tmp_path / "best", score=[1])
 
 
@@ -344,7 +344,7 @@ def test_another_model_is_named_by_its_first_differences(tmp_path: Path) -> None
     assert torch.equal(other[0].weight, before)
     with pytest.raises(CheckpointMismatchError, match=r"has no network: it holds model, optimizer"):
         load(tmp_path / "one", network=saved)
-    with pytest.raises(CheckpointMismatchError, match=r"model is a optimizer|model is an? optimizer"):
+    with pytest.raises(CheckpointMismatchError, match=r"model is an? optimizer"):
         load(tmp_path / "one", model=torch.optim.SGD(saved.parameters()))
     with pytest.raises(CheckpointMismatchError, match=r"groups of \[4\] parameters.*groups of \[2\]"):
         load(tmp_path / "one", model=saved, optimizer=torch.optim.SGD(saved[0].parameters()))
@@ -390,7 +390,7 @@ def test_a_file_that_would_run_code_is_refused(tmp_path: Path, capsys: pytest.Ca
     save(tmp_path / "good", model=nn.Linear(2, 2))
     manifest = Manifest.from_bytes((tmp_path / "good" / "manifest.json").read_bytes(), tmp_path)
     commit(Place(tmp_path / "bad"), write, manifest, new_mark())
-    with pytest.raises(DamagedCheckpointError, match="no plain data"):
+    with pytest.raises(DamagedCheckpointError, match="data that is not plain"):
         load(tmp_path / "bad", model=nn.Linear(2, 2))
     assert "run" not in capsys.readouterr().out
 
@@ -406,7 +406,7 @@ def test_metadata_of_parts_that_would_run_code_are_refused(tmp_path: Path) -> No
     ):
         call = b"\x80\x04" + named(module) + named(name) + b"\x93" + named(f"touch {tmp_path / 'run'}") + b"\x85R."
         (tmp_path / ".metadata").write_bytes(call)
-        with pytest.raises(DamagedCheckpointError, match=f"names {module}.{name}, which is not run"):
+        with pytest.raises(DamagedCheckpointError, match=f"names {module}.{name}, which is not executed"):
             read_shards(tmp_path)
     assert names_in(tmp_path) == [".metadata"]
 
@@ -454,9 +454,9 @@ def test_plain_data_comes_back_with_its_types(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", [3, "text", object()])
 def test_what_has_no_state_is_refused_at_once(tmp_path: Path, wrong: Any) -> None:
-    with pytest.raises(TypeError, match=r"thing is a .* which has no state_dict"):
+    with pytest.raises(TypeError, match=r"thing is of type .* which has no state_dict"):
         Checkpointer(tmp_path, thing=wrong)
-    with pytest.raises(TypeError, match="object 0 is a"):
+    with pytest.raises(TypeError, match="object 0 is of type"):
         Accelerator().register_for_checkpointing(wrong)
 
 
@@ -503,7 +503,7 @@ def test_generators_that_cannot_mean_the_same_are_told_of(tmp_path: Path, caplog
     first, second = THREADS_2.run(drawn), THREADS_2.run(drawn)
     assert first == second, "the new seeds are the same each time"
     assert len(set(first)) == 2
-    assert "the random generators of rank 1 begin with new seeds" in caplog.text
+    assert "the random generators of rank 1 start with new seeds" in caplog.text
 
 
 def test_a_loader_of_another_order_is_refused(tmp_path: Path) -> None:

@@ -313,7 +313,7 @@ def test_where_all_are_damaged_each_is_named(tmp_path: Path) -> None:
     for number in (1, 2):
         save_numbered(tmp_path, number)
         damage(tmp_path / f"checkpoint_{number}" / "state.pt", random.Random(0), "cut")
-    with pytest.raises(CheckpointError, match=r"is whole: .*checkpoint_2: state.pt has \d+ bytes .*checkpoint_1"):
+    with pytest.raises(CheckpointError, match=r"is intact: .*checkpoint_2: state.pt has \d+ bytes .*checkpoint_1"):
         loaded(tmp_path)
-    with pytest.raises(CheckpointError, match="is whole"):
+    with pytest.raises(CheckpointError, match="is intact"):
         load(tmp_path, must_exist=False, counted=Counted())

@@ -115,7 +115,7 @@ def test_every_flipped_bit_and_every_cut_is_noticed() -> None:
 def test_wrong_bytes_and_newer_ones_are_told_apart() -> None:
     with pytest.raises(DamagedCheckpointError, match="do not begin with UNISONO"):
         deserialize(b"something else that is long enough")
-    with pytest.raises(TypeError, match="is a str; pass the bytes"):
+    with pytest.raises(TypeError, match="is of type str; pass the bytes"):
         deserialize("text")
     newer = bytearray(serialize(None))
     newer[7:8] = struct.pack("B", 2)

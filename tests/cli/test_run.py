@@ -422,7 +422,7 @@ def test_the_exit_code_tells_of_a_stop(tmp_path, how, signum, code):
         (["--pin-cores", "-n", "4000", "--backend", "cpu", "train.py"], "4000 workers cannot have a CPU of their own"),
         (["--backend", "abacus", "train.py"], "backend 'abacus' does not exist; choose one of"),
         (["--nnodes", "2", "train.py"], "--nnodes 2 needs --rdzv-endpoint host:port"),
-        (["--nnodes", "2", "--rdzv-endpoint", "node1", "train.py"], "'node1' is no endpoint; pass host:port"),
+        (["--nnodes", "2", "--rdzv-endpoint", "node1", "train.py"], "'node1' is not an endpoint; pass host:port"),
         (
             ["--nnodes", "2", "--rdzv-endpoint", "a:1", "--start-method", "teleport", "train.py"],
             "start_method='teleport'",
@@ -444,15 +444,15 @@ def test_what_cannot_be_run_is_refused_before_anything_starts(run, script, argum
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["-n", "0", "t.py"], "'0' is neither a whole number, 1 or greater, nor auto, gpu or cpu"),
-        (["--num-threads", "0", "t.py"], "'0' is not a whole number, 1 or greater"),
+        (["-n", "0", "t.py"], "'0' is neither an integer of at least 1, nor auto, gpu or cpu"),
+        (["--num-threads", "0", "t.py"], "'0' is not an integer of at least 1"),
         (["--nproc_per_nod", "2", "t.py"], "usage: unisono run"),
         (["--restarts", "2", "t.py"], "unisono run: error: unrecognized arguments: --restarts"),
-        (["--nnodes", "2:1", "t.py"], "'2:1' is no number of machines"),
-        (["--timeout", "-1", "t.py"], "'-1' is no positive number of seconds"),
-        (["--timeout", "nan", "t.py"], "'nan' is no positive number"),
-        (["--log-ranks", "0,x", "t.py"], "'x' is not a whole number, 0 or greater"),
-        (["--rdzv-conf", "last_call_timeout", "t.py"], "'last_call_timeout' is no list like"),
+        (["--nnodes", "2:1", "t.py"], "'2:1' is not a number of machines"),
+        (["--timeout", "-1", "t.py"], "'-1' is not a positive number of seconds"),
+        (["--timeout", "nan", "t.py"], "'nan' is not a positive number"),
+        (["--log-ranks", "0,x", "t.py"], "'x' is not an integer of at least 0"),
+        (["--rdzv-conf", "last_call_timeout", "t.py"], "'last_call_timeout' is not a list like"),
         ([], "the following arguments are required: target"),
     ],
 )
@@ -467,7 +467,7 @@ def test_a_malformed_option_is_refused_by_name(run, arguments, words):
     [
         ("import not_there_at_all", "broken:main", "No module named 'not_there_at_all'"),
         ("def main(rank): pass", "named:mian", "unisono: 'named:mian': named has no 'mian'; is it 'main'?"),
-        ("number = 5", "counted:number", "unisono: 'counted:number' is a int; name a function"),
+        ("number = 5", "counted:number", "unisono: 'counted:number' is of type int; name a function"),
     ],
 )
 def test_what_is_wrong_in_a_module_is_found_by_its_worker_and_not_before(run, script, text, target, words):

@@ -219,4 +219,4 @@ def test_a_process_whose_group_cannot_be_ended_ends_all_the_same(ends, caplog):
     ends.abort_ends = False
     shutdown.end_group(is_broken=True, waits_for_device=True)
     assert ends.alarms == [shutdown._LAST_S]
-    assert "could not be ended within" in caplog.text
+    assert "could not be shut down within" in caplog.text

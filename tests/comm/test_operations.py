@@ -96,8 +96,8 @@ def test_a_mismatch_reads_as_a_sentence():
     step = Announcement("the gradients of step 4")
     assert str(mismatch_of(step, barrier)) == (
         "rank 0 came to the gradients of step 4 while rank 1 called barrier(); every rank must take the same steps on "
-        "the same rounds: leave out a batch, or leave a loop, on all ranks or on none, and loop over its loader as "
-        "often as the others, in the same order"
+        "the same rounds: skip a batch, or leave a loop, on all ranks or on none, and loop over each loader equally "
+        "often, in the same order"
     )
 
 

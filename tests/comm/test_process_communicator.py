@@ -78,7 +78,7 @@ def test_the_reason_of_the_peer_that_failed_first_is_kept(store):
         (
             {},
             "a peer is gone or did not answer (Connection reset); if none has failed, the ranks called different "
-            "collectives of torch's own, which nobody compares",
+            "collectives of torch itself, which are not compared",
         ),
         ({"unisono/departed/0": b"1"}, "rank 0 has left this world after it called barrier(): "),
         (
@@ -157,7 +157,7 @@ def test_who_waits_in_vain_names_who_has_not_come(store):
     with pytest.raises(BrokenWorldError) as broken:
         comm._run(Call("barrier"), fail)
     assert str(broken.value) == (
-        "rank 0 cannot complete barrier(): rank 1 did not come to it and may be gone, stuck or late "
+        "rank 0 cannot complete barrier(): rank 1 did not arrive and may be gone, stuck or late "
         "(Timed out waiting 500ms for recv)"
     )
 
@@ -166,7 +166,7 @@ def test_ranks_that_share_a_gpu_are_told_so(store):
     def fail() -> None:
         raise dist.DistBackendError("NCCL error: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 50000")
 
-    with pytest.raises(BrokenWorldError, match=r"two ranks have the same GPU, .*; give each rank a GPU of its own"):
+    with pytest.raises(BrokenWorldError, match=r"two ranks have the same GPU, .*; give each rank its own GPU"):
         ProcessCommunicator(CPU, store)._run(Call("barrier"), fail)
 
 
@@ -226,7 +226,7 @@ def test_a_tensor_on_a_foreign_device_is_refused_before_anything_is_sent(store, 
     with pytest.raises(TypeError) as refusal:
         getattr(comm, name)(torch.ones(2, device="meta"))
     assert str(refusal.value) == (
-        f"{name} got a tensor on meta, and rank 0 sends what is on cpu or in main memory; pass tensor.to('cpu')"
+        f"{name} got a tensor on meta, and rank 0 sends tensors on cpu or in main memory; pass tensor.to('cpu')"
     )
     assert comm.num_calls == 0
     comm.barrier()

@@ -122,14 +122,14 @@ def test_all_gather_puts_ranks_side_by_side(way):
         (lambda x: xm.all_reduce("and", x), TypeError, "has no 'and'; convert"),
         (lambda x: xm.all_reduce("sum", x.long(), scale=0.5), TypeError, "scale=0.5 would round"),
         (lambda x: xm.all_reduce("sum", x, groups=[[7]]), ValueError, "must hold each of the ordinals 0 to 0 once"),
-        (lambda x: xm.all_gather(x, groups=[0]), TypeError, "no list of lists"),
+        (lambda x: xm.all_gather(x, groups=[0]), TypeError, "not a list of lists"),
         (lambda x: xm.all_reduce("sum", 3), TypeError, "'int' object is not iterable"),
         (lambda x: xm.all_gather(3), TypeError, "takes a tensor or a list of them, and got a int"),
         (lambda x: xm.all_gather([mine([1])], output=[]), ValueError, "output has 0 tensors for 1"),
         (
             lambda x: xm.reduce_scatter("sum", mine([1]), 1, 0, 3),
             ValueError,
-            "shard_count=3, but 1 replicas get a part",
+            "shard_count=3, but 1 replicas get one part",
         ),
     ],
 )
@@ -189,10 +189,10 @@ def test_ranks_that_wait_for_different_things_are_told(several):
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: xm.rendezvous("tag", 3), TypeError, "payload=3 is a int; pass bytes, or use mesh_reduce"),
+        (lambda: xm.rendezvous("tag", 3), TypeError, "payload=3 is of type int; pass bytes, or use mesh_reduce"),
         (lambda: xm.rendezvous("tag", replicas=[0, 4]), ValueError, "must name ordinals from 0 to 0, each once"),
         (lambda: xm.rendezvous("tag", replicas=[0, 0]), ValueError, "each once"),
-        (lambda: xm.add_step_closure(3), TypeError, "closure=3 is a int"),
+        (lambda: xm.add_step_closure(3), TypeError, "closure=3 is of type int"),
     ],
 )
 def test_bad_meetings_are_told(call, error, words):

@@ -161,8 +161,8 @@ def test_an_epoch_covers_every_sample_where_the_batches_divide():
         (lambda: dp.DataParallel(3, DEVICES), TypeError, "network=3 gives a int"),
         (lambda: dp.DataParallel(nn.Linear(1, 1), [DEVICES[0]] * 2), ValueError, "repeats"),
         (lambda: dp.DataParallel(nn.Linear(1, 1), ["warp:9"]), ValueError, "does not exist; there are"),
-        (lambda: dp.DataParallel(nn.Linear(1, 1), DEVICES)(3, []), TypeError, "loop_fn=3 is a int"),
-        (lambda: dp.DataParallel(nn.Linear(1, 1), DEVICES)(print, 3), TypeError, "loader=3 is a int"),
+        (lambda: dp.DataParallel(nn.Linear(1, 1), DEVICES)(3, []), TypeError, "loop_fn=3 is of type int"),
+        (lambda: dp.DataParallel(nn.Linear(1, 1), DEVICES)(print, 3), TypeError, "loader=3 is of type int"),
     ],
 )
 def test_bad_input_is_told_with_its_value(call, error, words):

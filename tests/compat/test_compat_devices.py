@@ -35,7 +35,7 @@ def test_every_replica_has_a_device_of_its_own_and_knows_it(way):
 
 def test_a_worker_sees_its_own_device_only():
     def look():
-        with pytest.raises(ValueError, match="sees its own device only"):
+        with pytest.raises(ValueError, match="sees only its own device"):
             xm.xla_device(RANKS + 5)
         return len(xm.get_xla_supported_devices()), xm.xla_device(0) == xm.xla_device(), xr.addressable_device_count()
 
@@ -69,10 +69,10 @@ def test_max_devices_takes_the_first_few_and_none_or_zero_all(monkeypatch):
     ("call", "error", "words"),
     [
         (lambda: xm.get_xla_supported_devices(max_devices=-1), ValueError, "max_devices=-1 is too small"),
-        (lambda: xm.get_xla_supported_devices(max_devices=1.5), TypeError, "max_devices=1.5 is a float"),
-        (lambda: xm.get_xla_supported_devices("nonsense"), ValueError, "no kind of device; choose one of TPU"),
-        (lambda: xm.get_xla_supported_devices(3), TypeError, "devkind=3 is a int; pass a string"),
-        (lambda: xm.xla_device("0"), TypeError, "n='0' is a str"),
+        (lambda: xm.get_xla_supported_devices(max_devices=1.5), TypeError, "max_devices=1.5 is of type float"),
+        (lambda: xm.get_xla_supported_devices("nonsense"), ValueError, "not a kind of device; choose one of TPU"),
+        (lambda: xm.get_xla_supported_devices(3), TypeError, "devkind=3 is of type int; pass a string"),
+        (lambda: xm.xla_device("0"), TypeError, "n='0' is of type str"),
         (lambda: xm.xla_device(-1), ValueError, ":-1 does not exist"),
         (lambda: xm.xla_device_hw("warp:0"), ValueError, "device 'warp:0' does not exist; there are"),
     ],
@@ -155,7 +155,7 @@ def test_the_generator_repeats_what_came_behind_a_seed_and_behind_a_state(way):
 
 
 def test_a_seed_that_is_none_is_refused():
-    with pytest.raises(TypeError, match="seed='1' is a str"):
+    with pytest.raises(TypeError, match="seed='1' is of type str"):
         xm.set_rng_state("1")
     with pytest.raises(ValueError, match="seed=-1 is too small"):
         xm.set_rng_state(-1)

@@ -162,7 +162,7 @@ def test_a_step_is_left_out_where_a_number_was_infinite(make):
 def test_a_trace_names_the_parts_of_a_step(tmp_path):
     xp.start_server(9012)
     xp.start_trace(tmp_path / "new")
-    with pytest.raises(RuntimeError, match="a trace is being recorded in this process already"):
+    with pytest.raises(RuntimeError, match="a trace is already being recorded in this process"):
         xp.start_trace(tmp_path)
     with xp.StepTrace("train", step_num=7), xp.Trace("forward"):
         xp.trace_me("inner")(lambda: mine([1.0]) + 1)()
@@ -229,11 +229,14 @@ def test_small_things_that_scripts_take():
     [
         (
             "distributed.spmd",
-            r"left out on purpose: one program for all devices is unisono.Accelerator",
+            r"deliberately not supported: one program for all devices is unisono.Accelerator",
         ),
-        ("distributed.fsdp.wrap", "left out on purpose: take unisono.Accelerator with strategy='fsdp' or 'zero1'"),
-        ("experimental.custom_kernel", "left out on purpose: it holds drafts of the original's"),
-        ("core.xla_builder", "left out on purpose: it reaches into the original's runtime"),
+        (
+            "distributed.fsdp.wrap",
+            "deliberately not supported: use unisono.Accelerator with strategy='fsdp' or 'zero1'",
+        ),
+        ("experimental.custom_kernel", "not supported: it has experimental parts of the original"),
+        ("core.xla_builder", "not supported: it accesses the original's runtime"),
         ("nonsense", "does not exist; docs/migrating_from_torch_xla.md lists the modules"),
     ],
 )

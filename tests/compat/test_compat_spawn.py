@@ -56,10 +56,10 @@ def test_every_start_method_of_the_original_is_taken(start_method):
     [
         ({"nprocs": 0}, ValueError, "nprocs=0 is too small"),
         ({"nprocs": -1}, ValueError, "nprocs=-1 is too small"),
-        ({"nprocs": True}, TypeError, "nprocs=True is a bool"),
-        ({"nprocs": 2.0}, TypeError, "nprocs=2.0 is a float"),
+        ({"nprocs": True}, TypeError, "nprocs=True is of type bool"),
+        ({"nprocs": 2.0}, TypeError, "nprocs=2.0 is of type float"),
         ({"nprocs": 1, "start_method": "thread"}, ValueError, "start_method='thread' does not exist; choose one of"),
-        ({"nprocs": 1, "args": "text"}, TypeError, "args='text' is a str; pass a tuple"),
+        ({"nprocs": 1, "args": "text"}, TypeError, "args='text' is of type str; pass a tuple"),
     ],
 )
 def test_bad_arguments_are_told_before_anything_starts(given, error, words):

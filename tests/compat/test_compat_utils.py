@@ -156,7 +156,7 @@ def test_the_smoothing_comes_from_the_environment(monkeypatch):
     monkeypatch.setenv("RATE_TRACKER_SMOOTHING", "0.9")
     assert xm.RateTracker()._smooth_factor == 0.9
     assert xm.RateTracker(0.1)._smooth_factor == 0.1
-    with pytest.raises(ValueError, match="smooth_factor=2 is no part"):
+    with pytest.raises(ValueError, match="smooth_factor=2 is not a fraction"):
         xm.RateTracker(2)
 
 
@@ -213,15 +213,15 @@ def test_autocast_takes_bfloat16_on_any_device():
 @pytest.mark.parametrize(
     ("module", "name", "words"),
     [
-        (xm, "all_to_all", "whole models side by side; all_gather gives"),
-        (xm, "collective_permute", "left out on purpose"),
-        (xr, "use_spmd", "left out on purpose: one replica of your script runs per device"),
+        (xm, "all_to_all", "whole models, one per device; all_gather gives"),
+        (xm, "collective_permute", "deliberately not supported"),
+        (xr, "use_spmd", "deliberately not supported: one replica of your script runs per device"),
         (xf, "nms", "torchvision"),
         (pl, "BatchDataLoader", "batch_size"),
         (met, "executed_fallback_ops", "nothing falls back"),
         (torch_xla._XLAC, "_xla_nonsense", "C extension"),
         (torch_xla, "stablehlo", "torch.export writes"),
-        (torch_xla.experimental, "scan", "drafts of the original's"),
+        (torch_xla.experimental, "scan", "experimental parts of the original"),
         (torch_xla.amp, "GradScaler", "needs no loss scaling"),
         (xm, "nonsense", "has no attribute 'nonsense'"),
         (xu, "nonsense", "has no attribute 'nonsense'"),

@@ -436,8 +436,8 @@ def refusals(comm: Communicator) -> dict[str, Callable[[], Any]]:
 
 
 def texts(size: int) -> dict[str, Told]:
-    root = f"is no rank of a world of {size}; ranks are 0 to {size - 1}"
-    cut = f"reduce_scatter over {size} ranks cuts dim 0 into equal parts, but the shape is"
+    root = f"is not a rank in a world of {size}; ranks are 0 to {size - 1}"
+    cut = f"reduce_scatter over {size} ranks splits dim 0 into equal parts, but the shape is"
     way_out = f"pad dim 0 to a multiple of {size}"
     known = (
         "it reduces float16, float32, float64, bfloat16, int8, int16, int32, int64, uint8, bool, complex64, complex128"
@@ -461,10 +461,10 @@ def texts(size: int) -> dict[str, Told]:
             "TypeError", "all_reduce of complex tensors is 'sum' or 'mean', not 'min'"
         ),
         "a sum of a type that some transport lacks": Told(
-            "TypeError", f"all_reduce does not know uint16; {known}; convert first"
+            "TypeError", f"all_reduce does not support uint16; {known}; convert first"
         ),
         "a sum of eight bit floats": Told(
-            "TypeError", f"reduce_scatter does not know float8_e4m3fn; {known}; convert first"
+            "TypeError", f"reduce_scatter does not support float8_e4m3fn; {known}; convert first"
         ),
         "an unknown operation": Told(
             "ValueError", "all_reduce op='average' does not exist; choose one of sum, mean, min, max, product"
@@ -784,5 +784,5 @@ def test_a_time_out_tells_what_was_awaited_and_how_long(peers, door):
         assert error.type == "BrokenWorldError"
         assert "all_reduce(float32[3], 'sum')" in error.text
     assert any("0:00:00.5" in error.text or "500ms" in error.text for error in errors)
-    missing = "for ranks [1]" if peers.mode == "threads" else "rank 1 did not come to it"
+    missing = "for ranks [1]" if peers.mode == "threads" else "rank 1 did not arrive"
     assert any(missing in error.text for error in errors)

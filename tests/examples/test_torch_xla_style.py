@@ -189,7 +189,7 @@ def test_the_migration_page_names_modules_and_names_that_exist() -> None:
 )
 def test_what_the_migration_page_leaves_out_says_so(module: str, name: str) -> None:
     assert f"`{name}`" in PAGE or f".{name}`" in PAGE
-    with pytest.raises(AttributeError, match="left out on purpose: "):
+    with pytest.raises(AttributeError, match="deliberately not supported: "):
         getattr(importlib.import_module(f"unisono.compat.torch_xla.{module}"), name)
 
 

@@ -51,7 +51,7 @@ def test_sigterm_to_the_caller_lets_the_ranks_save_and_ends_it_with_143(tmp_path
         script.kill(signal.SIGTERM)
         code, output, errors = script.end()
         assert (code, output) == (143, "")
-        assert errors == "the ranks stopped early, as they were asked to (exit code 143)\n"
+        assert errors == "the ranks stopped early, as requested (exit code 143)\n"
         assert (tmp_path / "checkpoint").exists()
         assert script.survivors() == []
 
@@ -63,8 +63,8 @@ def test_the_first_interrupt_asks_and_lets_the_ranks_save(tmp_path, line, ear):
         code, output, errors = script.end()
         assert (code, output) == (143, "")
         assert errors == (
-            "\nunisono: the workers stop at their next should_stop(); Ctrl-C again ends them now\n"
-            "the ranks stopped early, as they were asked to (exit code 143)\n"
+            "\nunisono: the workers stop at their next should_stop(); Ctrl-C again ends them now\nthe ranks stopped "
+            "early, as requested (exit code 143)\n"
         )
         assert (tmp_path / "checkpoint").exists()
         assert script.survivors() == []

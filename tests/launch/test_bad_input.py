@@ -31,23 +31,30 @@ def work(index, *args):
 
 
 REFUSALS = {
-    "nprocs=0": (ValueError, {"nprocs": 0}, "nprocs=0 is too small; pass a number from 1 on"),
+    "nprocs=0": (ValueError, {"nprocs": 0}, "nprocs=0 is too small; pass a number of at least 1"),
     "nprocs=-1": (ValueError, {"nprocs": -1}, "nprocs=-1 is too small"),
-    "nprocs=True": (TypeError, {"nprocs": True}, "nprocs=True is a bool; pass a number"),
-    "nprocs=2.0": (TypeError, {"nprocs": 2.0}, "nprocs=2.0 is a float; pass a number"),
-    "nprocs='2'": (TypeError, {"nprocs": "2"}, "nprocs='2' is a str; pass a number"),
-    "fn": (TypeError, {"fn": 3}, "fn=3 is a int; pass a function that takes the index"),
-    "args is a string": (TypeError, {"args": "data"}, r"args='data' is a str; pass a tuple, with one argument as \("),
-    "args is a number": (TypeError, {"args": 5}, "args=5 is a int; pass a tuple"),
-    "args is a set": (TypeError, {"args": {1}}, r"args=\{1\} is a set; pass a tuple"),
+    "nprocs=True": (TypeError, {"nprocs": True}, "nprocs=True is of type bool; pass a number"),
+    "nprocs=2.0": (TypeError, {"nprocs": 2.0}, "nprocs=2.0 is of type float; pass a number"),
+    "nprocs='2'": (TypeError, {"nprocs": "2"}, "nprocs='2' is of type str; pass a number"),
+    "fn": (TypeError, {"fn": 3}, "fn=3 is of type int; pass a function that takes the index"),
+    "args is a string": (
+        TypeError,
+        {"args": "data"},
+        (
+            r"args='data' is of type str; pass a tuple, with one "
+            r"argument as \("
+        ),
+    ),
+    "args is a number": (TypeError, {"args": 5}, "args=5 is of type int; pass a tuple"),
+    "args is a set": (TypeError, {"args": {1}}, r"args=\{1\} is of type set; pass a tuple"),
     "backend": (ValueError, {"backend": "tpu9"}, "backend 'tpu9' does not exist; choose one of cpu, cuda, mps"),
-    "num_threads=0": (ValueError, {"num_threads": 0}, "num_threads=0 is too small; pass a whole number from 1 on"),
-    "num_threads=1.5": (TypeError, {"num_threads": 1.5}, "num_threads=1.5 is a float"),
-    "num_threads=True": (TypeError, {"num_threads": True}, "num_threads=True is a bool"),
-    "grace_s=-1": (ValueError, {"grace_s": -1}, "grace_s=-1 is no duration"),
-    "grace_s=inf": (ValueError, {"grace_s": float("inf")}, "grace_s=inf is no duration"),
-    "grace_s='5'": (TypeError, {"grace_s": "5"}, "grace_s='5' is a str; pass seconds"),
-    "grace_s=True": (TypeError, {"grace_s": True}, "grace_s=True is a bool; pass seconds"),
+    "num_threads=0": (ValueError, {"num_threads": 0}, "num_threads=0 is too small; pass an integer of at least 1"),
+    "num_threads=1.5": (TypeError, {"num_threads": 1.5}, "num_threads=1.5 is of type float"),
+    "num_threads=True": (TypeError, {"num_threads": True}, "num_threads=True is of type bool"),
+    "grace_s=-1": (ValueError, {"grace_s": -1}, "grace_s=-1 is not a duration"),
+    "grace_s=inf": (ValueError, {"grace_s": float("inf")}, "grace_s=inf is not a duration"),
+    "grace_s='5'": (TypeError, {"grace_s": "5"}, "grace_s='5' is of type str; pass seconds"),
+    "grace_s=True": (TypeError, {"grace_s": True}, "grace_s=True is of type bool; pass seconds"),
     "start_method='fork'": (
         ValueError,
         {"start_method": "fork"},
@@ -60,35 +67,39 @@ REFUSALS = {
         "'best' does not exist; choose one of 'zygote', 'spa",
     ),
     "max_restarts=-1": (ValueError, {"max_restarts": -1}, "max_restarts=-1 is too small; pass how often the group may"),
-    "max_restarts=1.0": (TypeError, {"max_restarts": 1.0}, "max_restarts=1.0 is a float"),
-    "hang_timeout_s=0": (ValueError, {"hang_timeout_s": 0}, "hang_timeout_s=0 is no duration"),
-    "hang_timeout_s='1'": (TypeError, {"hang_timeout_s": "1"}, "hang_timeout_s='1' is a str; pass seconds"),
+    "max_restarts=1.0": (TypeError, {"max_restarts": 1.0}, "max_restarts=1.0 is of type float"),
+    "hang_timeout_s=0": (ValueError, {"hang_timeout_s": 0}, "hang_timeout_s=0 is not a duration"),
+    "hang_timeout_s='1'": (TypeError, {"hang_timeout_s": "1"}, "hang_timeout_s='1' is of type str; pass seconds"),
     "num_loader_workers=-1": (
         ValueError,
         {"num_loader_workers": -1},
         "num_loader_workers=-1 is too small; pass the num_w",
     ),
-    "pin_cores=1": (TypeError, {"pin_cores": 1}, "pin_cores=1 is a int; pass True or False"),
-    "log_dir=3": (TypeError, {"log_dir": 3}, "log_dir=3 is a int; pass the path of a directory"),
+    "pin_cores=1": (TypeError, {"pin_cores": 1}, "pin_cores=1 is of type int; pass True or False"),
+    "log_dir=3": (TypeError, {"log_dir": 3}, "log_dir=3 is of type int; pass the path of a directory"),
     "log_dir=''": (ValueError, {"log_dir": ""}, 'log_dir="" names no directory; pass "." for the current one'),
-    "grace_s=1e10": (ValueError, {"grace_s": 1e10}, "no duration; pass seconds from 0 to 31536000, a year"),
+    "grace_s=1e10": (ValueError, {"grace_s": 1e10}, "not a duration; pass seconds from 0 to 31536000, a year"),
     "timeout=max": (ValueError, {"timeout": timedelta.max}, "is more than a year"),
-    "log_ranks=0": (TypeError, {"log_ranks": 0}, r"log_ranks=0 is a int; pass ranks, as in \[0\]"),
+    "log_ranks=0": (TypeError, {"log_ranks": 0}, r"log_ranks=0 is of type int; pass ranks, as in \[0\]"),
     "log_ranks=[2]": (ValueError, {"log_ranks": [2]}, r"log_ranks=\[2\] names rank 2; the ranks are 0 to [01]"),
-    "log_ranks=['0']": (TypeError, {"log_ranks": ["0"]}, "a rank of log_ranks='0' is a str; the ranks are 0 to"),
-    "prefix='yes'": (TypeError, {"prefix": "yes"}, "prefix='yes' is a str; pass True, False or None"),
-    "carry is a module": (TypeError, {"carry": torch}, r"carry=<module 'torch' .* is a module; pass modules, as in \["),
+    "log_ranks=['0']": (TypeError, {"log_ranks": ["0"]}, "a rank of log_ranks='0' is of type str; the ranks are 0 to"),
+    "prefix='yes'": (TypeError, {"prefix": "yes"}, "prefix='yes' is of type str; pass True, False or None"),
+    "carry is a module": (
+        TypeError,
+        {"carry": torch},
+        r"carry=<module 'torch' .* is of type module; pass modules, as in \[",
+    ),
     "carry has a name": (TypeError, {"carry": ["torch"]}, r"carry has 'torch', a str; pass modules, as in \[config\]"),
     "carry has a module of nobody's": (
         ValueError,
         {"carry": [ModuleType("nobodys")]},
         "carry has 'nobodys', which workers cannot import; pass what is needed to fn",
     ),
-    "timeout=30": (TypeError, {"timeout": 30}, "timeout=30 is a int; pass a datetime.timedelta"),
+    "timeout=30": (TypeError, {"timeout": 30}, "timeout=30 is of type int; pass a datetime.timedelta"),
     "timeout=0": (
         ValueError,
         {"timeout": timedelta()},
-        r"timeout=datetime.timedelta\(0\) leaves a coll",
+        r"timeout=datetime.timedelta\(0\) leaves coll",
     ),
 }
 
@@ -112,7 +123,7 @@ def test_a_family_without_a_device_is_refused_with_what_there_is(family):
 
 def test_a_bad_number_of_logical_cpus_in_the_environment_is_refused(monkeypatch):
     monkeypatch.setenv("CPU_NUM_DEVICES", "many")
-    with pytest.raises(ValueError, match="CPU_NUM_DEVICES='many' in the environment; it must be a whole number"):
+    with pytest.raises(ValueError, match="CPU_NUM_DEVICES='many' in the environment; it must be an integer"):
         spawn(work, backend="cpu")
 
 

@@ -374,7 +374,9 @@ def test_a_worker_that_cannot_join_its_peers_says_so(monkeypatch, soon):
         spawn(lambda index: None, nprocs=2, process_group="gloo")
     told, limit, where = caught.value.__notes__[:3]
     assert re.fullmatch("rank [01] could not join the process group of its peers", told)
-    assert limit.startswith("workers of one machine meet over its interface 'nowhere0', which is not there or is down")
+    assert limit.startswith(
+        "workers of one machine meet over its interface 'nowhere0', which does not exist or is down"
+    )
     assert re.fullmatch(r"rank [01], pid \d+ on \S+, before it joined the world", where)
 
 

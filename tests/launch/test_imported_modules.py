@@ -51,11 +51,10 @@ print(spawn(lazily, nprocs=2), spawn(lazily, nprocs=2, carry=[config]))
 """
 
 SAID = (
-    "config.RATE is 0.5 in the calling process, and 0.1 in workers; "
-    "config.SIZES is [1, 2, 3] in the calling process, and [1, 2] in workers; "
-    "config.settings is Settings(depth=4) in the calling process, and Settings(depth=3) in workers; "
-    "config.scale is __main__.<lambda> in the calling process, and its own in workers: workers import config "
-    "themselves. Pass the values to fn, or spawn(..., carry=[config]), which hands over the module's globals"
+    "config.RATE is 0.5 in the calling process, and 0.1 in workers; config.SIZES is [1, 2, 3] in the calling process, "
+    "and [1, 2] in workers; config.settings is Settings(depth=4) in the calling process, and Settings(depth=3) in "
+    "workers; config.scale is __main__.<lambda> in the calling process, and its own in workers: workers import config "
+    "themselves. Pass the values to fn, or spawn(..., carry=[config]), which sends the module's globals"
 )
 
 
@@ -122,8 +121,8 @@ def test_a_module_that_was_edited_is_said_to_be_another_text(tmp_path):
     assert (code, errors) == (0, "")
     assert output.splitlines() == [
         "(0.1, [1, 2], 3, 2)",
-        "the text of config that workers import is not the one that the calling process runs (it differs in scale): "
-        "reload it there, or start that process again",
+        "the source of config that workers import differs from the one that the calling process runs "
+        "(it differs in scale): reload it there, or start that process again",
         "(0.1, [1, 2], 3, 200)",
     ]
 

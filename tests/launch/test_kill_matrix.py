@@ -146,7 +146,7 @@ def _verdict(cast: Cast, victim: str, signum: signal.Signals) -> str:
     if (victim, signum) in BORNE:
         return "WorkerDiedError rank 1 .* was killed by SIGKILL"
     if victim == "zygote":
-        return "WorkerDiedError rank . .* the process that it was forked from has died"
+        return "WorkerDiedError rank . .* the process that it was forked from died"
     if victim == "loader worker":  # torch's handler of SIGCHLD in the worker raises
         return rf"RuntimeError DataLoader worker \(pid\S* {cast.pids[victim]}\b"
     return (

@@ -113,11 +113,13 @@ def test_an_interface_that_is_missing_is_named(monkeypatch):
     with pytest.raises(RuntimeError) as caught:
         spawn(lambda index: index, nprocs=2, process_group="gloo")
     assert any(
-        "meet over its interface 'nowhere0', which is not there or is down" in note for note in caught.value.__notes__
+        "meet over its interface 'nowhere0', which does not exist or is down" in note for note in caught.value.__notes__
     )
 
 
 def test_who_is_killed_by_sigbus_is_told_about_memory(monkeypatch):
     monkeypatch.setattr(resource_limits, "_fullness", lambda place: f"{place} is full")
-    with pytest.raises(WorkerDiedError, match=r"killed by SIGBUS .*mapped could not be had: /dev/shm is full"):
+    with pytest.raises(
+        WorkerDiedError, match=r"killed by SIGBUS .*mapped memory could not be allocated: /dev/shm is full"
+    ):
         spawn(lambda index: os.kill(os.getpid(), signal.SIGBUS), nprocs=2)

@@ -173,7 +173,7 @@ def test_a_stop_iteration_is_an_error_and_no_end(num_workers, count, where):
     loader = DataLoader(dataset, batch_size=3, num_workers=num_workers, **options)
     found, error = caught(iter(DeviceLoader(loader)))
     assert (found, type(error)) == (7, RuntimeError)
-    assert "the dataset or collate_fn raised StopIteration, which is no end of the data" in str(error)
+    assert "the dataset or collate_fn raised StopIteration, which does not mark the end of the data" in str(error)
     shown = "".join(traceback.format_exception(error))
     assert ("raise self.make()" if where == "dataset" else "next(iter([]))") in shown
 

@@ -238,7 +238,7 @@ def test_an_uneven_end_that_is_an_error_is_one_on_all_ranks():
     for steps, end in ranks.ends():
         assert steps == 2
         assert type(end) is ValueError
-        assert str(end).startswith("tail='error': the parts of rank(s) 1 have ended, others have batches; pass tail=")
+        assert str(end).startswith("tail='error': the data of rank(s) 1 has ended, others have batches; pass tail=")
 
 
 def test_an_even_end_is_no_error():
@@ -354,7 +354,7 @@ def test_ranks_that_stand_at_different_batches_are_told():
 
     for error in ranks.run(body):
         assert type(error) is CollectiveMismatchError
-        assert "rank 0 asks for what comes after 4 samples of the stream, rank 1 behind 0;" in str(error)
+        assert "rank 0 asks for what comes after 4 samples of the stream, rank 1 after 0;" in str(error)
 
 
 def test_a_rank_that_leaves_earlier_wakes_the_others():

@@ -595,7 +595,7 @@ def test_a_closed_loader_wakes_who_waits_and_refuses_who_comes():
     parallel.close()
     with pytest.raises(ClosedError):
         next(iterators[0])
-    with pytest.raises(ClosedError, match="makes one pass"):
+    with pytest.raises(ClosedError, match="after its one pass"):
         parallel.per_device_loader(devices(1)[0])
 
 
@@ -817,11 +817,11 @@ def refused(error: type[Exception], words: str, **arguments: Any) -> Any:
 @pytest.mark.parametrize(
     ("error", "words", "arguments"),
     [
-        refused(TypeError, "loader=5 is a int; pass a DataLoader, or an iterable", loader=5),
-        refused(TypeError, "loader='text' is a str; pass a DataLoader", loader="text"),
-        refused(TypeError, "is a dict; pass a DataLoader", loader={"x": [1]}),
-        refused(TypeError, "is a Tensor; pass a DataLoader", loader=torch.ones(2)),
-        refused(TypeError, "loader=None is a NoneType", loader=None),
+        refused(TypeError, "loader=5 is of type int; pass a DataLoader, or an iterable", loader=5),
+        refused(TypeError, "loader='text' is of type str; pass a DataLoader", loader="text"),
+        refused(TypeError, "is of type dict; pass a DataLoader", loader={"x": [1]}),
+        refused(TypeError, "is of type Tensor; pass a DataLoader", loader=torch.ones(2)),
+        refused(TypeError, "loader=None is of type NoneType", loader=None),
         refused(ValueError, "devices=[] is empty; pass at least one device", devices=[]),
         refused(ValueError, "devices=['cpu:0', 'cpu:0'] repeats cpu:0", devices=["cpu", "cpu:0"]),
         refused(ValueError, "repeats cpu:1", devices=["cpu:1", 0, torch.device("cpu", 1)]),
@@ -829,33 +829,33 @@ def refused(error: type[Exception], words: str, **arguments: Any) -> Any:
         refused(ValueError, "cuda", devices=["cuda:99"]),
         refused(ValueError, "device 'meta' does not exist", devices=["meta"]),
         refused(ValueError, "-1 does not exist", devices=[-1]),
-        refused(TypeError, "devices='cpu' is a str; pass a list of devices", devices="cpu"),
-        refused(TypeError, "devices=0 is a int", devices=0),
-        refused(TypeError, "devices=None is a NoneType", devices=None),
-        refused(TypeError, "devices={'cpu'} is a set", devices={"cpu"}),
-        refused(TypeError, "device=True is a bool", devices=[True]),
-        refused(TypeError, "device=1.5 is a float", devices=[1.5]),
+        refused(TypeError, "devices='cpu' is of type str; pass a list of devices", devices="cpu"),
+        refused(TypeError, "devices=0 is of type int", devices=0),
+        refused(TypeError, "devices=None is of type NoneType", devices=None),
+        refused(TypeError, "devices={'cpu'} is of type set", devices={"cpu"}),
+        refused(TypeError, "device=True is of type bool", devices=[True]),
+        refused(TypeError, "device=1.5 is of type float", devices=[1.5]),
         refused(
-            ValueError, "loader_prefetch_size=-1 is too small; pass a whole number from 0 on", loader_prefetch_size=-1
+            ValueError, "loader_prefetch_size=-1 is too small; pass an integer of at least 0", loader_prefetch_size=-1
         ),
-        refused(TypeError, "loader_prefetch_size=True is a bool", loader_prefetch_size=True),
-        refused(TypeError, "loader_prefetch_size=2.5 is a float", loader_prefetch_size=2.5),
+        refused(TypeError, "loader_prefetch_size=True is of type bool", loader_prefetch_size=True),
+        refused(TypeError, "loader_prefetch_size=2.5 is of type float", loader_prefetch_size=2.5),
         refused(
-            ValueError, "device_prefetch_size=0 is too small; pass a whole number from 1 on", device_prefetch_size=0
+            ValueError, "device_prefetch_size=0 is too small; pass an integer of at least 1", device_prefetch_size=0
         ),
         refused(
-            ValueError, "device_prefetch_size=-1 is too small; pass a whole number from 1 on", device_prefetch_size=-1
+            ValueError, "device_prefetch_size=-1 is too small; pass an integer of at least 1", device_prefetch_size=-1
         ),
-        refused(TypeError, "device_prefetch_size=True is a bool", device_prefetch_size=True),
-        refused(TypeError, "device_prefetch_size=2.5 is a float", device_prefetch_size=2.5),
-        refused(TypeError, "device_prefetch_size='4' is a str", device_prefetch_size="4"),
-        refused(TypeError, "seed='a' is a str; pass a whole number, or None for the loader's own", seed="a"),
-        refused(TypeError, "seed=1.5 is a float", seed=1.5),
-        refused(TypeError, "seed=True is a bool", seed=True),
+        refused(TypeError, "device_prefetch_size=True is of type bool", device_prefetch_size=True),
+        refused(TypeError, "device_prefetch_size=2.5 is of type float", device_prefetch_size=2.5),
+        refused(TypeError, "device_prefetch_size='4' is of type str", device_prefetch_size="4"),
+        refused(TypeError, "seed='a' is of type str; pass an integer, or None for the loader's own", seed="a"),
+        refused(TypeError, "seed=1.5 is of type float", seed=1.5),
+        refused(TypeError, "seed=True is of type bool", seed=True),
         refused(ValueError, "split='ranks' is unknown; choose one of 'rank', 'global'", split="ranks"),
         refused(ValueError, "tail='keep' is unknown; choose one of 'split', 'drop', 'pad', 'error'", tail="keep"),
-        refused(TypeError, "batchdim=None is a NoneType; pass a dimension", batchdim=None),
-        refused(TypeError, "batchdim=False is a bool", batchdim=False),
+        refused(TypeError, "batchdim=None is of type NoneType; pass a dimension", batchdim=None),
+        refused(TypeError, "batchdim=False is of type bool", batchdim=False),
     ],
 )
 def test_a_wrong_argument_is_refused_by_name_value_and_rule(error, words, arguments):
@@ -956,5 +956,5 @@ def test_a_loader_over_several_devices_says_how_to_loop_over_it():
 @pytest.mark.parametrize("make", [DeviceLoader, lambda batches: ParallelLoader(batches, ["cpu"])])
 @pytest.mark.parametrize("carry", [copy.deepcopy, pickle.dumps])
 def test_copies_of_loaders_are_refused_with_the_way_out(make, carry):
-    with pytest.raises(TypeError, match="is not copied or pickled: make one where it is needed"):
+    with pytest.raises(TypeError, match="cannot be copied or pickled: create one where it is needed"):
         carry(make([]))

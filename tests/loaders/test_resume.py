@@ -437,7 +437,7 @@ def test_any_iterable_goes_on_by_reading_what_was_delivered_before(caplog, split
                 second = resumed(ranks_of(batches, after, split=split), state)
                 assert delivered + counted([take(loader) for loader in second]) == list(range(20))
             done = state["offset"]
-            words = f"resumes after {done} samples of list, which has no state_dict: they are read and dropped"
+            words = f"resumes after {done} samples of list, which has no state_dict: they are read and discarded"
             assert (words in caplog.text) == (done > 0)
             assert counted([take(loader) for loader in second]) == list(range(20))
 
@@ -522,13 +522,13 @@ def test_a_state_behind_the_end_of_a_plain_iterable_is_told_of():
     take(first, 5)
     second = DeviceLoader(list(torch.arange(10).split(3)))
     second.load_state_dict(first.state_dict())
-    with pytest.raises(StateError, match="the state stands 5 samples beyond the end of this loader"):
+    with pytest.raises(StateError, match="the state's position is 5 samples beyond the end of this loader"):
         list(second)
 
 
 def test_a_loader_of_this_package_is_not_cut_again():
     for loader in (DeviceLoader([1]), ParallelLoader([1], ["cpu"]), iter(DeviceLoader([1]))):
-        with pytest.raises(TypeError, match="which is cut and moved already; pass its DataLoader"):
+        with pytest.raises(TypeError, match="which is sharded and moved already; pass its DataLoader"):
             DeviceLoader(loader)
 
 
@@ -624,7 +624,7 @@ def test_persistent_workers_go_on():
         (StateLengthError, f"saved over None samples, this loader's dataset has {SAMPLES}", {"length": None}),
         (StateLengthError, "saved over 24 samples", {"length": 24, "seed": 6}),
         (StateSeedError, "saved with seed 6, this loader has seed 5: .* pass seed=6", {"seed": 6}),
-        (StateError, "the state's epoch is -1; it must be a whole number from 0 on", {"epoch": -1}),
+        (StateError, "the state's epoch is -1; it must be an integer of at least 0", {"epoch": -1}),
         (StateError, "the state's epoch is True", {"epoch": True}),
         (StateError, "the state's epoch is '1'", {"epoch": "1"}),
         (StateError, "the state's offset is -2", {"offset": -2}),
@@ -651,7 +651,9 @@ def test_a_state_that_lacks_something_is_refused_by_its_name(name):
 
 @pytest.mark.parametrize("state", [{}, None, 5, [STATE], {"epoch": 1}], ids=repr)
 def test_what_is_no_state_is_refused(state):
-    with pytest.raises(StateError, match=re.escape(f"state={state!r:.200} is not what a loader's state_dict() gives")):
+    with pytest.raises(
+        StateError, match=re.escape(f"state={state!r:.200} is not what a loader's state_dict() returns")
+    ):
         DeviceLoader(shuffled(), seed=5).load_state_dict(state)
 
 
@@ -665,7 +667,7 @@ def test_a_number_of_batches_that_is_none_is_refused(batches):
 
 def test_a_state_that_does_not_tell_the_batches_is_refused_where_they_must_be_read():
     loader = DeviceLoader(list(torch.arange(9).split(2)))
-    with pytest.raises(StateError, match="lacks the number of batches: it was saved by a loader of another"):
+    with pytest.raises(StateError, match="lacks the number of batches: it was saved by another kind of loader"):
         loader.load_state_dict({"version": 1, "epoch": 0, "seed": 0, "length": None, "offset": 2})
 
 

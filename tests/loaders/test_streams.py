@@ -361,7 +361,10 @@ def test_more_ranks_than_samples_are_kept_in_step(count):
 def test_who_refuses_to_shard_is_told_of(caplog):
     with caplog.at_level(logging.INFO):
         passes(THREADS_2, OneFile, None)
-    assert "OneFile.shard gives no part 1 of 2 (IndexError: 1 file for 2 shards), so it is cut by stride" in caplog.text
+    assert (
+        "OneFile.shard gives no part 1 of 2 (IndexError: 1 file for 2 shards), so it is sharded by stride"
+        in caplog.text
+    )
 
 
 def test_a_global_batch_is_split_over_the_ranks():
@@ -457,7 +460,7 @@ class OfItsRankAndWorker(Stream):
 
 
 def test_asking_for_the_workers_too_late_is_an_error():
-    with pytest.raises(RuntimeError, match=r"the AsksTooLate asks get_worker_info\(\) .* only after it has given"):
+    with pytest.raises(RuntimeError, match=r"the AsksTooLate asks get_worker_info\(\) .* only after it has yielded"):
         passes(SOLO, AsksTooLate, None, workers=2)
 
 
@@ -615,7 +618,7 @@ def test_drop_and_error_end_before_a_round_that_not_all_ranks_have():
     assert [len(each[0].batches) for each in found] == [3, 3]
     errors = refused(THREADS_2, lambda: Stream(13), None, tail="error", size=1)
     assert len(errors) == 2
-    assert all(str(error).startswith("tail='error': the parts of rank(s) 1 have ended") for error in errors)
+    assert all(str(error).startswith("tail='error': the data of rank(s) 1 has ended") for error in errors)
     errors = refused(THREADS_2, lambda: Stream(13), None, tail="error", size=2)
     assert any(
         "part 0 of the stream ends with 1 samples, where batches of 2 are wanted" in str(each) for each in errors
@@ -878,7 +881,7 @@ def test_one_without_is_read_again_and_says_so(caplog):
     loader.load_state_dict(state)
     with caplog.at_level(logging.INFO):
         loop(loader)
-    assert "resumes the stream by reading and dropping what was delivered before" in caplog.text
+    assert "resumes the stream by reading and discarding what was delivered before" in caplog.text
     assert resumed.reads == list(range(COUNT))
 
 
@@ -950,7 +953,7 @@ def test_persistent_processes_continue_after_a_resumed_epoch():
 
 def test_a_state_of_another_kind_is_refused():
     state = DeviceLoader([[1]] * 4).state_dict()
-    with pytest.raises(StateError, match="it is not that of a stream"):
+    with pytest.raises(StateError, match="it is not the state of a stream"):
         DeviceLoader(loader_of(Stream())).load_state_dict({**state, "offset": 2})
 
 

@@ -137,7 +137,7 @@ def test_what_it_waited_for_is_the_source():
 
 
 def test_several_devices_and_parts_of_a_stream_need_a_reader():
-    with pytest.raises(ValueError, match="loader_prefetch_size=0 lets the loop read for itself, which several devices"):
+    with pytest.raises(ValueError, match="loader_prefetch_size=0 makes the loop itself read, which several devices"):
         ParallelLoader([1], ["cpu:0", "cpu:1"], loader_prefetch_size=0)
     world = thread_worlds([torch.device("cpu", rank) for rank in range(2)])[0]
     with pytest.raises(ValueError, match="ranks with parts of one stream"):

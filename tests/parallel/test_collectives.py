@@ -97,7 +97,7 @@ def test_all_gather_samples_keeps_those_that_count_of_ranks_that_have_different_
         (ValueError, "valid_samples=4, but a tensor has 3 samples along dim 0", (torch.zeros(5), torch.zeros(3)), 4),
         (ValueError, "valid_samples=-1, but a tensor has 3 samples", torch.zeros(3), -1),
         (ValueError, "a tensor of shape () has no dimension 0", torch.tensor(1.0), 1),
-        (TypeError, "valid_samples=1.0 is a float", torch.zeros(3), 1.0),
+        (TypeError, "valid_samples=1.0 is of type float", torch.zeros(3), 1.0),
         (TypeError, "the batch holds a str, .* all_gather_object", [torch.zeros(1), "name"], 1),
     ],
 )

@@ -353,8 +353,12 @@ def test_a_failing_backward_compilation_surfaces_in_the_first_call():
 @pytest.mark.parametrize(
     ("module", "options", "words"),
     [
-        (lambda: len, {}, "module=<built-in function len> is a builtin_function_or_method; pass a torch.nn.Module"),
-        (lambda: torch.compile(Net()), {}, "module is what torch.compile has made of a Net"),
+        (
+            lambda: len,
+            {},
+            "module=<built-in function len> is of type builtin_function_or_method; pass a torch.nn.Module",
+        ),
+        (lambda: torch.compile(Net()), {}, "module is the result of torch.compile for a Net"),
         (Net, {"speed": "high"}, "speed"),
     ],
 )

@@ -100,10 +100,10 @@ def test_no_list_means_every_device(monkeypatch):
     ("error", "words", "arguments"),
     [
         (TypeError, "network=5 gives a int; pass a module", (5, TWO)),
-        (TypeError, "gives a str; pass a module, or what makes one", (lambda: "no module", TWO)),
-        (TypeError, "devices='cpu' is a str; pass a list of devices", (network(), "cpu")),
-        (TypeError, "devices='' is a str", (network(), "")),
-        (TypeError, "devices=0 is a int", (network(), 0)),
+        (TypeError, "gives a str; pass a module, or a function that creates one", (lambda: "no module", TWO)),
+        (TypeError, "devices='cpu' is of type str; pass a list of devices", (network(), "cpu")),
+        (TypeError, "devices='' is of type str", (network(), "")),
+        (TypeError, "devices=0 is of type int", (network(), 0)),
         (ValueError, "devices=['cpu:0', 'cpu:0'] repeats cpu:0", (network(), ["cpu", "cpu:0"])),
         (ValueError, "device 'foo' does not exist", (network(), ["foo"])),
         (ValueError, "cuda", (network(), ["cuda:99"])),
@@ -116,7 +116,7 @@ def test_a_wrong_argument_is_refused_by_name_value_and_rule(error, words, argume
 
 
 def test_what_is_no_function_is_refused():
-    with pytest.raises(TypeError, match="loop_fn=None is a NoneType; pass a function"):
+    with pytest.raises(TypeError, match="loop_fn=None is of type NoneType; pass a function"):
         DataParallel(network(), TWO)(None, [])
 
 
@@ -368,7 +368,7 @@ def test_a_failure_without_a_loader_is_the_callers_and_wakes_the_others():
 
 
 def test_what_is_no_function_is_refused_without_a_loader_too():
-    with pytest.raises(TypeError, match="fn=3 is a int; pass a function"):
+    with pytest.raises(TypeError, match="fn=3 is of type int; pass a function"):
         DataParallel(network(), TWO).run_on_replicas(3)
 
 
@@ -470,7 +470,7 @@ def test_where_it_cannot_be_told_whether_they_are_alike_the_cause_is_raised_all_
     replicas = DataParallel(nn.LazyLinear(2), TWO)
     with pytest.raises(KeyError, match="mine") as caught:
         replicas.run_on_replicas(lambda *_: {}["mine"])
-    assert any("whether the replicas are still alike cannot be known" in note for note in caught.value.__notes__)
+    assert any("it is unknown whether the replicas are still alike" in note for note in caught.value.__notes__)
 
 
 @pytest.mark.any_family
@@ -514,7 +514,7 @@ def test_a_native_run_raises_as_it_is_and_works_again():
 
 def test_a_native_run_of_a_module_on_two_devices_is_refused():
     module = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))
-    with pytest.raises(RuntimeError, match="its parameters lie on cpu, meta; move it first"):
+    with pytest.raises(RuntimeError, match="its parameters are on cpu, meta; move it first"):
         DataParallel(module, [])
 
 
@@ -604,7 +604,7 @@ def test_a_loader_that_cannot_be_iterated_raises_in_the_caller():
     replicas = DataParallel(network(), TWO)
     with pytest.raises(OSError, match="the disk is gone"):
         replicas(lambda *_: None, Broken())
-    with pytest.raises(TypeError, match="loader=5 is a int"):
+    with pytest.raises(TypeError, match="loader=5 is of type int"):
         replicas(lambda *_: None, 5)
     assert replicas(lambda *_: 1, []) == [1, 1]
 
@@ -679,7 +679,7 @@ def test_a_call_from_within_its_own_loop_is_refused(devices):
 
 def test_another_one_within_a_replica_of_several_is_refused():
     inner = DataParallel(network(), TWO)
-    with pytest.raises(RuntimeError, match=r"DataParallel in rank [01] of 2: its threads would meet one another only"):
+    with pytest.raises(RuntimeError, match=r"DataParallel in rank [01] of 2: its threads would meet only each other"):
         DataParallel(network(), TWO)(lambda *_: inner(lambda *_: None, []), [])
 
 

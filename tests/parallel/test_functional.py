@@ -439,7 +439,7 @@ def test_weights_that_differ_between_ranks_are_refused_for_gradients_of_all_rank
             ("all_reduce", "max"),
         ),
         (ValueError, "functional.reduce_scatter op='min' has no gradient here", ("reduce_scatter", "min")),
-        (ValueError, "root=99 is no rank", ("broadcast", 99)),
+        (ValueError, "root=99 is not a rank", ("broadcast", 99)),
         (IndexError, "Dimension out of range", ("all_gather", 2)),
         (ValueError, "has no dimension 3 for its samples", ("all_gather_samples", None, 3)),
         (ValueError, "valid_samples=4, but a tensor has 3", ("all_gather_samples", 4)),

@@ -132,7 +132,7 @@ def test_what_counts_nothing_anywhere_is_empty_and_scales_nothing():
 def test_one_batch_has_one_weight_and_a_step_one_kind_of_weights():
     ledger = Ledger(2, every=2)
     ledger.enter(Claim(3, 4, is_given=True), "first")
-    with pytest.raises(ValueError, match="one batch has got the weights 3 and 2"):
+    with pytest.raises(ValueError, match="one batch has the weights 3 and 2"):
         ledger.enter(Claim(2, 4, is_given=True), "first")
     with pytest.raises(ValueError, match="one microbatch of this step has a weight of its own, another one has none"):
         ledger.enter(Claim(2, 4), "second")

@@ -170,7 +170,7 @@ def test_other_errors_are_the_callers() -> None:
 
 
 def test_what_is_no_number_and_sizes_that_do_not_shrink_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"starting_batch_size='4' is a str"):
+    with pytest.raises(TypeError, match=r"starting_batch_size='4' is of type str"):
         find_executable_batch_size(starting_batch_size="4")  # type: ignore[call-overload]
     with pytest.raises(ValueError, match=r"starting_batch_size=0 is too small"):
         find_executable_batch_size(starting_batch_size=0)

@@ -197,4 +197,4 @@ def test_under_fsdp_they_are_refused_at_prepare() -> None:
 
     for told in PROCESSES_2.run(body):
         assert "the layer 'table' of the Words has sparse=True" in told
-        assert "sparse=False, or take strategy='ddp' or 'zero1'" in told
+        assert "sparse=False, or use strategy='ddp' or 'zero1'" in told

@@ -120,7 +120,7 @@ def test_what_is_no_weight_is_an_error(weight, error, where):
 
 
 def test_a_tensor_of_several_elements_is_no_weight():
-    with pytest.raises(TypeError, match="pass a number, of samples or tokens"):
+    with pytest.raises(TypeError, match="pass a number, such as the count of samples or tokens"):
         backward(one()[0].sum(), torch.ones(2))
 
 
@@ -137,7 +137,7 @@ def test_losses_of_one_batch_count_it_once_and_have_one_weight():
         for numbers in DeviceLoader([torch.ones(4)], split="global"):
             for factor in (2, 5):
                 backward((weight * numbers).mean() * factor, 3)
-            with pytest.raises(ValueError, match="one batch has got the weights 3 and 5"):
+            with pytest.raises(ValueError, match="one batch has the weights 3 and 5"):
                 backward(weight.sum(), 5)
         optimizer_step(optimizer)
         return weight.grad.item()

@@ -108,7 +108,7 @@ def test_numbers_texts_and_tensors_of_one_element_are_logged_as_plain_values(tmp
         ({"fine": 1, "loss": torch.ones(3)}, ValueError, r"'loss' with 3 elements, of shape \(3,\).*loss\.mean\(\)"),
         ({"loss": torch.ones(0)}, ValueError, "'loss' with 0 elements"),
         ({"loss": None}, TypeError, "'loss' of type NoneType"),
-        ({"loss": {"train": 1.0}}, TypeError, "'loss' of type dict.*key of its own"),
+        ({"loss": {"train": 1.0}}, TypeError, "'loss' of type dict.*its own key"),
         ({"loss": 1j}, TypeError, "'loss' of type complex"),
         ({"loss": torch.tensor(1j)}, TypeError, "'loss' of type complex"),
         ({3: 1.0}, TypeError, "the key 3, a int"),
@@ -123,7 +123,7 @@ def test_what_cannot_be_logged_is_refused_by_its_key_and_nothing_is_written(
     accelerator = begun(tmp_path, own)
     with pytest.raises(error, match=words):
         accelerator.log(values)
-    with pytest.raises(TypeError, match=r"step=1\.5 is a float"):
+    with pytest.raises(TypeError, match=r"step=1\.5 is of type float"):
         accelerator.log({"loss": 1.0}, 1.5)  # type: ignore[arg-type]
     accelerator.end_training()
     assert own.seen == ["closed"]
@@ -283,7 +283,7 @@ importlib.util.find_spec = without
 
 def test_a_run_is_described_by_a_mapping_and_options_are_for_libraries(tmp_path: Path) -> None:
     accelerator = Accelerator(project_dir=tmp_path)
-    with pytest.raises(TypeError, match=r"config is a list; pass a mapping: vars\(config\)"):
+    with pytest.raises(TypeError, match=r"config is of type list; pass a mapping: vars\(config\)"):
         accelerator.init_trackers("digits", [1])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="project_name=''"):
         accelerator.init_trackers("")

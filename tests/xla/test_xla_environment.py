@@ -69,7 +69,7 @@ def test_settings_of_the_users_own_that_would_make_the_runtime_abort_lead_throug
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"CPU_NUM_DEVICES": "0"}, "CPU_NUM_DEVICES='0' in the environment; it must be a whole number from 1 on"),
+        ({"CPU_NUM_DEVICES": "0"}, "CPU_NUM_DEVICES='0' in the environment; it must be an integer of at least 1"),
         ({"PJRT_DEVICE": "CUDA"}, "PJRT_DEVICE=CUDA is neither CPU nor TPU, which are served here"),
         ({"PJRT_DEVICE": "TPU"}, "PJRT_DEVICE=TPU, and there is no chip here"),
     ],
@@ -98,8 +98,8 @@ def test_a_backward_pass_before_the_runtime_has_started_is_an_error_that_tells_w
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("compile=True", "compile does not go with xla:0: XLA compiles every step by itself"),
-        ("mixed_precision='fp16'", "mixed_precision='fp16' does not go with xla:0: XLA devices compute in bfloat16"),
+        ("compile=True", "compile does not work with xla:0: XLA compiles every step by itself"),
+        ("mixed_precision='fp16'", "mixed_precision='fp16' does not work with xla:0: XLA devices compute in bfloat16"),
     ],
 )
 def test_what_the_devices_lack_is_refused_with_what_to_do_instead(script, argument, message):
@@ -175,7 +175,7 @@ def test_compiling_in_every_step_is_warned_of_once_with_its_cause(script):
     done = script(RECOMPILE)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("had to be compiled, which costs far more than running them") == 1
-    assert "the batches' tensors have many shapes ((2, 4), (2, 1)" in done.stderr
+    assert "the tensors of the batches have many shapes ((2, 4), (2, 1)" in done.stderr
 
 
 def test_what_is_recorded_on_one_device_when_devices_join_stays_out_of_their_first_reduction(script):
@@ -223,9 +223,7 @@ print(json.dumps([told(*row) for row in table]))
 V4 = {"TPU_ACCELERATOR_TYPE": "v4-8", "TPU_HOST_BOUNDS": "1,1,1", "TPU_CHIPS_PER_HOST_BOUNDS": "2,2,1"}
 V3, V2 = {"TPU_ACCELERATOR_TYPE": "v3-8"}, {"TPU_ACCELERATOR_TYPE": "v2-8"}
 HOSTS = {**V4, "TPU_ACCELERATOR_TYPE": "v4-32", "TPU_HOST_BOUNDS": "1,1,4", "TPU_WORKER_HOSTNAMES": "a,b,c,d"}
-TWO_DEVICES = (
-    "each chip of this TPU has 2 devices, and a process computes on one; take DataParallel, which has a thread"
-)
+TWO_DEVICES = "each chip of this TPU has 2 devices, and a process computes on one; use DataParallel, which has a thread"
 
 
 def test_workers_on_a_tpu_get_a_chip_each_or_are_refused(script):

@@ -81,12 +81,14 @@ def test_results_and_objects_come_to_other_processes_in_main_memory():
 @pytest.mark.parametrize("strategy", ["fsdp", "zero1", DDP(comm_hook="fp16")], ids=str)
 def test_engines_of_torch_are_refused_where_its_groups_take_no_tensors(strategy):
     def makes(index: int) -> str:
-        with pytest.raises(ValueError, match="does not go with xla:0: process groups take no XLA tensors") as refusal:
+        with pytest.raises(
+            ValueError, match=("does not work with xla:0: process groups do not support XLA tensors")
+        ) as refusal:
             Accelerator(strategy=strategy)
         return str(refusal.value)
 
     for told in spawn(makes, nprocs=2, backend="xla"):
-        assert "take strategy='ddp', without comm_hook" in told
+        assert "use strategy='ddp', without comm_hook" in told
 
 
 def test_a_runtime_that_does_not_join_the_processes_is_found_out_at_the_start():

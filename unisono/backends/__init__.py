@@ -145,7 +145,9 @@ def resolve_device(device: str | int | torch.device) -> tuple[Backend, torch.dev
     """
     device = getattr(device, "torch_device", device)  # of a `Device`
     if isinstance(device, bool) or not isinstance(device, str | int | torch.device):
-        raise TypeError(f"device={device!r} is a {type(device).__name__}; pass a string, an index or a torch.device")
+        raise TypeError(
+            f"device={device!r} is of type {type(device).__name__}; pass a string, an index or a torch.device"
+        )
     if isinstance(device, int):
         backend = pick_backend()
         return backend, backend.device(device)
@@ -169,7 +171,7 @@ def resolve_devices(devices: Sequence[str | int | torch.device]) -> list[tuple[B
         ValueError: it is empty, repeats a device, or names one that does not exist.
     """
     if isinstance(devices, str | bytes) or not isinstance(devices, Sequence):
-        raise TypeError(f"devices={devices!r} is a {type(devices).__name__}; pass a list of devices")
+        raise TypeError(f"devices={devices!r} is of type {type(devices).__name__}; pass a list of devices")
     if not devices:
         raise ValueError("devices=[] is empty; pass at least one device")
     resolved = [resolve_device(device) for device in devices]

@@ -30,7 +30,7 @@ class CpuBackend(EagerBackend):
     def device_count(self) -> int:
         text = os.environ.get("CPU_NUM_DEVICES", "1")
         if not text.isdecimal() or int(text) < 1:
-            raise ValueError(f"CPU_NUM_DEVICES={text!r} in the environment; it must be a whole number from 1 on")
+            raise ValueError(f"CPU_NUM_DEVICES={text!r} in the environment; it must be an integer of at least 1")
         return int(text)
 
     def device(self, index: int) -> torch.device:

@@ -42,7 +42,7 @@ class Device:
     def __post_init__(self) -> None:
         kind = _checked_kind(self.kind)
         if isinstance(self.ordinal, bool) or not isinstance(self.ordinal, int):
-            raise TypeError(f"ordinal={self.ordinal!r} is a {type(self.ordinal).__name__}; pass an integer")
+            raise TypeError(f"ordinal={self.ordinal!r} is of type {type(self.ordinal).__name__}; pass an integer")
         if self.ordinal < 0:
             raise ValueError(f"ordinal={self.ordinal} of {kind} does not exist: ordinals start at 0")
         object.__setattr__(self, "kind", kind)
@@ -67,7 +67,7 @@ class Device:
             return cls(device.type, device.index or 0)
         if not isinstance(device, str):
             raise TypeError(
-                f"device={device!r} is a {type(device).__name__}; pass a string, an index or a torch.device"
+                f"device={device!r} is of type {type(device).__name__}; pass a string, an index or a torch.device"
             )
         kind, colon, ordinal = device.partition(":")
         if colon and not ordinal.isdecimal():
@@ -143,7 +143,7 @@ def torch_device(device: DeviceLike) -> torch.device:
     if isinstance(device, Device):
         device = device.torch_device
     if not isinstance(device, get_args(DeviceLike)) or isinstance(device, bool):
-        raise TypeError(f"device={device!r} is a {type(device).__name__}; pass a string, an index, or a device")
+        raise TypeError(f"device={device!r} is of type {type(device).__name__}; pass a string, an index, or a device")
     if not isinstance(device, int) and str(device) == "meta":
         return torch.device(device)
     return resolve_device(device)[1]
@@ -151,10 +151,10 @@ def torch_device(device: DeviceLike) -> torch.device:
 
 def _checked_kind(kind: str) -> str:
     if not isinstance(kind, str):
-        raise TypeError(f"kind={kind!r} is a {type(kind).__name__}; pass a string")
+        raise TypeError(f"kind={kind!r} is of type {type(kind).__name__}; pass a string")
     name = _OTHER_NAMES.get(kind.lower(), kind.lower())
     if name not in KINDS:
-        raise ValueError(f"kind={kind!r} is no kind of device; choose one of {', '.join(KINDS)}")
+        raise ValueError(f"kind={kind!r} is not a kind of device; choose one of {', '.join(KINDS)}")
     return name
 
 

@@ -59,7 +59,7 @@ def _refuse_foreign(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict
         if device is not None and isinstance(leaf, torch.Tensor) and _are_apart(leaf.device, device):
             raise ValueError(
                 f"the {type(module).__name__} is on {device} and got a tensor of shape {tuple(leaf.shape)} on "
-                f"{leaf.device}; take batches from the loop's own loader, or move it with tensor.to({str(device)!r})"
+                f"{leaf.device}; use batches from the loop's own loader, or move it with tensor.to({str(device)!r})"
             )
 
 

@@ -46,8 +46,8 @@ class MpsBackend(EagerBackend):
     def unsupported_reason(self, feature: Feature) -> str | None:
         if feature == "process_group":
             return (
-                "process groups take no MPS tensors; take strategy='ddp', without comm_hook, whose gradients the "
-                "backward pass reduces by way of main memory"
+                "process groups do not support MPS tensors; use strategy='ddp', without comm_hook, whose gradients "
+                "the backward pass reduces through main memory"
             )
         return super().unsupported_reason(feature)
 

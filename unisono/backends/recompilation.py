@@ -66,10 +66,13 @@ class RecompilationWatch:
     def _cause(self, num_reads: int) -> str:
         if len(self._shapes) > _MANY_SHAPES:
             few = ", ".join(map(str, list(self._shapes)[:4]))
-            return f"the batches' tensors have many shapes ({few}, ...), and each needs its own; pad them to a few"
+            return (
+                f"the tensors of the batches have many shapes ({few}, ...), and each needs its own graph; "
+                "pad them to a few"
+            )
         if num_reads:
             return (
-                "values are read in mid-step (.item(), print, `if tensor:`), each of which cuts a graph; read them "
-                "after the optimizer's step, and not in each one"
+                "values are read in the middle of a step (.item(), print, `if tensor:`), each of which cuts a graph; "
+                "read them after the optimizer's step, and not in every step"
             )
-        return "a number of python's that changes from step to step becomes a part of each; make a tensor of it"
+        return "a Python number that changes from step to step becomes part of the graph; make it a tensor"

@@ -65,9 +65,9 @@ _UNFIT = {
 """Dtypes that change silently when they are uploaded."""
 
 _LACKS: dict[Feature, str] = {
-    "compile": "XLA compiles every step by itself; leave compile out",
-    "fp16": "XLA devices compute in bfloat16, which needs no loss scaler; take mixed_precision='bf16'",
-    "process_group": "process groups take no XLA tensors: gloo leaves them as they are, without an error; take "
+    "compile": "XLA compiles every step itself; leave compile out",
+    "fp16": "XLA devices compute in bfloat16, which needs no loss scaler; use mixed_precision='bf16'",
+    "process_group": "process groups do not support XLA tensors: gloo leaves them unchanged, without an error; use "
     "strategy='ddp', without comm_hook, whose gradients the optimizer's step reduces",
 }
 
@@ -351,7 +351,7 @@ def _guard_process_groups() -> torch.library.Library:
 def _refuse_group(name: str, *args: Any, **kwargs: Any) -> Any:
     raise TypeError(
         f"torch.distributed's {name} got an XLA tensor, which process groups do not reduce: it would stay as it is, "
-        "without an error; call unisono.all_reduce and its kin, or pass a copy in main memory (tensor.cpu())"
+        "without an error; call unisono.all_reduce and its relatives, or pass a copy in main memory (tensor.cpu())"
     )
 
 
@@ -374,12 +374,12 @@ def _fit(leaf: Any) -> Any:
             else leaf.layout
         )
         raise TypeError(
-            f"a batch holds a {kind} tensor, and XLA has plain dense ones only; make one of it (to_dense(), "
+            f"a batch holds a {kind} tensor, and XLA supports plain dense ones only; convert it (to_dense(), "
             "to_padded_tensor(), dequantize())"
         )
     if leaf.dtype in _UNFIT:
         raise TypeError(
-            f"a batch holds a tensor of {leaf.dtype}, which XLA would take for another type; {_UNFIT[leaf.dtype]}"
+            f"a batch holds a tensor of {leaf.dtype}, which XLA would treat as another type; {_UNFIT[leaf.dtype]}"
         )
     return leaf
 
@@ -406,8 +406,8 @@ def _prepare_environment() -> None:
     for name in _NARROWING:
         if os.environ.get(name, "0") not in ("", "0"):
             raise UnisonoError(
-                f"{name}={os.environ[name]} is set: tensors would keep their type and lose its precision, in silence; "
-                "unset it, and take mixed_precision='bf16' for mixed precision"
+                f"{name}={os.environ[name]} is set: tensors would keep their type and silently lose its precision; "
+                "unset it, and use mixed_precision='bf16' for mixed precision"
             )
     if not os.environ.get("PJRT_DEVICE"):
         os.environ["PJRT_DEVICE"] = _hardware()
@@ -456,7 +456,7 @@ def _virtual_count() -> int:
     """The number of CPU devices that the environment asks for; 0 if it does not say."""
     text = os.environ.get("CPU_NUM_DEVICES")
     if text is not None and (not text.isdecimal() or int(text) < 1):
-        raise ValueError(f"CPU_NUM_DEVICES={text!r} in the environment; it must be a whole number from 1 on")
+        raise ValueError(f"CPU_NUM_DEVICES={text!r} in the environment; it must be an integer of at least 1")
     return int(text or 0)
 
 
@@ -472,12 +472,12 @@ def _check_chips(count: int) -> None:
     if (hosts := tpu.num_tpu_workers()) > 1:
         raise ValueError(
             f"this TPU spans {hosts} machines, whose runtimes wait for one another, and workers are started on one; "
-            "several machines are not supported: take a TPU of one (v4-8, v5litepod-8)"
+            "several machines are not supported: use a TPU of one (v4-8, v5litepod-8)"
         )
     chips = tpu.num_available_chips()
     if count > 1 and (cores := tpu.num_logical_cores_per_chip()) > 1:
         raise ValueError(
-            f"nprocs={count}, but each chip of this TPU has {cores} devices, and a process computes on one; take "
+            f"nprocs={count}, but each chip of this TPU has {cores} devices, and a process computes on one; use "
             f"DataParallel, which has a thread for each of the {chips * cores} devices, or nprocs=1"
         )
     if count not in (1, chips):
@@ -507,7 +507,7 @@ def _missing() -> str:
     """Why XLA cannot be used here, and how to change that; "" if it can."""
     if (reason := _not_installed()) or _hardware() in (_CPU, _TPU):
         return reason
-    return f"PJRT_DEVICE={os.environ['PJRT_DEVICE']} is neither CPU nor TPU, which are served here; unset it"
+    return f"PJRT_DEVICE={os.environ['PJRT_DEVICE']} is neither CPU nor TPU, the supported ones; unset it"
 
 
 @cache
@@ -519,7 +519,9 @@ def _not_installed() -> str:
         return "torch_xla is not installed: pip install 'unisono[xla]'"
     wanted = ".".join(version.split(".")[:2])
     if ".".join(torch.__version__.split(".")[:2]) != wanted:
-        return f"torch_xla {version} goes with torch {wanted}, not with {torch.__version__}: pip install 'unisono[xla]'"
+        return (
+            f"torch_xla {version} works with torch {wanted}, not with {torch.__version__}: pip install 'unisono[xla]'"
+        )
     return ""
 
 

@@ -59,7 +59,7 @@ def check_steps(steps: Sequence[int]) -> None:
     """
     if len(set(steps)) > 1:
         raise CollectiveMismatchError(
-            f"the ranks stand at different steps: {steps}, by rank; save after the same step on all of them"
+            f"the ranks are at different steps: {steps}, by rank; save after the same step on all of them"
         )
 
 
@@ -68,7 +68,7 @@ def checked_score(score: Any) -> float | None:
     try:
         return None if score is None else float(score)
     except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"score={score!r:.80} is a {type(score).__name__}; pass one number, or None") from None
+        raise TypeError(f"score={score!r:.80} is of type {type(score).__name__}; pass one number, or None") from None
 
 
 def chosen_place(place: Place | Callable[[], Place], score: float | None) -> Place | None:

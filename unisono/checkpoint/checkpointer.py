@@ -188,6 +188,6 @@ def load(
 def check_count(count: Any, name: str) -> None:
     """Raise TypeError or ValueError unless `count` is a positive integer or None."""
     if count is not None and (isinstance(count, bool) or not isinstance(count, int)):
-        raise TypeError(f"{name}={count!r} is a {type(count).__name__}; pass a whole number, or None")
+        raise TypeError(f"{name}={count!r} is of type {type(count).__name__}; pass an integer, or None")
     if count is not None and count < 1:
-        raise ValueError(f"{name}={count} is too small; pass a whole number from 1 on, or None")
+        raise ValueError(f"{name}={count} is too small; pass an integer of at least 1, or None")

@@ -66,7 +66,7 @@ def _read_contents(path: Path) -> Contents:
     try:
         saved = torch.load(found / STATE, map_location=CPU, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise DamagedCheckpointError(f"{found}: {STATE} holds what is no plain data: {error}") from error
+        raise DamagedCheckpointError(f"{found}: {STATE} holds data that is not plain: {error}") from error
     contents = Contents(found, manifest, saved["kinds"], saved["states"], saved["ranks"], saved.get("held"))
     if "values" in saved:
         _join_parts(contents, read_shards(found / SHARDS), saved["values"])

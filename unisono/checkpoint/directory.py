@@ -90,8 +90,8 @@ def check_place(place: Place) -> None:
     if path.exists() and not _is_ours(path):
         what = "holds numbered checkpoints" if list(numbered_in(path)) else "is no checkpoint"
         raise FileExistsError(
-            f"{path} {what}, and a checkpoint would take its place; pass a path that is free, or that of a checkpoint, "
-            f"such as {path / 'best'}"
+            f"{path} {what}, and a checkpoint would replace it; pass an unused path, or that of a checkpoint, such as "
+            f"{path / 'best'}"
         )
 
 
@@ -191,7 +191,7 @@ def _clear(place: Place, mark: str) -> None:
             else:
                 path.unlink()
         except OSError as error:
-            logger.warning("%s is needed no more, and cannot be removed: %s", path, error)
+            logger.warning("%s is no longer needed, and cannot be removed: %s", path, error)
 
 
 def _is_left(path: Path, place: Place) -> bool:
@@ -267,12 +267,12 @@ def find(path: Path, check: Callable[[Path], Manifest] = verify) -> tuple[Path, 
             damaged.append(str(error))
             continue
         for each in damaged:
-            logger.warning("passed over a damaged checkpoint: %s", each)
+            logger.warning("skipped a damaged checkpoint: %s", each)
         if damaged or candidate.name.startswith("."):
             logger.warning("took %s, of step %d", candidate, manifest.step)
         return candidate, manifest
     if damaged:
-        raise DamagedCheckpointError(f"no checkpoint at {path} is whole: {'; '.join(damaged)}")
+        raise DamagedCheckpointError(f"no checkpoint at {path} is intact: {'; '.join(damaged)}")
     left = [each.name for each in _wrecks(path)]
     told = f"; saves that were interrupted have left {', '.join(left)}" if left else ""
     raise NoCheckpointError(f"there is no checkpoint at {path}{told}")

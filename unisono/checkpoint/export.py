@@ -57,7 +57,7 @@ def _chosen(contents: Contents, name: str | None) -> str:
         models = [each for each, (kind, _) in contents.kinds.items() if kind == "model"]
         if len(models) != 1:
             raise CheckpointError(
-                f"{contents.path} holds {len(models)} models; say which object is meant: {_names(contents)}"
+                f"{contents.path} holds {len(models)} models; name the object that you mean: {_names(contents)}"
             )
         return models[0]
     if name not in contents.states:
@@ -76,7 +76,9 @@ def _as_safetensors(state: Any, name: str) -> bytes:
         raise ImportError("safetensors is not installed; pip install 'unisono[export]'") from error
     wrong = [key for key, each in state.items() if not isinstance(each, torch.Tensor)] if _is_flat(state) else [name]
     if wrong:
-        raise CheckpointError(f"{wrong[0]} is no tensor, and safetensors hold tensors only; take --format torch")
+        raise CheckpointError(
+            f"{wrong[0]} is not a tensor, and safetensors files hold tensors only; use --format torch"
+        )
     seen: set[int] = set()
     apart = {}
     for key, each in state.items():  # safetensors refuses tensors that share memory

@@ -64,9 +64,9 @@ def restore_generators(saved: Sequence[Mapping[str, Any]], world: World) -> None
 
 
 def _describe_change(saved: int, now: int) -> str:
-    text = f"saved by {saved} ranks, loaded by {now}: what is drawn at random (dropout) will differ from there on; "
+    text = f"saved by {saved} ranks, loaded by {now}: random numbers (dropout) will differ from here on; "
     if now > saved:
-        return text + f"the random generators of {name_ranks(range(saved, now))} begin with new seeds"
+        return text + f"the random generators of {name_ranks(range(saved, now))} start with new seeds"
     return text + f"those of {name_ranks(range(now, saved))} are left out"
 
 
@@ -85,7 +85,7 @@ def _restore(states: Mapping[str, Any], world: World) -> None:
         if world.rank == 0:
             saved = states["device"][0] if "device" in states else "a device that draws from torch's"
             logger.warning(
-                "saved on %s, loaded on %s: the devices' random generators are not the same, and begin with new seeds",
+                "saved on %s, loaded on %s: the devices' random generators differ, and start with new seeds",
                 saved,
                 world.device.type,
             )

@@ -65,8 +65,9 @@ class Manifest:
             raise DamagedCheckpointError(f"{path}: its {NAME} is not what was written ({len(data)} bytes)")
         if known["version"] != VERSION:
             raise CheckpointVersionError(
-                f"{path} has version {known['version']} of the format, and this unisono reads version {VERSION}; it "
-                f"was written by unisono {known.get('versions', {}).get('unisono')}: load it with that one"
+                f"{path} has version {known['version']} of the format, and this version of unisono reads version "
+                f"{VERSION}; it was written by unisono {known.get('versions', {}).get('unisono')}: load it with that "
+                "one"
             )
         for name in known["files"]:  # a forged manifest could otherwise name files outside the checkpoint
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
@@ -103,7 +104,7 @@ def verify(path: Path) -> Manifest:
         if found.size != size:
             raise DamagedCheckpointError(f"{path}: {name} has {found.size} bytes of {size}")
         if found != Checksum(size, crc):
-            raise DamagedCheckpointError(f"{path}: {name} has other contents than were written (its CRC-32 differs)")
+            raise DamagedCheckpointError(f"{path}: {name} has other contents than those written (its CRC-32 differs)")
     return manifest
 
 

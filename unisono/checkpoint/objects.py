@@ -54,9 +54,7 @@ def kind_of(name: str, each: Any) -> str:
     if isinstance(each, Optimizer):
         return "optimizer"
     if is_metric(each) and not each.state_dict():
-        raise TypeError(
-            f"{name} is a metric that keeps nothing in its state_dict; call {name}.persistent(True) before it is saved"
-        )
+        raise TypeError(f"{name} is a metric whose state_dict is empty; call {name}.persistent(True) before saving it")
     if isinstance(each, nn.Module) and not is_metric(each):
         return "model"
     if isinstance(each, torch.Generator):
@@ -64,7 +62,7 @@ def kind_of(name: str, each: Any) -> str:
     if is_stateful(each):
         return "state"
     raise TypeError(
-        f"{name} is a {type(each).__name__}, which has no state_dict() and load_state_dict(); a checkpoint takes "
+        f"{name} is of type {type(each).__name__}, which has no state_dict() and load_state_dict(); a checkpoint takes "
         "models, optimizers, schedulers, loaders, torch.Generators and objects with these two methods"
     )
 
@@ -195,8 +193,8 @@ def check_fit(objects: Objects, saved: Mapping[str, Sequence[str]], described: M
             if own != described[name]:
                 raise CheckpointMismatchError(
                     f"{name} in {where} has groups of {described[name]} parameters, and the "
-                    f"{type(objects[name]).__name__} has groups of {own}; make it over the same parameters, in the "
-                    "same groups and order"
+                    f"{type(objects[name]).__name__} has groups of {own}; make it for the same parameters, in the same "
+                    "groups and order"
                 )
 
 
@@ -213,7 +211,7 @@ def _check_model(name: str, model: nn.Module, saved: Mapping[str, Any], kind: st
         told = [f"{what}: {', '.join(found[:_SHOWN])}{_more(found)}" for what, found in wrong.items() if found]
         raise CheckpointMismatchError(
             f"{name} in {where} is of another model, a {kind}, than this {type(model).__name__}: {'; '.join(told)}; "
-            "build the model that was saved, or take what fits from `unisono checkpoint export`"
+            "build the model that was saved, or load the tensors that fit from `unisono checkpoint export`"
         )
 
 

@@ -88,7 +88,7 @@ def location(path: str | os.PathLike[str] | RemotePath) -> Location:
         return path
     text = os.fspath(path)
     if _WAS_URL.match(text):
-        raise ValueError(f"{text!r} was a URL before it was made a path; pass it as a text, with two slashes")
+        raise ValueError(f"{text!r} was a URL before it was converted to a path; pass it as a string, with two slashes")
     if "://" in text and not text.startswith("file://"):
         if "::" in text:  # a cache shows outdated contents, and "dir::" writes files where it does not find them
             raise ValueError(f"{text!r} is a chain of file systems; pass the URL of the store itself")
@@ -102,8 +102,8 @@ def check_place_at(place: Place) -> None:
     strangers = _strangers_at(place.path)
     if strangers:
         raise FileExistsError(
-            f"{place.path} holds {', '.join(strangers[:3])}, and a checkpoint would take its place; pass a place that "
-            f"is free, or that of a checkpoint, such as {place.path / 'best'}"
+            f"{place.path} holds {', '.join(strangers[:3])}, and a checkpoint would replace them; pass an unused "
+            f"place, or that of a checkpoint, such as {place.path / 'best'}"
         )
 
 
@@ -160,7 +160,7 @@ def _clear(place: Place, own: str) -> None:
             if path != target:
                 _remove(path)
     except OSError as error:
-        logger.warning("what is needed no more at %s cannot be removed: %s", target.parent, error)
+        logger.warning("what is no longer needed at %s cannot be removed: %s", target.parent, error)
 
 
 def numbered_in(root: RemotePath) -> Iterator[tuple[int, RemotePath]]:
@@ -214,12 +214,12 @@ def fetch(path: RemotePath, into: Path) -> tuple[Path, RemotePath]:
             damaged.append(f"{candidate}: {error}")
             continue
         for each in damaged:
-            logger.warning("passed over a damaged checkpoint: %s", each)
+            logger.warning("skipped a damaged checkpoint: %s", each)
         if damaged:
             logger.warning("took %s", candidate)
         return local, candidate
     if damaged:
-        raise DamagedCheckpointError(f"no checkpoint at {path} is whole: {'; '.join(damaged)}")
+        raise DamagedCheckpointError(f"no checkpoint at {path} is intact: {'; '.join(damaged)}")
     raise NoCheckpointError(f"there is no checkpoint at {path}")
 
 

@@ -79,29 +79,29 @@ def deserialize(data: bytes | bytearray | memoryview, device: str | int | torch.
             missing.
     """
     if not isinstance(data, bytes | bytearray | memoryview):
-        raise TypeError(f"data={data!r:.80} is a {type(data).__name__}; pass the bytes that serialize() gave")
+        raise TypeError(f"data={data!r:.80} is of type {type(data).__name__}; pass the bytes that serialize() returned")
     view = memoryview(data).cast("B")
     if len(view) < _HEAD.size or view[: len(_MAGIC)] != _MAGIC:
         raise DamagedCheckpointError(
-            f"these {len(view)} bytes are not what serialize() gives: they do not begin with {_MAGIC.decode()}"
+            f"these {len(view)} bytes were not returned by serialize(): they do not begin with {_MAGIC.decode()}"
         )
     _, number, crc, length, described = _HEAD.unpack(view[: _HEAD.size])
     if number != _VERSION:
         raise CheckpointVersionError(
-            f"the bytes have version {number} of the format, and this unisono reads version {_VERSION}; read them with "
-            "the version that wrote them"
+            f"the bytes have version {number} of the format, and this version of unisono reads version {_VERSION}; "
+            "read them with the version that wrote them"
         )
     rest = view[_HEAD.size :]
     if len(rest) != length:
-        raise DamagedCheckpointError(f"serialize() gave {_HEAD.size + length} bytes, and these are {len(view)}")
+        raise DamagedCheckpointError(f"serialize() returned {_HEAD.size + length} bytes, and these are {len(view)}")
     if zlib.crc32(view[_CHECKED:]) != crc:
-        raise DamagedCheckpointError("these bytes are not what serialize() gave: their checksum differs")
+        raise DamagedCheckpointError("these bytes were changed after serialize() returned them: their checksum differs")
     start = _align(_HEAD.size + described)
     try:
         return _Reader(view[start:], device).read(json.loads(bytes(rest[:described])))
     # the checksum is correct, so the bytes were forged
     except (TypeError, ValueError, LookupError, AttributeError) as error:
-        raise DamagedCheckpointError(f"these bytes describe nothing that serialize() gives: {error}") from error
+        raise DamagedCheckpointError(f"these bytes describe nothing that serialize() writes: {error}") from error
 
 
 def _align(size: int) -> int:
@@ -164,7 +164,7 @@ class _Description:
             each = [self.describe(part, f"{where}.{name}") for name, part in zip(kind._fields, value, strict=True)]
             return ["named", kind.__module__, kind.__qualname__, each]
         raise TypeError(
-            f"{where} is a {kind.__module__}.{kind.__qualname__}; serialize takes None, numbers, texts, bytes, "
+            f"{where} is a {kind.__module__}.{kind.__qualname__}; serialize takes None, numbers, strings, bytes, "
             "tensors, modules, and lists, tuples, named tuples, sets and dicts of these"
         )
 
@@ -247,7 +247,7 @@ class _Reader:
         except (RuntimeError, AssertionError) as error:
             wanted = device if self._device is None else self._device
             raise CheckpointError(
-                f"a tensor cannot be made on {wanted} ({error}); pass a device= that is here"
+                f"a tensor cannot be made on {wanted} ({error}); pass a device= that exists here"
             ) from error
         return nn.Parameter(tensor, requires_grad) if kind == "parameter" else tensor.requires_grad_(requires_grad)
 

@@ -68,7 +68,7 @@ def run_save(save: Callable[[], Any], what: str, ended: list[Outcome[Any]]) -> N
     ended.append(outcome)
     if outcome.error is not None:
         logger.error(
-            "%s has failed: %s: %s; it is raised at the next step or save, or by close()",
+            "%s has failed: %s: %s; the error is raised at the next step or save, or by close()",
             what,
             type(outcome.error).__name__,
             outcome.error,

@@ -12,12 +12,12 @@ from unisono.errors import CheckpointError, DamagedCheckpointError
 
 _EXAMPLES = """
 examples:
-  unisono checkpoint show runs/checkpoints                  each checkpoint: its step, and whether it is whole
+  unisono checkpoint show runs/checkpoints                  each checkpoint: its step, and whether it is intact
   unisono checkpoint export runs/checkpoints model.pt       the latest one's model, for torch.load
   unisono checkpoint export runs/best model.safetensors --format safetensors
   unisono checkpoint export runs/checkpoints/checkpoint_200 ema.pt --object registered_0
 
-exit codes: 0 all is well; 1 a checkpoint is damaged, or cannot be read or written; 2 the command was given wrongly.
+exit codes: 0 success; 1 a checkpoint is damaged, or cannot be read or written; 2 wrong usage.
 """
 
 
@@ -31,13 +31,15 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    shown = actions.add_parser("show", help="list checkpoints, and read each to see whether it is whole")
+    shown = actions.add_parser("show", help="list checkpoints, and verify each")
     shown.add_argument("path", type=Path, help="a checkpoint, or a directory of numbered ones")
     shown.set_defaults(run=show)
     exported = actions.add_parser("export", help="write the state of a model, or of another object, as one file")
     exported.add_argument("path", help="a checkpoint, or a directory of numbered ones; or a URL")
-    exported.add_argument("out", type=Path, help="the file; what is there is replaced")
-    exported.add_argument("--object", metavar="NAME", help="of the object, as `show` has it; else the only model")
+    exported.add_argument("out", type=Path, help="the output file; an existing one is replaced")
+    exported.add_argument(
+        "--object", metavar="NAME", help=("name of the object, as `show` prints it; by default the only model")
+    )
     exported.add_argument("--format", choices=["torch", "safetensors"], default="torch")
     exported.set_defaults(run=export)
 

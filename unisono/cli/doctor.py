@@ -26,7 +26,7 @@ The exit code is 1 when there is a problem, else 0.
 examples:
   unisono doctor                             everything, with two real workers: about 5 seconds
   unisono doctor --quick                     starts no worker
-  unisono doctor --endpoint host1:29400      can a rendezvous be held, or reached, there?
+  unisono doctor --endpoint host1:29400      can a rendezvous be hosted, or reached, there?
   unisono doctor --json | jq '.findings[] | select(.state != "ok")'
 """
 
@@ -35,7 +35,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the command to those of `unisono`."""
     parser = subparsers.add_parser(
         "doctor",
-        help="check this machine, and say what has to be repaired",
+        help="check this machine, and report what needs fixing",
         description="Check versions, devices, cores, memory, limits, network and environment, start two "
         "workers,\ntime a collective between them, and say what has to be repaired.",
         epilog=_EPILOG,
@@ -62,7 +62,7 @@ def list_checks(is_quick: bool, endpoint: tuple[str, int] | None) -> Iterator[Ch
     from unisono.cli import machine_checks, network_checks, worker_checks
 
     yield Check("versions", machine_checks.versions)
-    yield Check("devices", machine_checks.devices, 30, when_late="the driver does not answer: ask its own tool")
+    yield Check("devices", machine_checks.devices, 30, when_late="the driver does not answer: try its own tool")
     yield Check("cores", machine_checks.cores)
     yield Check("memory", machine_checks.memory)
     yield Check("shared memory", machine_checks.shared_memory)
@@ -85,7 +85,7 @@ def list_checks(is_quick: bool, endpoint: tuple[str, int] | None) -> Iterator[Ch
 def _parse_endpoint(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise argparse.ArgumentTypeError(f"{text!r} is no endpoint; write HOST:PORT, with a port from 1 to 65535")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an endpoint; write HOST:PORT, with a port from 1 to 65535")
     return host.strip("[]"), int(port)
 
 

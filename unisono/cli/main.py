@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="unisono",
         description="Multi-device data-parallel training for PyTorch: one script, any number of devices.",
-        epilog="`unisono COMMAND --help` says more.",
+        epilog="See `unisono COMMAND --help` for details.",
     )
     parser.add_argument("--version", action="version", version=f"unisono {version('unisono')}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

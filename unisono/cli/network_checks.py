@@ -17,8 +17,8 @@ from unisono.launch.hosts.addresses import interface_of
 SLOW_LOOKUP_S = 1.0
 CONNECT_S = 3.0
 RESOLVER_ADVICE = (
-    "one machine needs no name service; for more than one, each connection to the store asks for a name and waits as "
-    "long (5 s for each lost answer): mend /etc/resolv.conf, or list the hosts in /etc/hosts"
+    "one machine needs no name service; for more than one, each connection to the store resolves a name and waits as "
+    "long (5 s for each lost answer): fix /etc/resolv.conf, or list the hosts in /etc/hosts"
 )
 
 T = TypeVar("T")

@@ -19,12 +19,12 @@ on two machines, the same on each (node1 is one of them); with 1:2 one may come 
   unisono run --nnodes 2 --rdzv-endpoint node1:29400 train.py
   unisono run --nnodes 1:2 --max-restarts 3 --rdzv-endpoint node1:29400 train.py
 
-with SLURM, one agent per node; nothing else to be said:
+with SLURM, one agent per node; nothing else is needed:
   srun --ntasks-per-node=1 unisono run train.py
 
-exit codes: 0 all is well; n when a worker ended by sys.exit(n), modulo 256 and never 0; 1 when it failed otherwise;
-128 + n when signal n ended it; 2 the command was given wrongly; 130 after Ctrl-C; 143 when the ranks stopped early, as
-they were asked to.
+exit codes: 0 success; n when a worker ended by sys.exit(n), modulo 256 and never 0; 1 when it failed otherwise;
+128 + n when signal n ended it; 2 wrong usage; 130 after Ctrl-C; 143 when the ranks stopped early, as
+requested.
 """
 _PORT = 29500  # torchrun's, if only --master-addr is given
 
@@ -34,8 +34,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "run",
         help="run a script as one worker per device, on one machine or several",
-        description="Run a script, a module or a function as one worker per device. Options stand before it; what "
-        "follows it is its own.",
+        description="Run a script, a module or a function as one worker per device. Options precede it; what follows "
+        "it is passed on to it.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -92,7 +92,7 @@ def _add_workers(group: Any) -> None:
         help="of each worker's DataLoader, which then get their share of the cores, too",
     )
     _add(group, "--pin-cores", action="store_true", help="keep each worker to cores of its own")
-    _add(group, "--checked", action="store_true", help="several machines: compare each collective first")
+    _add(group, "--checked", action="store_true", help="with several machines: compare each collective before it runs")
     _add(
         group,
         "--process-group",
@@ -108,21 +108,21 @@ def _add_workers(group: Any) -> None:
 
 
 def _add_failing(group: Any) -> None:
-    _add(group, "--max-restarts", type=_number, metavar="N", help="start all workers again, N times at most")
+    _add(group, "--max-restarts", type=_number, metavar="N", help="restart all workers, at most N times")
     _add(
         group,
         "--timeout",
         type=_seconds,
         default=1800.0,
         metavar="S",
-        help="what a collective waits at most (%(default)s)",
+        help="time limit of a collective (%(default)s)",
     )
     _add(group, "--hang-timeout", type=_seconds, metavar="S", help="stop when no rank makes progress for S seconds")
     _add(group, "--grace", type=_seconds, metavar="S", help="between SIGTERM and SIGKILL (5; 25 with several machines)")
 
 
 def _add_output(group: Any) -> None:
-    _add(group, "--log-dir", metavar="DIR", help="keep each worker's output there, too")
+    _add(group, "--log-dir", metavar="DIR", help="also keep each worker's output there")
     _add(group, "--log-ranks", type=_ranks, metavar="R,..", help="show the output of these ranks only")
     _add(
         group,
@@ -138,10 +138,15 @@ def _add_machines(group: Any) -> None:
     _add(group, "--standalone", action="store_true", help="one machine, whatever the environment says")
     _add(group, "--nnodes", type=node_range, metavar="A[:B]", help="machines; with A:B any number between")
     _add(group, "--node-rank", type=_number, metavar="R", help="the number of this one, where they have numbers")
-    _add(group, "--rdzv-endpoint", metavar="H:P", help="where they meet, host:port; the host is one of them")
+    _add(
+        group,
+        "--rdzv-endpoint",
+        metavar="H:P",
+        help=("where the agents meet, host:port; the host is one of the machines"),
+    )
     _add(group, "--master-addr", metavar="H", help="the same as --rdzv-endpoint H:P, with")
     _add(group, "--master-port", type=_count, metavar="P", help=f"the port ({_PORT})")
-    _add(group, "--rdzv-backend", choices=["c10d", "static"], help="is c10d here; static is taken for it")
+    _add(group, "--rdzv-backend", choices=["c10d", "static"], help="only c10d; static is treated as c10d")
     _add(group, "--rdzv-id", metavar="ID", help="the name of the run, the same on all")
     _add(group, "--rdzv-conf", type=_settings, default={}, metavar="K=V,..", help="settings of torch's rendezvous")
     _add(
@@ -160,7 +165,7 @@ def node_range(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= low <= high:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of machines; write 2, or 1:2 for one or two")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of machines; write 2, or 1:2 for one or two")
     return low, high
 
 
@@ -168,19 +173,19 @@ def _workers(text: str) -> int | str:
     if text.isalpha():
         return text  # auto, gpu or cpu: checked and resolved later, where torch has been imported
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number, 1 or greater, nor auto, gpu or cpu")
+        raise argparse.ArgumentTypeError(f"{text!r} is neither an integer of at least 1, nor auto, gpu or cpu")
     return int(text)
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or greater")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
     return int(text)
 
 
 def _number(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 0 or greater")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 0")
     return int(text)
 
 
@@ -190,7 +195,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = math.nan
     if not (math.isfinite(seconds) and seconds > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number of seconds")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
     return seconds
 
 
@@ -201,5 +206,5 @@ def _ranks(text: str) -> tuple[int, ...]:
 def _settings(text: str) -> dict[str, str]:
     pairs = [each.partition("=") for each in text.split(",") if each]
     if not all(name and equals for name, equals, _ in pairs):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list like last_call_timeout=5,keep_alive_interval=2")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list like last_call_timeout=5,keep_alive_interval=2")
     return {name.strip(): value.strip() for name, _, value in pairs}

@@ -26,7 +26,7 @@ LIMIT_S = 120.0
 _LARGE_BYTES = 64 << 20
 _SLOW_START_S = 20.0
 _SLOW_FORK_S = 2.0
-_SEE = "what stands above may say more; docs/troubleshooting.md has the messages, one by one"
+_SEE = "the output above may say more; docs/troubleshooting.md explains each message"
 
 
 def start_methods() -> Iterator[Finding]:
@@ -52,8 +52,8 @@ def _missing() -> str:
 def workers() -> Iterator[Finding]:
     """Start two workers of each family that has two devices, and let them run collectives."""
     if launcher := _launcher():
-        text = f"not started: by {launcher} this process has a place among others, and spawn starts none"
-        yield Finding("workers", "note", text, "ask again in a plain shell of this machine")
+        text = f"not started: {launcher} has made this process one of several ranks, so spawn starts no workers"
+        yield Finding("workers", "note", text, "run it again in a plain shell of this machine")
         return
     for family in filter(_has_two, map(get_backend, NAMES)):
         try:
@@ -83,10 +83,13 @@ def _try_collectives(family: Backend) -> Iterator[Finding]:
     second_s, told = _run(family, measure_collectives)
     text = f"{NUM_WORKERS} on {family.name}: first barrier after {first_s:.2f} s, the next time after {second_s:.3f} s"
     if first_s > _SLOW_START_S:
-        advice = "torch is imported once for all; from a network file system that is slow: install it on a local disk"
+        advice = (
+            "torch is imported once for all workers, which is slow from a network file system: install "
+            "it on a local disk"
+        )
         yield Finding("workers", "warning", text, advice)
     elif second_s > _SLOW_FORK_S:
-        yield Finding("workers", "warning", text, "the machine is busy: see what else runs on it")
+        yield Finding("workers", "warning", text, "the machine is busy: check what else runs on it")
     else:
         yield Finding("workers", "ok", text)
     latency_s, large_s = told[0][1:]

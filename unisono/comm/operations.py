@@ -126,7 +126,7 @@ def check_reduction(tensor: torch.Tensor, op: str, name: str = "all_reduce") -> 
         raise ValueError(f"{name} op={op!r} does not exist; choose one of {', '.join(REDUCE_OPS)}")
     if tensor.dtype not in REDUCIBLE:
         known = ", ".join(map(_name, REDUCIBLE))
-        raise TypeError(f"{name} does not know {_name(tensor.dtype)}; it reduces {known}; convert first")
+        raise TypeError(f"{name} does not support {_name(tensor.dtype)}; it reduces {known}; convert first")
     if tensor.dtype == torch.bool and op not in ("min", "max"):
         raise TypeError(f"{name} of bool tensors is 'min' (and) or 'max' (or), not {op!r}; convert to int64 to count")
     if tensor.is_complex() and op not in ("sum", "mean"):
@@ -142,7 +142,7 @@ def check_root(root: int, size: int) -> None:
         ValueError: `root` is not in 0 .. size - 1.
     """
     if not 0 <= root < size:
-        raise ValueError(f"root={root} is no rank of a world of {size}; ranks are 0 to {size - 1}")
+        raise ValueError(f"root={root} is not a rank in a world of {size}; ranks are 0 to {size - 1}")
 
 
 def check_scatter(tensor: torch.Tensor, size: int) -> None:
@@ -153,7 +153,7 @@ def check_scatter(tensor: torch.Tensor, size: int) -> None:
     """
     if tensor.ndim == 0 or tensor.shape[0] % size:
         raise ValueError(
-            f"reduce_scatter over {size} ranks cuts dim 0 into equal parts, but the shape is {list(tensor.shape)}; "
+            f"reduce_scatter over {size} ranks splits dim 0 into equal parts, but the shape is {list(tensor.shape)}; "
             f"pad dim 0 to a multiple of {size}"
         )
 
@@ -194,11 +194,11 @@ def mismatch_error(deeds: Mapping[int, str]) -> CollectiveMismatchError:
     rule = "call the same collectives in the same order with the same shapes and types"
     if any(_OF_A_STEP.search(deed) for deed in groups):
         rule = (
-            "take the same steps on the same rounds: leave out a batch, or leave a loop, on all ranks or on none, and "
-            "loop over its loader as often as the others, in the same order"
+            "take the same steps on the same rounds: skip a batch, or leave a loop, on all ranks or on none, and loop "
+            "over each loader equally often, in the same order"
         )
     elif _differ_in_rows(groups):
-        rule += "; all_gather_samples, and functional.all_gather_samples, take different numbers of rows"
+        rule += "; all_gather_samples, and functional.all_gather_samples, use different numbers of rows"
     return CollectiveMismatchError(f"{first} while {' and '.join(others)}; every rank must {rule}")
 
 

@@ -66,7 +66,7 @@ _TORCH_OPS = {
 _HOST = torch.default_generator.device  # main memory
 _WIDER = {torch.int16: torch.int32}  # gloo has no 16-bit integers
 _ADVICE = "if none has failed, the ranks called different collectives, and join_world(checked=True) names the calls"
-_ADVICE_SHARED = "if none has failed, the ranks called different collectives of torch's own, which nobody compares"
+_ADVICE_SHARED = "if none has failed, the ranks called different collectives of torch itself, which are not compared"
 _OF_OWN_DEVICE = ("CUDA error: ", "Cuda failure ")  # in torch's messages, and in NCCL's
 _SHARED_GPU = "Duplicate GPU detected"  # in NCCL's messages
 _FAILURE, _DEPARTED = "unisono/failure", "unisono/departed/{}"
@@ -254,7 +254,7 @@ class ProcessCommunicator:
         is_foreign = its.type == own.type and not tensor.is_cpu and its != own
         if is_foreign or not (tensor.is_cpu or its.type in self._types):
             raise TypeError(
-                f"{name} got a tensor on {its}, and rank {self.rank} sends what is on {own} or in main memory; pass "
+                f"{name} got a tensor on {its}, and rank {self.rank} sends tensors on {own} or in main memory; pass "
                 f"tensor.to({str(own)!r})"
             )
         return Call.on(name, tensor, argument, "" if its.type == own.type else its.type)
@@ -308,7 +308,7 @@ class ProcessCommunicator:
         """Why the transport failed: the reason that a peer left in the store, or which ranks are missing and the error
         message."""
         if _SHARED_GPU in str(error):
-            advice = "give each rank a GPU of its own, or pass process_group='gloo'"
+            advice = "give each rank its own GPU, or pass process_group='gloo'"
             return f"two ranks have the same GPU, which NCCL refuses ({error}); {advice}", error
         if (failure := self._failure_of_a_peer()) is not None:
             return failure
@@ -319,7 +319,7 @@ class ProcessCommunicator:
                 first = [rank for rank in gone if rank in missing] or gone  # the others arrived, and left as victims
                 return departure({rank: known.last_deed(rank) if known else "" for rank in first}), error
             if self._arrivals is not None and (missing := self._arrivals.missing(self.num_calls)):
-                return f"{name_ranks(missing)} did not come to it and may be gone, stuck or late ({error})", error
+                return f"{name_ranks(missing)} did not arrive and may be gone, stuck or late ({error})", error
         advice = _ADVICE_SHARED if isinstance(self._arrivals, SharedArrivals) else _ADVICE
         return f"a peer is gone or did not answer ({error}); {advice}", error
 

@@ -51,7 +51,7 @@ def end_group(is_broken: bool, waits_for_device: bool) -> None:
     abort: Callable[[], None] = dist.distributed_c10d._abort_process_group
     ends = [abort] if is_broken else [dist.destroy_process_group, abort]
     if not any(_ends_in_time(end) for end in ends):
-        logger.warning("the process group could not be ended within %g s; this process ends without it", _END_S)
+        logger.warning("the process group could not be shut down within %g s; this process ends without that", _END_S)
         if hasattr(signal, "alarm"):
             signal.alarm(_LAST_S)  # nothing else ends a process whose destructors wait for the device
 

@@ -18,5 +18,5 @@ def refuse(module: str, name: str, instead: Mapping[str, str]) -> NoReturn:
         AttributeError: always.
     """
     if name in instead:
-        raise AttributeError(f"{module}.{name} is left out on purpose: {instead[name]}")
+        raise AttributeError(f"{module}.{name} is deliberately not supported: {instead[name]}")
     raise AttributeError(f"module {module!r} has no attribute {name!r}")

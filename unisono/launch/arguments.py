@@ -30,9 +30,11 @@ _REFUSED = {
 
 def check_call(fn: Any, args: Any) -> None:
     if not callable(fn):
-        raise TypeError(f"fn={fn!r} is a {type(fn).__name__}; pass a function that takes the index and *args")
+        raise TypeError(f"fn={fn!r} is of type {type(fn).__name__}; pass a function that takes the index and *args")
     if isinstance(args, str | bytes) or not isinstance(args, Sequence):
-        raise TypeError(f"args={args!r} is a {type(args).__name__}; pass a tuple, with one argument as (argument,)")
+        raise TypeError(
+            f"args={args!r} is of type {type(args).__name__}; pass a tuple, with one argument as (argument,)"
+        )
 
 
 def check_nprocs(nprocs: int | None, family: Backend, process_group: str | None = None) -> int:
@@ -40,7 +42,7 @@ def check_nprocs(nprocs: int | None, family: Backend, process_group: str | None 
     own."""
     if nprocs is None:
         return family.device_count()
-    check_count(nprocs, "nprocs", 1, "pass a number from 1 on, or None for all devices")
+    check_count(nprocs, "nprocs", 1, "pass a number of at least 1, or None for all devices")
     if process_group == "gloo" != family.process_group_backend:
         return nprocs
     try:
@@ -53,7 +55,7 @@ def check_nprocs(nprocs: int | None, family: Backend, process_group: str | None 
 def check_count(value: int, name: str, least: int, advice: str) -> int:
     """Check that `value` is an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; {advice}")
+        raise TypeError(f"{name}={value!r} is of type {type(value).__name__}; {advice}")
     if value < least:
         raise ValueError(f"{name}={value} is too small; {advice}")
     return value
@@ -62,19 +64,19 @@ def check_count(value: int, name: str, least: int, advice: str) -> int:
 def check_duration(seconds: float, name: str, is_zero_allowed: bool = True) -> float:
     """Check that `seconds` is a finite, non-negative number."""
     if isinstance(seconds, bool) or not isinstance(seconds, int | float):
-        raise TypeError(f"{name}={seconds!r} is a {type(seconds).__name__}; pass seconds")
+        raise TypeError(f"{name}={seconds!r} is of type {type(seconds).__name__}; pass seconds")
     if not (0 < seconds <= _YEAR_S or (is_zero_allowed and seconds == 0)):
-        raise ValueError(f"{name}={seconds!r} is no duration; pass seconds from 0 to {_YEAR_S}, a year")
+        raise ValueError(f"{name}={seconds!r} is not a duration; pass seconds from 0 to {_YEAR_S}, a year")
     return seconds
 
 
 def check_timeout(timeout: timedelta) -> None:
     if not isinstance(timeout, timedelta):
-        raise TypeError(f"timeout={timeout!r} is a {type(timeout).__name__}; pass a datetime.timedelta")
+        raise TypeError(f"timeout={timeout!r} is of type {type(timeout).__name__}; pass a datetime.timedelta")
     if timeout <= timedelta():
-        raise ValueError(f"timeout={timeout!r} leaves a collective no time; pass a positive timedelta")
+        raise ValueError(f"timeout={timeout!r} leaves collectives no time; pass a positive timedelta")
     if timeout.total_seconds() > _YEAR_S:
-        raise ValueError(f"timeout={timeout!r} is more than a year; the process group takes no such time-out")
+        raise ValueError(f"timeout={timeout!r} is more than a year; the process group does not accept such a time-out")
 
 
 def check_start_method(start_method: str | None) -> str:
@@ -106,9 +108,9 @@ def check_log_dir(log_dir: str | os.PathLike[str] | None) -> Path | None:
     if log_dir is None:
         return None
     if not isinstance(log_dir, str | os.PathLike):
-        raise TypeError(f"log_dir={log_dir!r} is a {type(log_dir).__name__}; pass the path of a directory")
+        raise TypeError(f"log_dir={log_dir!r} is of type {type(log_dir).__name__}; pass the path of a directory")
     if not os.fspath(log_dir):
-        raise ValueError('log_dir="" names no directory; pass "." for the current one, or None to keep nothing')
+        raise ValueError('log_dir="" names no directory; pass "." for the current one, or None to keep no files')
     return Path(log_dir)
 
 
@@ -122,7 +124,7 @@ def check_log_ranks(log_ranks: Collection[int] | None, count: int | None) -> tup
     if log_ranks is None:
         return None
     if isinstance(log_ranks, str | bytes) or not isinstance(log_ranks, Collection):
-        raise TypeError(f"log_ranks={log_ranks!r} is a {type(log_ranks).__name__}; pass ranks, as in [0]")
+        raise TypeError(f"log_ranks={log_ranks!r} is of type {type(log_ranks).__name__}; pass ranks, as in [0]")
     for rank in log_ranks:
         check_count(rank, "a rank of log_ranks", 0, f"the ranks are 0 to {count - 1}" if count else "ranks begin at 0")
         if count is not None and rank >= count:
@@ -134,7 +136,7 @@ def pick_num_threads(num_threads: int | None, num_loader_workers: int, count: in
     """CPU threads per worker: the number given here or by OMP_NUM_THREADS, otherwise a fair share of the cores."""
     check_count(num_loader_workers, "num_loader_workers", 0, "pass the num_workers of the DataLoader")
     if num_threads is not None:
-        return check_count(num_threads, "num_threads", 1, "pass a whole number from 1 on, or None for a fair share")
+        return check_count(num_threads, "num_threads", 1, "pass an integer of at least 1, or None for a fair share")
     asked = os.environ.get("OMP_NUM_THREADS", "")
     is_asked = asked.isdecimal() and int(asked) > 0
     threads = int(asked) if is_asked else fair_num_threads(count, num_loader_workers)
@@ -146,11 +148,11 @@ def pick_num_threads(num_threads: int | None, num_loader_workers: int, count: in
 def pick_cores(pin_cores: bool, count: int) -> list[set[int]] | None:
     """The cores of each worker if workers are to be pinned; otherwise None."""
     if not isinstance(pin_cores, bool):
-        raise TypeError(f"pin_cores={pin_cores!r} is a {type(pin_cores).__name__}; pass True or False")
+        raise TypeError(f"pin_cores={pin_cores!r} is of type {type(pin_cores).__name__}; pass True or False")
     if not pin_cores:
         return None
     cores = disjoint_cores(count)
-    logger.info("workers keep to their cores: %s", "; ".join(f"rank {r}: {sorted(own)}" for r, own in enumerate(cores)))
+    logger.info("workers are pinned to cores: %s", "; ".join(f"rank {r}: {sorted(own)}" for r, own in enumerate(cores)))
     return cores
 
 
@@ -168,6 +170,6 @@ def pickle_call(
         named = [("fn", fn), *((f"args[{place}]", arg) for place, arg in enumerate(args))]
         name, part = next((each for each in named if not is_picklable(each[1])), named[0])
         raise UnpicklableError(
-            f"{name}, a {type(part).__name__}, cannot be sent to the workers ({type(error).__name__}: {error})"
-            f"{describe_unpicklable(part)}; make it inside fn, or pass what it is made from"
+            f"{name}, a {type(part).__name__}, cannot be sent to the workers ({type(error).__name__}: "
+            f"{error}){describe_unpicklable(part)}; create it inside fn, or pass what it is created from"
         ) from error

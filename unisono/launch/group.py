@@ -213,7 +213,9 @@ class Group:
         late = [worker for worker in self.workers if not (worker.has_begun or worker.has_ended)]
         if late and not self.is_stopping:
             joining = sum(worker.pid is not None for worker in late)
-            reason = "they join their peers and import the modules of fn" if joining else "torch is being imported"
+            reason = (
+                "they are joining their peers and importing the modules of fn" if joining else "torch is being imported"
+            )
             text = f"{len(late)} of {self._job.nprocs} workers have not begun after {SLOW_S:.3g} s: {reason}"
             say_if_watched(text if joining else f"{text}; unisono.warm() at the top of a script does that meanwhile")
 
@@ -280,14 +282,14 @@ class Group:
         self._selector.unregister(self._zygote)
         if all(worker.pid is None for worker in self.workers):
             raise UnisonoError(
-                "the process that workers are forked from ended before it forked one; what it printed stands above"
+                "the process that workers are forked from ended before it forked one; its output is above"
             )
         for worker in self.workers:
             if not worker.has_ended:
                 if worker.pid is not None:
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.killpg(worker.pid, signal.SIGKILL)
-                self._end(worker, None, "ended because the process that it was forked from has died")
+                self._end(worker, None, "ended because the process that it was forked from died")
         kill_marked(psutil.process_iter(), OUTER_DIRECTORY, str(self._place.directory))
 
     def _end(self, worker: Worker, status: int | None, how: str) -> None:

@@ -20,7 +20,7 @@ from unisono.outcome import Outcome, add_note_once, first_cause
 from unisono.stacks import describe_call, frames_of, main_stack, tracebacks_in
 
 _ADVICE: dict[int | None, str] = {
-    0: "; its result is missing, so this is no success: return from fn instead",
+    0: "; its result is missing, so this does not count as success: return from fn instead",
 }
 
 
@@ -108,13 +108,13 @@ def _lost_step(
     deeds.update((peer, deed) for peer, each in failures.items() if peer != rank and (deed := _deed_in(each.error)))
     told = [f"rank {each} {deed}" for each, deed in deeds.items()]
     if len(told) == 1:
-        told.append("its peers called something else")
+        told.append("its peers called another one")
     sizes = _SIZES.search(text)
     lost = CollectiveMismatchError(
         f"{' while '.join(told)}{f' ({sizes[1]} bytes came for {sizes[2]})' if sizes else ''}; every rank must call "
-        "the same collectives in the same order with the same shapes. Torch's own, which this one is, do not compare "
-        "them; full_tensor() of sharded parameters and functions that save checkpoints are among them: call them on "
-        "all ranks, and not in `if is_rank_zero():`"
+        "the same collectives in the same order with the same shapes. Torch's own collectives, such as this one, do "
+        "not compare them; full_tensor() of sharded parameters and functions that save checkpoints are among them: "
+        "call them on all ranks, not in `if is_rank_zero():`"
     )
     lost.__cause__ = died
     return lost

@@ -28,7 +28,10 @@ _BEFORE = 0.8  # of the collectives' timeout: a waiting rank gives up a little l
 
 _WAITS_IN = ("/torch/distributed/", "/unisono/comm/", "/torch/autograd/graph.py")  # DDP reduces in the backward pass
 _DISPATCH = ("/torch/_ops.py", "/torch/_library/autograd.py")  # between those files and native code
-_ADVICE = "If this is how long it takes, pass a longer hang_timeout_s; collectives, batches and steps count as progress"
+_ADVICE = (
+    "If this is expected to take so long, pass a longer hang_timeout_s; collectives, batches and steps "
+    "count as progress"
+)
 _STACK_LINES = 12
 
 
@@ -123,7 +126,7 @@ def hung_error(
         late = _behind(pulses, ranks)  # a rank with an accelerator waits wherever it needs a result
         behind = "" if len(late) == len(ranks) else f" ({_name_waiting(late)} behind the others)"
         if waiting:
-            verdict = f"all ranks wait, and not for the same: {_group_by_collective(waiting)}{behind}"
+            verdict = f"all ranks wait, but not in the same call: {_group_by_collective(waiting)}{behind}"
         else:
             verdict = f"no rank is in a collective: {_places(ranks, stacks)}{behind}"
     error = WorkerHungError(
@@ -156,7 +159,7 @@ def _places(ranks: list[int], stacks: Mapping[int, str]) -> str:
 def _place(stacks: str) -> str:
     frames = frames_of(main_stack(stacks))
     if not frames:
-        return "does not report where it is: it is stopped, or its stack could not be had"
+        return "does not report where it is: it is stopped, or its stack could not be read"
     ours = [frame for frame in frames if "/lib/python" not in frame.file] or frames
     return f"is in {next((frame for frame in ours if frame.is_users), ours[0])}"
 

@@ -96,7 +96,7 @@ def compare_modules(theirs: Mapping[str, ModuleFacts], report: Callable[[str], N
 def check_carried(modules: Iterable[ModuleType]) -> list[ModuleType]:
     """Check the modules of `spawn(carry=...)`."""
     if isinstance(modules, str | bytes | ModuleType) or not isinstance(modules, Iterable):
-        raise TypeError(f"carry={modules!r} is a {type(modules).__name__}; pass modules, as in [config]")
+        raise TypeError(f"carry={modules!r} is of type {type(modules).__name__}; pass modules, as in [config]")
     found = list(modules)
     for each in found:
         if not isinstance(each, ModuleType):
@@ -149,14 +149,14 @@ def _compare(name: str, theirs: ModuleFacts, ours: ModuleFacts, report: Callable
         ]
         more = f"; {len(changed) - _SHOWN} further globals of it differ" if len(changed) > _SHOWN else ""
         report(
-            f"{'; '.join(shown)}{more}: workers import {name} themselves. Pass the values to fn, or "
-            f"spawn(..., carry=[{name}]), which hands over the module's globals"
+            f"{'; '.join(shown)}{more}: workers import {name} themselves. Pass the values to fn, or spawn(..., "
+            f"carry=[{name}]), which sends the module's globals"
         )
     edited = sorted(each for each, digest in theirs.codes.items() if ours.codes.get(each) != digest)
     if edited:
         report(
-            f"the text of {name} that workers import is not the one that the calling process runs (it differs in "
-            f"{', '.join(edited[:_SHOWN])}): reload it there, or start that process again"
+            f"the source of {name} that workers import differs from the one that the calling process runs (it differs "
+            f"in {', '.join(edited[:_SHOWN])}): reload it there, or start that process again"
         )
 
 

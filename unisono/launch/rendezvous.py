@@ -70,7 +70,7 @@ def rendezvous() -> Iterator[Rendezvous]:
     depth = int(found[1]) if found else 0
     if depth >= _MAX_DEPTH:
         raise UnisonoError(
-            f"spawn is called in a worker of a worker, {_MAX_DEPTH} deep; where that is not meant, a module that the "
+            f"spawn is called in a worker of a worker, {_MAX_DEPTH} deep; if that is not intended, a module that the "
             'workers import calls spawn at its top level: put that call under `if __name__ == "__main__":`'
         )
     parent = outer if os.path.isdir(outer) else tempfile.gettempdir()

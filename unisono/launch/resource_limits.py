@@ -46,7 +46,7 @@ def describe_limit(error: BaseException, root: Path = _ROOT) -> str:
 def describe_mapped_memory() -> str:
     """What may have led to SIGBUS in a process."""
     fullness = _fullness(_SHM)
-    return f"; memory that was mapped could not be had{': ' + fullness if fullness else ', as where /dev/shm is full'}"
+    return f"; mapped memory could not be allocated{': ' + fullness if fullness else ', as where /dev/shm is full'}"
 
 
 def _open_files(error: BaseException, root: Path) -> str:
@@ -78,10 +78,10 @@ def _processes(error: BaseException, root: Path) -> str:
         found.append((soft, f"this user may have {soft} processes and threads (ulimit -u)"))
     if (limit := read_number(root / "proc/sys/kernel/threads-max")) is not None:
         found.append((limit, f"the machine allows {limit} processes and threads"))
-    text = min(found)[1] if found else "the system starts no more processes or threads"
+    text = min(found)[1] if found else "the system does not start any more processes or threads"
     return (
         f"{text}; a larger limit (docker run --pids-limit, pids.max, ulimit -u), fewer workers, fewer threads of each "
-        "(num_threads) or fewer loader workers are the ways out"
+        "(num_threads) or fewer loader workers help"
     )
 
 
@@ -113,8 +113,8 @@ def _fullness(place: Path) -> str:
 def _loopback(error: BaseException, root: Path) -> str:
     name = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     return (
-        f"workers of one machine meet over its interface {name!r}, which is not there or is down; "
-        f"`ip link set {name} up` brings it up, and GLOO_SOCKET_IFNAME names another"
+        f"workers of one machine meet over its interface {name!r}, which does not exist or is down; `ip link set "
+        f"{name} up` brings it up, and GLOO_SOCKET_IFNAME names another"
     )
 
 

@@ -86,7 +86,7 @@ def find_function(name: str) -> Any:
             raise UnisonoError(f"{name!r}: {module_name} has no {part!r}{hint}")
         found = getattr(found, part)
     if not callable(found):
-        raise UnisonoError(f"{name!r} is a {type(found).__name__}; name a function that takes the rank")
+        raise UnisonoError(f"{name!r} is of type {type(found).__name__}; name a function that takes the rank")
     return found
 
 

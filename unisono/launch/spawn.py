@@ -223,7 +223,7 @@ def make_policy(
         count: the total number of ranks; None if it is not known yet.
     """
     if prefix is not None and not isinstance(prefix, bool):
-        raise TypeError(f"prefix={prefix!r} is a {type(prefix).__name__}; pass True, False or None")
+        raise TypeError(f"prefix={prefix!r} is of type {type(prefix).__name__}; pass True, False or None")
     return Policy(
         start_method=check_start_method(start_method),
         grace_s=check_duration(grace_s, "grace_s"),
@@ -255,7 +255,10 @@ def make_job(
     """
     settings = Settings.read()
     for each in settings.loggers.left_out:
-        say_once(f"workers log without {each}, which writes to what only the calling process has; add one in fn")
+        say_once(
+            f"workers log without {each}, which writes to something that only the calling process has; "
+            "add a handler in fn"
+        )
     return Job(
         call=pickle_call(fn, tuple(args), settings, {each.__name__: globals_of(each) for each in carried}),
         nprocs=count,
@@ -278,7 +281,7 @@ def _tell_idle_options(join: bool, **options: object) -> None:
         )
     if given := [name for name, value in options.items() if value]:
         logger.warning(
-            "spawn(%s) is up to the launcher that has started this process as one of its workers; `unisono run` has "
+            "spawn(%s) is up to the launcher, which has started this process as one of its workers; `unisono run` has "
             "--max-restarts, --hang-timeout and --log-dir",
             ", ".join(f"{name}=..." for name in given),
         )

@@ -245,8 +245,8 @@ def _call(job: Job, world: World, reporter: Reporter) -> Any:
         adopt_globals(loaded.carried)
     except Exception as error:
         raise UnpicklableError(
-            f"fn or its arguments cannot be rebuilt in the worker ({type(error).__name__}: {error}); "
-            "what they refer to must be importable there"
+            f"fn or its arguments cannot be rebuilt in the worker ({type(error).__name__}: {error}); everything they "
+            "refer to must be importable there"
         ) from error
     finally:
         _is_loading = False
@@ -281,7 +281,7 @@ def _explaining_missing(left_out: dict[str, str]) -> Iterator[None]:
             add_note_once(
                 error,
                 f"{name!r} is a global of the caller's __main__ that cannot be sent to workers ({left_out[name]}); "
-                "make it inside fn, or pass what it is made from",
+                "create it inside fn, or pass what it is created from",
             )
         raise
 

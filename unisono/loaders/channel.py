@@ -115,7 +115,7 @@ class Channel(Generic[T]):
                     return item
                 if self._is_cancelled:
                     self._item_bell.ring()  # `cancel` has rung once, and a second iterator may wait here too
-                    raise ClosedError("the loader was closed, so no batch can be received from it any more")
+                    raise ClosedError("the loader was closed, so it yields no more batches")
                 if (end := self._end) is not None:
                     if end.error is None:
                         raise EndOfChannel

@@ -70,7 +70,9 @@ class Fetcher:
         try:
             return self._make_seeded(request) if is_seeded else self._make(request, False)
         except StopIteration as stop:
-            raise RuntimeError("the dataset or collate_fn raised StopIteration, which is no end of the data") from stop
+            raise RuntimeError(
+                "the dataset or collate_fn raised StopIteration, which does not mark the end of the data"
+            ) from stop
 
     def _make_seeded(self, request: Request) -> Any:
         """Seed the generators for each sample, which takes as long as a small sample, only if something is drawn.

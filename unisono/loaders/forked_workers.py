@@ -79,7 +79,8 @@ class Worker(_Process):  # type: ignore[misc]
         raise RuntimeError(
             f"a loader worker was forked {len(_PATIENCE_S)} times and did not begin: each time another thread of this "
             "process held a lock that it needs (of torch's or numpy's generators, of stdout or stderr); let no thread "
-            "draw or print all the time beside the loop, or pass multiprocessing_context='forkserver', or num_workers=0"
+            "draw or print continuously while the loop runs, or pass multiprocessing_context='forkserver', or "
+            "num_workers=0"
         )
 
     def run(self) -> None:

@@ -49,7 +49,7 @@ def is_sharded(loader: Any, rank: int, ranks: int) -> bool:
             if (sampler.rank, sampler.num_replicas) != (rank, ranks):
                 raise ValueError(
                     f"the loader's {type(sampler).__name__} cuts the data for rank {sampler.rank} of "
-                    f"{sampler.num_replicas}, but this is rank {rank} of {ranks}; leave the cutting to this loader (a "
+                    f"{sampler.num_replicas}, but this is rank {rank} of {ranks}; leave the sharding to this loader (a "
                     "plain sampler), or pass already_sharded=True if this is what you want"
                 )
             return True
@@ -252,6 +252,6 @@ def _local(offset: int, shards: int) -> int:
     if offset % shards:
         raise StateError(
             f"the state's offset {offset} is no multiple of world_size={shards}, and this loader's own sampler cuts "
-            "the data by ranks; resume with the world size that it was saved with, or leave the cutting to the loader"
+            "the data by ranks; resume with the world size that it was saved with, or leave the sharding to the loader"
         )
     return offset // shards

@@ -252,8 +252,8 @@ class Lockstep:
             ended = ", ".join(str(rank) for rank, offer in enumerate(offers) if not offer.batches)
             self._lane.cancel()
             raise ValueError(
-                f"tail='error': the parts of rank(s) {ended} have ended, others have batches; pass tail='split' (the "
-                "default), which repeats a sample there that does not count, or 'drop'"
+                f"tail='error': the data of rank(s) {ended} has ended, others have batches; pass tail='split' (the "
+                "default), which repeats a sample there that is not counted, or 'drop'"
             )
         if self._rule.policy.leaves_out:
             self._leave_rest()
@@ -285,9 +285,8 @@ def _check(offers: list[_Offer]) -> list[_Offer]:
             raise BrokenWorldError(f"the loader of rank {rank} failed with {offer.failure}")
         if offer.start != offers[0].start:
             raise CollectiveMismatchError(
-                f"rank 0 asks for what comes after {offers[0].start} samples of the stream, rank {rank} behind "
-                f"{offer.start}; every rank must loop over the loader as often as the others, and leave it at the same "
-                "batch"
+                f"rank 0 asks for what comes after {offers[0].start} samples of the stream, rank {rank} after "
+                f"{offer.start}; every rank must loop over the loader equally often, and leave it at the same batch"
             )
     going = [offer for offer in offers if offer.batches]
     if len({(offer.by, offer.workers) for offer in going}) > 1:

@@ -40,8 +40,8 @@ from unisono.world import World, current_world
 
 _JOIN_S = 5.0
 _NO_COPY = (
-    "a {0} has threads and loader workers, and is not copied or pickled: make one where it is needed, in the function "
-    "that is spawned for example, from the same DataLoader; its state_dict() goes anywhere"
+    "a {0} has threads and loader workers, and cannot be copied or pickled: create one where it is needed, for "
+    "example in the spawned function, from the same DataLoader; its state_dict() can be sent anywhere"
 )
 _TOLD = ("dataset", "batch_size", "sampler", "batch_sampler", "drop_last", "num_workers", "collate_fn", "generator")
 
@@ -109,12 +109,13 @@ class ParallelLoader:
     ) -> None:
         if isinstance(loader, ParallelLoader | DeviceLoader | DeviceIterator):
             raise TypeError(
-                f"loader={loader!r} is a {type(loader).__name__}, which is cut and moved already; pass its DataLoader"
+                f"loader={loader!r} is of type {type(loader).__name__}, which is sharded and moved already; "
+                "pass its DataLoader"
             )
         if not isinstance(loader, Iterable) or isinstance(loader, str | bytes | Mapping | torch.Tensor):
             raise TypeError(
-                f"loader={loader!r:.200} is a {type(loader).__name__}; pass a DataLoader, or an iterable of batches: a "
-                "list of them, DataLoader(TensorDataset(tensor)) for a tensor, loader.values() for a dict"
+                f"loader={loader!r:.200} is of type {type(loader).__name__}; pass a DataLoader, or an iterable of "
+                "batches: a list of them, DataLoader(TensorDataset(tensor)) for a tensor, loader.values() for a dict"
             )
         check_size(loader_prefetch_size, "loader_prefetch_size", 0)
         check_size(device_prefetch_size, "device_prefetch_size")
@@ -122,13 +123,15 @@ class ParallelLoader:
         if prefetch_bytes is not None:
             check_size(prefetch_bytes, "prefetch_bytes")
         if isinstance(batchdim, bool) or not isinstance(batchdim, int):
-            raise TypeError(f"batchdim={batchdim!r} is a {type(batchdim).__name__}; pass a dimension, 0 for the first")
+            raise TypeError(
+                f"batchdim={batchdim!r} is of type {type(batchdim).__name__}; pass a dimension, 0 for the first"
+            )
         self._devices = resolve_devices(devices)
         self._world = world or current_world()
         if len(self._devices) > 1 and self._world.world_size > 1:
             raise ValueError(
                 f"devices={[str(device) for _, device in self._devices]} in a world of {self._world.world_size} ranks: "
-                "each rank has one device there; pass [current_world().device]"
+                "each rank has one device; pass [current_world().device]"
             )
         self._loader = loader
         self._batchdim = batchdim
@@ -141,8 +144,8 @@ class ParallelLoader:
         self._source = find_source(loader, self._world, batchdim, None if seed is None else _plain_seed(seed))
         if not loader_prefetch_size and (len(self._devices) > 1 or self._source.is_uneven):
             raise ValueError(
-                "loader_prefetch_size=0 lets the loop read for itself, which several devices, or ranks with parts of "
-                "one stream, cannot do; pass a size from 1 on"
+                "loader_prefetch_size=0 makes the loop itself read, which several devices, or ranks with parts of one "
+                "stream, cannot do; pass a size of at least 1"
             )
         self._bookmark = Bookmark(self._source, self._rule)
         self._prepare()
@@ -189,7 +192,7 @@ class ParallelLoader:
     def _begin(self) -> None:
         """Start the pass, where it has not begun."""
         if self._is_closed:
-            raise ClosedError("this ParallelLoader is closed; it makes one pass; again() gives the next one")
+            raise ClosedError("this ParallelLoader is closed, after its one pass; again() returns the next one")
         lanes = self._pipeline.lanes
         with self._starting:
             if self._receivers:
@@ -207,7 +210,7 @@ class ParallelLoader:
 
     def __iter__(self) -> Any:
         raise TypeError(
-            "a ParallelLoader is looped over device by device, each in its thread: pass it to a DataParallel, or take "
+            "a ParallelLoader is looped over device by device, each in its thread: pass it to a DataParallel, or use "
             "loader.per_device_loader(device); for one device there is DeviceLoader(loader)"
         )
 
@@ -287,7 +290,7 @@ class ParallelLoader:
     def _refuse_begun(self, what: str) -> None:
         if self._receivers:
             raise BusyError(
-                f"{what} comes before a pass, and that of this ParallelLoader has begun; take the next by again()"
+                f"{what} comes before a pass, and that of this ParallelLoader has begun; get the next one by again()"
             )
 
     def __len__(self) -> int:
@@ -403,8 +406,8 @@ class DeviceLoader:
         source = self._never_begun._loader
         if isinstance(source, Iterator) and iter(source) is source and any(each.rounds for each in self._loops):
             raise RuntimeError(
-                f"this DeviceLoader was looped over before, and its source, a {type(source).__name__}, gives its "
-                "batches only once; pass an iterable that can start again, a list or a DataLoader"
+                f"this DeviceLoader was looped over before, and its source, a {type(source).__name__}, yields its "
+                "batches only once; pass an iterable that can be iterated again, such as a list or a DataLoader"
             )
         parallel = self._never_begun.again()
         self._loops = [each for each in self._loops if each.rounds and not each.is_over] + parallel._progress()
@@ -450,7 +453,9 @@ class DeviceLoader:
 def _plain_seed(seed: Any) -> int:
     """The seed as python's own number, which any file takes that the state is written to."""
     if isinstance(seed, bool) or not hasattr(seed, "__index__"):
-        raise TypeError(f"seed={seed!r} is a {type(seed).__name__}; pass a whole number, or None for the loader's own")
+        raise TypeError(
+            f"seed={seed!r} is of type {type(seed).__name__}; pass an integer, or None for the loader's own"
+        )
     return operator.index(seed)
 
 
@@ -461,9 +466,9 @@ def check_size(size: int, name: str, least: int = 1) -> None:
         TypeError, ValueError: it is no whole number, or below `least`.
     """
     if isinstance(size, bool) or not isinstance(size, int):
-        raise TypeError(f"{name}={size!r} is a {type(size).__name__}; pass a whole number")
+        raise TypeError(f"{name}={size!r} is of type {type(size).__name__}; pass an integer")
     if size < least:
-        raise ValueError(f"{name}={size} is too small; pass a whole number from {least} on")
+        raise ValueError(f"{name}={size} is too small; pass an integer of at least {least}")
 
 
 def _rule(

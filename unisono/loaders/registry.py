@@ -123,6 +123,6 @@ def _is_dataset_read_again(loader: DataLoader[Any], source: Source, is_later: bo
 @cache
 def _say_repetition() -> None:
     logger.warning(
-        "a DataLoader is read in the order of epoch 0 again, by a loader that was made again over it or over its "
-        "dataset: each counts its own epochs; make it once and loop over it again, or give it the epoch by set_epoch"
+        "a DataLoader is read in the order of epoch 0 again, by another loader over it or over its dataset: each "
+        "loader counts its own epochs; create one and loop over it again, or set its epoch by set_epoch"
     )

@@ -62,28 +62,28 @@ def check_state(state: Mapping[str, Any], length: int | None, seed: int, order: 
         StateVersionError, StateLengthError, StateSeedError: it belongs to another loader; looked at in this order.
     """
     if not isinstance(state, Mapping) or "version" not in state:
-        raise StateError(f"state={state!r:.200} is not what a loader's state_dict() gives")
+        raise StateError(f"state={state!r:.200} is not what a loader's state_dict() returns")
     if state["version"] != VERSION:
         raise StateVersionError(
             f"the state has version {state['version']!r}, this loader reads version {VERSION}; load it with the "
-            "version of unisono that saved it, or begin the epoch again with set_epoch"
+            "version of unisono that saved it, or restart the epoch with set_epoch"
         )
     missing = [name for name in ("epoch", "seed", "length", "offset") if name not in state]
     if missing:
-        raise StateError(f"the state has no {', '.join(missing)}: it is not what a loader's state_dict() gives")
+        raise StateError(f"the state has no {', '.join(missing)}: it is not what a loader's state_dict() returns")
     for name in ("epoch", "offset", "batches"):  # the last one only where the position depends on it
         number = state.get(name, 0)
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-            raise StateError(f"the state's {name} is {number!r}; it must be a whole number from 0 on")
+            raise StateError(f"the state's {name} is {number!r}; it must be an integer of at least 0")
     if state["length"] != length:
         raise StateLengthError(
             f"the state was saved over {state['length']} samples, this loader's dataset has {length}: the order would "
-            "be another one; load it over the same dataset, or begin an epoch with set_epoch"
+            "differ; load it over the same dataset, or begin an epoch with set_epoch"
         )
     if state["seed"] != seed:
         raise StateSeedError(
-            f"the state was saved with seed {state['seed']}, this loader has seed {seed}: the order would be another "
-            f"one; pass seed={state['seed']}"
+            f"the state was saved with seed {state['seed']}, this loader has seed {seed}: the order would differ; pass "
+            f"seed={state['seed']}"
         )
     if state.get("order", order) != order:
         raise StateError(

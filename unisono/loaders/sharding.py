@@ -326,8 +326,8 @@ def check_told(sizes: Sequence[Size]) -> None:
     if untold := next((size.untold for size in sizes if size.untold), None):
         raise ValueError(
             f"fixed_batch_size=True compares the sizes of batches, and one of class {untold} does not say how many "
-            "samples it holds; let the loader give tensors with the samples along batchdim, in dicts, lists or tuples, "
-            "or leave fixed_batch_size out"
+            "samples it holds; let the loader yield tensors with the samples along batchdim, in dicts, lists or "
+            "tuples, or leave fixed_batch_size out"
         )
 
 

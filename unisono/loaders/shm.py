@@ -28,7 +28,7 @@ _TOO_MANY = "Too many open files"
 _FULL = "unable to allocate shared memory"  # torch's words
 _DEFAULT_PREFETCH = 2  # torch's
 _WAY_OUT = (
-    "give it more (docker run --shm-size=8g or --ipc=host; in Kubernetes an emptyDir with medium: Memory mounted "
+    "enlarge it (docker run --shm-size=8g or --ipc=host; in Kubernetes an emptyDir with medium: Memory mounted "
     "there), or pass fewer num_workers, a smaller prefetch_factor or a smaller batch_size"
 )
 
@@ -74,7 +74,7 @@ class Room:
         if needed > self._free:
             logger.warning(
                 "%s had %s free when the loader workers started, and %d batches of %s, which num_workers=%d may have "
-                "on their way at once, need %s, for each rank on this machine; where it gets full, loading fails; %s",
+                "in flight at once, need %s, for each rank on this machine; when it is full, loading fails; %s",
                 *(SHM, _megabytes(self._free), self._in_flight, _megabytes(nbytes), self._num_workers),
                 *(_megabytes(needed), _WAY_OUT),
             )

@@ -173,7 +173,7 @@ class PlainSource:
             StateError: nothing says how many batches come before it.
         """
         if "batches" not in position and position["offset"]:
-            raise StateError("the state lacks the number of batches: it was saved by a loader of another kind")
+            raise StateError("the state lacks the number of batches: it was saved by another kind of loader")
         self.epoch, self._position = epoch, {**_START, **position}
 
     def next_position(self) -> tuple[int, State]:
@@ -194,13 +194,13 @@ class PlainSource:
             except AssertionError as error:
                 raise StateError(
                     f"the {type(self._loader).__name__} does not take its state, which is in this one: an assertion of "
-                    f"its load_state_dict fails ({error or 'it gives no reason'}); resume with the same arguments, "
-                    "num_workers and batch_size for one"
+                    f"its load_state_dict fails ({error or 'without a reason'}); resume with the same arguments, such "
+                    "as num_workers and batch_size"
                 ) from error
             done = 0
         elif done:
             logger.warning(
-                "the loop resumes after %d samples of %s, which has no state_dict: they are read and dropped",
+                "the loop resumes after %d samples of %s, which has no state_dict: they are read and discarded",
                 done, type(self._loader).__name__,
             )  # fmt: skip
         return _behind(zip(iter(self._loader), repeat(None)), done, self._dim)
@@ -261,11 +261,13 @@ def _behind(loaded: Iterator[Loaded], samples: int, dim: int) -> Iterator[Loaded
             samples = 0
         else:
             raise StateError(
-                f"the state stands after {samples} samples of a batch of {size.samples} that cannot be cut; resume "
-                "with the batch size that it was saved with"
+                f"the state's position is after {samples} samples of a batch of {size.samples} that cannot be split; "
+                "resume with the batch size that it was saved with"
             )
     if samples:
-        raise StateError(f"the state stands {samples} samples beyond the end of this loader: it is not over these data")
+        raise StateError(
+            f"the state's position is {samples} samples beyond the end of this loader: it belongs to other data"
+        )
 
 
 def _measure(dim: int, loaded: Loaded, is_cut: bool) -> Size:

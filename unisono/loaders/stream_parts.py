@@ -303,7 +303,7 @@ class _Part:
         elif by != self.by:
             raise RuntimeError(
                 f"the {type(self._dataset).__name__} asks get_worker_info() for the number of workers only after it "
-                "has given samples, so nobody can say who cuts it; let it ask before the first, or pass "
+                "has yielded samples, so it is unknown whether it shards itself; let it ask before the first, or pass "
                 "already_sharded=True"
             )
 
@@ -338,8 +338,8 @@ def check_layers(cut: Cut, by: Cutter) -> None:
         f"the state was saved by {before.ranks} rank(s) with {before.workers} loader worker(s) each over a stream that "
         f"was cut by the {cut.layers_by}; here are {cut.ranks} with {cut.workers}, and it is cut by the {by}: only "
         "what is cut by stride continues with other numbers. Who cuts is decided when a pass begins: the dataset's "
-        "shard or split (split_dataset_by_node for HuggingFace's), then its __iter__, if it asks get_worker_info() for "
-        "num_workers, else the stride. Resume with the same numbers, or begin the epoch again with set_epoch"
+        "shard or split (split_dataset_by_node for HuggingFace's), then its __iter__, if it asks get_worker_info() "
+        "for num_workers, else the stride. Resume with the same numbers, or restart the epoch with set_epoch"
     )
 
 

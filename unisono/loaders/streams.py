@@ -149,7 +149,8 @@ class StreamSource:
                     return _own_part(method, self._ranks, self._rank), "dataset"
                 except Exception as error:
                     logger.warning(
-                        "%s.%s gives no part %d of %d (%s: %s), so it is cut by stride: every rank reads all of it",
+                        ("%s.%s gives no part %d of %d (%s: %s), so it is sharded by stride: every rank reads "
+                        "all of it"),
                         type(dataset).__name__, name, self._rank, self._ranks, type(error).__name__, str(error),
                     )  # fmt: skip
         return dataset, "stride"
@@ -172,7 +173,7 @@ class StreamSource:
             cut = replace(cut, states=states, shift=(position["last"][self._rank] + 1) % self._workers)
         if any(cut.is_begun(part) and part not in cut.states for part in map(cut.part, range(self._workers))):
             logger.warning(
-                "rank %d resumes the stream by reading and dropping what was delivered before: the state holds no "
+                "rank %d resumes the stream by reading and discarding what was delivered before: the state holds no "
                 "state_dict of its dataset for these workers",
                 self._rank,
             )
@@ -290,7 +291,7 @@ def check_stream(position: State) -> None:
     except (KeyError, TypeError, ValueError, IndexError):
         is_right = False
     if not is_right:
-        raise StateError("the state does not say what was taken of which part: it is not that of a stream")
+        raise StateError("the state does not say what was read of which part: it is not the state of a stream")
 
 
 def is_stream(loader: Any) -> TypeGuard[DataLoader[Any]]:
@@ -339,7 +340,7 @@ def _own_size(size: int, rank: int, ranks: int) -> int:
     if size < ranks:
         raise ValueError(
             f"batch_size={size} with split='global' is too small for world_size={ranks}: every rank takes a part of "
-            "each batch; pass a batch_size of at least that"
+            "each batch; pass a batch_size of at least that number"
         )
     return _share_sizes(size, ranks)[rank]
 

@@ -31,7 +31,7 @@ class Unthreaded:
         """The next batch; as `Lane.receive`."""
         if self._lane.is_cancelled:
             self._source = iter(())
-            raise ClosedError("the loader was closed, so no batch can be received from it any more")
+            raise ClosedError("the loader was closed, so it yields no more batches")
         if self._end is not None:
             raise copy_error(self._end)
         try:

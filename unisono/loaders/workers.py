@@ -215,7 +215,9 @@ class _Wait:
             yield
             return
         if not self._turn.lock.acquire(timeout=_BUSY_S):
-            raise BusyError("another thread has been asking this loader's persistent workers for a batch all the time")
+            raise BusyError(
+                "another thread has been waiting for a batch of this loader's persistent workers all the time"
+            )
         try:
             self.check_turn()
             yield
@@ -300,7 +302,7 @@ class Served:
                 raise
             how = "died" if dead is None else f"(pid {dead.pid}) {describe_exit(dead.exitcode)}"
             is_full = dead is not None and dead.exitcode == -signal.SIGBUS
-            why = why_full() if is_full else "where nobody killed it, the usual reason is a lack of memory"
+            why = why_full() if is_full else "unless it was killed on purpose, the usual reason is a lack of memory"
             raise RuntimeError(f"a DataLoader worker {how} before its batch was received; {why}") from error
 
 
@@ -329,7 +331,7 @@ def where_stuck(values: Any, describe: Callable[[int], str]) -> str:
     """Which loader worker is awaited, the sample that it is at, and its stack, in words."""
     info = values._task_info.get(values._rcvd_idx)
     if info is None:
-        return "persistent workers have not ended the pass before"
+        return "persistent workers have not ended the previous pass"
     number = info[0]
     worker = values._workers[number]
     place = getattr(worker, "place", None)

@@ -69,9 +69,9 @@ def check_replicas(module: nn.Module, every: int = 1, *, buffers: bool = False, 
         BrokenWorldError, CollectiveMismatchError: as for `all_reduce`.
     """
     if isinstance(every, bool) or not isinstance(every, int):
-        raise TypeError(f"every={every!r} is a {type(every).__name__}; pass a whole number of calls")
+        raise TypeError(f"every={every!r} is of type {type(every).__name__}; pass an integer of calls")
     if every < 1:
-        raise ValueError(f"every={every} compares never; pass 1 to compare at each call, or a larger number")
+        raise ValueError(f"every={every} never compares; pass 1 to compare at each call, or a larger number")
     world = world or current_world()
     counts = world.state.part(_Calls)
     counts[module] = number = counts.get(module, 0) + 1
@@ -250,9 +250,8 @@ def _replicas_differ_error(found: _Difference, number: int) -> ReplicasDifferErr
     verdict = "" if len(odd) == size else f"; {name_ranks(odd)} differ{'s' * (len(odd) == 1)} from the others"
     return ReplicasDifferError(
         f"the replicas differ at call {number} of check_replicas: {found.name} is {found.holders()}{verdict}; "
-        f"{found.count} of {found.total} differ. Every rank must begin with the same parameters "
-        "(broadcast_parameters) and change them by the same gradients (optimizer_step), with nothing random in it that "
-        "differs by rank",
+        f"{found.count} of {found.total} differ. Every rank must begin with the same parameters (broadcast_parameters) "
+        "and update them by the same gradients (optimizer_step), without random operations that differ by rank",
         found.name,
         odd,
     )

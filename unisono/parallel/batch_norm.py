@@ -145,7 +145,7 @@ def _refuse_others(name: str, layer: _BatchNorm) -> None:
         return
     is_lazy = isinstance(layer, LazyModuleMixin)
     way_out = (
-        "call the model with a batch first" if is_lazy else "use a plain one there, or convert the other parts only"
+        "call the model with a batch first" if is_lazy else "use a plain one there, or convert only the other parts"
     )
     raise TypeError(
         f"synchronize_batch_norm converts {', '.join(each.__name__ for each in _SYNCHRONIZED)}, but {name!r} is a "
@@ -287,7 +287,7 @@ def _gradients_with_a_graph(
         raise ValueError(
             "the ranks have different numbers of samples in this step, and a gradient with a graph of its own "
             "(create_graph=True) goes through BatchNorm over all ranks, where one rank's samples count in the others' "
-            "gradients; drop the last batch (drop_last=True), or leave the penalty out of it"
+            "gradients; drop the last batch (drop_last=True), or leave the penalty out of that step"
         )
     with torch.enable_grad():
         x, wide = input.view_as(input), _wide(input.dtype)

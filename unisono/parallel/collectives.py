@@ -149,12 +149,12 @@ def check_samples(batch: Any, valid_samples: int, dim: int) -> None:
         ValueError: a tensor has fewer samples than that, or no such dimension.
     """
     if isinstance(valid_samples, bool) or not isinstance(valid_samples, int):
-        raise TypeError(f"valid_samples={valid_samples!r} is a {type(valid_samples).__name__}; pass a whole number")
+        raise TypeError(f"valid_samples={valid_samples!r} is of type {type(valid_samples).__name__}; pass an integer")
     for leaf in leaves(batch):
         if not isinstance(leaf, torch.Tensor):
             raise TypeError(
-                f"the batch holds a {type(leaf).__name__}, and only tensors are gathered by samples; make a tensor of "
-                "it, or pass it to all_gather_object"
+                f"the batch holds a {type(leaf).__name__}, and only tensors are gathered by samples; make it a tensor, "
+                "or pass it to all_gather_object"
             )
         if not -leaf.ndim <= dim < leaf.ndim:
             raise ValueError(f"a tensor of shape {tuple(leaf.shape)} has no dimension {dim} for its samples")

@@ -68,10 +68,10 @@ def compile_module(module: nn.Module, world: World, **options: Any) -> nn.Module
         TypeError: it is no module, or one that `torch.compile` has wrapped; or there is no such option.
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"module={module!r} is a {type(module).__name__}; pass a torch.nn.Module")
+        raise TypeError(f"module={module!r} is of type {type(module).__name__}; pass a torch.nn.Module")
     if isinstance(getattr(module, "_orig_mod", None), nn.Module):
         raise TypeError(
-            f"module is what torch.compile has made of a {type(module._orig_mod).__name__}, and cannot be compiled "
+            f"module is the result of torch.compile for a {type(module._orig_mod).__name__}, and cannot be compiled "
             "again; pass the module itself"
         )
     _keep_order()

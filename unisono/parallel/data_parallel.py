@@ -74,7 +74,9 @@ class DataParallel:
     ) -> None:
         module = network if isinstance(network, nn.Module) else network() if callable(network) else network
         if not isinstance(module, nn.Module):
-            raise TypeError(f"network={network!r} gives a {type(module).__name__}; pass a module, or what makes one")
+            raise TypeError(
+                f"network={network!r} gives a {type(module).__name__}; pass a module, or a function that creates one"
+            )
         self._is_native = (
             isinstance(device_ids, Sequence) and not device_ids and not isinstance(device_ids, str | bytes)
         )
@@ -125,7 +127,7 @@ class DataParallel:
                 replicas' parameters are no longer alike, a note says so, and how to make them.
         """
         if not callable(loop_fn):
-            raise TypeError(f"loop_fn={loop_fn!r} is a {type(loop_fn).__name__}; pass a function")
+            raise TypeError(f"loop_fn={loop_fn!r} is of type {type(loop_fn).__name__}; pass a function")
 
         def part(world: World, loaders: Sequence[DeviceIterator]) -> T:
             return loop_fn(self.models[world.rank], loaders[world.rank], world.device, self._contexts[world.rank])
@@ -138,7 +140,7 @@ class DataParallel:
         Returns and raises as calling the object does, but without a loader.
         """
         if not callable(fn):
-            raise TypeError(f"fn={fn!r} is a {type(fn).__name__}; pass a function")
+            raise TypeError(f"fn={fn!r} is of type {type(fn).__name__}; pass a function")
 
         def part(world: World, _: object) -> T:
             return fn(self.models[world.rank], world.device, self._contexts[world.rank])
@@ -197,7 +199,7 @@ class DataParallel:
         self._calls[mark] = None
         first, *_ = self._calls  # in one operation, too: others come and go
         if first is not mark:
-            raise BusyError("this DataParallel is running a loop, and runs one at a time; make another one")
+            raise BusyError("this DataParallel is running a loop, and runs one at a time; create another one")
         self._threads.check_idle()
         leases.take([device for backend, device in self._resolved if backend.is_lazy], self)
 
@@ -308,12 +310,12 @@ class DataParallel:
         try:
             name = first_difference(self.models)
         except Exception as reason:  # a device that fails at everything from now on, a lazy layer without weights
-            return f"whether the replicas are still alike cannot be known ({type(reason).__name__}: {reason})"
+            return f"it is unknown whether the replicas are still alike ({type(reason).__name__}: {reason})"
         if name is None:
             return ""
         return (
             f"the replicas' parameters are no longer alike ({name!r} is the first that differs); "
-            "replicas.load_state_dict(replicas.state_dict()) gives every replica those of the first"
+            "replicas.load_state_dict(replicas.state_dict()) gives every replica the parameters of the first"
         )
 
 
@@ -361,8 +363,8 @@ def _body(
 def _refuse_ranks(world: World) -> None:
     if world.world_size > 1:
         raise RuntimeError(
-            f"DataParallel in rank {world.rank} of {world.world_size}: its threads would meet one another only, and "
-            "not the other ranks; use one or the other"
+            f"DataParallel in rank {world.rank} of {world.world_size}: its threads would meet only each other, not the "
+            "other ranks; use one or the other"
         )
 
 
@@ -371,6 +373,6 @@ def _only_device(module: nn.Module) -> torch.device:
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))
         raise RuntimeError(
-            f"device_ids=[] runs the module where it is, but its parameters lie on {names}; move it first"
+            f"device_ids=[] runs the module where it is, but its parameters are on {names}; move it first"
         )
     return next(iter(devices), torch.get_default_device())

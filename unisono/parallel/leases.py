@@ -41,8 +41,8 @@ class Leases:
                 other = self._holders.get(device)
                 if other is not None and other is not holder and not other.is_usable:
                     raise BusyError(
-                        f"{device} computes for another {type(other).__name__}, and a lazy device serves one at a "
-                        "time; wait until that call has returned, or take other devices"
+                        f"{device} is used by another {type(other).__name__}, and a lazy device serves one at a time; "
+                        "wait until that call has returned, or use other devices"
                     )
             self._holders.update(dict.fromkeys(devices, holder))
 

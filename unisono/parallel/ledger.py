@@ -89,9 +89,12 @@ def checked_weight(weight: float | torch.Tensor) -> float:
     if isinstance(weight, torch.Tensor) and weight.numel() == 1:
         weight = weight.item()
     if isinstance(weight, bool) or not isinstance(weight, int | float):
-        raise TypeError(f"weight={weight!r} is a {type(weight).__name__}; pass a number, of samples or tokens say")
+        raise TypeError(
+            f"weight={weight!r} is of type {type(weight).__name__}; pass a number, such as the "
+            "count of samples or tokens"
+        )
     if not (math.isfinite(weight) and weight >= 0):
-        raise ValueError(f"weight={weight} is no weight; pass a finite number that is not negative")
+        raise ValueError(f"weight={weight} is not a weight; pass a finite, non-negative number")
     return float(weight)
 
 
@@ -128,7 +131,7 @@ def refuse_crossed(part: float) -> None:
     if abs(part - 1) > _ROUNDING:
         raise ValueError(
             "the ranks have different numbers of samples, or weights, in this step, and gradients that came through "
-            "unisono.functional are of the losses of all ranks: no weight of a rank is right for them; compute the "
+            "unisono.functional are of the losses of all ranks: no weight of a rank is correct for them; compute the "
             "loss of the global batch on each rank, and give all ranks the same weight, as in backward(loss, "
             "weight=len(gathered) / world_size)"
         )
@@ -210,7 +213,7 @@ class Ledger:
         if not self.is_sum:
             return claim_of(batch, weight, world)
         if weight is not None:
-            raise ValueError("loss_reduction='sum' adds losses up as they are; leave out weight=, or take 'mean'")
+            raise ValueError("loss_reduction='sum' adds losses as they are; leave out weight=, or use 'mean'")
         return Claim(0 if batch is not None and not batch.samples else 1, self._size, batch)
 
     def accumulate(self, every: int) -> None:
@@ -240,7 +243,7 @@ class Ledger:
         if known is not None:
             if (known.samples, known.total) != (claim.samples, claim.total):
                 raise ValueError(
-                    f"one batch has got the weights {known.samples:g} and {claim.samples:g}; several losses of a batch "
+                    f"one batch has the weights {known.samples:g} and {claim.samples:g}; several losses of a batch "
                     "have one weight, so add them up, each in its proportion, and call backward once"
                 )
             return

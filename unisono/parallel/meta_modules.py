@@ -30,7 +30,7 @@ def check_fillable(module: nn.Module) -> None:
             where = f"its part {name!r}, a {type(part).__name__}," if name else "it"
             raise ValueError(
                 f"the {type(module).__name__} was built on the device 'meta', and {where} has {', '.join(names)} and "
-                "no reset_parameters(), which would say what is in them; write one, or build that part elsewhere"
+                "no reset_parameters(), which would initialise them; write one, or build that part on another device"
             )
 
 

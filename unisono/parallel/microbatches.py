@@ -146,8 +146,9 @@ class Microbatches:
         """Raise ValueError if it may be one microbatch or another, and steps depend on it."""
         if self.ledger.every > 1 and self._block is None and len(bound.candidates) > 1:
             raise ValueError(
-                "the model's inputs were computed from a batch, and several were drawn that it may be: which "
-                "microbatches make a step cannot be known; let each one's lines run in `with accelerator.accumulate():`"
+                "the model's inputs were computed from a batch, and it may be any of several that were drawn: which "
+                "microbatches make a step cannot be known; let each one's lines run in `with "
+                "accelerator.accumulate():`"
             )
 
     def check_alike(self) -> None:

@@ -163,12 +163,12 @@ def optimizer_step(
         BrokenWorldError: a peer failed or left.
     """
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer={optimizer!r} is a {type(optimizer).__name__}; pass a torch.optim.Optimizer")
+        raise TypeError(f"optimizer={optimizer!r} is of type {type(optimizer).__name__}; pass a torch.optim.Optimizer")
     world = world or current_world()
     arguments = dict(optimizer_args or {})
     if optimizer in prepared:
         if weight is not None:
-            raise ValueError("a prepared optimizer's gradients have their weights; pass backward(loss, weight=...)")
+            raise ValueError("a prepared optimizer's gradients are weighted already; pass backward(loss, weight=...)")
         return optimizer.step(**arguments)
     hand, track = world.state.part(ByHand), world.timeline.loop()
     ledger = hand.ledger_of(world)

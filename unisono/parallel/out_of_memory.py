@@ -81,11 +81,11 @@ def find_executable_batch_size(
     """
     if isinstance(starting_batch_size, bool) or not isinstance(starting_batch_size, int):
         raise TypeError(
-            f"starting_batch_size={starting_batch_size!r} is a {type(starting_batch_size).__name__}; pass a whole "
-            "number, and the function without calling it"
+            f"starting_batch_size={starting_batch_size!r} is of type {type(starting_batch_size).__name__}; pass an "
+            "integer, and the function without calling it"
         )
     if starting_batch_size < 1:
-        raise ValueError(f"starting_batch_size={starting_batch_size} is too small; pass a whole number from 1 on")
+        raise ValueError(f"starting_batch_size={starting_batch_size} is too small; pass an integer of at least 1")
     reduce = reduce_batch_size_fn or _halve
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -135,7 +135,7 @@ def _failed_anywhere(reason: str, size: int, world: World) -> bool:
         if reason:
             error.add_note(
                 f"rank {world.rank} ran out of memory with batch size {size} ({reason}), and the others wait for it "
-                "inside the attempt, which cannot be taken back; start from a smaller size"
+                "inside the attempt, which cannot be undone; start from a smaller size"
             )
         raise
 
@@ -148,7 +148,7 @@ def _next_size(reduce: Callable[[int], int], tried: list[int], reason: str) -> i
         why = f"on this rank: {reason}" if reason else "on another rank"
         raise RuntimeError(
             f"No executable batch size found, reached zero: {', '.join(map(str, tried))} were tried, and each ran out "
-            f"of memory (the last one {why}); take a smaller model, a larger device, or strategy='fsdp'"
+            f"of memory (the last one {why}); use a smaller model, a larger device, or strategy='fsdp'"
         )
     return size
 

@@ -136,8 +136,8 @@ def _is_installed() -> bool:
         return bool(_install())
     except Exception as error:
         logger.warning(
-            "replicas share torch's default generator, so that what they draw depends on who comes first: this torch, "
-            "%s, lacks what generators of their own stand on (%s: %s)",
+            "replicas share torch's default generator, so what they draw depends on their order: this torch, %s, "
+            "lacks what separate generators need (%s: %s)",
             torch.__version__,
             type(error).__name__,
             error,

@@ -50,8 +50,8 @@ def refuse_unknown(parameter: torch.Tensor) -> None:
     if parameter.grad is not None and parameter.grad.layout is not torch.strided:
         raise TypeError(
             f"the gradient of {name_of(parameter, [parameter])} is {parameter.grad.layout}, and other ranks do not "
-            "know that; make the layer as nn.Embedding(sparse=True) and call broadcast_parameters(model) or prepare() "
-            "on every rank before the first step, or make it with sparse=False"
+            "know that; create the layer as nn.Embedding(sparse=True) and call broadcast_parameters(model) or "
+            "prepare() on every rank before the first step, or make it with sparse=False"
         )
 
 

@@ -35,7 +35,7 @@ def lazy_barrier(
         ValueError: there is no such device here, or the list is empty.
     """
     if not isinstance(wait, bool):
-        raise TypeError(f"wait={wait!r} is a {type(wait).__name__}; pass True or False")
+        raise TypeError(f"wait={wait!r} is of type {type(wait).__name__}; pass True or False")
     resolved = _resolve(device) + (_resolve(devices) if devices else [])
     for backend, each in resolved:
         backend.mark_step(each)

@@ -87,7 +87,7 @@ def scalar_like(value: float, tensor: torch.Tensor) -> torch.Tensor:
         TypeError: `tensor` is not a tensor.
     """
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"tensor={tensor!r} is a {type(tensor).__name__}; pass a tensor")
+        raise TypeError(f"tensor={tensor!r} is of type {type(tensor).__name__}; pass a tensor")
     return torch.full((), value, dtype=tensor.dtype, device=tensor.device)
 
 
@@ -123,7 +123,7 @@ class _Found:
             if strange:
                 raise ValueError(
                     f"the {type(optimizer).__name__} steps {len(strange)} parameter(s) that are not in the structure, "
-                    f"the first of shape {tuple(strange[0].shape)}, so its copy would step what nobody uses; copy it "
+                    f"the first of shape {tuple(strange[0].shape)}, so its copy would update unused tensors; copy it "
                     "with its module: model, optimizer = copy_to((model, optimizer), device)"
                 )
         for optimizer in self.optimizers.values():

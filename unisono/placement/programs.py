@@ -31,7 +31,7 @@ def compiled(fn: Callable[P, R]) -> Callable[P, R]:
         TypeError: `fn` is not callable.
     """
     if not callable(fn):
-        raise TypeError(f"fn={fn!r} is a {type(fn).__name__}; pass a function")
+        raise TypeError(f"fn={fn!r} is of type {type(fn).__name__}; pass a function")
 
     @wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -156,6 +156,5 @@ def _refuse(func: Callable[..., Any], apart: list[str], what: str, verb: str, wa
     name = resolve_name(func) or getattr(func, "__name__", str(func))
     raise MixedPlacementError(
         f"{name} mixes {what}: {', '.join(apart)}; inside unisono.placement.strict() nothing {verb} by itself: "
-        f"{way_out}, or "
-        "make a number's tensor with unisono.placement.scalar_like(value, tensor)"
+        f"{way_out}, or create the tensor of a number with unisono.placement.scalar_like(value, tensor)"
     )

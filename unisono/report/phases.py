@@ -24,8 +24,10 @@ def phase(name: str) -> Iterator[None]:
         TypeError, ValueError: the name is not a string, is empty, or is one of the loop's own phases.
     """
     if not isinstance(name, str):
-        raise TypeError(f"phase({name!r}): a name is a text")
+        raise TypeError(f"phase({name!r}): a name is a string")
     if not name or name in PHASES:
-        raise ValueError(f"phase({name!r}): {', '.join(map(repr, PHASES))} are the loop's own; choose another name")
+        raise ValueError(
+            f"phase({name!r}): {', '.join(map(repr, PHASES))} are reserved for the loop; choose another name"
+        )
     with current_world().timeline.loop().named(name):
         yield

@@ -202,12 +202,12 @@ class Report:
     def verdict(self) -> str:
         """What the run waited for, in one sentence, with what would help."""
         if not any(each.loop_seconds for each in self.ranks):
-            return "nothing is known of what the run waited for: there was no loop over a loader of this package"
+            return "it is unknown what the run waited for: there was no loop over a loader of this package"
         source, transfer, peers = [self.waited(cause) for cause in CAUSES]
         if self.counters and max(source, transfer) < _BOUND:
             return (
                 f"compute-bound, or peer-bound: {source + transfer:.0%} of the step waits for data. A lazy device "
-                "computes where its graph is cut, so that computing counts as reducing and stepping"
+                "computes where its graph is cut, so computing counts as reducing and stepping"
             )
         if peers >= max(source, transfer, _PEER_BOUND if self.slowest is None else _BOUND):
             slowest = "" if self.slowest is None else f"; rank {self.slowest} is the slowest"

@@ -25,7 +25,7 @@ def print_report(report: Report) -> None:
         raise ImportError("print_report draws with rich: pip install 'unisono[report]'") from error
     table = Table(  # no vertical lines: it has to fit into 80 columns, the width used if the terminal's is unknown
         title="Where the time went",
-        caption="moving runs in the background, beside the others",
+        caption="moving runs in the background, concurrently with the others",
         box=SIMPLE_HEAD,
         pad_edge=False,
         collapse_padding=True,

@@ -57,13 +57,13 @@ def plain_step(step: Any) -> int | None:
     if step is None:
         return None
     if isinstance(step, bool) or not hasattr(step, "__index__"):
-        raise TypeError(f"step={step!r} is a {type(step).__name__}; pass a whole number, or None")
+        raise TypeError(f"step={step!r} is of type {type(step).__name__}; pass an integer, or None")
     return int(step)
 
 
 def _checked_key(key: Any) -> str:
     if not isinstance(key, str):
-        raise TypeError(f"log got the key {key!r}, a {type(key).__name__}; keys are texts")
+        raise TypeError(f"log got the key {key!r}, a {type(key).__name__}; keys are strings")
     return key
 
 
@@ -84,8 +84,8 @@ def _plain(key: str, value: Any) -> Value:
         return int(value)
     if isinstance(value, Real):
         return float(value)
-    way_out = "give each of its values a key of its own" if isinstance(value, Mapping) else "leave it out"
+    way_out = "give each of its values its own key" if isinstance(value, Mapping) else "leave it out"
     raise TypeError(
-        f"log got {key!r} of type {type(value).__name__}; numbers, tensors of one element and texts can be logged; "
+        f"log got {key!r} of type {type(value).__name__}; numbers, tensors of one element and strings can be logged; "
         f"{way_out}"
     )

@@ -178,9 +178,11 @@ def _check_run(
     project_name: str, config: Mapping[str, Any] | None, init_kwargs: Mapping[str, Mapping[str, Any]] | None
 ) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Any]]]:
     if not isinstance(project_name, str) or not project_name:
-        raise TypeError(f"project_name={project_name!r}; pass the name of the project, a text")
+        raise TypeError(f"project_name={project_name!r}; pass the name of the project, a string")
     if config is not None and not isinstance(config, Mapping):
-        raise TypeError(f"config is a {type(config).__name__}; pass a mapping: vars(config), for an argparse.Namespace")
+        raise TypeError(
+            f"config is of type {type(config).__name__}; pass a mapping: vars(config), for an argparse.Namespace"
+        )
     options = init_kwargs or {}
     if unknown := [name for name in options if name not in LIBRARIES]:
         raise ValueError(

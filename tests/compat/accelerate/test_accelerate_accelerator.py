@@ -62,7 +62,7 @@ def rows(count: int) -> TensorDataset:
         (lambda: Accelerator(kwargs_handlers=[ProfileKwargs(), ProfileKwargs()]), "two ProfileKwargs; pass one"),
         (
             lambda: Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(2, sync_with_dataloader=False)),
-            "sync_with_dataloader=False .* no counterpart: a loop's last step takes what is left",
+            "sync_with_dataloader=False .* no counterpart: a loop's last step uses them",
         ),
         (
             lambda: Accelerator(
@@ -317,7 +317,7 @@ def test_the_gradient_state_is_that_of_the_last_accelerator() -> None:
         state = GradientState()
         found.append((state.sync_gradients, state.end_of_dataloader, state.in_dataloader, state.num_steps))
     assert found == [(False, False, True, 2), (True, False, True, 2), (True, True, True, 2)]
-    with pytest.raises(AttributeError, match="active_dataloader is left out on purpose: a loader's own loop"):
+    with pytest.raises(AttributeError, match="active_dataloader is deliberately not supported: a loader's own loop"):
         accelerator.gradient_state.active_dataloader  # noqa: B018
 
 

@@ -83,7 +83,7 @@ def test_a_machine_that_knows_its_name_as_a_loopback_address_tells_others_anothe
 
 @pytest.mark.parametrize("text", ["", "host", "host:", ":29400", "host:port", "host:0", "host:65536"])
 def test_what_is_no_endpoint_is_refused(text):
-    with pytest.raises(ValueError, match="is no endpoint; pass host:port"):
+    with pytest.raises(ValueError, match="is not an endpoint; pass host:port"):
         split_endpoint(text)
 
 
@@ -353,7 +353,7 @@ def test_an_agreed_stop_is_not_taken_for_a_failure(heeding, line, ear):
         assert [words[0] for words in ear.hear_all(4)] == ["ends", "ends", "saves", "saves"]
         code, _, errors = script.end()
         assert code == 143
-        assert "the ranks stopped early, as they were asked to" in errors
+        assert "the ranks stopped early, as requested" in errors
         assert is_silent(ear)
 
 

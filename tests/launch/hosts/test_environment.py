@@ -152,13 +152,19 @@ ASKING = "from unisono.launch.hosts.environment import announced_place; print(an
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
-        ({**TORCHRUN, "RANK": "one"}, "RANK='one' is no whole number"),
+        ({**TORCHRUN, "RANK": "one"}, "RANK='one' is not an integer"),
         ({**TORCHRUN, "RANK": "4"}, "torchrun announces rank 4 of 4; ranks go from 0 to 3"),
         ({**TORCHRUN, "LOCAL_RANK": "2"}, "local rank 2 of 2"),
         ({**TORCHRUN, "MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
-        ({**POD, "MASTER_PORT": "-1"}, "MASTER_PORT='-1' is no whole number"),
+        ({**POD, "MASTER_PORT": "-1"}, "MASTER_PORT='-1' is not an integer"),
         ({**SLURM, "SLURM_STEP_NODELIST": "node[1-"}, r"SLURM_STEP_NODELIST='node\[1-' names no hosts"),
-        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x"}, r"SLURM_STEP_TASKS_PER_NODE='2\(x' tells no tasks of nodes"),
+        (
+            {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x"},
+            (
+                r"SLURM_STEP_TASKS_PER_NODE='2\(x' does not list the "
+                r"tasks of nodes"
+            ),
+        ),
         ({**SLURM, "SLURM_LOCALID": ""}, "SLURM_LOCALID is not set"),
     ],
 )

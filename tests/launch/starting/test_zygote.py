@@ -77,7 +77,7 @@ def test_a_killed_zygote_is_an_error_and_the_next_spawn_works(running):
     escaped = [pid for pid in pids if os.getsid(pid) == pid and pid not in context.pids()]
     os.kill(zygote, signal.SIGKILL)
     began = time.monotonic()
-    with pytest.raises(WorkerDiedError, match="ended because the process that it was forked from has died"):
+    with pytest.raises(WorkerDiedError, match="ended because the process that it was forked from died"):
         context.join()
     assert time.monotonic() - began < SOON_S
     assert survivors([pid for pid in pids if pid not in escaped]) == []
@@ -357,9 +357,9 @@ def test_an_import_that_fails_or_starts_threads_is_reported_and_workers_start_al
     )
     code, output, errors = warm_scripts.complete(tmp_path / "script.py")
     assert (code, output) == (0, "[0, 1]\n"), errors
-    assert "unisono.warm(preload=['fails']): the import has failed" in errors
+    assert "unisono.warm(preload=['fails']): the import failed" in errors
     assert "SystemExit: no licence" in errors
-    assert "unisono.warm(preload=['waits']): the import has started threads" in errors
+    assert "unisono.warm(preload=['waits']): the import started threads" in errors
 
 
 @pytest.mark.parametrize(

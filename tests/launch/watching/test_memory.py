@@ -61,7 +61,7 @@ def test_a_kill_that_the_control_group_counts_is_told_with_the_curve_the_limit_a
     text = watch.verdict(a_curve(GIB, GIB // 4, GIB // 4, GIB // 2, GIB, 2 * GIB, 4 * GIB))
     assert text.startswith("; the kernel's out-of-memory killer ended it (1 in its control group since the start): ")
     assert "its memory grew from 256 MiB to 4.0 GiB in 4.0 s (0.2, 0.5, 1.0, 2.0, 4.0 GiB)" in text
-    assert f"the limit of its control group is {limit / GIB:.1f} GiB, for all that runs there" in text
+    assert f"the limit of its control group is {limit / GIB:.1f} GiB, for everything that runs there" in text
     assert "a smaller batch, fewer loader workers" in text
 
 
@@ -75,14 +75,14 @@ def test_a_kill_that_only_the_machine_counts_is_told_with_a_doubt(tmp_path, befo
     a_machine(tmp_path, *after)
     text = watch.verdict(a_curve(GIB))
     assert text.startswith(f"{certainty} out-of-memory killer ended it (1 on the machine since the start): ")
-    assert "how its memory grew is not known; it had 1.0 GiB of memory when it was last looked at" in text
+    assert "how its memory grew is not known; it had 1.0 GiB of memory when it was last sampled" in text
 
 
 def test_without_a_kill_somebody_else_has_sent_the_signal(tmp_path):
     watch = OomWatch(root=a_machine(tmp_path, 2, 7))
     assert watch.verdict(a_curve(MIB, 300 * MIB)) == (
-        "; the kernel counted no out-of-memory kill meanwhile, so another process has sent the signal (kill -9, a "
-        "scheduler, the end of a container); it had 300 MiB of memory when it was last looked at"
+        "; the kernel counted no out-of-memory kill meanwhile, so another process sent the signal (kill -9, a "
+        "scheduler, the end of a container); it had 300 MiB of memory when it was last sampled"
     )
     assert watch.verdict([]).endswith("the end of a container)")
 
@@ -95,7 +95,7 @@ def test_a_system_that_counts_no_kills_leaves_it_open(tmp_path):
 def test_a_victim_that_had_not_grown_is_not_blamed(tmp_path):
     watch = OomWatch(root=a_machine(tmp_path, 0))
     a_machine(tmp_path, 1)
-    assert "its own memory had not grown, so something else has taken" in watch.verdict(a_curve(GIB, GIB, GIB))
+    assert "its own memory had not grown, so something else has used up" in watch.verdict(a_curve(GIB, GIB, GIB))
 
 
 @given(st.lists(st.integers(1, 1 << 40), max_size=120))

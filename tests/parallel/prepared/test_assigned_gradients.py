@@ -157,4 +157,4 @@ def test_under_fsdp_they_are_refused() -> None:
 
     for told in PROCESSES_2.run(body):
         assert "the gradients of the Sequential were assigned by hand" in told
-        assert "let loss.backward() leave them in .grad, or take strategy='ddp'" in told
+        assert "let loss.backward() leave them in .grad, or use strategy='ddp'" in told

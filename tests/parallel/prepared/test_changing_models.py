@@ -105,7 +105,7 @@ def test_fsdp_refuses_parameters_that_are_put_in() -> None:
             with_another_head(Accelerator(strategy="fsdp"), loader_of(23, 3))
         return str(error.value)
 
-    assert all("put them in before" in told for told in PROCESSES_2.run(body))
+    assert all("add them before" in told for told in PROCESSES_2.run(body))
 
 
 @pytest.mark.parametrize("mode", [THREADS_3, PROCESSES_2], ids=str)
@@ -203,7 +203,7 @@ def test_a_loss_that_is_a_sum_has_the_gradient_of_the_sum(
 def test_a_sum_has_no_weight_and_no_other_reduction_exists() -> None:
     accelerator, network = Accelerator(loss_reduction="sum"), model()
     network = accelerator.prepare(network)
-    with pytest.raises(ValueError, match="loss_reduction='sum' adds losses up as they are; leave out weight="):
+    with pytest.raises(ValueError, match="loss_reduction='sum' adds losses as they are; leave out weight="):
         accelerator.backward(network(torch.ones(1, 5).double()).sum(), weight=3)
     with pytest.raises(ValueError, match="loss_reduction='max' does not exist; choose one of mean, sum"):
         Accelerator(loss_reduction="max")  # type: ignore[arg-type]

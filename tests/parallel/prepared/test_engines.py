@@ -203,7 +203,7 @@ def test_a_model_is_prepared_again_when_what_prepared_it_is_gone(mode):
     def train(network):
         accelerator = Accelerator(mixed_precision="bf16")
         prepared, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1))
-        with pytest.raises(ValueError, match="is prepared already"):
+        with pytest.raises(ValueError, match="is already prepared"):
             Accelerator().prepare(network)
         prepared(torch.full((2, 5), 1.0 + accelerator.world.rank)).sum().backward()
         optimizer.step()
@@ -242,7 +242,7 @@ def test_an_optimizer_that_may_look_at_all_parameters_is_refused_unless_it_is_sa
     def body():
         network = model()
         accelerator = Accelerator(strategy=strategy())
-        with pytest.raises(TypeError, match=r"Normalized is none of .*\(elementwise_optimizer=True\)"):
+        with pytest.raises(TypeError, match=r"Normalized is not one of .*\(elementwise_optimizer=True\)"):
             accelerator.prepare(network, Normalized(network.parameters()))
         accelerator.prepare(network, Inherited(network.parameters()))
         told = Accelerator(strategy=strategy(elementwise_optimizer=True))

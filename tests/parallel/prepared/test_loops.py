@@ -460,7 +460,7 @@ def test_replayed_batches_that_were_changed_are_an_error_where_they_count_differ
             training.learn([inputs * 2, *others])
             training.step()
 
-    with pytest.raises(ValueError, match=r"cannot be known which; name the batch, accelerator\.backward"):
+    with pytest.raises(ValueError, match=r"is not known which; name the batch, accelerator\.backward"):
         mode.run(body)
 
 

@@ -108,7 +108,7 @@ def lost(mode: Mode, deed: Deed, strategy: str, accumulate: int = 1) -> str:
 def test_a_rank_that_takes_other_steps_is_named_with_its_batch(mode: Mode, strategy: str, deed: Deed) -> None:
     told = lost(mode, deed, strategy)
     assert "rank 1" in told
-    assert "every rank must take the same steps on the same rounds: leave out a batch" in told
+    assert "every rank must take the same steps on the same rounds: skip a batch" in told
     assert f"of step {AT} (batch" in told or "forward pass of the Sequential" in told
 
 

@@ -57,21 +57,21 @@ def test_one_object_gives_one_object_and_named_tuples_stay():
 @pytest.mark.parametrize("odd", [3, "text", torch.ones(2), {"a": 1}, object()], ids=lambda odd: type(odd).__name__)
 def test_an_unknown_object_is_named_by_class_and_position_and_nothing_has_changed(odd):
     accelerator, network = Accelerator(), model()
-    with pytest.raises(TypeError, match=rf"object at position 1\[1\] is a {type(odd).__name__}, which cannot"):
+    with pytest.raises(TypeError, match=rf"object at position 1\[1\] is of type {type(odd).__name__}, which cannot"):
         accelerator.prepare(network, [None, odd])
     accelerator.prepare(network)
 
 
 def test_nothing_is_prepared_twice():
     accelerator, network, loader = Accelerator(), model(), loader_of(4, 2)
-    with pytest.raises(ValueError, match="Sequential at position 1 is prepared already"):
+    with pytest.raises(ValueError, match="Sequential at position 1 is already prepared"):
         accelerator.prepare(network, network)
     optimizer = sgd(network.parameters())
     scheduler = LambdaLR(optimizer, lambda _: 1.0)
     made = accelerator.prepare(network, optimizer, scheduler, loader)
     for each in (network, optimizer, scheduler, loader, *made):
         for other in (accelerator, Accelerator()):
-            with pytest.raises(ValueError, match=r"at position 0 is prepared already; .* what prepare\(\) returned"):
+            with pytest.raises(ValueError, match=r"at position 0 is already prepared; .* what prepare\(\) returned"):
                 other.prepare(each)
 
 
@@ -133,7 +133,7 @@ def test_schedulers_made_of_others_steer_the_optimizer_that_takes_the_others_pla
 def test_a_model_on_two_devices_is_an_error_that_names_a_parameter_on_each():
     network = model()
     network[2].to("meta")
-    with pytest.raises(ValueError, match=r"position 0 lies on 2 devices \('0.weight' on cpu, '2.weight' on meta\)"):
+    with pytest.raises(ValueError, match=r"position 0 is on 2 devices \('0.weight' on cpu, '2.weight' on meta\)"):
         Accelerator().prepare(network)
 
 

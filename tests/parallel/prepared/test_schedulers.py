@@ -147,7 +147,7 @@ def test_in_a_loop_a_scheduler_step_without_an_optimizer_step_is_an_error():
         accelerator.backward(network(inputs).sum())
         optimizer.step()
         scheduler.step()
-        with pytest.raises(RuntimeError, match="LambdaLR is stepped without an optimizer step since its last one"):
+        with pytest.raises(RuntimeError, match="LambdaLR was stepped again without an optimizer step in between"):
             scheduler.step()
 
 

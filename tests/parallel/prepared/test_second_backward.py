@@ -230,8 +230,8 @@ def test_gradients_of_parameters_elsewhere_are_refused_under_fsdp() -> None:
         return str(error.value)
 
     for each in PROCESSES_2.run(body):
-        assert "gradients of the Sequential were asked for by torch.autograd.grad(loss, parameters)" in each
-        assert "let loss.backward() leave them in .grad, or take strategy='ddp'" in each
+        assert "gradients of the Sequential were requested by torch.autograd.grad(loss, parameters)" in each
+        assert "let loss.backward() leave them in .grad, or use strategy='ddp'" in each
 
 
 def test_a_graph_that_begins_inside_of_a_sharded_model_is_refused() -> None:

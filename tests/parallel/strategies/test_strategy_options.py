@@ -146,8 +146,8 @@ def test_groups_of_ranks_that_have_all_parameters_train_as_one_and_clip_by_one_n
     ("wrong", "words"),
     [
         (lambda: FSDP(replicas=0), "replicas=0 are no groups"),
-        (lambda: FSDP(replicas=True), "replicas=True is a bool"),
-        (lambda: FSDP(reshard_after_forward="yes"), "reshard_after_forward='yes' is a str"),
+        (lambda: FSDP(replicas=True), "replicas=True is of type bool"),
+        (lambda: FSDP(reshard_after_forward="yes"), "reshard_after_forward='yes' is of type str"),
     ],
 )
 def test_no_number_of_ranks_is_refused(wrong: Any, words: str) -> None:
@@ -158,8 +158,8 @@ def test_no_number_of_ranks_is_refused(wrong: Any, words: str) -> None:
 @pytest.mark.parametrize(
     ("chosen", "words"),
     [
-        (FSDP(replicas=3), "replicas=3.* no equal groups of several of the 2 ranks"),
-        (FSDP(replicas=2), "take strategy='ddp'"),
+        (FSDP(replicas=3), "replicas=3.* cannot divide the 2 ranks into equal groups of several"),
+        (FSDP(replicas=2), "use strategy='ddp'"),
         (FSDP(reshard_after_forward=3), "does not divide the 2 ranks"),
     ],
     ids=str,
@@ -251,7 +251,7 @@ def test_running_statistics_stay_each_ranks_own_where_they_are_not_shared(mode: 
 
 
 def test_bad_options_are_refused() -> None:
-    with pytest.raises(ValueError, match="bucket_cap_mb=0 is no size; pass a positive number of MiB"):
+    with pytest.raises(ValueError, match="bucket_cap_mb=0 is not a size; pass a positive number of MiB"):
         DDP(bucket_cap_mb=0)
     with pytest.raises(dataclasses.FrozenInstanceError):
         DDP().bucket_cap_mb = 3  # type: ignore[misc]

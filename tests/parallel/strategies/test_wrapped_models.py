@@ -33,7 +33,7 @@ def test_who_reduces_already_is_refused_and_the_model_inside_is_asked_for(strate
         assert "it is wrapped in DistributedDataParallel, which reduces gradients by itself" in whole
         assert "the Sequential cannot be prepared: its part '1' is wrapped in DistributedDataParallel" in part
         assert "it is wrapped in DataParallel" in threaded
-        assert all("pass the model that is inside (its .module)" in each for each in (whole, part, threaded))
+        assert all("pass the model inside it (its .module)" in each for each in (whole, part, threaded))
 
 
 @STRATEGIES
@@ -57,7 +57,7 @@ def test_what_torch_has_sharded_is_refused_and_the_plain_model_is_asked_for(stra
         assert "was sharded by torch's fully_shard" in part
         assert "was sharded by FullyShardedDataParallel" in older
         for each in (whole, part, older):
-            assert "pass the model as it was before, with Accelerator(strategy='fsdp')" in each
+            assert "pass the model as it was before sharding, with Accelerator(strategy='fsdp')" in each
 
 
 def trained(network: Any, strategy: str) -> State:

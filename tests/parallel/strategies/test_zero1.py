@@ -236,7 +236,7 @@ def test_what_cannot_be_divided_is_told():
         return [told(optimizer) for optimizer in wrong]
 
     for already, in_parts, two_types, jointly in PROCESSES_2.run(processes):
-        assert already.startswith("TypeError: the optimizer is a ZeroRedundancyOptimizer already")
+        assert already.startswith("TypeError: the optimizer is already a ZeroRedundancyOptimizer")
         assert in_parts.startswith("ValueError: ")
         assert "parameter 0 of the SGD is a DTensor" in in_parts
         assert "parameter 0 of the SGD is torch.float32, parameter 2 is torch.float64" in two_types

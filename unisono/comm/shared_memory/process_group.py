@@ -314,7 +314,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_cpu or tensor.layout is not torch.strided:
         raise TypeError(
             f"the process group {NAME!r} takes dense tensors in main memory, got {tensor.layout} on {tensor.device}; "
-            "unisono.all_reduce and its like bring those of the rank's device there"
+            "unisono.all_reduce and its relatives copy tensors of the rank's device there"
         )
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 

@@ -68,7 +68,7 @@ class Pending(dist.Work):
         """Wait for the end of the work, and raise its error if it failed."""
         self._is_over.wait(timeout.total_seconds() if timeout else None)
         if self._outcome is None:
-            raise dist.DistNetworkError(f"the collective was not over after {timeout}")
+            raise dist.DistNetworkError(f"the collective was not complete after {timeout}")
         self._outcome.unwrap()
         return True
 

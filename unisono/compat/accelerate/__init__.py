@@ -36,11 +36,13 @@ __version__ = "1.15.0"
 
 _INSTEAD = {
     "ParallelismConfig": "there is one axis, data parallel; shard large models by FullyShardedDataParallelPlugin",
-    "prepare_pippy": "pipelines are not joined; PartialState().split_between_processes deals out what is inferred",
+    "prepare_pippy": (
+        "pipelines are not supported; PartialState().split_between_processes distributes inputs for inference"
+    ),
 }
 
 
 def __getattr__(name: str) -> Any:
     if name in _INSTEAD:
-        raise AttributeError(f"{__name__}.{name} is left out on purpose: {_INSTEAD[name]}")
+        raise AttributeError(f"{__name__}.{name} is deliberately not supported: {_INSTEAD[name]}")
     return getattr(_big_modeling if name in _big_modeling._INSTEAD else _dataclasses, name)

@@ -216,7 +216,7 @@ class Accelerator(Native):
             return super().gather_for_metrics(input_data)
         except NoSuchBatchError as error:
             if self.is_main_process and not self._has_warned:
-                logger.warning("gather_for_metrics takes all rows of what it is given: %s", str(error))
+                logger.warning("gather_for_metrics takes all rows of its input: %s", str(error))
                 self._has_warned = True
             return operations.gather(input_data, self.world)
 
@@ -413,7 +413,7 @@ def _num_steps(steps: int, plugin: GradientAccumulationPlugin | None) -> int:
         )
     if not plugin.sync_with_dataloader:
         raise ValueError(
-            "sync_with_dataloader=False keeps what is left at the end of a loop for the next one, which has no "
-            "counterpart: a loop's last step takes what is left; leave it out"
+            "sync_with_dataloader=False carries the microbatches left at the end of a loop over to the next one, "
+            "which has no counterpart: a loop's last step uses them; leave it out"
         )
     return plugin.num_steps or 1

@@ -18,7 +18,7 @@ from unisono.compat.accelerate.utils.dataclasses import (
 )
 from unisono.strategies import DDP, FSDP
 
-_ENGINES = "DeepSpeed is not joined; leave it out, or shard by fsdp_plugin=FullyShardedDataParallelPlugin()"
+_ENGINES = "DeepSpeed is not supported; leave it out, or shard by fsdp_plugin=FullyShardedDataParallelPlugin()"
 _ONE_AXIS = "there is one axis, data parallel; shard large models by fsdp_plugin=FullyShardedDataParallelPlugin()"
 _INSTEAD = {
     "deepspeed_plugin": _ENGINES,
@@ -104,9 +104,7 @@ class Handlers:
         """Convert them for the native Accelerator."""
         options = (self.scaler or GradScalerKwargs()).to_dict()
         if not options.pop("enabled"):
-            raise ValueError(
-                "GradScalerKwargs(enabled=False) has no counterpart: fp16 needs its loss scaled; take bf16"
-            )
+            raise ValueError("GradScalerKwargs(enabled=False) has no counterpart: fp16 needs its loss scaled; use bf16")
         return options
 
 

@@ -16,7 +16,7 @@ from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.parallel_loader import DeviceLoader
 from unisono.world import World
 
-_CUT = "a prepared loader is a unisono.DeviceLoader, which cuts by itself"
+_CUT = "a prepared loader is a unisono.DeviceLoader, which shards by itself"
 _INSTEAD = dict.fromkeys(["BatchSamplerShard", "IterableDatasetShard", "MpDeviceLoaderWrapper"], _CUT)
 
 DataLoaderShard = DataLoaderDispatcher = DeviceLoader

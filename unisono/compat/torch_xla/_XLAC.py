@@ -11,7 +11,7 @@ from unisono.compat.torch_xla.places import here
 
 
 def __getattr__(name: str) -> Any:
-    instead = "it is of the original's C extension, and what a script does with it works there only"
+    instead = "it is of the original's C extension, which works only there"
     refuse(__name__, name, {name: instead} if name.startswith("_xla") else {})
 
 

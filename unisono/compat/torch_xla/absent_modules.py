@@ -8,18 +8,18 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 _NO_SPMD = "one program for all devices is unisono.Accelerator(strategy='spmd')"
-_SHARDED = "take unisono.Accelerator with strategy='fsdp' or 'zero1', which are torch's own engines"
-_RUNTIME = "it reaches into the original's runtime, which is not used here on other devices"
+_SHARDED = "use unisono.Accelerator with strategy='fsdp' or 'zero1', which use torch's own engines"
+_RUNTIME = "it accesses the original's runtime, which is not used on other devices here"
 
 INSTEAD = {
     "stablehlo": "torch.export writes a model's graph",
-    "backends": "torch.set_float32_matmul_precision says how exact products are",
+    "backends": "torch.set_float32_matmul_precision sets the precision of products",
     "distributed.spmd": _NO_SPMD,
     "distributed.fsdp": _SHARDED,
     "distributed.zero_redundancy_optimizer": _SHARDED,
     "distributed.xla_dist": "unisono run --nnodes, torchrun and SLURM start workers on several machines",
     "distributed.cluster": "unisono run --nnodes, torchrun and SLURM start workers on several machines",
-    "experimental": "it holds drafts of the original's, and here eager_mode only",
+    "experimental": "it has experimental parts of the original, and here only eager_mode",
     "core.xla_builder": _RUNTIME,
     "core.dynamo_bridge": _RUNTIME,
     "core.xla_op_registry": _RUNTIME,
@@ -27,8 +27,8 @@ INSTEAD = {
     "_internal": _RUNTIME,
     "_dynamo": _RUNTIME,
     "utils.checkpoint": "torch.utils.checkpoint has the same function",
-    "utils.gcsfs": "fsspec reads and writes gs:// addresses; checkpoints take them as they are",
-    "utils.tf_record_reader": "loaders take any iterable of batches, a reader of TFRecord files too",
+    "utils.gcsfs": "fsspec reads and writes gs:// addresses; checkpoints accept them as they are",
+    "utils.tf_record_reader": "loaders take any iterable of batches, including a reader of TFRecord files",
     "utils.dlpack": "torch.utils.dlpack has the same functions",
     "utils.keyd_queue": "queue.Queue is one",
     "debug.graph_saver": _RUNTIME,
@@ -51,7 +51,7 @@ class _Finder:
         if own == name:
             return None
         instead = next((INSTEAD[each] for each in INSTEAD if own == each or own.startswith(f"{each}.")), None)
-        reason = f"is left out on purpose: {instead}" if instead else "does not exist"
+        reason = f"is deliberately not supported: {instead}" if instead else "does not exist"
         raise ModuleNotFoundError(
             f"{name} {reason}; docs/migrating_from_torch_xla.md lists the modules that are there", name=name
         )

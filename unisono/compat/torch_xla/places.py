@@ -84,10 +84,12 @@ def _families(devkind: str | Sequence[str], first: Backend) -> Iterator[Backend]
 def _checked_kinds(devkind: str | Sequence[str]) -> list[str]:
     kinds = [devkind] if isinstance(devkind, str) else devkind
     if not isinstance(kinds, Sequence) or not all(isinstance(kind, str) for kind in kinds):
-        raise TypeError(f"devkind={devkind!r} is a {type(devkind).__name__}; pass a string, a list of strings or None")
+        raise TypeError(
+            f"devkind={devkind!r} is of type {type(devkind).__name__}; pass a string, a list of strings or None"
+        )
     for kind in kinds:
         if kind.upper() not in _KINDS:
-            raise ValueError(f"devkind={kind!r} is no kind of device; choose one of {', '.join(_KINDS)}")
+            raise ValueError(f"devkind={kind!r} is not a kind of device; choose one of {', '.join(_KINDS)}")
     return [kind.upper() for kind in kinds]
 
 
@@ -99,7 +101,7 @@ def device_of(n: int | None, devkind: str | Sequence[str] | None) -> tuple[Backe
         ValueError: there is no such device; the message lists those that exist.
     """
     if n is not None and (isinstance(n, bool) or not isinstance(n, int)):
-        raise TypeError(f"n={n!r} is a {type(n).__name__}; pass a whole number, or None for one's own device")
+        raise TypeError(f"n={n!r} is of type {type(n).__name__}; pass an integer, or None for the rank's own device")
     seen = devices_of(devkind)
     world = current_world()
     if not seen:
@@ -111,7 +113,7 @@ def device_of(n: int | None, devkind: str | Sequence[str] | None) -> tuple[Backe
     if is_worker():
         if n not in (0, world.device.index):
             raise ValueError(
-                f"n={n}, but rank {world.rank} sees its own device only, {world.device}; call xla_device() without n"
+                f"n={n}, but rank {world.rank} sees only its own device, {world.device}; call xla_device() without n"
             )
         return resolve_device(world.device)
     family = resolve_device(seen[0])[0]

@@ -9,12 +9,12 @@ from unisono.compat.torch_xla.core.ordinals import get_local_ordinal, get_ordina
 from unisono.compat.torch_xla.places import devices_of, here
 from unisono.world import current_world
 
-_NO_SPMD = "one replica of your script runs per device, by launch(), spawn() or DataParallel; none runs for all of them"
+_NO_SPMD = "one replica of your script runs per device, by launch(), spawn() or DataParallel; none runs for all devices"
 
 _INSTEAD = {
     "use_spmd": _NO_SPMD,
     "set_device_type": "set UNISONO_BACKEND=cpu, cuda, mps or xla before the program starts",
-    "get_master_ip": "launchers give the workers one another's address",
+    "get_master_ip": "launchers tell the workers each other's addresses",
 }
 
 

@@ -268,7 +268,7 @@ class Agent(SimpleElasticAgent):
             self.others.say(verdict=verdict.to_bytes())
             self.verdict = self._first_cause(verdict) if verdict.is_secondary else verdict
         if self.was_asked:
-            raise SignalException("the workers have failed on their way to an early end", signal.SIGTERM)
+            raise SignalException("the workers failed while stopping early", signal.SIGTERM)
         self._remaining_restarts *= self._supervisor.may_restart(self.verdict.error)
         if self._remaining_restarts > 0:
             restart_count = group.spec.max_restarts - self._remaining_restarts + 1
@@ -277,7 +277,7 @@ class Agent(SimpleElasticAgent):
 
     def _wait(self) -> RunResult:
         if self._patience_until is not None and time.monotonic() > self._patience_until:
-            raise SignalException("the workers have not come to an early end", signal.SIGTERM)
+            raise SignalException("the workers have not stopped early", signal.SIGTERM)
         return RunResult(WorkerState.HEALTHY)
 
     def _trouble_elsewhere(self) -> Outcome[Any] | None:
@@ -315,7 +315,7 @@ def _run(agent: Agent, options: MachineOptions) -> Outcome[Any]:
         return Outcome(error=SystemExit(128 + stop.sigval))
     except (RendezvousError, TimeoutError, dist.DistError) as error:
         lost = UnisonoError(
-            f"the agents could not meet at {options.endpoint}, or have lost one another: {type(error).__name__}: "
+            f"the agents could not meet at {options.endpoint}, or have lost each other: {type(error).__name__}: "
             f"{error}{f' ({error.__cause__})' if error.__cause__ else ''}"
         )
         return Outcome(error=lost)

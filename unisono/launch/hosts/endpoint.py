@@ -21,7 +21,7 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
     host, colon, port = endpoint.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not (colon and host and port.isdecimal() and 0 < int(port) < 65536):
-        raise ValueError(f"{endpoint!r} is no endpoint; pass host:port, where the agents meet, like node1:29400")
+        raise ValueError(f"{endpoint!r} is not an endpoint; pass host:port, where the agents meet, like node1:29400")
     return host, int(port)
 
 
@@ -64,7 +64,7 @@ def wait_served(endpoint: str, timeout_s: float) -> None:
         if waited > timeout_s:
             raise TimeoutError(
                 f"nothing listens at {endpoint} after {timedelta(seconds=round(waited))}; start the agent of that "
-                "host, see that no firewall is between, or name another host by --rdzv-endpoint"
+                "host, check that no firewall is between, or name another host by --rdzv-endpoint"
             )
         if waited > 5 and not has_told:
             has_told = True

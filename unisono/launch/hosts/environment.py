@@ -254,7 +254,7 @@ def _tasks_per_node(environ: Mapping[str, str]) -> list[int]:
     try:
         return expand_counts(environ[name]) if name in environ else []
     except ValueError as error:
-        raise ValueError(f"{name}={environ[name]!r} tells no tasks of nodes ({error})") from None
+        raise ValueError(f"{name}={environ[name]!r} does not list the tasks of nodes ({error})") from None
 
 
 def _first_host(environ: Mapping[str, str]) -> str:
@@ -284,7 +284,9 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
         return default
     text = _text(environ, name)
     if not text.isdecimal():
-        raise ValueError(f"{name}={text!r} is no whole number from 0 on; a launcher sets it, so unset it if none did")
+        raise ValueError(
+            f"{name}={text!r} is not an integer of at least 0; a launcher sets it, so unset it if none did"
+        )
     return int(text)
 
 
@@ -295,7 +297,7 @@ def _check_place(place: Place) -> Place:
     ]:
         if not 0 <= index < count:
             raise ValueError(
-                f"{place.launcher} announces {what} {index} of {count}; ranks go from 0 to {count - 1}. "
-                "Variables of two launchers may be mixed up: `unisono doctor` lists them"
+                f"{place.launcher} announces {what} {index} of {count}; ranks go from 0 to {count - 1}. The variables "
+                "of two launchers may be mixed up: `unisono doctor` lists them"
             )
     return place

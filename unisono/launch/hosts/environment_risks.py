@@ -52,21 +52,21 @@ _RULES = (
         ("CPU_NUM_DEVICES",),
         _is_no_count,
         "is no number of devices",
-        "set it to a whole number from 1 on, or unset it",
+        "set it to an integer of at least 1, or unset it",
         True,
     ),
     _Rule(
         ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
         _is_missing_interface,
-        "names no network interface of this machine, so that workers cannot meet",
-        "name one that is here, or unset it",
+        "names no network interface of this machine, so workers cannot meet",
+        "name an existing one, or unset it",
         True,
     ),
     _Rule(
         ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PROC_BIND", "OMP_PLACES"),
         lambda value: value.lower() not in ("", "false", "none", "disabled"),
         "binds threads to cores, and those of each worker to the same ones",
-        "unset it; spawn(..., pin_cores=True) gives each worker cores of its own",
+        "unset it; spawn(..., pin_cores=True) gives each worker its own cores",
         True,
     ),
     _Rule(
@@ -76,36 +76,36 @@ _RULES = (
         "unset it, unless you look for a failing kernel",
         True,
     ),
-    _Rule(("PYTORCH_NO_CUDA_MEMORY_CACHING",), _is_on, "makes every allocation a call of the driver", _UNSET, True),
+    _Rule(("PYTORCH_NO_CUDA_MEMORY_CACHING",), _is_on, "makes every allocation a call to the driver", _UNSET, True),
     _Rule(
         ("NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
         lambda value: not _is_on(value),
-        "lets a collective wait for ever for a peer that has died",
+        "lets a collective wait forever for a peer that has died",
         _UNSET,
         True,
     ),
     _Rule(
         ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"),
         _is_on,
-        "takes NCCL a fast way between devices",
-        "unset it, unless that way is broken here",
+        "denies NCCL a fast path between devices",
+        "unset it, unless that path is broken here",
     ),
     _Rule(
         ("TORCH_DISTRIBUTED_DEBUG",),
         lambda value: value.upper() == "DETAIL",
-        "compares every collective before it runs, at a third of a small step",
-        "unset it: workers of one machine compare by themselves, and those of several under unisono run --checked",
+        "compares every collective before it runs, which costs a third of a small step",
+        "unset it: workers of one machine compare calls themselves, and those of several under unisono run --checked",
     ),
     _Rule(
         ("OMP_NUM_THREADS",),
         _is_set,
-        "is taken for the CPU threads of each worker, however many there are",
+        "is used as the number of CPU threads of each worker, however many workers there are",
         "unset it for a fair share of the cores, or pass spawn(..., num_threads=N)",
     ),
     _Rule(
         ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
         _is_set,
-        "decides which devices there are, and renumbers them",
+        "decides which devices are visible, and renumbers them",
         "unset it to see all",
     ),
 )
@@ -141,7 +141,7 @@ def _leftovers(environ: Mapping[str, str]) -> Iterator[EnvironmentRisk]:
         is_many = environ.get("WORLD_SIZE", "1") != "1"
         yield EnvironmentRisk(
             " ".join(f"{name}={environ[name]}" for name in found),
-            "announces a place among processes, but no launcher is recognised"
+            "announces a rank among processes, but no launcher is recognised"
             + (": a plain script would not train alone" if is_many else ""),
             f"if it is left over: unset {' '.join(found)}",
             is_many,

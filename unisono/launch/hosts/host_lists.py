@@ -17,7 +17,7 @@ def expand_hosts(text: str) -> list[str]:
         ValueError: brackets do not match, or contain something other than numbers and ranges.
     """
     if not _LIST.fullmatch(text):
-        raise ValueError("its names or brackets do not match; a list looks like node[01-04,9],other1")
+        raise ValueError("its names or brackets are malformed; a list looks like node[01-04,9],other1")
     return [host for element in re.findall(_ELEMENT, text) for host in _expand_element(element)]
 
 

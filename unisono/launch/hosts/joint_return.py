@@ -119,8 +119,8 @@ class JointReturn:
         while not self._store.check([self._all]) and not self._store.check([self._trouble]):
             if time.monotonic() > deadline:
                 raise BrokenWorldError(
-                    f"rank {self.comm.rank} has returned from fn, and after {self._timeout} not every peer has, nor "
-                    "said why; one is gone or stuck, or needs longer: spawn(..., timeout=...)"
+                    f"rank {self.comm.rank} has returned from fn, and after {self._timeout} some peers have not, nor "
+                    "reported why; one is gone or stuck, or needs longer: spawn(..., timeout=...)"
                 )
             time.sleep(pause)  # not Store.wait, which cannot be interrupted and prints warnings on a timeout
             pause = min(pause * 1.5, _LONGEST_S)

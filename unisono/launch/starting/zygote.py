@@ -154,14 +154,12 @@ class Zygote:
             try:
                 importlib.import_module(name)
             except (Exception, SystemExit):
-                print(
-                    f"unisono.warm(preload=[{name!r}]): the import has failed, workers try it again:", file=sys.stderr
-                )
+                print(f"unisono.warm(preload=[{name!r}]): the import failed; workers try it again:", file=sys.stderr)
                 traceback.print_exc()
             if psutil.Process().num_threads() > threads:
                 print(
-                    f"unisono.warm(preload=[{name!r}]): the import has started threads, which workers, as forks, do "
-                    f"not have; let the function that workers run import it",
+                    f"unisono.warm(preload=[{name!r}]): the import started threads, which forked workers do not have; "
+                    "import it in the function that workers run",
                     file=sys.stderr,
                 )
 

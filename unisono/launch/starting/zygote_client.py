@@ -148,7 +148,7 @@ def open_group(directory: Path, start_method: str) -> socket.socket:
             with contextlib.suppress(ConnectionError):
                 return client.open_group(directory)
             client.close()
-    raise UnisonoError("the process that workers are forked from ends at its start; what it printed stands above")
+    raise UnisonoError("the process that workers are forked from ended during its start; its output is above")
 
 
 def _running_client(start_method: str) -> ZygoteClient:

@@ -24,7 +24,7 @@ _NEAR = 0.05  # of the way from the lowest point to the last: within this, growt
 _GROWN = 1.1  # times the lowest point, from which on memory has grown
 _WAY_OUT = (
     "a smaller batch, fewer loader workers (num_workers), less prefetch (prefetch_factor, loader_prefetch_size) or "
-    "fewer ranks on this machine take less"
+    "fewer ranks on this machine need less"
 )
 
 
@@ -54,15 +54,15 @@ class OomWatch:
             return f"; this system does not report whether its out-of-memory killer did it{_last_seen(curve)}"
         if not in_group and not on_machine:
             return (
-                "; the kernel counted no out-of-memory kill meanwhile, so another process has sent the signal "
-                f"(kill -9, a scheduler, the end of a container){_last_seen(curve)}"
+                "; the kernel counted no out-of-memory kill meanwhile, so another process sent the signal (kill -9, a "
+                f"scheduler, the end of a container){_last_seen(curve)}"
             )
         certainty = "" if in_group else "most likely " if in_group is None else "perhaps "
         ground = f"{in_group} in its control group" if in_group else f"{on_machine} on the machine"
         nbytes, owner = self._limit
         return (
             f"; {certainty}the kernel's out-of-memory killer ended it ({ground} since the start): {_story(curve)}; the "
-            f"limit {owner} is {_size(nbytes)}, for all that runs there; {_WAY_OUT}"
+            f"limit {owner} is {_size(nbytes)}, for everything that runs there; {_WAY_OUT}"
         )
 
 
@@ -101,7 +101,7 @@ def _story(curve: Sequence[Sample]) -> str:
         return f"how its memory grew is not known{_last_seen(curve)}"
     lowest, last = min(sample.rss for sample in curve), curve[-1].rss
     if last < _GROWN * lowest:
-        return f"its own memory had not grown, so something else has taken what there was{_last_seen(curve)}"
+        return f"its own memory had not grown, so something else has used up the memory{_last_seen(curve)}"
     near = lowest + _NEAR * (last - lowest)
     grown = curve[max(place for place, sample in enumerate(curve) if sample.rss <= near) :]
     count = min(_SHOWN, len(grown))
@@ -111,7 +111,7 @@ def _story(curve: Sequence[Sample]) -> str:
 
 
 def _last_seen(curve: Sequence[Sample]) -> str:
-    return f"; it had {_size(curve[-1].rss)} of memory when it was last looked at" if curve else ""
+    return f"; it had {_size(curve[-1].rss)} of memory when it was last sampled" if curve else ""
 
 
 def _size(nbytes: int) -> str:

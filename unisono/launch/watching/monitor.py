@@ -181,7 +181,7 @@ class Monitor:
             with self._path.open("a") as file:
                 file.write(lines)
         except OSError as error:
-            logger.warning("samples of the workers are written to %s no longer: %s", self._path, error)
+            logger.warning("samples of the workers are no longer written to %s: %s", self._path, error)
             self._path = None
 
 

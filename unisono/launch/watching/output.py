@@ -294,7 +294,7 @@ class Output:
     def _complain(self, path: Path | None, error: OSError) -> None:
         if not self._has_complained:
             self._has_complained = True
-            text = f"unisono: {path} does not keep all that its worker writes ({error.strerror}); the run continues"
+            text = f"unisono: {path} does not keep all output of its worker ({error.strerror}); the run continues"
             self._stderr.add(None, b"", describe_event(text) if self._options.is_json else f"{text}\n".encode())
 
     def _release(self) -> None:

@@ -71,8 +71,8 @@ class RunDirectory:
             code = errno.ENOTDIR if isinstance(error, FileExistsError) else error.errno
             raise OSError(
                 code,
-                f"log_dir={str(log_dir)!r} cannot hold the files of a run ({error.strerror}: {error.filename}); "
-                "pass a directory that is there, or can be made, and that this user may write to",
+                f"log_dir={str(log_dir)!r} cannot hold the files of a run ({error.strerror}: {error.filename}); pass a "
+                "directory that exists, or can be created, and that this user may write to",
             ) from error
         _point_latest_at(run.path)
         return run

@@ -34,7 +34,7 @@ def check_features(world: World, strategy: type[Strategy], options: Choice, prec
     for what, (feature, is_asked) in asked.items():
         reason = world.backend.unsupported_reason(feature) if is_asked else None
         if reason is not None:
-            raise ValueError(f"{what} does not go with {world.device}: {reason}")
+            raise ValueError(f"{what} does not work with {world.device}: {reason}")
 
 
 def world_on(world: World, device: str | int | torch.device | None, cpu: bool, strategy: type[Strategy]) -> World:
@@ -67,14 +67,16 @@ def _enter(backend: Backend, device: torch.device, strategy: type[Strategy]) -> 
 
 def check_choices(compile: Any, seed: Any) -> None:
     if not isinstance(compile, bool | Mapping):
-        raise TypeError(f"compile={compile!r} is a {type(compile).__name__}; pass True, or torch.compile's arguments")
+        raise TypeError(
+            f"compile={compile!r} is of type {type(compile).__name__}; pass True, or torch.compile's arguments"
+        )
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-        raise TypeError(f"seed={seed!r} is a {type(seed).__name__}; pass a whole number, or None")
+        raise TypeError(f"seed={seed!r} is of type {type(seed).__name__}; pass an integer, or None")
 
 
 def check_accumulation(steps: Any) -> None:
     if isinstance(steps, bool) or not isinstance(steps, int):
-        raise TypeError(f"gradient_accumulation_steps={steps!r} is a {type(steps).__name__}; pass a whole number")
+        raise TypeError(f"gradient_accumulation_steps={steps!r} is of type {type(steps).__name__}; pass an integer")
     if steps < 1:
         raise ValueError(f"gradient_accumulation_steps={steps} is too small; pass 1 for a step on each batch, or more")
 
@@ -83,16 +85,15 @@ def check_arguments(precision: Any, max_grad_norm: Any, nan_guard: bool) -> None
     if precision not in ("no", *AUTOCAST):
         raise ValueError(f"mixed_precision={precision!r} does not exist; choose one of no, bf16, fp16")
     if max_grad_norm is not None and (isinstance(max_grad_norm, bool) or not isinstance(max_grad_norm, int | float)):
-        raise TypeError(f"max_grad_norm={max_grad_norm!r} is a {type(max_grad_norm).__name__}; pass a number, or None")
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ValueError(
-            f"max_grad_norm={max_grad_norm!r} leaves nothing of a gradient; pass a positive number, or None"
+        raise TypeError(
+            f"max_grad_norm={max_grad_norm!r} is of type {type(max_grad_norm).__name__}; pass a number, or None"
         )
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(f"max_grad_norm={max_grad_norm!r} removes every gradient; pass a positive number, or None")
     if nan_guard and precision == "fp16":
         raise ValueError(
             "nan_guard=True and mixed_precision='fp16' contradict each other: fp16 skips steps whose gradients "
-            "overflow; "
-            "take bf16, or leave the guard out"
+            "overflow; use bf16, or drop the guard"
         )
 
 

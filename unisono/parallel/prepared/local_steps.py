@@ -26,7 +26,7 @@ def local_steps(model: PreparedModel) -> Iterator[None]:
     """
     if is_sharded(model.module):
         raise ValueError(
-            f"the {model.engine.name} is sharded by strategy='fsdp', and no rank has a whole one to step with; take "
+            f"the {model.engine.name} is sharded by strategy='fsdp', and no rank has a whole one to step with; use "
             "strategy='ddp'"
         )
     before, model.engine.is_local = model.engine.is_local, True

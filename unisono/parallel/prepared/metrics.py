@@ -54,15 +54,15 @@ def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[An
     if not is_told:
         raise ValueError(
             f"values with {count} samples: the batches of this loop do not say how many samples they hold (objects, "
-            "packed sequences, lists of samples), on this rank or another, so that nothing says which of them count; "
-            "pass valid_samples, len(batch) for example, and 0 where loader.valid_samples is 0; or let the loader give "
+            "packed sequences, lists of samples), on this rank or another, so it is unknown which of them count; pass "
+            "valid_samples, len(batch) for example, and 0 where loader.valid_samples is 0; or let the loader give "
             "tensors with the samples along their first dimension"
         )
     best = _best(fitting, recent[0] if recent else None)
     if not best:
         if not recent:
             raise NoSuchBatchError(
-                f"no prepared loader has delivered a batch, so that nothing says which of {count} samples count; "
+                f"no prepared loader has delivered a batch, so it is unknown which of {count} samples count; "
                 "prepare(loader), or pass valid_samples"
             )
         rows = recent[0].rows.recent()
@@ -80,8 +80,8 @@ def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[An
     if len(best) > 1 and world.comm.all_reduce(torch.tensor(int(differ), device=HOST), "max"):
         counts = " or ".join(str(len(each.rows.counted)) for each in best)
         raise ValueError(
-            f"values with {count} samples may be those of several loops, and {counts} of them count here; gather what "
-            "a loop has made before the next one begins, or pass valid_samples"
+            f"values with {count} samples may be those of several loops, and {counts} of them count here; gather the "
+            "outputs of a loop before the next one begins, or pass valid_samples"
         )
     best[0].loop.rows.gather(best[0].rows.end if len(best) == 1 else 0)
     return _counted_rows(values, best[0].rows.counted, count)
@@ -156,8 +156,8 @@ def _compare(count: int, known: list[Batch], recent: list[Loop], world: World) -
     if most < -1:
         counts = " or ".join(str(batch.samples) for batch in known)
         raise ValueError(
-            f"values with {count} samples lie in several batches, of which, on this rank or another, different rows "
-            f"count (here {counts}); gather those of each batch by themselves, or pass valid_samples"
+            f"values with {count} samples belong to several batches, of which, on this rank or another, different rows "
+            f"count (here {counts}); gather those of each batch separately, or pass valid_samples"
         )
     least_batches, most_batches, new, answers = (
         others[start : start + REMEMBERED] for start in range(0, len(others), REMEMBERED)

@@ -105,7 +105,7 @@ class PreparedModel(nn.Module):
             raise TypeError(
                 f"a copy of the prepared {self.engine.name} was asked for, and strategy='fsdp' has sharded it, which "
                 "torch does not copy; copy the model before prepare(), as AveragedModel(model) does, and prepare both: "
-                "model, average = accelerator.prepare(model, average); or take accelerator.state_dict(model)"
+                "model, average = accelerator.prepare(model, average); or use accelerator.state_dict(model)"
             )
         return copy.deepcopy(self.module, memo)
 

@@ -144,7 +144,7 @@ class PreparedObjects:
         is_ours = isinstance(each, PreparedModel | PreparedScheduler)
         if is_ours or each in _all_prepared or (each is not None and any(each is other for other in before)):
             raise ValueError(
-                f"the {name} at position {where} is prepared already; prepare each object once, and continue with what "
+                f"the {name} at position {where} is already prepared; prepare each object once, and continue with what "
                 "prepare() returned"
             )
         if is_metric(each):
@@ -166,7 +166,7 @@ class PreparedObjects:
             not isinstance(each, Iterable) or isinstance(each, str | bytes | torch.Tensor | Mapping)
         ):
             raise TypeError(
-                f"the object at position {where} is a {name}, which cannot be prepared; pass models, optimizers, "
+                f"the object at position {where} is of type {name}, which cannot be prepared; pass models, optimizers, "
                 "schedulers, DataLoaders, lists of them, or None"
             )
 
@@ -258,7 +258,7 @@ def _check_devices(where: str, module: nn.Module) -> None:
     if len(found) > 1:
         places = ", ".join(f"{name!r} on {device}" for device, name in found.items())
         raise ValueError(
-            f"the {type(module).__name__} at position {where} lies on {len(found)} devices ({places}); data-parallel "
+            f"the {type(module).__name__} at position {where} is on {len(found)} devices ({places}); data-parallel "
             "training keeps a whole replica on each device, so move it to one, or to the CPU, before prepare()"
         )
 

@@ -133,13 +133,13 @@ def _told_length(function: Any) -> int | None:
 
 
 def _describe_unknown_unit(scheduler: Any, total: int | None, lengths: Lengths, microbatches: int) -> str:
-    ends = "has no length that can be read" if total is None else f"ends after {total} steps"
+    ends = "has no readable length" if total is None else f"ends after {total} steps"
     steps, device_steps = lengths.steps(microbatches), lengths.device_steps(microbatches)
     counted = f" ({device_steps} steps of {microbatches} microbatches)" if microbatches > 1 else ""
     between = f"'device_step' if from {device_steps}, " if microbatches > 1 else ""
     ways = f"'batch' if it was built from {lengths.batches}, {between}'step' if from {steps}"
     return (
-        f"the {type(scheduler).__name__} {ends}, and it is not known what it counts: an epoch has {lengths.batches} "
+        f"the {type(scheduler).__name__} {ends}, and it is unknown what it counts: an epoch has {lengths.batches} "
         f"batches of the loader as you wrote it{counted}, and {steps} optimizer steps on these ranks; pass "
         f"Accelerator(schedule_unit=...): {ways}"
     )

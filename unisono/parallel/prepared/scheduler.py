@@ -54,7 +54,7 @@ class PreparedScheduler:
         was_asked = stepper.num_asked != self._asked
         if not was_asked and loop is not None:
             raise RuntimeError(
-                f"the {name} is stepped without an optimizer step since its last one; call step() once after each "
+                f"the {name} was stepped again without an optimizer step in between; call step() once after each "
                 "optimizer.step(), or once for each epoch"
             )
         if loop is not None and self._unit is None:
@@ -67,9 +67,9 @@ class PreparedScheduler:
         units = 1 if loop is None else stepper.taken.since(before, self._unit or "step")
         if self._end is not None and (self._epoch or 0) + units > self._end:
             raise RuntimeError(
-                f"the {name} ends after {self._end} steps, and the loop continues: it was taken for one that counts in "
-                f"units of schedule_unit={self._unit!r}; pass Accelerator(schedule_unit='step') if it counts the "
-                "optimizer steps of this run"
+                f"the {name} ends after {self._end} steps, and the loop continues: it was treated as counting in units "
+                f"of schedule_unit={self._unit!r}; pass Accelerator(schedule_unit='step') if it counts the optimizer "
+                "steps of this run"
             )
         for _ in range(units):
             self.scheduler.step(*args, **kwargs)
@@ -91,7 +91,7 @@ class PreparedScheduler:
         if not all(math.isclose(each, seen[0], rel_tol=_ROUNDING) or math.isnan(each) for each in seen):
             raise ValueError(
                 f"ReduceLROnPlateau got {own:g} on rank {world.rank}, and {min(seen):g} to {max(seen):g} on all ranks, "
-                "which would take different learning rates from then on; pass one value to all of them: "
+                "which would use different learning rates from then on; pass one value to all of them: "
                 "accelerator.reduce(loss), or a metric of what gather_for_metrics returns"
             )
         return seen[0]

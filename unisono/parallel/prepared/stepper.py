@@ -221,10 +221,9 @@ class Stepper:
             if not now.count and any(each.grad is not None for each in trained_parameters(self.optimizer)):
                 raise RuntimeError(
                     f"gradient_accumulation_steps={now.every} counts backward passes, and the gradients that the "
-                    f"{type(self.optimizer).__name__} finds were assigned by hand, as those of torch.autograd.grad "
-                    "are; let accelerator.backward(loss) leave them in .grad, or pass gradient_accumulation_steps=1 "
-                    "and step on each "
-                    "batch"
+                    f"{type(self.optimizer).__name__} finds were assigned by hand, for example from "
+                    "torch.autograd.grad; let accelerator.backward(loss) leave them in .grad, or pass "
+                    "gradient_accumulation_steps=1 and step on each batch"
                 )
             raise RuntimeError(
                 f"the {type(self.optimizer).__name__} was asked to step {count} times in a row, and never "
@@ -263,13 +262,12 @@ class Stepper:
 
     def _check_closure(self) -> None:
         if self._scaler is not None:
-            raise RuntimeError("mixed_precision='fp16' and a closure do not go together; take mixed_precision='bf16'")
+            raise RuntimeError("mixed_precision='fp16' and a closure cannot be combined; use mixed_precision='bf16'")
         if self._ledger.every > 1:
             raise RuntimeError(
-                f"gradient_accumulation_steps={self._ledger.every} and a closure do not go together: it would "
-                "compute the last "
-                "microbatch's gradients only; pass gradient_accumulation_steps=1, and go through the microbatches in "
-                "the closure"
+                f"gradient_accumulation_steps={self._ledger.every} and a closure cannot be combined: it would compute "
+                "only the last microbatch's gradients; pass gradient_accumulation_steps=1, and loop over the "
+                "microbatches in the closure"
             )
 
     def _reducing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -333,8 +331,8 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
         if asked and is_plain and not engine.is_held:
             raise RuntimeError(
                 f"the {type(optimizer).__name__} steps for the {engine.name} and was not prepared, so that "
-                f"{' and '.join(asked)} would do nothing: what an Accelerator does in a step, it does in those of the "
-                "optimizers that prepare() returns; prepare this one, too"
+                f"{' and '.join(asked)} would do nothing: an Accelerator acts in the steps of the optimizers that "
+                "prepare() returns; prepare this one, too"
             )
         if engine.is_held:
             raise RuntimeError(

@@ -60,8 +60,8 @@ class DDPStrategy(Flat):
     def check_clipping(self) -> None:
         if self.options.comm_hook == POST_LOCAL_SGD:
             raise ValueError(
-                f"comm_hook={POST_LOCAL_SGD!r} leaves each rank its own gradients, so they have no norm in common; "
-                "take another hook, or clip them by torch.nn.utils.clip_grad_norm_"
+                f"comm_hook={POST_LOCAL_SGD!r} leaves each rank its own gradients, so they have no common norm; use "
+                "another hook, or clip them by torch.nn.utils.clip_grad_norm_"
             )
 
 
@@ -160,7 +160,7 @@ def own_steps_contradict(what: str) -> str:
     """The error for an option that needs the gradients of all ranks at each step."""
     return (
         f"comm_hook={POST_LOCAL_SGD!r} and {what} contradict each other: between two averages each rank steps by its "
-        "own gradients, and this needs those of all ranks at each step; leave one of them out"
+        "own gradients, and this needs those of all ranks at each step; drop one of them"
     )
 
 
@@ -168,8 +168,8 @@ def failed_before(model: str) -> str:
     """The error for a backward pass after one which has failed, on this rank, while it reduced."""
     return (
         f"the backward pass before, through the {model}, has failed on this rank in the middle of its reduction, which "
-        "cannot be taken up again, and other ranks may wait in it; let the error end the run, or start again on all "
-        "ranks: accelerator.free_memory(), and prepare() (under strategy='fsdp' a new model)"
+        "cannot be resumed, and other ranks may be waiting in it; let the error end the run, or restart on all ranks: "
+        "accelerator.free_memory(), and prepare() (under strategy='fsdp' a new model)"
     )
 
 

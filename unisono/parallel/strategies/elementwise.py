@@ -31,26 +31,26 @@ def check_elementwise(optimizer: Optimizer, strategy: str, is_declared: bool, ta
     if kind in refused:
         what = "all parameters as one vector" if kind in _OVER_ALL else "each parameter as a whole"
         raise TypeError(
-            f"strategy={strategy!r} divides {cut} by ranks, and {type(optimizer).__name__} takes {what}; take "
-            "strategy='ddp', or an optimizer that treats each element for itself"
+            f"strategy={strategy!r} divides {cut} by ranks, and {type(optimizer).__name__} takes {what}; use "
+            "strategy='ddp', or an optimizer that treats each element separately"
         )
     if kind in _NOT_SHARDED and not takes_whole:
         raise TypeError(
-            f"strategy={strategy!r} keeps DTensors, and torch's {type(optimizer).__name__} cannot step for these; take "
+            f"strategy={strategy!r} keeps DTensors, and torch's {type(optimizer).__name__} cannot update these; use "
             "another optimizer, or strategy='zero1' or 'ddp'"
         )
     if not takes_whole and kind not in _FUSED and any(group.get("fused") for group in optimizer.param_groups):
         raise TypeError(
-            f"strategy={strategy!r} keeps DTensors, and {type(optimizer).__name__}(fused=True) cannot step for these; "
-            "make it with fused=False"
+            f"strategy={strategy!r} keeps DTensors, and {type(optimizer).__name__}(fused=True) cannot update these; "
+            "create it with fused=False"
         )
     if kind is None and not is_declared:
         named = {"zero1": "ZeRO1", "fsdp": "FSDP"}[strategy]
         raise TypeError(
-            f"strategy={strategy!r} divides {cut} by ranks, and {type(optimizer).__name__} is none of torch.optim's, "
-            "so that nobody knows whether it looks at several of them together, as a norm over all does; if it treats "
-            f"each element for itself, pass strategy=unisono.strategies.{named}(elementwise_optimizer=True), else take "
-            "strategy='ddp'"
+            f"strategy={strategy!r} divides {cut} by ranks, and {type(optimizer).__name__} is not one of "
+            "torch.optim's, so it is unknown whether it combines several of them, as a norm over all does; if it "
+            f"treats each element separately, pass strategy=unisono.strategies.{named}(elementwise_optimizer=True), "
+            "otherwise use strategy='ddp'"
         )
 
 

@@ -106,10 +106,9 @@ class Engine:
         """
         if torch.is_grad_enabled() and self._world.comm.size > 1:
             raise RuntimeError(
-                f"backward(create_graph=True) through the {self.name}: the gradients of "
-                f"{self._world.comm.size} ranks are added, which no graph goes through; take what is to be "
-                "differentiated again from torch.autograd.grad(..., create_graph=True), and call backward() on a loss "
-                "of it"
+                f"backward(create_graph=True) through the {self.name}: the gradients of {self._world.comm.size} ranks "
+                "are added, outside any graph; get what is to be differentiated again from torch.autograd.grad(..., "
+                "create_graph=True), and call backward() on a loss of it"
             )
         if self.is_reduced and self._ledger.is_mean and self._reduced_in is not self._ledger.step:
             self._set_aside()

@@ -103,18 +103,18 @@ class FSDPEngine(Engine):
         """Refuse one that is to give the gradients of parameters."""
         if any(is_taken_from(each) or is_left_at(each) for each in [*self._whole, *self._parts] if each.requires_grad):
             raise RuntimeError(
-                f"gradients of the {self.name} were asked for by torch.autograd.grad(loss, parameters), or "
+                f"gradients of the {self.name} were requested by torch.autograd.grad(loss, parameters), or "
                 "backward(inputs=parameters), and under strategy='fsdp' no rank has them as a whole; let "
-                "loss.backward() leave them in .grad, or take strategy='ddp'"
+                "loss.backward() leave them in .grad, or use strategy='ddp'"
             )
 
     def _refuse_graph(self, _: object) -> None:
         """Refuse gradients that get a graph: nobody will see when a backward pass comes to it."""
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"torch.autograd.grad(..., create_graph=True) through the {self.name}, none of whose inputs requires "
-                "a gradient: strategy='fsdp' cannot know when its parameters are to be gathered for the second "
-                "backward pass; take the gradient with respect to an input of the model, or take strategy='ddp'"
+                f"torch.autograd.grad(..., create_graph=True) through the {self.name}, none of whose inputs requires a "
+                "gradient: strategy='fsdp' cannot know when its parameters are to be gathered for the second backward "
+                "pass; take the gradient with respect to an input of the model, or use strategy='ddp'"
             )
 
     def _leave(self, gradient: torch.Tensor) -> None:
@@ -133,8 +133,7 @@ class FSDPEngine(Engine):
             raise RuntimeError(
                 f"a penalty on the parameters of the {self.name} has a backward pass of its own, and under "
                 f"strategy='fsdp' it would count in each of the gradient_accumulation_steps={self._ledger.every} "
-                "microbatches of a "
-                "step; let the optimizer add it (weight_decay=), or take strategy='ddp'"
+                "microbatches of a step; let the optimizer add it (weight_decay=), or use strategy='ddp'"
             )
 
     def refresh(self) -> None:
@@ -147,7 +146,7 @@ class FSDPEngine(Engine):
             shapes = ", ".join(str(list(each.shape)) for each in new)
             raise RuntimeError(
                 f"parameters of shapes {shapes} were put into the {self.name} after prepare(), and strategy='fsdp' has "
-                "sharded the others; put them in before, or take strategy='ddp'"
+                "sharded the others; add them before, or use strategy='ddp'"
             )
 
     def leaves(self) -> list[torch.Tensor]:
@@ -196,8 +195,8 @@ class FSDPEngine(Engine):
 
     def adopt(self, part: float) -> None:
         raise RuntimeError(
-            f"the gradients of the {self.name} were assigned by hand, and strategy='fsdp' reduces what backward passes "
-            "leave only; let loss.backward() leave them in .grad, or take strategy='ddp'"
+            f"the gradients of the {self.name} were assigned by hand, and strategy='fsdp' reduces only what backward "
+            "passes leave; let loss.backward() leave them in .grad, or use strategy='ddp'"
         )
 
     def reduce(self) -> None:

@@ -129,16 +129,16 @@ def _check_real(ddp: DistributedDataParallel) -> None:
     for name, parameter in ddp.module.named_parameters():
         if parameter.requires_grad and parameter.is_complex():
             raise ValueError(
-                f"comm_hook='powersgd' takes real gradients, and the parameter {name!r} is {parameter.dtype}; take "
-                "comm_hook=None, 'fp16' or 'bf16', which send complex numbers as pairs of real ones"
+                f"comm_hook='powersgd' supports real gradients only, and the parameter {name!r} is {parameter.dtype}; "
+                "use comm_hook=None, 'fp16' or 'bf16', which send complex numbers as pairs of real ones"
             )
 
 
 def _refuse_complex() -> NoReturn:
     """Newer ones put pairs of real numbers into the bucket."""
     raise ValueError(
-        f"torch {torch.__version__} reduces complex gradients wrongly behind a communication hook; take a newer one, "
-        "or real parameters and torch.view_as_complex in forward()"
+        f"torch {torch.__version__} reduces complex gradients wrongly after a communication hook; use a newer one, or "
+        "real parameters and torch.view_as_complex in forward()"
     )
 
 

@@ -37,7 +37,7 @@ class Rebinding:
             if tensor is not None and tensor.untyped_storage()._cdata != storage._cdata:
                 name = name_of(tensor, [tensor]) if attribute == "data" else f"gradient {place}"
                 raise RuntimeError(
-                    f"something, an optimizer's step say, has assigned `parameter.{attribute} = ...`, of {name}, and "
-                    f"strategy={strategy!r} continues with the memory that was there before; change it in place, "
-                    f"`parameter.{attribute}.copy_(...)`, or take strategy='ddp'"
+                    f"something, such as an optimizer's step, has assigned `parameter.{attribute} = ...`, of {name}, "
+                    f"and strategy={strategy!r} continues with the previous memory; change it in place, "
+                    f"`parameter.{attribute}.copy_(...)`, or use strategy='ddp'"
                 )

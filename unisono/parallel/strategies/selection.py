@@ -26,7 +26,7 @@ def options_of(strategy: Any) -> Choice:
         return strategy
     if not isinstance(strategy, str):
         kinds = ", ".join(each.__name__ for each in STRATEGIES.values())
-        raise TypeError(f"strategy={strategy!r} is a {type(strategy).__name__}; pass a name, or one of {kinds}")
+        raise TypeError(f"strategy={strategy!r} is of type {type(strategy).__name__}; pass a name, or one of {kinds}")
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r} does not exist; choose one of {', '.join(STRATEGIES)}")
     return STRATEGIES[strategy]()

@@ -97,7 +97,7 @@ def read_shards(directory: Path) -> dict[str, torch.Tensor]:
     reader = Reader(directory)
     found = reader.read_metadata().state_dict_metadata
     if not all(isinstance(each, TensorStorageMetadata) for each in found.values()):
-        raise DamagedCheckpointError(f"{directory} holds other things than tensors")
+        raise DamagedCheckpointError(f"{directory} holds objects other than tensors")
     state = {name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in found.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # one rank alone is what is meant
@@ -114,4 +114,4 @@ class _Metadata(pickle.Unpickler):
         found = vars(torch).get(name) if module == "torch" else None
         if isinstance(found, torch.dtype | torch.layout | torch.memory_format) or found is torch.Size:
             return found
-        raise DamagedCheckpointError(f"the metadata of a checkpoint names {module}.{name}, which is not run")
+        raise DamagedCheckpointError(f"the metadata of a checkpoint names {module}.{name}, which is not executed")

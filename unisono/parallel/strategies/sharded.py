@@ -93,8 +93,8 @@ def _mesh(world: World, options: FSDP) -> DeviceMesh:
     size, kept = world.world_size // options.replicas, options.reshard_after_forward
     if size * options.replicas != world.world_size or 1 == size < world.world_size:
         raise ValueError(
-            f"FSDP(replicas={options.replicas}) makes no equal groups of several of the {world.world_size} ranks; pass "
-            "a divisor, or take strategy='ddp', where each rank has all parameters"
+            f"FSDP(replicas={options.replicas}) cannot divide the {world.world_size} ranks into equal groups of "
+            "several; pass a divisor, or use strategy='ddp', where each rank has all parameters"
         )
     if kept is not None and not isinstance(kept, bool) and (kept < 1 or size % kept):
         raise ValueError(
@@ -120,11 +120,11 @@ def check_shardable(trained: nn.Module, units: _Classes | None = None) -> None:
         ValueError: the model is sharded already, or parameters of one unit that are trained differ in type.
     """
     if is_sharded(trained):
-        raise ValueError(f"the {type(trained).__name__} is sharded already; shard a model once")
+        raise ValueError(f"the {type(trained).__name__} is already sharded; shard a model once")
     if layers := sparse_layers(trained):
         raise ValueError(
             f"strategy='fsdp' reduces dense gradients only, and the layer {layers[0]!r} of the "
-            f"{type(trained).__name__} has sparse=True; make it with sparse=False, or take strategy='ddp' or 'zero1'"
+            f"{type(trained).__name__} has sparse=True; make it with sparse=False, or use strategy='ddp' or 'zero1'"
         )
     for unit, own in _own_parameters([*units_of(trained, units), trained]):
         _check_types(trained, unit, own)
@@ -327,7 +327,7 @@ def _check_types(model: nn.Module, unit: nn.Module, own: Sequence[nn.Parameter])
         shown = " and ".join(f"{name!r} is {dtype}" for dtype, name in first.items())
         raise ValueError(
             f"strategy='fsdp' reduces the gradients of a unit in one type, and in the {type(unit).__name__} {shown}; "
-            "give them one type (mixed_precision= computes in another one), or take strategy='ddp'"
+            "give them one type (mixed_precision= computes in another one), or use strategy='ddp'"
         )
 
 
@@ -337,5 +337,5 @@ def _check_finding() -> None:
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         raise ValueError(
             f"find_unused_parameters=True with strategy='fsdp' needs a newer torch than {torch.__version__}; use all "
-            "parameters on all ranks, or take strategy='ddp'"
+            "parameters on all ranks, or use strategy='ddp'"
         )

@@ -19,13 +19,13 @@ class SPMDStrategy(Flat):
         if world.world_size > 1:
             raise ValueError(
                 f"strategy='spmd' is one program that has all devices, and this is rank {world.rank} of "
-                f"{world.world_size}; call it in a plain script, or take strategy='ddp' here"
+                f"{world.world_size}; call it in a plain script, or use strategy='ddp' here"
             )
 
     @classmethod
     def enter(cls, backend: Backend, device: torch.device) -> None:
         if reason := backend.unsupported_reason("spmd"):
-            raise ValueError(f"strategy='spmd' does not go with {device}: {reason}")
+            raise ValueError(f"strategy='spmd' does not work with {device}: {reason}")
         backend.spread()
 
 

@@ -250,19 +250,19 @@ def _check_owned(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
     for place, parameter in enumerate(parameters_of(optimizer)):
         if parameter not in owned:
             raise ValueError(
-                f"parameter {place} of the {type(optimizer).__name__}, shape {list(parameter.shape)}, is of none of "
-                f"the {len(models)} models; pass the models that it trains, and after sharding a model let the "
-                "optimizer point to its new parameters"
+                f"parameter {place} of the {type(optimizer).__name__}, shape {list(parameter.shape)}, belongs to none "
+                f"of the {len(models)} models; pass the models that it trains, and after sharding a model make the "
+                "optimizer use its new parameters"
             )
 
 
 def _check_groups(groups: Sequence[Mapping[str, Any]] | None, optimizer: Optimizer) -> None:
     if groups is None:
-        raise ValueError("rank zero has passed no optimizer's state; pass what optimizer_state gave, or state_dict()")
+        raise ValueError("rank zero has passed no optimizer state; pass what optimizer_state returned, or state_dict()")
     saved = [len(group["params"]) for group in groups]
     own = [len(group["params"]) for group in optimizer.param_groups]
     if saved != own:
         raise ValueError(
             f"the state is of groups of {saved} parameters, and the {type(optimizer).__name__} has groups of {own}; "
-            "make the optimizer over the same parameters, in the same groups and order, as the one that was saved"
+            "make the optimizer for the same parameters, in the same groups and order, as the one that was saved"
         )

@@ -86,7 +86,7 @@ def _check_plain(model: nn.Module) -> None:
         if isinstance(part, DistributedDataParallel | nn.DataParallel):
             raise ValueError(
                 f"the {type(model).__name__} cannot be prepared: {where} is wrapped in {type(part).__name__}, which "
-                "reduces gradients by itself; pass the model that is inside (its .module), and prepare() does what the "
+                "reduces gradients by itself; pass the model inside it (its .module), and prepare() does what the "
                 "wrapper is for"
             )
         if sharded_before and isinstance(part, sharded_before):
@@ -96,6 +96,6 @@ def _check_plain(model: nn.Module) -> None:
 
 
 _SHARDED = (
-    "the {} cannot be prepared: {} was sharded by {}, which knows nothing of what each rank's gradients weigh; pass "
-    "the model as it was before, with Accelerator(strategy='fsdp'), and prepare() shards it"
+    "the {} cannot be prepared: {} was sharded by {}, which does not know the weights of the ranks' gradients; pass "
+    "the model as it was before sharding, with Accelerator(strategy='fsdp'), and prepare() shards it"
 )

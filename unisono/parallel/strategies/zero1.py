@@ -142,14 +142,14 @@ def check_divisible(optimizer: Optimizer) -> None:
     """
     name = type(optimizer).__name__
     if is_divided(optimizer):
-        raise TypeError("the optimizer is a ZeroRedundancyOptimizer already; pass the plain one, such as AdamW")
+        raise TypeError("the optimizer is already a ZeroRedundancyOptimizer; pass the plain one, such as AdamW")
     parameters = parameters_of(optimizer)
     for place, parameter in enumerate(parameters):
         if parameter.dtype != parameters[0].dtype:
             raise ValueError(
                 f"strategy='zero1' divides parameters of one type by ranks, and parameter 0 of the {name} is "
                 f"{parameters[0].dtype}, parameter {place} is {parameter.dtype}; give them one type (mixed_precision= "
-                "computes in another one), or take strategy='ddp'"
+                "computes in another one), or use strategy='ddp'"
             )
         if is_distributed(parameter) or parameter.layout is not torch.strided:
             kind = "a DTensor" if is_distributed(parameter) else parameter.layout

@@ -17,7 +17,9 @@ import torch
 from unisono.backends import get_backend
 from unisono.compat.absent import refuse
 
-_ENGINES = "DeepSpeed, Megatron-LM, pipelines and tensor parallelism are not joined; unisono.Accelerator has strategy="
+_ENGINES = (
+    "DeepSpeed, Megatron-LM, pipelines and tensor parallelism are not supported; unisono.Accelerator has strategy="
+)
 _FP8 = "mixed_precision is 'no', 'fp16' or 'bf16'"
 _INSTEAD = {
     "DeepSpeedPlugin": _ENGINES,
@@ -30,7 +32,7 @@ _INSTEAD = {
     "TERecipeKwargs": _FP8,
     "MSAMPRecipeKwargs": _FP8,
     "FP8RecipeKwargs": _FP8,
-    "BnbQuantizationConfig": "models are trained in the precision that they have; quantise before prepare()",
+    "BnbQuantizationConfig": "models are trained in the precision they have; quantise before prepare()",
     "SageMakerDistributedType": "SageMaker starts torchrun, whose world is joined",
 }
 

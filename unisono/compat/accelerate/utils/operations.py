@@ -26,9 +26,9 @@ DistributedOperationException = UnisonoError
 continues."""
 
 _INSTEAD = {
-    "GatheredParameters": "it is DeepSpeed's, which is not joined",
+    "GatheredParameters": "it belongs to DeepSpeed, which is not supported",
     "initialize_tensors": "call broadcast_object_list, or unisono.broadcast(tensor)",
-    "get_data_structure": "ranks compare structures by themselves before they send",
+    "get_data_structure": "ranks compare structures themselves before they send",
 }
 
 
@@ -197,7 +197,6 @@ class _Cut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> NoReturn:
         raise RuntimeError(
-            f"a backward pass has come to what {ctx.name}() returned, which has no gradient: Accelerate would leave it "
-            "out in silence; call unisono.functional.all_gather or all_reduce for a result with a gradient, or "
-            "detach() it"
+            f"a backward pass has come to what {ctx.name}() returned, which has no gradient: Accelerate would silently "
+            "drop it; call unisono.functional.all_gather or all_reduce for a result with a gradient, or detach() it"
         )

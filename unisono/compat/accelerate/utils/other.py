@@ -86,7 +86,7 @@ def str_to_bool(value: str) -> int:
         return 1
     if value.lower() in ("n", "no", "f", "false", "off", "0"):
         return 0
-    raise ValueError(f"{value!r} is neither yes nor no; write one of y, yes, t, true, on, 1, n, no, f, false, off, 0")
+    raise ValueError(f"{value!r} is neither yes nor no; pass one of y, yes, t, true, on, 1, n, no, f, false, off, 0")
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:

@@ -12,7 +12,7 @@ from unisono.compat.absent import refuse
 
 def __getattr__(name: str) -> Any:
     scaling = (
-        "bfloat16, which autocast takes here, needs no loss scaling; for float16, Accelerator(mixed_precision='fp16')"
+        "bfloat16, which autocast uses here, needs no loss scaling; for float16, Accelerator(mixed_precision='fp16')"
     )
     refuse(__name__, name, {"GradScaler": scaling})
 

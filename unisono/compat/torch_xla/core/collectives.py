@@ -84,7 +84,7 @@ def _reduced(
 ) -> torch.Tensor:
     _check_scaled(tensor, scale)
     if reduce_type in (REDUCE_AND, REDUCE_OR) and (tensor.is_floating_point() or tensor.is_complex()):
-        raise TypeError(f"all_reduce of {tensor.dtype} has no {reduce_type!r}; convert to a whole number or to bool")
+        raise TypeError(f"all_reduce of {tensor.dtype} has no {reduce_type!r}; convert to an integer type or to bool")
     if group is None and reduce_type in _OPS:
         result = collectives.all_reduce(tensor.detach().clone(), _OPS[reduce_type], world)
     else:
@@ -180,7 +180,7 @@ def reduce_scatter(
     world = current_world()
     group = own_group(groups, world) or list(range(world.world_size))
     if shard_count != len(group):
-        raise ValueError(f"shard_count={shard_count}, but {len(group)} replicas get a part each; pass their number")
+        raise ValueError(f"shard_count={shard_count}, but {len(group)} replicas get one part each; pass their number")
 
     def scattered(tensor: torch.Tensor) -> torch.Tensor:
         size = tensor.shape[scatter_dim]
@@ -253,7 +253,7 @@ def own_group(groups: Groups, world: World) -> list[int] | None:
     if not groups:
         return None
     if not all(isinstance(group, Sequence) and not isinstance(group, str) for group in groups):
-        raise TypeError(f"groups={groups!r} is no list of lists of ordinals, as in [[0, 1], [2, 3]]")
+        raise TypeError(f"groups={groups!r} is not a list of lists of ordinals, as in [[0, 1], [2, 3]]")
     members = [rank for group in groups for rank in group]
     if sorted(members) != list(range(world.world_size)):
         raise ValueError(
@@ -313,7 +313,7 @@ def optimizer_step(
         current_world().state.part(steps.ByHand).brings_batches = True
         result = steps.optimizer_step(optimizer, optimizer_args=optimizer_args)
     elif optimizer_args.get("closure") is not None:
-        raise ValueError("optimizer_step(groups=...) reduces once, before the closure; leave out one of them")
+        raise ValueError("optimizer_step(groups=...) reduces once, before the closure; pass only one of them")
     else:
         reduce_gradients(optimizer, groups)
         result = optimizer.step(**optimizer_args)

@@ -35,7 +35,7 @@ def rendezvous(tag: str, payload: bytes | str = b"", replicas: Sequence[int] = (
         BrokenWorldError: a peer failed or departed.
     """
     if not isinstance(payload, bytes | bytearray | str):
-        raise TypeError(f"payload={payload!r} is a {type(payload).__name__}; pass bytes, or use mesh_reduce")
+        raise TypeError(f"payload={payload!r} is of type {type(payload).__name__}; pass bytes, or use mesh_reduce")
     world = current_world()
     own = _checked_replicas(replicas, world)
     found = all_gather_object((tag, own, payload.encode() if isinstance(payload, str) else bytes(payload)), world)

@@ -24,7 +24,9 @@ class RateTracker:
         if smooth_factor is None:
             smooth_factor = getenv_as("RATE_TRACKER_SMOOTHING", float, SMOOTH_FACTOR)
         if not 0 <= smooth_factor <= 1:
-            raise ValueError(f"smooth_factor={smooth_factor} is no part; pass a number from 0 (not smoothed) to 1")
+            raise ValueError(
+                f"smooth_factor={smooth_factor} is not a fraction; pass a number from 0 (not smoothed) to 1"
+            )
         self._smooth_factor = smooth_factor
         self._began = self._last_time = time.monotonic()
         self._total = self._last_total = 0.0

@@ -98,7 +98,7 @@ def add_step_closure(closure: Callable[..., Any], args: Sequence[Any] = (), run_
         TypeError: `closure` is not callable.
     """
     if not callable(closure):
-        raise TypeError(f"closure={closure!r} is a {type(closure).__name__}; pass a function")
+        raise TypeError(f"closure={closure!r} is of type {type(closure).__name__}; pass a function")
     state = current_world().state
     (state.part(_Beside).added if run_async else state.part(_Closures)).append(partial(closure, *args))
 

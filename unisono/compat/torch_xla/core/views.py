@@ -22,8 +22,8 @@ def check_view_sharing(obj: Any) -> None:
         owner = owners.setdefault(tensor.untyped_storage()._cdata, tensor)
         if owner is not tensor:
             raise RuntimeError(
-                f"tensors of shape {tuple(owner.shape)} and {tuple(tensor.shape)} share memory, and would be apart "
-                "once they are moved; clone() one of them, or move what they are views of"
+                f"tensors of shape {tuple(owner.shape)} and {tuple(tensor.shape)} share memory, and would no longer "
+                "share it after a move; clone() one of them, or move the tensor that they are views of"
             )
 
     for_each_instance(obj, lambda part: isinstance(part, torch.Tensor), check)

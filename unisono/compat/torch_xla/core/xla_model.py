@@ -50,7 +50,9 @@ from unisono.compat.torch_xla.core.steps import mark_step as mark_step
 from unisono.compat.torch_xla.core.views import ToXlaTensorArena as ToXlaTensorArena
 from unisono.compat.torch_xla.core.views import check_view_sharing as check_view_sharing
 
-_NO_MODEL_PARALLELISM = "it moves parts of a model between devices, and this framework runs whole models side by side"
+_NO_MODEL_PARALLELISM = (
+    "it moves parts of a model between devices, and this framework runs whole models, one per device"
+)
 
 _INSTEAD = {
     "all_to_all": f"{_NO_MODEL_PARALLELISM}; all_gather gives every replica all parts",
@@ -59,7 +61,7 @@ _INSTEAD = {
     "get_memory_info": "unisono.gather_report() has each rank's memory",
     "parse_xla_device": "a torch.device has `type` and `index`",
     "xla_rendezvous": "call rendezvous, for all replicas or for groups of them",
-    "optimization_barrier_": "nothing is reordered over a step's end, which mark_step() makes",
+    "optimization_barrier_": "nothing is reordered across the end of a step, which mark_step() marks",
 }
 
 

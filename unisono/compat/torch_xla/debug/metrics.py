@@ -33,7 +33,7 @@ class _Cleared:
 
 
 def __getattr__(name: str) -> Any:
-    refuse(__name__, name, {"executed_fallback_ops": "nothing falls back here: an operation runs, or is an error"})
+    refuse(__name__, name, {"executed_fallback_ops": "nothing falls back here: an operation runs, or raises an error"})
 
 
 def counter_names() -> list[str]:

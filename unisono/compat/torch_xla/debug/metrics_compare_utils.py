@@ -13,7 +13,9 @@ _COUNTER = re.compile(r"Counter: (.+?)\s+Value: (\d+)")
 
 
 def __getattr__(name: str) -> Any:
-    refuse(__name__, name, {"compare_metrics": "compare the numbers that parse_metrics_report gives, by your own rule"})
+    refuse(
+        __name__, name, {"compare_metrics": "compare the numbers that parse_metrics_report returns, by your own rule"}
+    )
 
 
 def parse_metrics_report(report: str) -> dict[str, float]:

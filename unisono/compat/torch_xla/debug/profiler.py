@@ -18,7 +18,7 @@ from unisono.compat.torch_xla.core.steps import mark_step
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_LOCAL = "a replica traces itself: start_trace(folder) before the steps in question, stop_trace() behind them"
+_LOCAL = "a replica traces itself: start_trace(folder) before the steps in question, stop_trace() after them"
 
 _running: tuple[torch.profiler.profile, Path] | None = None  # torch has one profiler per process
 
@@ -81,7 +81,7 @@ def start_trace(log_dir: str | os.PathLike[str]) -> None:
     """
     global _running
     if _running is not None:
-        raise RuntimeError("a trace is being recorded in this process already; call stop_trace() first")
+        raise RuntimeError("a trace is already being recorded in this process; call stop_trace() first")
     profile = torch.profiler.profile()
     profile.start()
     _running = profile, Path(log_dir)

@@ -39,7 +39,7 @@ class DataParallel(native.DataParallel):
         The batches of an incomplete last round are dropped.
         """
         if not callable(loop_fn):
-            raise TypeError(f"loop_fn={loop_fn!r} is a {type(loop_fn).__name__}; pass a function")
+            raise TypeError(f"loop_fn={loop_fn!r} is of type {type(loop_fn).__name__}; pass a function")
 
         @wraps(loop_fn)
         def loop(model: nn.Module, batches: DeviceIterator, device: torch.device, context: Context) -> T:

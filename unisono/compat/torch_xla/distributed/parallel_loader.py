@@ -196,7 +196,7 @@ def _checked(batches_per_execution: int, input_sharding: Any) -> int:
     if input_sharding is not None:
         raise ValueError(
             "input_sharding is for one program over all devices, which is unisono.Accelerator(strategy='spmd'); leave "
-            "it out, and each device gets batches of its own"
+            "it out, and each device gets its own batches"
         )
     return batches_per_execution
 
