@@ -1,4 +1,4 @@
-"""Ratios from interleaved blocks: on a noisy machine only what runs side by side can be compared."""
+"""Ratios from interleaved blocks: on a noisy machine only variants that run close together can be compared."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def ratio_line(name: str, ours: Sequence[float], theirs: Sequence[float]) -> str
 
 
 def interleave(variants: Mapping[str, Callable[[], float]], blocks: int, warm_up: int = 1) -> dict[str, list[float]]:
-    """What the variants return, block by block; each block runs all of them once, every second one backwards.
+    """The results of the variants, block by block; each block runs all of them once, every second one in reverse order.
 
     Args:
-        warm_up: so many blocks more are run first, and not counted.
+        warm_up: the number of additional blocks that run first and are not counted.
     """
     results: dict[str, list[float]] = {name: [] for name in variants}
     for block in range(-warm_up, blocks):
@@ -32,6 +32,6 @@ def interleave(variants: Mapping[str, Callable[[], float]], blocks: int, warm_up
 
 
 def conditions() -> str:
-    """What a figure depends on beside the code: `make bench` is not alone on every machine."""
+    """The conditions on which a figure depends: other programs may run next to `make bench`."""
     load = ", ".join(f"{average:.1f}" for average in os.getloadavg())
     return f"torch {torch.__version__}, {os.cpu_count()} cores, load {load} (1, 5 and 15 minutes)"

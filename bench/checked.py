@@ -1,9 +1,9 @@
-"""What the checks cost per step: `check_replicas`, `should_stop` and compared collectives against a step without.
+"""The cost of checks per step: `check_replicas`, `should_stop` and compared collectives against a step without them.
 
     python bench/checked.py [--blocks 20] [--steps 20] [--workers 2]
 
-N worker processes train a small convolutional network on batches that lie ready. All variants run in the same workers,
-in turns of some steps. Ratios are with / without: nearer to 1 is cheaper.
+N worker processes train a small convolutional network on batches in memory. All variants run in the same workers and
+alternate every few steps. Ratios are with / without: nearer to 1 is cheaper.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def build_model() -> nn.Module:
 
 
 def training_step(world: World, after: Callable[[nn.Module], object] = lambda model: None) -> Step:
-    """One step of a network of its own, in that world, with a check at its end."""
+    """One step of a separate network, in that world, with a check at its end."""
     model = build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     images, labels = torch.rand(32, 1, 28, 28), torch.randint(10, (32,))
@@ -71,14 +71,14 @@ def build_variants(world: World) -> dict[str, Step]:
 
 
 class _Unchecked(ProcessCommunicator):
-    """Nobody compares what ranks do."""
+    """The calls of ranks are not compared."""
 
     def _enter(self, call: Entry) -> None:
         self.num_calls += 1
 
 
 def block_of(world: World, step: Step, steps: int) -> Callable[[], float]:
-    """Seconds per step of some steps, which all ranks begin and end together."""
+    """Seconds per step, over some steps that all ranks begin and end together."""
 
     def block() -> float:
         world.comm.barrier()
@@ -95,7 +95,7 @@ def measure(index: int, blocks: int, steps: int) -> Mapping[str, list[float]]:
     """Seconds per step of each variant, block by block."""
     world = current_world()
     torch.set_num_threads(1)
-    logging.getLogger("unisono").setLevel(logging.ERROR)  # that the batches come from no loader is meant so
+    logging.getLogger("unisono").setLevel(logging.ERROR)  # batches from no loader are intended here
     variants = {name: block_of(world, step, steps) for name, step in build_variants(world).items()}
     return interleave(variants, blocks)
 

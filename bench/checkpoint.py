@@ -1,11 +1,12 @@
-"""How long a checkpoint holds the loop, how large it is, and how soon a killed run takes its next step.
+"""How long a checkpoint blocks the loop, how large it is, and how soon a killed run takes its next step.
 
     python bench/checkpoint.py [--rounds 9] [--megabytes 256] [--directory DIR]
 
-The state is a model with AdamW's. The loop is held by an asynchronous `Checkpointer.save()`, by a plain `torch.save` of
-the same state, and by torch.distributed.checkpoint's `async_save` (on CUDA it keeps its memory, too); each
-begins when the one before has been written. Restarts: rank 1 of two kills itself with SIGKILL, and the group loads, by
-`load_state` or by lines of hand around `torch.load`, and steps. Ratios are ours / theirs: smaller is faster.
+The state is that of a model with AdamW. The loop is blocked by an asynchronous `Checkpointer.save()`, by a plain
+`torch.save` of the same state, and by torch.distributed.checkpoint's `async_save` (on CUDA it keeps its memory, too);
+each begins when the previous one has been written. Restarts: rank 1 of two kills itself with SIGKILL; the group
+loads, by `load_state` or by hand-written code around `torch.load`, and takes a step. Ratios are ours / theirs: smaller
+is faster.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from unisono import Accelerator, Checkpointer, barrier, current_world, is_rank_z
 
 
 def build(megabytes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model whose parameters, with the state of AdamW, have so many megabytes."""
-    layers = max(1, round(megabytes / 12))  # of 4 MB, and twice that in the optimizer
+    """A model whose parameters, together with the state of AdamW, have this many megabytes."""
+    layers = max(1, round(megabytes / 12))  # 4 MB each, and twice that in the optimizer
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(layers)))
     optimizer = torch.optim.AdamW(model.parameters())
     for each in model.parameters():
@@ -57,7 +58,7 @@ def size_of(path: Path) -> int:
 
 
 def hold_the_loop(megabytes: int, rounds: int, root: Path) -> None:
-    """Print by how much less an asynchronous save holds the loop."""
+    """Print how long an asynchronous save blocks the loop, relative to the others."""
     model, optimizer = build(megabytes)
     checkpointer = Checkpointer(root / "ours", keep=1, model=model, optimizer=optimizer)
     writer = FileSystemWriter(root / "dcp", cache_staged_state_dict=torch.cuda.is_available())
@@ -139,7 +140,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, help="on the disk that is measured; else the temporary directory")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
-    logging.disable(logging.ERROR)  # each death is told of
+    logging.disable(logging.ERROR)  # each death is logged
     print(f"checkpoints of {arguments.megabytes} MB, {conditions()}")
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
         hold_the_loop(arguments.megabytes, arguments.rounds, Path(directory))

@@ -1,9 +1,9 @@
-"""How soon the caller of `spawn` knows of a failure, in seconds, while the other ranks are in a collective.
+"""How soon the caller of `spawn` is notified of a failure, in seconds, while the other ranks are in a collective.
 
     python bench/failures.py [--rounds 10] [--workers 2 8]
 
 `raise`: rank 1 raises, and the time ends where `spawn` raises its exception in the caller. `SIGKILL`: the same for a
-rank that is killed. Beside them, torch.multiprocessing.spawn and torchrun (to the end of its process). Ratios are ours
+rank that is killed. The peers are torch.multiprocessing.spawn and torchrun (until its process ends). Ratios are ours
 / theirs: smaller is sooner.
 """
 

@@ -1,10 +1,10 @@
-"""How long until the first batch comes: at the beginning of an epoch, and where a run continues late in one.
+"""The time to the first batch: at the beginning of an epoch, and when a run resumes late in one.
 
     python bench/first_batch.py [--blocks 15] [--samples 10000000] [--peer-samples 500000]
 
-Beginning: `next(iter(loader))` over batches that cost some milliseconds, for the loaders of bench/overhead.py.
-Going on: over a shuffled dataset of so many samples, from the state behind 90 % of it, less what it takes from 0; for
-torchdata's StatefulDataLoader, and for a DataLoader whose first batches are read and dropped, over fewer samples.
+Beginning: `next(iter(loader))` over batches that take milliseconds to make, for the loaders of bench/overhead.py.
+Resuming: over a shuffled dataset of that many samples, from the state after 90 % of it, minus the time from 0; for
+torchdata's StatefulDataLoader, and for a DataLoader whose first batches are read and discarded, over fewer samples.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def report_beginning(blocks: int) -> None:
 
 
 class Fast(Numbers):
-    """Numbers that are fetched by the batch, so that a state late in the epoch is soon reached."""
+    """Numbers that are fetched by the batch, so that a late position in the epoch is reached quickly."""
 
     def __getitems__(self, indices: list[int]) -> torch.Tensor:
         return torch.tensor(indices)
@@ -67,7 +67,7 @@ def shuffled(samples: int, kind: Any = DataLoader, batch_size: int = BATCH_SIZE)
 
 
 def resuming_unisono(samples: int) -> dict[str, Callable[[], float]]:
-    """The first batch from the state behind 90 % of an epoch, and from 0."""
+    """The first batch from the state after 90 % of an epoch, and from 0."""
     large = DeviceLoader(shuffled(samples, batch_size=samples // 100), "cpu")
     beginning = large.state_dict()
     epoch = iter(large)

@@ -2,8 +2,8 @@
 
     python bench/idle_memory.py [--rounds 3] [--workers 8]
 
-PSS: what processes share is counted once, in parts, so the sum over the workers is what they take of the machine. What
-stands beside them, the zygote's own PSS or torchrun's agent, is counted with them. Ratios are ours / theirs.
+PSS divides shared memory among the processes that share it, so the sum over the workers is their use of the machine.
+Helper processes, the zygote or torchrun's agent, are included. Ratios are ours / theirs.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ import unisono
 
 
 class Lounge:
-    """Where workers say that they idle, and stay until they may go: two named pipes."""
+    """Two named pipes by which workers report that they are idle, and wait until they may exit."""
 
     def __init__(self, directory: str) -> None:
         self.arrivals, self.exit = Path(directory) / "arrivals", Path(directory) / "exit"
         for path in (self.arrivals, self.exit):
-            if not path.exists():  # the caller makes them, before there are workers
+            if not path.exists():  # the caller creates them, before the workers start
                 os.mkfifo(path)
 
     @contextmanager
     def opened(self, count: int) -> Iterator[None]:
-        """Wait until `count` workers idle; they may go when the block ends."""
+        """Wait until `count` workers are idle; they may exit when the block ends."""
         arrivals, leave = (os.open(path, os.O_RDWR) for path in (self.arrivals, self.exit))
         try:
             for _ in range(count):
@@ -48,7 +48,7 @@ class Lounge:
             os.write(leave, count * b".")
 
     def idle(self) -> None:
-        """A worker's part."""
+        """The part of a worker."""
         dist.barrier()
         with self.arrivals.open("wb", buffering=0) as file:
             file.write(b".")
@@ -68,7 +68,7 @@ def torch_worker(index: int, count: int, directory: str) -> None:
 
 
 def pss_below(process: psutil.Process) -> float:
-    """MiB of all processes below it."""
+    """MiB of all its descendants."""
     return sum(each.memory_full_info().pss for each in process.children(recursive=True)) / 2**20
 
 

@@ -66,7 +66,7 @@ def warm_unisono(count: int) -> float:
 
 
 def cold_unisono(count: int) -> float:
-    """The first spawn of a fresh process, which pays for the zygote; importing is not counted, as for mp.spawn."""
+    """The first spawn of a fresh process, with the start of the zygote, without imports, as for mp.spawn."""
     output = subprocess.run([sys.executable, "-c", COLD, str(count)], capture_output=True, text=True, check=True).stdout
     return float(output)
 

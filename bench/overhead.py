@@ -1,4 +1,4 @@
-"""What a loader costs per batch where the data cost nearly nothing: DeviceLoader against the loaders that it replaces.
+"""The overhead of a loader per batch, with nearly free data: DeviceLoader against the loaders that it replaces.
 
     python bench/overhead.py [--blocks 30] [--batches 500] [--workers 0 2]
 
@@ -32,7 +32,7 @@ Step = Callable[[Any], None]
 
 
 class Numbers(Dataset[int]):
-    """The least that a dataset can do."""
+    """The cheapest possible dataset."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -45,7 +45,7 @@ class Numbers(Dataset[int]):
 
 
 class Rows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """The same rows as a TensorDataset, in a dataset of one's own: each sample is fetched and collated."""
+    """The same rows as a TensorDataset, in a user-defined dataset: each sample is fetched and collated."""
 
     def __init__(self, tensors: TensorDataset) -> None:
         self._inputs, self._labels = tensors.tensors
@@ -62,7 +62,7 @@ def no_step(batch: Any) -> None:
 
 
 def small_step() -> Step:
-    """The training step of a small model: many short calls that take turns with whoever else holds the GIL."""
+    """The training step of a small model: many short calls that compete with other threads for the GIL."""
     model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
@@ -76,7 +76,7 @@ def small_step() -> Step:
 
 
 def loaders(dataset: Dataset[Any], workers: int, keep_workers: bool = True) -> dict[str, Iterable[Any]]:
-    """Our loader, with and without reading ahead, the bare one, and those of the peers that are installed."""
+    """Our loader, with and without prefetching, the bare one, and those of the installed peers."""
     is_kept = keep_workers and workers > 0
 
     def bare() -> DataLoader[Any]:
@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=500)
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 2])
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # more do not help batches of this size
+    torch.set_num_threads(1)  # more do not help for batches of this size
     length = arguments.batches * BATCH_SIZE
     tensors = TensorDataset(torch.rand(length, 8), torch.randint(10, (length,)))
     rows = Rows(tensors)

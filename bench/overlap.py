@@ -3,10 +3,10 @@
     python bench/overlap.py [--blocks 20] [--batches 40]
 
 The source hashes a buffer for each batch, and so does the step: real work, one thread each, without the GIL. Each block
-times both alone, side by side in two bare threads, in a DataLoader's loop with no loader workers, one after the other,
+times both alone, concurrently in two bare threads, in a DataLoader's loop with no loader workers, one after the other,
 and in DeviceLoader's loop. 1 is a perfect overlap: the slower of the two alone, and once per epoch the other, since
-nothing is computed while the first batch is loaded. A block tells nothing if the machine had no second core to give, so
-those in which the bare threads overlapped are shown by themselves, too.
+nothing is computed while the first batch is loaded. A block is meaningless without a second core, so the blocks in
+which the bare threads overlapped are also shown separately.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def hash_units(units: int, size: int = UNIT) -> None:
 
 
 class Hashes(Dataset[torch.Tensor]):
-    """Each item costs `units` of work over so many bytes."""
+    """Each item costs `units` of work over that many bytes."""
 
     def __init__(self, length: int, units: int, size: int = UNIT) -> None:
         self._length = length

@@ -1,9 +1,9 @@
-"""What a loader holds, over an epoch with a loop that is slower than its source: the bytes against `prefetch_bytes`.
+"""The bytes that a loader holds, over an epoch with a loop that is slower than its source, against `prefetch_bytes`.
 
     python bench/prefetch_bytes.py [--batches 60] [--picture docs/images/prefetch_bytes.png]
 
-The source books each batch when it makes it and when the last reference to it goes. At most there live: what may wait,
-one batch in the reader's hands, whose size no bound can know before it is made, and one in the loop's.
+The source records each batch when it creates it and when the last reference to it is dropped. The upper limit is the
+bound itself, plus one batch in the reader, whose size is unknown before it is made, and one in the loop.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STEP_BYTES = 24 * MIB  # hashed by each step: slower than filling a batch
 
 
 class Case(NamedTuple):
-    """How a loader is bounded: by bytes (in MiB), or by the numbers of batches of its two stages alone."""
+    """How a loader is bounded: by bytes (in MiB), or only by the numbers of batches in its two stages."""
 
     prefetch_mib: int | None
     loader_prefetch_size: int = 8
@@ -36,7 +36,7 @@ class Case(NamedTuple):
 
     @property
     def most_mib(self) -> int:
-        """What may live: what may wait, which may be one large batch, and one each in the reader's and loop's hands."""
+        """The upper limit: the bound, or one larger batch, plus one batch each in the reader and in the loop."""
         if self.prefetch_mib is not None:
             return max(self.prefetch_mib, LARGEST) + 2 * LARGEST
         return (self.loader_prefetch_size + self.device_prefetch_size + 1) * LARGEST + 2 * LARGEST
@@ -53,10 +53,10 @@ DRAWN = [Case(None), Case(48), Case(24), Case(12)]
 
 
 class Books:
-    """The batches of a source, of unequal sizes, and what lives of them.
+    """The batches of a source, of unequal sizes, and the bytes of those alive.
 
     Attributes:
-        most: the most bytes that lived while the loop had its n-th batch; 0: before it had one.
+        most: the most bytes alive while the loop had its n-th batch; 0: before it had one.
     """
 
     def __init__(self, batches: int) -> None:
@@ -64,7 +64,7 @@ class Books:
         self._sizes = [draw.randint(SMALLEST * 16, LARGEST * 16) * MIB // 16 for _ in range(batches)]
         self.most = [0]
         self._alive = 0
-        self._lock = threading.RLock()  # a batch may go while another is booked
+        self._lock = threading.RLock()  # a batch may be freed while another is recorded
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         for size in self._sizes:
@@ -100,7 +100,7 @@ def run(case: Case, batches: int) -> Books:
 
 
 def draw(histories: dict[Case, Books], path: Path) -> None:
-    """The most that lived while the loop had each batch; dashed, what may live."""
+    """The most bytes alive while the loop had each batch; dashed, the upper limit."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 3.2), layout="constrained")

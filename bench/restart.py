@@ -4,7 +4,7 @@ elastic agent.
     python bench/restart.py [--rounds 5] [--workers 2 4]
 
 Rank 1 notes the time and kills itself with SIGKILL; after the restart every rank notes when its first all_reduce is
-done. The agent runs in this process, as torchrun does it, with its fastest settings: it looks at its workers every
+done. The agent runs in this process, as in torchrun, with its fastest settings: it polls its workers every
 0.1 s instead of every second, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which most restarts fail.
 Ratios are ours / theirs: smaller is faster.
 """
@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
     arguments = parser.parse_args()
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    logging.disable(logging.ERROR)  # both tell of each death
+    logging.disable(logging.ERROR)  # both log each death
     print(f"restart after kill -9, {conditions()}, {arguments.rounds} rounds")
     for count in arguments.workers:
         variants = {

@@ -1,9 +1,9 @@
-"""How long a large result takes from a worker to the caller, against a plain pipe, and how often the caller holds it.
+"""The time of a large result from a worker to the caller, against a plain pipe, and how many copies the caller holds.
 
     python bench/results.py [--rounds 5] [--megabytes 1024]
 
-The pipe moves as many bytes from a forked process into memory that is there. Ratios are ours / the pipe's: smaller is
-faster.
+The pipe moves the same number of bytes from a forked process into allocated memory. Ratios are ours / the pipe's:
+smaller is faster.
 """
 
 from __future__ import annotations

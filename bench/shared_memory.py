@@ -3,7 +3,7 @@
     python bench/shared_memory.py [--blocks 30] [--workers 2 4]
 
 All variants run in the same workers, one after the other in each block. Ratios are times, gloo / ours: larger is
-faster; and ours / copy, of which 1 would be as fast as one thread copies the tensor once.
+faster; and ours / copy, where 1 is the time in which one thread copies the tensor once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OURS, GLOO, COPY = "ours", "gloo", "copy"
 
 
 def measure(index: int, blocks: int) -> tuple[dict[str, dict[str, list[float]]], dict[str, int]]:
-    """Seconds of each size and way, block by block; and the bytes of this process that each way has added."""
+    """Seconds for each size and variant, block by block; and the bytes that each variant has added to this process."""
     torch.set_num_threads(1)
     ours, gloo = dist.new_group(), dist.new_group(backend="gloo")
     found, held = {}, {}
@@ -40,7 +40,7 @@ def measure(index: int, blocks: int) -> tuple[dict[str, dict[str, list[float]]],
 
 
 def variants(length: int, ours: dist.ProcessGroup, gloo: dist.ProcessGroup) -> dict[str, Callable[[], float]]:
-    """What is measured, on tensors of that length: each gives the seconds of one operation."""
+    """The measured operations, on tensors of that length: each returns the seconds of one operation."""
     tensor, other = torch.ones(length), torch.empty(length)
     repeats = max(1, min(200, 2_000_000 // length))
 

@@ -1,11 +1,10 @@
-"""Steps per second on N processes: ours, against the same loop by torch's DDP, by accelerate and by Lightning Fabric.
+"""Steps per second on N processes: ours against the same loop with torch's DDP, accelerate and Lightning Fabric.
 
     python bench/steps.py [--blocks 30] [--workers 2] [--networks cnn transformer]
 
-All loops run in the same workers; each pair that is compared takes turns of one epoch. Ours reduce in shared memory,
-the others over gloo, as their users have it. All have the same data, first weights, optimizer and batch size, one
-thread per worker, and whole batches only, but each way's own loader: see `Accelerator, DDP's loader` for what that
-makes.
+All loops run in the same workers; the two sides of a pair alternate epochs. Ours reduces in shared memory, the others
+over gloo, which is what their users get. Data, initial weights, optimizer and batch size are the same, with one thread
+per worker and full batches only. Each variant has its own loader: `Accelerator, DDP's loader` shows that effect.
 The peers are those that can be imported. Ratios are ours / theirs: larger is faster.
 """
 
@@ -41,7 +40,7 @@ from train_digits import build_loaders, build_model
 
 DDP, ACCELERATE, FABRIC = "DDP", "accelerate", "Fabric"
 FACADE, BARE, PLAIN_LOADER = "Accelerator", "optimizer_step", "Accelerator, DDP's loader"
-ALONE = "no reduction"  # each rank trains a model of its own: more than this no reduction could gain
+ALONE = "no reduction"  # each rank trains its own model: an upper bound for every reduction
 PAIRS = [(FACADE, DDP), (FACADE, ACCELERATE), (FACADE, FABRIC), (BARE, DDP), (PLAIN_LOADER, DDP), (ALONE, DDP)]
 
 Epoch = Callable[[], int]
@@ -49,10 +48,10 @@ Epoch = Callable[[], int]
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained; each call makes another one, equal to the first.
+    """A network to train; each call creates another one, equal to the first.
 
     Attributes:
-        batch_size: of all ranks together.
+        batch_size: that of all ranks together.
     """
 
     network: Callable[[], nn.Module]
@@ -77,7 +76,7 @@ class Job:
 
 
 class Transformer(nn.Module):
-    """Predicts the next of a row of bytes: 64 at a time, three layers of width 128."""
+    """Predicts the next byte of a sequence of 64, with three layers of width 128."""
 
     def __init__(self, rows: int = 64, width: int = 128, layers: int = 3) -> None:
         super().__init__()
@@ -93,7 +92,7 @@ class Transformer(nn.Module):
 
 
 def small_cnn() -> Job:
-    """The example's: 0.15 million parameters, images of 8 x 8."""
+    """The network of the example: 0.15 million parameters, images of 8 x 8."""
 
     def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
         return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=1e-4)
@@ -104,7 +103,7 @@ def small_cnn() -> Job:
 
 
 def small_transformer() -> Job:
-    """0.7 million parameters, over this project's own text."""
+    """0.7 million parameters, on the text of this project."""
 
     def adam_w(parameters: Iterable[nn.Parameter]) -> Optimizer:
         return torch.optim.AdamW(parameters, lr=3e-4)
@@ -125,7 +124,7 @@ def epochs(
     backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
     step: Callable[[Optimizer], Any] = lambda optimizer: optimizer.step(),
 ) -> Epoch:
-    """The loop, which is the same for all."""
+    """The loop, the same for all variants."""
     sampler = getattr(loader, "sampler", None)
     number = 0
 
@@ -184,7 +183,7 @@ def by_fabric(job: Job, ranks: int) -> Epoch:
 
 
 def over(group: dist.ProcessGroup, way: Callable[[Job, int], Epoch], job: Job, ranks: int) -> Epoch:
-    """The epochs of that way, with the group in the place of the default one."""
+    """The epochs of a variant, with this group in place of the default one."""
     with as_default(group):
         epoch = way(job, ranks)
 

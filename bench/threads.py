@@ -3,11 +3,11 @@
     python bench/threads.py [--blocks 10] [--megabytes 100]
 
 - all_reduce between 2 and 4 threads, against as many processes in shared memory and over gloo, and against the memory's
-  own speed: the same threads copy their tensors, which moves as many bytes as the least that an all_reduce must move.
+  speed: the same threads copy their tensors, which moves the least number of bytes that an all_reduce must move.
 - Steps per second of DataParallel against worker processes: the example's CNN, and a model of many small operations,
-  whose threads wait for the interpreter's lock most.
-- What a call costs that has nothing to do, and how many threads it starts.
-- Memory per replica, against DistributedDataParallel: what a training holds, and what it holds at most.
+  whose threads mostly wait for the GIL.
+- The cost of a call that does nothing, and the number of threads that it starts.
+- Memory per replica, against DistributedDataParallel: in steady state, and at the peak.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def devices(ranks: int) -> list[str]:
 
 
 def seconds(body: Callable[[], Any]) -> float:
-    """The median over a few repetitions, which all ranks begin together."""
+    """The median over a few repetitions that all ranks begin together."""
     found = []
     for repeat in range(REPEATS + 1):
         barrier()
@@ -101,7 +101,7 @@ def collectives(ranks: int, length: int, blocks: int) -> None:
 
 
 def build_small_operations() -> nn.Module:
-    """30 layers of 16 features: nearly all of a step is Python and the starting of operations."""
+    """30 layers of 16 features: nearly all of a step is Python and launch overhead."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         layers = [layer for _ in range(30) for layer in (nn.Linear(16, 16), nn.Tanh())]
@@ -144,7 +144,7 @@ def process_rate(index: int, ranks: int, name: str) -> float:
 
 
 def steps(name: str, ranks: int, blocks: int) -> None:
-    """The rate of steps in threads over that in processes."""
+    """The ratio of the step rate in threads to that in processes."""
     build, load = MODELS[name]
     replicas, loader = DataParallel(build, devices(ranks)), load(ranks)
 
@@ -172,7 +172,7 @@ def steps(name: str, ranks: int, blocks: int) -> None:
 
 
 def calls(ranks: int) -> None:
-    """Microseconds of calls that have nothing to do, after the first."""
+    """Microseconds per call that does nothing, after the first."""
     replicas, started, start = DataParallel(nn.Linear(2, 2), devices(ranks)), [], threading.Thread.start
 
     def count(thread: threading.Thread) -> None:
@@ -203,7 +203,7 @@ def build_wide() -> nn.Module:
 
 
 def held_by(body: Callable[[], Any]) -> tuple[float, float]:
-    """What this process holds more than before, after `body` and at most in it, in bytes."""
+    """The increase of this process's memory after `body`, and its peak within it, in bytes."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from now on
     before = psutil.Process().memory_info().rss
     kept = body()
@@ -237,7 +237,7 @@ def in_ddp(index: int) -> tuple[float, float]:
 
 
 def memory(ranks: int, blocks: int) -> None:
-    """Bytes per replica over those of DDP, each measured in processes that have done nothing else."""
+    """The ratio of bytes per replica to those of DDP, each measured in fresh processes."""
     size = sum(parameter.nbytes for parameter in build_wide().parameters())
     options: dict[str, Any] = {"num_threads": 1, "backend": "cpu"}
     found: dict[str, list[tuple[float, float]]] = {"threads": [], "DDP": []}

@@ -2,9 +2,9 @@
 
     PJRT_DEVICE=CPU .venv-xla/bin/python bench/xla.py [--blocks 10] [--devices 1 2 4]
 
-On one device torch_xla runs as its documentation has it. On several its threads abort when each cuts its graph by
-itself, so here all of them meet before they cut, one after the other; nobody checks, as our communicator does, that the
-graphs are the same. Each number of devices has a process of its own, in which both take turns.
+On one device torch_xla runs as documented. On several, its threads abort if each cuts its graph independently, so here
+they all meet first and then cut one after the other. Unlike in our communicator, nothing checks that the graphs are the
+same. Each number of devices has its own process, in which both loops alternate.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from unisono.backends import get_backend
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from train_digits import GLOBAL_BATCH, build_loaders, build_model
 
-STEPS = 22  # an epoch without its tail, so that both have one shape
+STEPS = 22  # an epoch without its tail, so that both have a single shape
 
 
 def data() -> Dataset[Any]:
@@ -46,7 +46,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def ours(count: int) -> Callable[[], float]:
-    """An epoch by DataParallel; seconds."""
+    """An epoch with DataParallel, in seconds."""
     replicas = DataParallel(build_model(), [f"xla:{index}" for index in range(count)])
     loader = DataLoader(data(), GLOBAL_BATCH // count, shuffle=True)
 
@@ -67,7 +67,7 @@ def ours(count: int) -> Callable[[], float]:
 
 
 def theirs(count: int) -> Callable[[], float]:
-    """An epoch by torch_xla's MpDeviceLoader and optimizer_step, a thread for each device; seconds."""
+    """An epoch with torch_xla's MpDeviceLoader and optimizer_step, one thread per device, in seconds."""
     import torch_xla
     import torch_xla.core.xla_model as xm
     from torch_xla.distributed.parallel_loader import MpDeviceLoader
@@ -104,7 +104,7 @@ def theirs(count: int) -> Callable[[], float]:
 
 
 def gated(sync: Callable[[], None], count: int) -> Callable[[], None]:
-    """All threads meet, then cut one after the other: the first compiles, the others find it compiled."""
+    """All threads meet, then cut one after the other: the first compiles, the others find the compiled graph."""
     gate, lock = threading.Barrier(count), threading.Lock()
 
     def together(*_: Any, **__: Any) -> None:

@@ -1,9 +1,9 @@
-"""A script as users of Accelerate write it, with other import lines: the handwritten digits, on any number of ranks.
+"""A script written for Accelerate, with only its import lines changed: handwritten digits, on any number of ranks.
 
     python examples/accelerate_style.py
     unisono run -n 2 examples/accelerate_style.py --mixed_precision bf16
 
-The batch size is found; what it falls short of is made up for by accumulation, so a step sees the same samples.
+The script searches for a batch size that fits; accumulation makes up the difference, so a step sees the same samples.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from unisono.compat.accelerate.logging import get_logger
 from unisono.compat.accelerate.utils import find_executable_batch_size, set_seed
 
 STEP = 64
-"""Samples in a step, on all ranks together."""
+"""Samples per step, on all ranks together."""
 
 logger = get_logger(__name__)
 
 
 def training_function(args: argparse.Namespace) -> tuple[float, Mapping[str, Any]]:
-    """Train; the test accuracy of the last epoch, each sample counted once, and the weights."""
+    """Train. Return the test accuracy of the last epoch, each sample counted once, and the weights."""
     accelerator = Accelerator(cpu=args.cpu, mixed_precision=args.mixed_precision)
     most = STEP // accelerator.num_processes
 
@@ -69,7 +69,7 @@ def training_function(args: argparse.Namespace) -> tuple[float, Mapping[str, Any
 
 @torch.no_grad()
 def evaluate(accelerator: Accelerator, model: nn.Module, loader: Any) -> float:
-    """The part of the samples that are told right."""
+    """The fraction of the samples that are classified correctly."""
     model.eval()
     right = seen = 0
     for images, labels in loader:

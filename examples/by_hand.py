@@ -1,8 +1,9 @@
-"""Train the handwritten digits twice: by the Accelerator, and by hand, with what it calls. The weights are the same.
+"""Train on handwritten digits twice, with the Accelerator and by hand, with the functions that it calls: equal weights.
 
     python examples/by_hand.py --devices 2
 
-Both accumulate two batches per step, clip, compute in bfloat16, follow a schedule, and count each test sample once.
+Both accumulate two batches per step, clip gradients, compute in bfloat16, follow a schedule, and count each test sample
+once.
 """
 
 from __future__ import annotations
@@ -32,22 +33,22 @@ from unisono import (
 
 
 class Result(NamedTuple):
-    """What a training gives: the weights, by name, and the part of the test samples that are told right."""
+    """The result of a training: the weights, by name, and the fraction of test samples classified correctly."""
 
     weights: dict[str, torch.Tensor]
     accuracy: float
 
 
 def build() -> tuple[Any, ...]:
-    """Model, optimizer, scheduler and loaders, as plain torch has them."""
-    torch.manual_seed(0)  # the same first weights on every rank
+    """Model, optimizer, scheduler and loaders, as in plain torch."""
+    torch.manual_seed(0)  # the same initial weights on every rank
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).to(current_world().device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     return model, optimizer, LinearLR(optimizer, 1.0, 0.1, total_iters=80), *build_loaders(world_size())
 
 
 def train_by_accelerator(epochs: int) -> Result:
-    """The plain loop, on prepared objects."""
+    """The plain loop, with prepared objects."""
     accelerator = Accelerator(
         mixed_precision="bf16", gradient_accumulation_steps=2, max_grad_norm=1.0, schedule_unit="step"
     )
@@ -63,10 +64,10 @@ def train_by_accelerator(epochs: int) -> Result:
 
 
 def train_by_hand(epochs: int) -> Result:
-    """The same, in five lines, each with a number."""
+    """The same in five lines, which are numbered."""
     model, optimizer, scheduler, loader, test_loader = build()
     loader, test_loader = DeviceLoader(loader), DeviceLoader(test_loader)  # 1
-    optimizer.register_step_pre_hook(lambda *_: clip(model))  # 2: behind the reduction
+    optimizer.register_step_pre_hook(lambda *_: clip(model))  # 2: after the reduction
     for _ in range(epochs):
         for number, (images, labels) in enumerate(loader, 1):
             with torch.autocast(current_world().device.type, torch.bfloat16):  # 3
@@ -87,7 +88,7 @@ def clip(model: nn.Module) -> None:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, loader: Iterable[Any], gather: Callable[[Any], Any]) -> float:
-    """The accuracy; `gather` gives every rank's rows."""
+    """The accuracy; `gather` returns the rows of all ranks."""
     model.eval()
     found = [gather((model(images).argmax(1), labels)) for images, labels in loader]
     predictions, labels = (torch.cat(column) for column in zip(*found, strict=True))
@@ -96,9 +97,9 @@ def evaluate(model: nn.Module, loader: Iterable[Any], gather: Callable[[Any], An
 
 
 def compare(epochs: int = 8) -> tuple[Result, Result]:
-    """Train both ways, on this rank."""
+    """Train both ways on this rank."""
     ours, by_hand = train_by_accelerator(epochs), train_by_hand(epochs)
-    for name, weight in ours.weights.items():  # on one and two devices to the bit; on more, sums have another order
+    for name, weight in ours.weights.items():  # bit by bit on one and two devices; on more, the order of sums differs
         torch.testing.assert_close(by_hand.weights[name], weight, rtol=0, atol=5e-3)  # and bfloat16 steps are 4e-3 wide
     if is_rank_zero():
         print(f"the same weights both ways; test accuracy {ours.accuracy:.2%}")

@@ -1,8 +1,8 @@
-"""Contrastive learning: a loss over the images of all devices, with gradients through the gathering.
+"""Contrastive learning: a loss over the images of all devices, with gradients through the gather.
 
     python examples/contrastive.py --devices 2
 
-The views are drawn in a loader worker, where they are seeded by the sample: so the losses are those of one device.
+The views are drawn in a loader worker, seeded by the sample, so the losses are those of one device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from unisono import Accelerator, functional, spawn, world_size
 
 
 class Views(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Two random views of each image: moved by a pixel, and noisy."""
+    """Two random views of each image, each shifted by up to a pixel and with noise."""
 
     def __init__(self, images: torch.Tensor) -> None:
         self.images = images
@@ -36,19 +36,19 @@ class Views(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 def build_model() -> nn.Module:
-    """From an image to 32 numbers."""
+    """Map an image to 32 numbers."""
     convolutions = [nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, stride=2), nn.ReLU()]
     return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(64 * 9, 32))
 
 
 def contrastive_loss(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Low where the two views of an image are closer than those of different images; mean over the images."""
+    """The contrastive loss, mean over the images: low if the two views of an image are close, and others are not."""
     closeness = F.normalize(first) @ F.normalize(second).T / 0.2
     return F.cross_entropy(closeness, torch.arange(len(closeness), device=closeness.device))
 
 
 def train(index: int, epochs: int) -> tuple[list[float], float]:
-    """The last loss of each epoch; and how many of 360 test images are nearest to a training image of their digit."""
+    """The last loss of each epoch, and how many of 360 test images are nearest to a training image of their digit."""
     accelerator = Accelerator(seed=0)
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16

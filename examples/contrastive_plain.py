@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 
 class Views(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Two random views of each image: moved by a pixel, and noisy."""
+    """Two random views of each image, each shifted by up to a pixel and with noise."""
 
     def __init__(self, images: torch.Tensor) -> None:
         self.images = images
@@ -29,19 +29,19 @@ class Views(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 def build_model() -> nn.Module:
-    """From an image to 32 numbers."""
+    """Map an image to 32 numbers."""
     convolutions = [nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, stride=2), nn.ReLU()]
     return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(64 * 9, 32))
 
 
 def contrastive_loss(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Low where the two views of an image are closer than those of different images; mean over the images."""
+    """The contrastive loss, mean over the images: low if the two views of an image are close, and others are not."""
     closeness = F.normalize(first) @ F.normalize(second).T / 0.2
     return F.cross_entropy(closeness, torch.arange(len(closeness), device=closeness.device))
 
 
 def train(epochs: int) -> tuple[list[float], float]:
-    """The last loss of each epoch; and how many of 360 test images are nearest to a training image of their digit."""
+    """The last loss of each epoch, and how many of 360 test images are nearest to a training image of their digit."""
     torch.manual_seed(0)
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16

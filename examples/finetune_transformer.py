@@ -2,7 +2,7 @@
 
     python examples/finetune_transformer.py --devices 2
 
-It tells licence texts from source code. Nothing is downloaded: the model is built from a configuration.
+The model distinguishes licence texts from source code. Nothing is downloaded: it is built from a configuration.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from unisono import Accelerator, spawn, world_size
 
 
 def read_programs(limit: int) -> torch.Tensor:
-    """Source code of Python's standard library, as `read_licences` gives texts."""
+    """Source code of Python's standard library, in the form that `read_licences` returns."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("a*.py"))
     text = "\n".join(file.read_text(encoding="utf-8") for file in files)[:limit].encode("ascii", "ignore")
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
 
 class Windows(Dataset[dict[str, torch.Tensor]]):
-    """Pieces of both texts; the label is 1 for source code."""
+    """Windows of both texts; the label is 1 for source code."""
 
     def __init__(self, limit: int) -> None:
         texts = [
@@ -44,7 +44,7 @@ class Windows(Dataset[dict[str, torch.Tensor]]):
 
 
 def build_model() -> BertForSequenceClassification:
-    """With first weights from a configuration. For weights of the hub: `from_pretrained(name, num_labels=2)`."""
+    """With random weights, from a configuration. For weights from the hub: `from_pretrained(name, num_labels=2)`."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
     no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # the same on any number of devices
     return BertForSequenceClassification(
@@ -53,7 +53,7 @@ def build_model() -> BertForSequenceClassification:
 
 
 def train(index: int, epochs: int, limit: int = 60_000) -> tuple[list[float], float]:
-    """The loss of each step; and the accuracy on the windows of the last epoch, after it."""
+    """Return the loss of each step, and the accuracy on the windows of the last epoch, measured after it."""
     accelerator = Accelerator(seed=0)
     data = Windows(limit)
     model = build_model()

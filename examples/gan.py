@@ -2,8 +2,7 @@
 
     python examples/gan.py --devices 2
 
-The noise of a sample is drawn in the dataset, in a loader worker, where it is seeded by the sample; so the losses are
-those of one device.
+The dataset draws the noise of a sample in a loader worker, seeded by the sample, so the losses are those of one device.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def loss_for(scores: torch.Tensor, is_real: bool) -> torch.Tensor:
 
 
 def train(index: int, epochs: int) -> tuple[list[tuple[float, float]], torch.Tensor]:
-    """The last losses of critic and generator in each epoch, and images (16, 64) that the generator makes."""
+    """Return the last losses of critic and generator in each epoch, and generated images (16, 64)."""
     accelerator = Accelerator(seed=0)
     generator, critic = network(NOISE, 64, nn.Tanh()), network(64, 1, nn.Identity())
     optimizer_g = torch.optim.Adam(generator.parameters(), lr=2e-3, betas=(0.5, 0.999))

@@ -35,7 +35,7 @@ def loss_for(scores: torch.Tensor, is_real: bool) -> torch.Tensor:
 
 
 def train(epochs: int) -> tuple[list[tuple[float, float]], torch.Tensor]:
-    """The last losses of critic and generator in each epoch, and images (16, 64) that the generator makes."""
+    """Return the last losses of critic and generator in each epoch, and generated images (16, 64)."""
     torch.manual_seed(0)
     generator, critic = network(NOISE, 64, nn.Tanh()), network(64, 1, nn.Identity())
     optimizer_g = torch.optim.Adam(generator.parameters(), lr=2e-3, betas=(0.5, 0.999))

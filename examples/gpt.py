@@ -1,4 +1,4 @@
-"""A small GPT on real text, the licences of the installed packages: accumulation and clipping, on any devices.
+"""A small GPT on real text, the licences of the installed packages, with accumulation and clipping.
 
 python examples/gpt.py --devices 2
 """
@@ -17,12 +17,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from unisono import Accelerator, is_rank_zero, spawn, world_size
 
 CONTEXT = 64
-WORDS = 128  # characters beyond ASCII are left out
+WORDS = 128  # characters beyond ASCII are dropped
 
 
 def read_licences(limit: int) -> torch.Tensor:
-    """The licence texts of the installed packages, one after the other: whole numbers, one for each character."""
-    texts: dict[str, None] = {}  # many packages have the same
+    """The licence texts of the installed packages, concatenated: one integer for each character."""
+    texts: dict[str, None] = {}  # many packages have the same text
     for package in sorted(distributions(), key=lambda each: each.metadata["Name"].lower()):
         for file in package.files or []:
             if file.name.upper().startswith(("LICENSE", "LICENCE", "COPYING")):
@@ -35,7 +35,7 @@ def read_licences(limit: int) -> torch.Tensor:
 
 
 class Block(nn.Module):
-    """Self-attention to what came before, then a network for each position."""
+    """Causal self-attention, then a network for each position."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Scores (batch, positions, WORDS) of the character that comes next, from characters (batch, positions)."""
+    """Logits (batch, positions, WORDS) of the next character, from characters (batch, positions)."""
 
     def __init__(self, width: int = 64, heads: int = 4, depth: int = 2) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def write(model: nn.Module, prompt: str, length: int, device: torch.device) -> str:
-    """The prompt, continued by the likeliest characters."""
+    """The prompt, continued with the most likely characters."""
     text = torch.tensor([list(prompt.encode())], device=device)
     for _ in range(length):
         text = torch.cat([text, model(text[:, -CONTEXT:])[:, -1:].argmax(dim=-1)], dim=1)
@@ -77,7 +77,7 @@ def write(model: nn.Module, prompt: str, length: int, device: torch.device) -> s
 
 
 def train(index: int, epochs: int, limit: int = 200_000) -> list[float]:
-    """The mean loss of each epoch, in nats per character."""
+    """Return the mean loss of each epoch, in nats per character."""
     accelerator = Accelerator(seed=0, gradient_accumulation_steps=2, max_grad_norm=1.0)
     text = read_licences(limit)
     windows = TensorDataset(text[: len(text) // (CONTEXT + 1) * (CONTEXT + 1)].view(-1, CONTEXT + 1))

@@ -2,7 +2,7 @@
 
     python examples/images.py --devices 2
 
-Interrupt it and start it again: it continues after the last whole epoch. The losses are those of one device.
+Interrupt it and start it again: it continues after the last complete epoch. The losses are those of one device.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def build_model() -> nn.Module:
 
 
 def train(index: int, epochs: int, directory: str) -> tuple[list[float], float]:
-    """The mean loss of each epoch, and the accuracy on the test images."""
+    """Return the mean loss of each epoch, and the accuracy on the test images."""
     accelerator = Accelerator(seed=0, project_dir=directory, total_limit=2)
     train_set, test_set = load()
     model = build_model()

@@ -27,7 +27,7 @@ def build_model() -> nn.Module:
 
 
 def train(epochs: int) -> tuple[list[float], float]:
-    """The mean loss of each epoch, and the accuracy on the test images."""
+    """Return the mean loss of each epoch, and the accuracy on the test images."""
     torch.manual_seed(0)
     train_set, test_set = load()
     model = build_model()

@@ -1,9 +1,10 @@
-"""Train the handwritten digits, and survive: kill this script or one of its workers, press Ctrl-C, and start it again.
+"""Train on handwritten digits and resume: kill this script or one of its workers, or press Ctrl-C, and start it again.
 
     python examples/resume.py --devices 4 --directory runs/digits
     python examples/resume.py --devices 2 --directory runs/digits     # continues there, on two devices
 
-On as many devices the resumed run has the same bits as one that was never stopped; on others, the same samples.
+On the same number of devices the resumed run has the same bits as one that was never stopped; on another number, it
+sees the same samples.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from unisono import Accelerator, should_stop, spawn, world_size
 
 
 def train(index: int, directory: Path, epochs: int) -> float:
-    """Train, from the latest checkpoint on if there is one; the accuracy on the test samples."""
+    """Train, from the latest checkpoint if there is one. Return the accuracy on the test samples."""
     should_stop()  # from here on SIGTERM and Ctrl-C are requests
     accelerator = Accelerator(seed=0, project_dir=directory, total_limit=2)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.2), nn.Linear(128, 10))

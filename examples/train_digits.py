@@ -42,7 +42,7 @@ GLOBAL_BATCH = 64
 
 @dataclass
 class Result:
-    """What a run gives.
+    """The result of a run.
 
     Attributes:
         losses: the mean loss of each step's global batch, float32, over all epochs.
@@ -60,7 +60,7 @@ class Result:
 def train(
     model: nn.Module, loader: DeviceIterator | DeviceLoader, device: torch.device, context: Context
 ) -> list[float]:
-    """Train for one epoch; the mean loss of each global batch."""
+    """Train for one epoch. Return the mean loss of each global batch."""
     optimizer = context.getattr_or(
         "optimizer", lambda: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
     )
@@ -85,7 +85,7 @@ def train(
 
 @torch.no_grad()
 def evaluate(model: nn.Module, loader: DeviceIterator | DeviceLoader, device: torch.device, context: Context) -> float:
-    """The part of the test samples that the model knows; each counts once, wherever it was dealt."""
+    """The fraction of the test samples that are classified correctly; each counts once, on whichever rank it is."""
     model.eval()
     counts = torch.zeros(2, dtype=torch.int64, device=device)
     for images, labels in loader:
@@ -96,7 +96,7 @@ def evaluate(model: nn.Module, loader: DeviceIterator | DeviceLoader, device: to
 
 
 def build_model(dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The network, with the same first weights wherever it is built."""
+    """The network, with the same initial weights on every rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = nn.Sequential(
@@ -114,7 +114,7 @@ def build_model(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def build_loaders(ranks: int, dtype: torch.dtype = torch.float32) -> tuple[DataLoader[Any], DataLoader[Any]]:
-    """Training and test data; a rank's batch is its part of the global batch."""
+    """Loaders of training and test data; a rank's batch is its part of the global batch."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=dtype).unsqueeze(1) / 16
     data = TensorDataset(images, torch.tensor(digits.target))
@@ -128,7 +128,7 @@ def build_loaders(ranks: int, dtype: torch.dtype = torch.float32) -> tuple[DataL
 
 
 def run_rank(index: int, ranks: int, epochs: int, dtype: torch.dtype) -> tuple[list[float], float, Any, Report | None]:
-    """The whole job of one rank, in a plain script and in a worker process."""
+    """The complete job of one rank, in a plain script and in a worker process."""
     device = current_world().device
     model, context = build_model(dtype).to(device), Context(device)
     train_loader, test_loader = (DeviceLoader(loader, device) for loader in build_loaders(ranks, dtype))

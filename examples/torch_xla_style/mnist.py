@@ -1,7 +1,7 @@
-"""What the scripts of this folder share, all of it plain torch: the network, the digits, the options.
+"""Shared by the scripts of this folder, all of it plain torch: the network, the digits, the options.
 
 The 1,797 images of 8 x 8 pixels ship with scikit-learn. A replica's batches are its part of the global ones, so N cores
-with batches of B see what one core with batches of N * B sees.
+with batches of B see the same samples as one core with batches of N * B.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ NUM_TRAIN, NUM_TEST = 1408, 384  # whole global batches of 128
 
 
 class MNIST(nn.Module):
-    """Two convolutions and two linear layers, with the same first weights wherever it is made.
+    """Two convolutions and two linear layers, with the same initial weights on every replica.
 
     Args:
-        side: of the square images, in pixels.
+        side: the side of the square images, in pixels.
     """
 
     def __init__(self, side: int) -> None:
@@ -63,13 +63,13 @@ def loaders(flags: argparse.Namespace, num_replicas: int, ordinal: int) -> tuple
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Let the digits come in the epoch's order; made-up data have none."""
+    """Set the epoch that determines the order of the digits; made-up data have no order."""
     if isinstance(loader, DataLoader) and isinstance(loader.sampler, DistributedSampler):
         loader.sampler.set_epoch(epoch)
 
 
 def parse_flags(description: str | None, *, has_cores: bool = True) -> argparse.Namespace:
-    """The options of the command line. `has_cores`: whether the script asks how many."""
+    """The options of the command line. `has_cores`: whether the script has --num_cores."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     if has_cores:
         parser.add_argument("--num_cores", type=int, help="one replica on each; all there are, if not given")

@@ -1,8 +1,8 @@
-"""Digits as in a notebook: a model made once and wrapped, data made by one worker after another, a loader per epoch.
+"""Digits as in a notebook: a model built once and wrapped, data prepared worker by worker, a loader per epoch.
 
     python examples/torch_xla_style/mnist_notebook.py --num_cores 2
 
-Where a process for each device is forked in the original, its `start_method` stays as it is, and is safe here.
+The original forks a process for each device; its `start_method` argument stays, and is safe here.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def test_loop_fn(model: torch.nn.Module, device: torch.device, loader: pl.PerDev
 
 
 def _mp_fn(rank: int, flags: argparse.Namespace) -> None:
-    train_loader, test_loader = SERIAL_EXEC.run(get_loaders)  # one after another: a download would be made once
+    train_loader, test_loader = SERIAL_EXEC.run(get_loaders)  # one after another, so that a download would be made once
     device = xm.xla_device()
     model = WRAPPED_MODEL.to(device)
     optimizer = optim.SGD(model.parameters(), lr=flags.lr, momentum=0.9)

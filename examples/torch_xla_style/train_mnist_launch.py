@@ -2,7 +2,7 @@
 
     CPU_NUM_DEVICES=2 python examples/torch_xla_style/train_mnist_launch.py
 
-As many replicas as there are devices; on the CPU, CPU_NUM_DEVICES says so.
+There is one replica per device; on the CPU, CPU_NUM_DEVICES sets their number.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Digits on one device: the device is asked for, and each step ends with a barrier.
+"""Digits on one device, which `xla_device()` returns; each step ends with a barrier.
 
     python examples/torch_xla_style/train_mnist_single.py
     UNISONO_BACKEND=xla python examples/torch_xla_style/train_mnist_single.py
@@ -25,7 +25,7 @@ import unisono.compat.torch_xla.utils.utils as xu
 def train(
     model: nn.Module, loader: Iterable[Any], optimizer: optim.Optimizer, device: torch.device, tracker: xm.RateTracker
 ) -> float:
-    """One epoch: the mean loss."""
+    """Train for one epoch. Return the mean loss."""
     model.train()
     losses = []
     for step, (data, target) in enumerate(loader):
@@ -33,7 +33,7 @@ def train(
         loss = F.nll_loss(model(data.to(device)), target.to(device))
         loss.backward()
         xm.optimizer_step(optimizer, barrier=True)
-        losses.append(loss.item())  # behind the barrier it has its value, and no graph is cut for it
+        losses.append(loss.item())  # after the barrier it has its value, and reading it cuts no graph
         tracker.add(len(data))
         if step % 10 == 0:
             print(f"[{device}]({step}) Loss={losses[-1]:.5f} Rate={tracker.rate():.2f}")
@@ -42,7 +42,7 @@ def train(
 
 @torch.no_grad()
 def test(model: nn.Module, loader: Iterable[Any], device: torch.device) -> float:
-    """The part of the digits that the model knows."""
+    """The fraction of the digits that are classified correctly."""
     model.eval()
     correct, total = torch.zeros((), dtype=torch.int64, device=device), 0
     for data, target in loader:

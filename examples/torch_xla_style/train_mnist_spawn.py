@@ -3,7 +3,7 @@
     python examples/torch_xla_style/train_mnist_spawn.py --num_cores 2
     UNISONO_BACKEND=xla PJRT_DEVICE=CPU python examples/torch_xla_style/train_mnist_spawn.py --num_cores 2
 
-Losses are read by closures after the end of their step, while the next one is under way.
+Closures read the losses after the end of their step, while the next one is in progress.
 """
 
 from __future__ import annotations
