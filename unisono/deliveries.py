@@ -1,15 +1,15 @@
-"""Deliveries: the batches that a rank has received, what each counts, and which of them a tensor comes from.
+"""Deliveries: the batches that a rank has received, the weight of each, and the batch that a tensor comes from.
 
-A loader that knows the whole round says, with each batch, that it holds n of the round's N samples. The batch is known
-again by the memory of its tensors, views included, whenever and however often it is used: drawn ahead, replayed, from
-two loaders at once. Where several came in the same memory, it is the oldest that waits for a pass. What was computed
-from it has other memory; there the order in which batches came decides, where one batch alone can be meant, and where
-several may be, nothing is assumed unless all count the same.
+A loader that knows the whole round declares, with each batch, that it holds n of the round's N samples. The batch is
+later recognised by the memory of its tensors, including views, whenever and however often it is used: drawn ahead,
+replayed, or from two loaders at once. If several batches came in the same memory, the oldest that waits for a pass is
+taken. Tensors computed from a batch have other memory. For them the order of delivery decides if only one batch is
+possible; if several are, nothing is assumed unless all of them count the same.
 
-This is the one thing that passes between `loaders` and `parallel`, which do not know each other.
+This record is the only link between `loaders` and `parallel`, which do not import each other.
 
-*Threads:* the passes of a rank, and what is asked about its batches, are of one thread. Loops may begin and draw in
-several. `end` may come in the midst of anything, in any thread: the garbage collector ends loops that were left.
+*Threads:* the passes of a rank, and queries about its batches, run in one thread. Loops may begin and draw in several.
+`end` may be called at any moment, in any thread: the garbage collector ends abandoned loops.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from unisono.rows import LoopRows
 from unisono.storages import StorageMap
 from unisono.tree import tensors
 
-REMEMBERED = 8  # loops that have ended
-_KEPT = 4096  # batches, used or not: whoever draws more of them ahead is distinguished by memory alone
+REMEMBERED = 8  # number of ended loops that are kept
+_KEPT = 4096  # batches, used or not; a loop that draws more of them ahead is distinguished by memory alone
 
 
 class Batch:
@@ -35,15 +35,15 @@ class Batch:
 
     Attributes:
         samples: n, this rank's part of the round.
-        rows: how many there are; those after the samples do not count. None where that cannot be known: it counts as
-            one sample then.
-        total: N, of all ranks; None where nobody knows it.
-        mark: the same on all ranks where they stand in the same round.
-        loop: that has received it.
-        dealt: how many batches of the loader, as the user wrote it, the round has.
-        number: in its loop, from 1 on.
-        at: in the order of all that happened to this rank.
-        is_waiting: for a pass with gradients: none was computed from it.
+        rows: the number of rows; those after the samples do not count. None if it is unknown: the batch then counts as
+            one sample.
+        total: N, over all ranks; None if unknown.
+        mark: equal on all ranks that are in the same round.
+        loop: the loop that received it.
+        dealt: the number of batches of the user's loader in the round.
+        number: its position in its loop, starting at 1.
+        at: its position in the order of all events of this rank.
+        is_waiting: no pass with gradients has used it yet.
         is_spent: an optimizer has stepped on it.
     """
 
@@ -66,18 +66,18 @@ class Batch:
 
     @property
     def counts(self) -> tuple[int, int | None]:
-        """n and N: batches of the same ones need not be distinguished to weigh them."""
+        """n and N: batches that agree in both have the same weight, so they need not be distinguished."""
         return self.samples, self.total
 
     @property
     def counted(self) -> tuple[int, int | None]:
-        """How many of its rows count, of how many."""
+        """The number of rows that count, and the number of rows."""
         return self.samples, self.rows
 
     def is_last(self) -> bool:
-        """Whether it ends its loop. May wait for the loader to know, and is a matter of all ranks then.
+        """Whether it ends its loop. May wait for the loader to find out, which then involves all ranks.
 
-        Where all batches were drawn before one was used, they may be used in any order: the last one used ends them.
+        If all batches were drawn before the first was used, they may be used in any order: the last used is the end.
         """
         if self.loop.is_listed:
             return len(self.loop.cycle) == self.loop.num_batches
@@ -85,20 +85,20 @@ class Batch:
 
 
 class Loop:
-    """What one loop over a loader has delivered to this rank.
+    """The deliveries of one loop over a loader to this rank.
 
     Args:
-        ends_here: whether the batch that was delivered last is the loop's last one.
-        lengths: the numbers of batches of an epoch: of the loader as the user wrote it, and of this rank's. None where
-            the loader has no length.
+        ends_here: returns whether the latest batch is the loop's last one.
+        lengths: the number of batches per epoch of the user's loader, and of this rank. None if the loader has no
+            length.
 
     Attributes:
-        rows: those of its batches.
+        rows: the numbers of rows of its batches.
         is_evaluation: all of them were delivered with gradients off.
-        is_open: it has not ended.
-        is_listed: all batches were drawn before one was used.
-        cycle: the numbers of those that were used, since one was used again.
-        kinds: a batch for each that counts differently.
+        is_open: whether it has not ended.
+        is_listed: whether all batches were drawn before the first was used.
+        cycle: the numbers of the batches used since one was used again.
+        kinds: one batch for each different weight.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Loop:
         self._last_used = 0
 
     def use(self, number: int) -> None:
-        """A pass with gradients was computed from that batch."""
+        """Record that a pass with gradients used that batch."""
         if not self._last_used:
             self.is_listed = not self.is_open
         if number in self.cycle and number != self._last_used:
@@ -130,7 +130,7 @@ class Loop:
 
     @property
     def num_batches(self) -> int:
-        """How many it has delivered."""
+        """The number of its deliveries."""
         return self.rows.num_batches
 
 
@@ -138,11 +138,11 @@ class Deliveries:
     """The loops of one rank."""
 
     def __init__(self) -> None:
-        self._loops: list[Loop] = []  # that are open, and the last ones that have ended; by their latest batches
+        self._loops: list[Loop] = []  # the open ones and the last ones that ended, ordered by their latest batches
         self._by_memory: StorageMap[list[Batch]] = StorageMap(_are_waiting)  # the latest last
-        self._received: deque[Batch] = deque(maxlen=_KEPT)  # from the oldest that waits for a pass
-        self._changing = threading.Lock()  # for what is replaced, or read to be changed; never held by `end`
-        self._used: Batch | None = None  # by the last pass
+        self._received: deque[Batch] = deque(maxlen=_KEPT)  # from the oldest batch that waits for a pass
+        self._changing = threading.Lock()  # guards attributes that are replaced, or read and changed; not held by `end`
+        self._used: Batch | None = None  # used by the last pass
         self._used_at = 0
 
     @property
@@ -155,7 +155,7 @@ class Deliveries:
         ends_here: Callable[[], bool] = lambda: False,
         lengths: Callable[[], tuple[int, int] | None] = lambda: None,
     ) -> Loop:
-        """A loop begins, inside those that are open; the arguments are those of `Loop`."""
+        """Begin a loop, nested in those that are open; the arguments are those of `Loop`."""
         loop = Loop(ends_here, lengths)
         with self._changing:
             ended = [each for each in self._loops if not each.is_open]
@@ -168,8 +168,8 @@ class Deliveries:
 
     @staticmethod
     def end(loop: Loop) -> None:
-        """That loop has ended, or was left. Idempotent."""
-        loop.is_open = False  # and no more: what it leaves is cleared away when the next one begins
+        """Record that the loop has ended, or was abandoned. Idempotent."""
+        loop.is_open = False  # and nothing else: the next loop that begins removes the remains
 
     def add(
         self,
@@ -182,13 +182,13 @@ class Deliveries:
         dealt: int = 1,
         is_told: bool = True,
     ) -> Batch:
-        """A batch of the loop is delivered, just now in the loop's thread.
+        """Record a batch that the loop's thread is about to receive.
 
         Args:
-            values: the batch itself, tensors in any nesting.
+            values: the batch, tensors in any nesting.
             samples, total, mark, dealt: as for `Batch`.
-            repeated: rows of the batch that come after its samples and do not count.
-            is_told: whether it is known how many rows it has.
+            repeated: the number of rows after its samples, which do not count.
+            is_told: whether the number of its rows is known.
         """
         loop.rows.count(samples, repeated, is_told)
         loop.is_evaluation = loop.is_evaluation and not torch.is_grad_enabled()
@@ -202,28 +202,28 @@ class Deliveries:
         return batch
 
     def know(self, values: Any, batch: Batch) -> None:
-        """Know these tensors, and what shares their memory, as that batch's."""
+        """Register these tensors, and all that share their memory, for that batch."""
         for each in tensors(values):
             known = [batch]
             if before := self._by_memory.note(each, known):
                 known[:0] = [one for one in before[-_KEPT:] if self._is_meant_beside(one, batch)]
 
     def _is_meant_beside(self, batch: Batch, later: Batch) -> bool:
-        """Whether it may still be meant where a later one came in the same memory."""
+        """Whether it may still be in use although a later one came in the same memory."""
         if batch is later:
             return False
         may_count_else = batch.loop is later.loop and batch.counted != later.counted
         return batch.is_waiting or batch is self._used or may_count_else
 
     def find(self, values: Any) -> list[Batch]:
-        """The batches that the tensors lie in, the one delivered last first; none for what was computed from them."""
+        """The batches whose memory holds the tensors, latest first; none for tensors computed from batches."""
         known = self._batches_in(values)
         found = {batches[0] for batches in known if len(batches) == 1}
         found |= {_oldest_waiting(batches) for batches in known if found.isdisjoint(batches)}
         return sorted(found, key=lambda batch: -batch.at)
 
     def find_rows(self, values: Any, rows: int) -> list[Batch]:
-        """The batches of that number of rows that the tensors lie in, where that says which of the rows count."""
+        """The batches with that many rows whose memory holds the tensors, if this determines the rows that count."""
         found = {
             batches[-1]: None
             for batches in self._batches_in(values)
@@ -232,21 +232,21 @@ class Deliveries:
         return list(found)
 
     def know_computed(self, inputs: Any, outputs: Any) -> None:
-        """Know what was computed without gradients as of the one batch that the inputs lie in, for its rows."""
+        """Register outputs computed without gradients for the one batch that holds the inputs, for its rows."""
         known = self._batches_in(inputs)
         batches = {batches[-1] for batches in known if len({each.counted for each in batches}) == 1}
         if len(batches) == 1:
             self.know(outputs, *batches)
 
     def _batches_in(self, values: Any) -> list[list[Batch]]:
-        """For each tensor that lies in the memory of batches: these."""
+        """For each tensor in the memory of batches: those batches."""
         return [found for each in tensors(values) if (found := self._by_memory.find(each))]
 
     def named(self, values: Any) -> list[Batch]:
-        """The batches that the user names by these tensors: that of the last pass, if it may be; else as `find`.
+        """The batches that the user names by these tensors: that of the last pass, if possible; otherwise as `find`.
 
         Raises:
-            ValueError: they are none's.
+            ValueError: they belong to no batch.
         """
         used = self._used
         if used is not None and any(used in batches for batches in self._batches_in(values)):
@@ -260,20 +260,20 @@ class Deliveries:
         return found
 
     def use(self, batch: Batch) -> None:
-        """A pass with gradients is computed from it."""
+        """Record that a pass with gradients uses it."""
         batch.is_waiting = False
         batch.loop.use(batch.number)
-        while len(self._received) > 1 and not self._received[0].is_waiting:  # the last one stays
+        while len(self._received) > 1 and not self._received[0].is_waiting:  # the last one is kept
             self._received.popleft()
         self._used, self._used_at = batch, next(_clock)
 
     def candidates(self) -> list[Batch]:
         """The batches that tensors of other memory may have been computed from, the most likely one first.
 
-        It is the oldest that no pass has used: the only one, in a loop that draws each batch when it has done with the
-        one before. Where a further one was drawn meanwhile, or waits beside it, either may be meant. Where none waits,
-        it is the batch of the pass before: a second view of it, noise of its size. After a loop that is over and all
-        stepped on, it is any of its batches, replayed, or one from elsewhere: none, where these count the same.
+        It is the oldest that no pass has used: the only one, in a loop that draws each batch after finishing the
+        previous one. If another was drawn meanwhile, or also waits, either is possible. If none waits, it is the batch
+        of the previous pass: a second view of it, or noise of its size. After a loop that has ended with all its
+        batches stepped on, it is any of its batches, replayed, or one from elsewhere: none, if these count the same.
         """
         unused = [each for each in list(self._received) if each.is_waiting]
         waiting = [each for each in unused if each.loop.is_trained]
@@ -281,19 +281,19 @@ class Deliveries:
         used = self._used
         is_over = used is not None and not used.loop.is_open and used.is_spent
         if used is not None and not is_over and not (waiting and waiting[0].at > self._used_at):
-            return [*waiting, used]  # else it was drawn when that one was done with
+            return [*waiting, used]  # otherwise it was drawn after that one had been used
         if waiting:
             return waiting
-        if drawn := [each for each in unused if each.loop.is_open]:  # with gradients off, as some readers do
+        if drawn := [each for each in unused if each.loop.is_open]:  # with gradients off, as some loops do
             return drawn
         kinds = list(used.loop.kinds.values()) if used is not None else []
         return kinds if len(kinds) > 1 else []
 
     def since(self, at: int) -> list[Batch]:
-        """The batches that came after that moment, in loops that are open; where none is, in the last one that trained.
+        """The batches delivered after that event, in open loops; if none is open, in the last one that trained.
 
         Args:
-            at: a batch's, or 0.
+            at: the position of a batch, or 0.
         """
         trained = [each for each in list(self._received) if each.loop.is_trained]
         found = [each for each in trained if each.loop.is_open] or [
@@ -302,15 +302,15 @@ class Deliveries:
         return [each for each in found if each.at > at]
 
     def recent(self) -> list[Loop]:
-        """The last few loops, open and ended, the one that received a batch last first."""
+        """The last few loops, open and ended, ordered from the latest delivery."""
         return self._loops[: -REMEMBERED - 1 : -1]
 
 
 def name_batches(batches: Sequence[Batch], before: Batch | None = None) -> str:
-    """These batches of a rank in words, so that another rank's are equal if they are of the same rounds.
+    """Describe these batches of a rank in words that are equal on another rank for the same rounds.
 
     Args:
-        before: the one that came to use before them.
+        before: the batch that was used before them.
     """
     last = batches[-1]
     numbers = [each.number for each in batches if each.loop is last.loop]
@@ -325,10 +325,10 @@ def name_batches(batches: Sequence[Batch], before: Batch | None = None) -> str:
 def check_counts(batches: Collection[Batch], by_part: bool = False) -> None:
     """
     Args:
-        by_part: all that matters is the part that this rank has of the samples of all.
+        by_part: only this rank's fraction of the samples of all ranks matters.
 
     Raises:
-        ValueError: it is not known which of these batches is meant, and they count differently.
+        ValueError: it is unknown which of these batches is meant, and they count differently.
     """
     counts = {batch.counts for batch in batches}
     parts = {samples / total if total else None for samples, total in counts}
@@ -352,7 +352,7 @@ def _are_waiting(batches: list[Batch]) -> bool:
 
 
 def _oldest_waiting(batches: list[Batch]) -> Batch:
-    """The one that is meant of those in the same memory: the loop that continues has drawn it, and waits to use it."""
+    """The batch meant, of those in the same memory: the one that a continuing loop has drawn and not used yet."""
     waiting = [each for each in batches if each.is_waiting]
     waiting = [each for each in waiting if each.loop.is_trained] or waiting
     if len(waiting) <= 1:

@@ -1,4 +1,4 @@
-"""Names by which other frameworks' users look for things on an Accelerator, and what they do here instead."""
+"""Names that users of other frameworks expect on an Accelerator, with their replacement here."""
 
 from __future__ import annotations
 
@@ -95,6 +95,6 @@ _ADVICE = {
 
 
 def advice_on(name: str) -> str:
-    """The text of the AttributeError for a name that an Accelerator does not have."""
+    """The message of the AttributeError for a name that an Accelerator does not have."""
     advice = _ADVICE.get(name)
     return f"'Accelerator' object has no attribute {name!r}" + (f": {advice}" if advice else "")

@@ -4,9 +4,9 @@ Let L_s be the loss of rank s. The gradient that arrives at x on rank r is that 
 
     G_r  =  d (L_0 + ... + L_{R-1}) / d x_r
 
-as that of `torch.distributed.nn.functional` is. So the backward pass of an `all_gather` is a `reduce_scatter` of the
+as in `torch.distributed.nn.functional`. So the backward pass of an `all_gather` is a `reduce_scatter` of the
 gradients, that of `all_reduce` an `all_reduce`, that of `broadcast` a reduction to the root, and that of
-`reduce_scatter` an `all_gather`. They are made of the same functions, so gradients of gradients are exact, too.
+`reduce_scatter` an `all_gather`. They consist of the same functions, so gradients of gradients are exact, too.
 
 A prepared model, and `optimizer_step`, average the ranks' gradients. With x_r = f(theta, batch r) that gives
 
@@ -28,9 +28,9 @@ from the valid samples, and pass the same weight on all ranks:
     accelerator.backward(nt_xent(first, second), weight=len(first) / world_size())
 
 A backward pass is a collective: each rank must run it, for the same calls. Whether a tensor requires grad is compared
-between the ranks in the forward pass, and a rank that comes to another backward pass is named.
+between the ranks in the forward pass, and a rank that runs a different backward pass is named.
 
-*Threads:* a backward pass may run in a thread without a world; the communicator is noted on the way forward.
+*Threads:* a backward pass may run in a thread without a world; the forward pass records the communicator.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ def all_gather(x: torch.Tensor, dim: int = 0, world: World | None = None) -> tor
         x: of the same shape on each rank; of no dimensions, it becomes a vector.
 
     Returns:
-        A new tensor, `world_size` times as large along `dim`. What arrives at `x` is the sum over the ranks of their
+        A new tensor, `world_size` times as large along `dim`. The gradient of `x` is the sum over the ranks of their
         gradients for its part.
 
     Raises:
         TypeError: `x` is not a dense tensor.
         IndexError: it has no such dimension.
         CollectiveMismatchError: the ranks' shapes or types differ (`all_gather_samples` takes other numbers of rows),
-            or `x` requires grad on some ranks only, or a peer called something else.
+            or `x` requires grad on some ranks only, or a peer made a different call.
         BrokenWorldError: a peer failed or departed.
     """
     check_tensor(x, "functional.all_gather")
@@ -82,7 +82,7 @@ def all_gather_samples(batch: Any, valid_samples: int | None = None, dim: int = 
 
     Args:
         batch: a tensor, or any nesting of tensors, with samples along `dim`; their number may differ between the ranks.
-        valid_samples: how many of them count, from the front; None takes all. The others get a gradient of zero.
+        valid_samples: the number of leading samples that count; None means all. The others get a gradient of zero.
 
     Returns:
         The same nesting; each tensor has all ranks' samples along `dim`.
@@ -111,11 +111,11 @@ def all_reduce(x: torch.Tensor, op: LinearOp = "sum", world: World | None = None
         x: any shape, the same on each rank.
 
     Returns:
-        What arrives at `x` is the sum, or mean, of the ranks' gradients.
+        A new tensor. The gradient of `x` is the sum, or mean, of the ranks' gradients.
 
     Raises:
         ValueError: `op` is neither "sum" nor "mean".
-        TypeError: `x` is no dense tensor, or its type does not have the operation.
+        TypeError: `x` is not a dense tensor, or its type does not support the operation.
         BrokenWorldError, CollectiveMismatchError: as for `all_gather`.
     """
     _check_linear(x, op, "all_reduce")
@@ -124,16 +124,16 @@ def all_reduce(x: torch.Tensor, op: LinearOp = "sum", world: World | None = None
 
 @_disable_dynamo
 def reduce_scatter(x: torch.Tensor, op: LinearOp = "sum", world: World | None = None) -> torch.Tensor:
-    """This rank's part along dim 0 of the sum or mean over all ranks; with a gradient.
+    """Return this rank's part along dim 0 of the sum or mean over all ranks; differentiable.
 
     Args:
         x: [world_size n, ...], the same shape on each rank.
 
     Returns:
-        [n, ...]. What arrives at `x` is every rank's gradient, in rank order; for "mean" divided by `world_size`.
+        [n, ...]. The gradient of `x` is every rank's gradient, in rank order; for "mean" divided by `world_size`.
 
     Raises:
-        ValueError: `op` is neither "sum" nor "mean", or dim 0 is no multiple of `world_size`.
+        ValueError: `op` is neither "sum" nor "mean", or dim 0 is not a multiple of `world_size`.
         TypeError: as for `all_reduce`.
         BrokenWorldError, CollectiveMismatchError: as for `all_gather`.
     """
@@ -145,17 +145,17 @@ def reduce_scatter(x: torch.Tensor, op: LinearOp = "sum", world: World | None = 
 
 @_disable_dynamo
 def broadcast(x: torch.Tensor, root: int = 0, world: World | None = None) -> torch.Tensor:
-    """The root's tensor, a new one; with a gradient.
+    """Return the root's tensor, as a new one; differentiable.
 
     Args:
         x: of the same shape on each rank, requiring grad on all or on none; only the root's values count.
 
     Returns:
-        What arrives at the root's `x` is the sum of the ranks' gradients; at the others' zeros.
+        A new tensor. The gradient of the root's `x` is the sum of the ranks' gradients; that of the others is zero.
 
     Raises:
         TypeError: `x` is not a dense tensor.
-        ValueError: `root` is no rank of the world.
+        ValueError: `root` is not a rank of the world.
         BrokenWorldError, CollectiveMismatchError: as for `all_gather`.
     """
     world = world or current_world()
@@ -174,7 +174,7 @@ def _check_linear(x: Any, op: str, name: str) -> None:
 
 
 def _num_samples(batch: Any, dim: int) -> int:
-    """How many samples each tensor of the batch has; 0 where `check_samples` will refuse them."""
+    """The number of samples of each tensor of the batch; 0 if `check_samples` will refuse them."""
     counts = {
         leaf.shape[dim] for leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and -leaf.ndim <= dim < leaf.ndim
     }
@@ -184,7 +184,7 @@ def _num_samples(batch: Any, dim: int) -> int:
 
 
 class _Seat(NamedTuple):
-    """Where a call meets the others, and what it is, in words."""
+    """The communicator of a call, and a description of the call."""
 
     comm: Communicator
     crossings: Crossings
@@ -204,7 +204,7 @@ def _backward(function: Any, seat: _Seat, gradient: torch.Tensor, *arguments: An
 
 
 def _meet(function: Any, seat: _Seat, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    """Apply it, after the ranks have compared what they come to: a backward pass of some ranks only would hang."""
+    """Apply it after the ranks have compared their calls: a backward pass of only some ranks would hang."""
     is_recorded = x.requires_grad and torch.is_grad_enabled()
     seat.comm.announce(f"{seat.call} {'with' if is_recorded else 'without'} a gradient")
     found: torch.Tensor = function.apply(x, *arguments, seat)
@@ -279,5 +279,5 @@ class _Reduce(torch.autograd.Function):
 
 
 def _copy(x: torch.Tensor) -> torch.Tensor:
-    """In memory of its own, to be written: a gradient may be an expanded tensor."""
+    """In separate, writable memory: a gradient may be an expanded tensor."""
     return x.detach().clone(memory_format=torch.contiguous_format)

@@ -1,21 +1,23 @@
-"""Pickling for other processes: what a script or a notebook defines travels, and keeps its identity.
+"""Pickling for other processes: definitions of a script or a notebook are sent along, and keep their identity.
 
-The script is `__main__` in the calling process only; a worker cannot import it. So a call goes down by value: its
-functions, its classes under the names that they have in `__main__`, and the globals that the code names. The worker's
-`__main__` gets all of it. From then on they go by name, as with plain pickle: between workers, and back to the caller,
-where they are the caller's own again. (By value, cloudpickle would find the caller's class and put copies in the place
-of its methods.)
+The script is `__main__` in the calling process only; a worker cannot import it. So a call is sent by value: its
+functions, its classes under their names in `__main__`, and the globals that the code names. All of them are put into
+the worker's `__main__`. From then on they are pickled by name, as with plain pickle: between workers, and back to the
+caller, where the names resolve to the caller's own objects. (By value, cloudpickle would find the caller's class and
+replace its methods by copies.)
 
-Code that looks its globals up at run time (`globals()`, `eval`, `import __main__`) may need any of them, so all of
-`__main__` goes with it that can be pickled. The lines of a notebook's cells, which lie in no file, go with their code.
+Code that looks up globals at run time (`globals()`, `eval`, `import __main__`) may need any of them, so everything in
+`__main__` that can be pickled is sent with it. The lines of a notebook's cells, which are in no file, are sent with
+their code.
 
-What has no name in `__main__`, a lambda or a class made in a function, always goes by value; a module always by name.
+Objects without a name in `__main__`, a lambda or a class defined in a function, are always pickled by value; modules
+always by name.
 
-The contents of tensors and arrays need not be copied into the pickle: `dumps_apart` gives them apart, to be written as
-they lie in memory, and `loads_apart` takes them from where they were read into.
+The contents of tensors and arrays need not be copied into the pickle: `dumps_apart` returns them separately, to be
+written directly from memory, and `loads_apart` uses the buffers into which they were read.
 
-Tensors of accelerators arrive in main memory: their device may not exist over there, or be another rank's, and to ask
-for it would start a runtime, and take memory of that device.
+Tensors of accelerators arrive in main memory: their device may not exist in the other process, or belong to another
+rank, and using it would start a runtime and occupy memory of that device.
 """
 
 from __future__ import annotations
@@ -34,18 +36,23 @@ from typing import Any
 
 import cloudpickle
 
-_LARGE = 1 << 16  # bytes: what is smaller is copied sooner than sent apart
-_LOOKING_UP = {"globals", "eval", "exec", "__main__"}  # in code: what finds a global that the code does not name
+_LARGE = 1 << 16  # bytes: copying anything smaller is faster than sending it separately
+_LOOKING_UP = {
+    "globals",
+    "eval",
+    "exec",
+    "__main__",
+}  # names in code by which it may find any global
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call as `loads_call` has rebuilt it.
+    """A call, as rebuilt by `loads_call`.
 
     Attributes:
-        fn, args: what to call, and with what.
-        carried: what came along.
-        left_out: names of the caller's `__main__` that `fn` might look up and that could not be pickled, and why.
+        fn, args: the function to call, and its arguments.
+        carried: the object that was sent along.
+        left_out: names of the caller's `__main__` that `fn` might look up and that could not be pickled, with reasons.
     """
 
     fn: Callable[..., Any]
@@ -62,11 +69,11 @@ def dumps(value: Any) -> bytes:
 
 
 def dumps_apart(value: Any) -> tuple[bytes, list[memoryview]]:
-    """As `dumps`, with what is large in it apart: the memory itself, not to be changed until it is sent."""
+    """As `dumps`, with large contents separate: their memory itself, which must not change until it is sent."""
     buffers: list[memoryview] = []
 
     def keep(buffer: pickle.PickleBuffer) -> bool:
-        """Whether it goes into the pickle."""
+        """Whether it is copied into the pickle."""
         raw = buffer.raw()
         if raw.nbytes >= _LARGE:
             buffers.append(raw)
@@ -78,7 +85,7 @@ def dumps_apart(value: Any) -> tuple[bytes, list[memoryview]]:
 
 
 def loads_apart(data: bytes, buffers: Sequence[Any] = ()) -> Any:
-    """What `dumps_apart` was given; its tensors and arrays lie in the buffers."""
+    """The object given to `dumps_apart`; its tensors and arrays use the memory of the buffers."""
     return pickle.loads(data, buffers=buffers)
 
 
@@ -90,25 +97,25 @@ def block_of(storage: Any) -> Any:
 
 
 def dumps_call(fn: Callable[..., Any], args: tuple[Any, ...], first: Any = None, carried: Any = None) -> bytes:
-    """Pickle a call for a process that knows nothing of our `__main__`.
+    """Pickle a call for a process that has nothing of our `__main__`.
 
     Args:
-        first: is there before the call is rebuilt.
-        carried: what else is to arrive, sharing objects with it.
+        first: is available before the call is rebuilt.
+        carried: an object to send along, which may share objects with the call.
     """
     with io.BytesIO() as file:
         pickler = _ByValue(file)
         pickler.dump(first)
-        # What is found on the way comes last, when all of it is found.
+        # Whatever pickling the call has collected comes last, when it is complete.
         pickler.dump((fn, args, carried, pickler.looked_up, pickler.names, pickler.left_out, pickler.lines))
         return file.getvalue()
 
 
 def loads_call(data: bytes, take_first: Callable[[Any], object] = lambda first: None) -> Call:
-    """The call that `dumps_call` was given; this process's `__main__` gets the names that came along.
+    """The call given to `dumps_call`; the names that came along are put into this process's `__main__`.
 
     Args:
-        take_first: called with `first`, before the modules are imported that the call needs.
+        take_first: called with `first`, before the modules that the call needs are imported.
     """
     unpickler = pickle.Unpickler(io.BytesIO(data))
     take_first(unpickler.load())
@@ -117,16 +124,16 @@ def loads_call(data: bytes, take_first: Callable[[Any], object] = lambda first: 
     main.update(looked_up)
     for name, each in names.items():
         if isinstance(each, type):
-            each.__qualname__ = name  # cloudpickle keeps its last part only
+            each.__qualname__ = name  # cloudpickle keeps only its last part
         if "." not in name:
             main[name] = each
     for file, text in lines.items():
-        linecache.cache[file] = (sum(map(len, text)), None, text, file)  # None: not to be looked for on the disk
+        linecache.cache[file] = (sum(map(len, text)), None, text, file)  # None: not to be looked up on disk
     return Call(fn, args, carried, left_out)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # it has no annotations
-    """What both ways have in common."""
+    """The common part of both picklers."""
 
     def reducer_override(self, obj: Any) -> Any:
         _refuse_file(obj)
@@ -148,9 +155,9 @@ class _ByValue(_Pickler):
     """Pickles what `__main__` defines by value.
 
     Attributes:
-        names: the classes and functions of `__main__` that were met, by their qualified names.
-        looked_up, left_out: all of `__main__`, where code was met that may look up any of it; why some is missing.
-        lines: of the code that was met and lies in no file, by the name that the code has for its file.
+        names: the classes and functions of `__main__` that were pickled, by their qualified names.
+        looked_up, left_out: all of `__main__`, if some code may look up any of it; and why some names are missing.
+        lines: the lines of pickled code that is in no file, by the code's name for its file.
     """
 
     def __init__(self, file: io.BytesIO, carries_all: bool = True) -> None:
@@ -189,16 +196,16 @@ class _ByValue(_Pickler):
                     self.looked_up[name] = value
 
 
-_OF_NOTEBOOKS = {"In", "Out", "exit", "quit", "open", "get_ipython"}  # what IPython puts there
+_OF_NOTEBOOKS = {"In", "Out", "exit", "quit", "open", "get_ipython"}  # put there by IPython
 
 
 class _MainGlobals(dict[str, Any]):
-    """Stands for the globals of `__main__`, wherever it is unpickled."""
+    """Represents the globals of `__main__` of the process in which it is unpickled."""
 
 
 def _main_globals(package: str | None) -> dict[str, Any]:
     found = sys.modules["__main__"].__dict__
-    found["__package__"] = package  # what relative imports begin at, after `python -m`
+    found["__package__"] = package  # the base of relative imports after `python -m`
     return found
 
 
@@ -211,7 +218,7 @@ def _texts(code: CodeType) -> Iterator[str]:
 
 
 def codes_in(code: CodeType) -> Iterator[CodeType]:
-    """A code object and those of the functions and classes that it defines."""
+    """A code object, and those of the functions and classes that it defines."""
     yield code
     for each in code.co_consts:
         if isinstance(each, CodeType):
@@ -219,9 +226,9 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
 
 
 def _importable_path(obj: Any) -> str | None:
-    """The dotted name under which a module, or what torch has in the place of one, is found in any process.
+    """The dotted name under which a module, or torch's substitute for one, is found in any process.
 
-    Plain modules are cloudpickle's. `torch.backends.cudnn` and others are objects of classes derived from it.
+    cloudpickle handles plain modules. `torch.backends.cudnn` and others are objects of classes derived from ModuleType.
     """
     if isinstance(obj, ModuleType) and type(obj) is not ModuleType:
         path = obj.__name__
@@ -236,13 +243,13 @@ def _importable_path(obj: Any) -> str | None:
 
 
 def _refuse_file(obj: Any) -> None:
-    """cloudpickle would send what an open text file holds now, in memory, and nobody would notice."""
+    """cloudpickle would silently send the current contents of an open text file, as a file in memory."""
     if isinstance(obj, io.TextIOWrapper) and obj not in (sys.stdout, sys.stderr, sys.stdin):
         raise TypeError(f"cannot pickle the open file {obj.name!r}; pass its path")
 
 
 def _is_tensor(obj: Any) -> bool:
-    """Without importing torch, which takes seconds and may not be needed: whoever has a tensor has imported it."""
+    """Without importing torch, which takes seconds and may not be needed: if there is a tensor, it is imported."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(obj, getattr(torch, "Tensor", ()))
 
@@ -253,10 +260,10 @@ def _is_storage(obj: Any) -> bool:
 
 
 def _reduced_storage(storage: Any) -> Any:
-    """How a storage is pickled: as the buffer that it is. Tensors that share one still do, over there."""
+    """Pickle a storage as a buffer. Tensors that share one still share it in the other process."""
     if hasattr(storage, "_untyped_storage"):
         return _typed_storage, (storage._untyped_storage, storage.dtype)
-    storage = storage.cpu()  # itself, where it is there
+    storage = storage.cpu()  # itself, if it exists there
     return _storage_over, (pickle.PickleBuffer(block_of(storage) if storage.nbytes() else bytearray()),)
 
 
@@ -267,7 +274,7 @@ def _typed_storage(untyped: Any, dtype: Any) -> Any:
 
 
 def _storage_over(buffer: Any) -> Any:
-    """The storage that the buffer is the memory of, else one with a copy."""
+    """The storage whose memory the buffer is, otherwise one with a copy."""
     import torch
 
     if hasattr(buffer, "storage"):
@@ -279,7 +286,7 @@ def _storage_over(buffer: Any) -> Any:
 
 
 def _reduce_tensor(tensor: Any) -> Any:
-    """How a tensor is pickled; as its copy in main memory, where torch would send one together with its device."""
+    """Pickle a tensor, as its copy in main memory if torch would pickle it together with its device."""
     rebuild, args, *rest = tensor.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
     if rebuild.__name__ == "_rebuild_device_tensor_from_cpu_tensor":
         return args[0].requires_grad_(tensor.requires_grad).__reduce_ex__(pickle.DEFAULT_PROTOCOL)

@@ -1,18 +1,18 @@
-"""Full and reduced precision: float32, and bfloat16 or float16, of tensors, modules, optimizers and what is nested.
+"""Full and reduced precision: float32, and bfloat16 or float16, of tensors, modules, optimizers and structures of them.
 
-A tensor is converted into a new one, through which gradients flow back in its own precision. A module and an optimizer
-are converted in place, as `module.to(dtype)` does, so that parameters keep their identity: tied ones stay tied, and an
-optimizer keeps its parameters.
+A tensor is converted into a new one; gradients flow back through the conversion in the original precision. A module and
+an optimizer are converted in place, as `module.to(dtype)` does, so that parameters keep their identity: tied ones stay
+tied, and an optimizer keeps its parameters.
 
 What never converts:
 
-- **float64**, integers, booleans, complex numbers: in a structure they stay; asked for directly they are an error.
-- **A layer that keeps running statistics** (BatchNorm), all of it. Statistics are sums of many small changes, which a
-  reduced number would swallow. torch's kernels take inputs in reduced precision beside the layer's tensors in full,
-  compute in full, and give the result in the input's; with reduced weights beside full statistics they do not run.
+- **float64**, integers, booleans, complex numbers: in a structure they stay; converting them directly is an error.
+- **A layer that keeps running statistics** (BatchNorm), all of it. Statistics are sums of many small changes, which
+  rounding to a reduced precision would lose. torch's kernels accept inputs in reduced precision with a layer in full
+  precision, compute in full, and return the precision of the input; they reject reduced weights with full statistics.
 - **Hyper-parameters and counts** of an optimizer: `step`, and other state without dimensions.
 
-Invariant: a structure that is refused is untouched, for all of it is looked at before anything is converted.
+Invariant: a structure that is refused is unchanged, since all of it is checked before anything is converted.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def to_reduced_precision(x: T, *, dtype: torch.dtype = torch.bfloat16) -> T:
         x: a tensor, module or optimizer, or a structure of them. Modules and optimizers are converted in place; do so
             before they are wrapped or prepared. The state of an optimizer takes the precision of its parameters, so
             convert it after its module, or with it: `to_reduced_precision((model, optimizer))`.
-        dtype: `torch.bfloat16`, which has the range of float32, or `torch.float16`, which has more digits.
+        dtype: `torch.bfloat16`, which has the range of float32, or `torch.float16`, which has a longer mantissa.
 
     Raises:
         TypeError: `x` is none of these.
-        ValueError: something in it is in reduced precision already, and the message says where; it is a tensor of
-            another type than float32; it is an optimizer whose parameters are in full precision.
+        ValueError: something in it is already in reduced precision (the message says where); it is a tensor of a type
+            other than float32; it is an optimizer whose parameters are in full precision.
     """
     if dtype not in REDUCED:
         raise ValueError(f"dtype={dtype} is not a reduced precision; choose torch.bfloat16 or torch.float16")
@@ -54,19 +54,19 @@ def to_reduced_precision(x: T, *, dtype: torch.dtype = torch.bfloat16) -> T:
 
 
 def to_full_precision(x: T) -> T:
-    """`x` with its bfloat16 and float16 tensors in float32: `to_reduced_precision` the other way round."""
+    """`x` with its bfloat16 and float16 tensors in float32: the inverse of `to_reduced_precision`."""
     return _convert(x, REDUCED, torch.float32)
 
 
 def is_reduced_precision(x: object) -> bool:
-    """Whether the tensors of `x` are in reduced precision; what never converts is not asked.
+    """Whether the tensors of `x` are in reduced precision; those that never convert are ignored.
 
-    Of an optimizer, its state for reduced parameters is asked, or all of it where it has none of these. False where
-    there is nothing to ask.
+    Of an optimizer, the state of reduced parameters is checked, or all of it if there are none. False if there is
+    nothing to check.
 
     Raises:
-        TypeError: `x` is no tensor, module, optimizer, or structure.
-        ValueError: some are and some are not; the message names one of each.
+        TypeError: `x` is not a tensor, module, optimizer, or structure.
+        ValueError: some are in reduced precision and some are not; the message names one of each.
     """
     content = _Content(x)
     asked = list(content.parts)
@@ -82,7 +82,7 @@ def is_reduced_precision(x: object) -> bool:
 
 
 class _Part(NamedTuple):
-    """One tensor that counts, the way to it, and the parameters whose state it is, if it is some optimizer's."""
+    """A tensor to check, the path to it, and, for an optimizer's state, the parameters that it belongs to."""
 
     where: str
     tensor: torch.Tensor
@@ -90,7 +90,7 @@ class _Part(NamedTuple):
 
     @property
     def owners_dtype(self) -> torch.dtype:
-        """What becomes of the owners' types when they meet: a single owner's own."""
+        """The promoted type of the owners; with a single owner, its own."""
         return functools.reduce(torch.promote_types, (owner.dtype for owner in self.owners))
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ class _Part(NamedTuple):
 
 
 class _Content:
-    """What a structure holds, each once: its tensors and those of its modules, its modules, its optimizers."""
+    """The contents of a structure, each once: its tensors and those of its modules, its modules, its optimizers."""
 
     def __init__(self, x: object) -> None:
         self.parts: list[_Part] = []
@@ -136,7 +136,7 @@ def _convert(x: T, source: frozenset[torch.dtype], target: torch.dtype) -> T:
 
 
 def _check(x: object, content: _Content, source: frozenset[torch.dtype]) -> None:
-    """Refuse what is converted already, what cannot be, and an optimizer before its parameters."""
+    """Refuse what is already converted, what cannot be, and an optimizer before its parameters."""
     word = "reduced" if source is FULL else "full"
     if isinstance(x, torch.Tensor) and x.dtype not in FULL | REDUCED:
         raise ValueError(
@@ -161,7 +161,7 @@ def _check(x: object, content: _Content, source: frozenset[torch.dtype]) -> None
 
 
 def _lags(state: _Part, source: frozenset[torch.dtype]) -> bool:
-    """Whether an optimizer's state is in a precision that its parameters have left."""
+    """Whether an optimizer's state is still in the previous precision of its parameters."""
     return state.tensor.dtype in source and state.owners_dtype not in source
 
 
@@ -184,7 +184,7 @@ def _convert_state(optimizer: torch.optim.Optimizer, changing: set[int], target:
 
 
 def _module_parts(module: nn.Module, where: str) -> Iterator[_Part]:
-    """Parameters and buffers in a precision, but those of layers that keep running statistics."""
+    """Convert parameters and buffers, except those of layers that keep running statistics."""
     for path, layer in module.named_modules():
         if getattr(layer, "running_mean", None) is None:
             for name, tensor in [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]:
@@ -193,9 +193,9 @@ def _module_parts(module: nn.Module, where: str) -> Iterator[_Part]:
 
 
 def _state(optimizer: torch.optim.Optimizer, where: str) -> Iterator[_Part]:
-    """The state in a precision that is of its parameter's kind: no step count, no number beside a larger parameter."""
+    """The state that follows the precision of its parameter: no step count, no scalar of a larger parameter."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    is_joint = isinstance(optimizer, torch.optim.LBFGS)  # keeps one vector for all, as the first one's state
+    is_joint = isinstance(optimizer, torch.optim.LBFGS)  # keeps one vector for all, as the state of the first
     for index, parameter in enumerate(parameters):
         for key, value in optimizer.state.get(parameter, {}).items():
             for path, leaf in _leaves_with_paths(value, f"{where}.state[{index}][{key!r}]"):
@@ -205,8 +205,8 @@ def _state(optimizer: torch.optim.Optimizer, where: str) -> Iterator[_Part]:
 
 
 def _leaves_with_paths(tree: object, where: str) -> Iterator[tuple[str, Any]]:
-    """The leaves of a structure and the ways to them, as Python would write them; each leaf once."""
-    tree_map(lambda leaf: leaf, tree)  # ValueError where a container contains itself
+    """The leaves of a structure with their paths, in Python's notation; each leaf once."""
+    tree_map(lambda leaf: leaf, tree)  # raises ValueError if a container contains itself
     seen: dict[int, object] = {}
 
     def walk(node: Any, where: str) -> Iterator[tuple[str, Any]]:
@@ -222,7 +222,7 @@ def _leaves_with_paths(tree: object, where: str) -> Iterator[tuple[str, Any]]:
 
 
 def _children(node: Any) -> list[tuple[str, Any]] | None:
-    """What a container of `unisono.tree` holds, with the way to each; None for a leaf."""
+    """The items of a container of `unisono.tree`, each with its path; None for a leaf."""
     if isinstance(node, PackedSequence | type):
         return None
     if isinstance(node, Mapping):

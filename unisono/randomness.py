@@ -1,7 +1,7 @@
-"""The process's random generators (python's, numpy's, torch's on the CPU), and numbers to seed them with.
+"""The process's random generators (Python's, numpy's, torch's on the CPU), and seeds for them.
 
-*Threads:* the generators belong to the process, so only a thread that may disturb all others seeds them. `seeded` lets
-one thread in at a time, which also puts back what it found.
+*Threads:* the generators belong to the process, so seeding affects all threads. `seeded` admits one thread at a time,
+and restores the previous state.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _SEEDING_S = 30.0
 
 
 def seed_of(*place: int | str) -> int:
-    """A seed of 63 bits for a place, (seed, epoch) say. Hashed, so that neighbouring places have nothing in common."""
+    """A 63-bit seed for a place, such as (seed, epoch). Hashed, so that seeds of neighbouring places are unrelated."""
     return random.Random("/".join(map(str, place))).getrandbits(63)
 
 
 def mixed(seed: int, place: int) -> int:
-    """The same for one more number, fast: the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    """The same with one more number, fast: the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
     state = (seed + (place + 1) * 0x9E3779B97F4A7C15) & _MASK
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -36,7 +36,7 @@ def mixed(seed: int, place: int) -> int:
 
 
 def seed_all(seed: int) -> None:
-    """Seed the three generators; numpy's where numpy is imported. Touches no accelerator."""
+    """Seed the three generators; numpy's only if numpy is imported. Does not affect accelerators."""
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
     numpy = sys.modules.get("numpy")
@@ -45,7 +45,7 @@ def seed_all(seed: int) -> None:
 
 
 def all_states() -> tuple[object, ...]:
-    """Where the three generators stand; slow. Any draw changes it."""
+    """The state of the three generators; slow. Any draw changes it."""
     _, words, cached = random.getstate()
     numpy = sys.modules.get("numpy")
     place = () if numpy is None else numpy.random.get_state()
@@ -56,7 +56,7 @@ _was_asked = False
 
 
 def notice_who_asks() -> None:
-    """For loader workers: from now on, who asks for `torch.initial_seed()` draws, in the eyes of a `Watch`."""
+    """For loader workers: from now on a call of `torch.initial_seed()` counts as a draw for a `Watch`."""
     ask = torch.random.initial_seed
 
     def initial_seed() -> int:
@@ -68,12 +68,12 @@ def notice_who_asks() -> None:
 
 
 class Watch:
-    """Sees whether anything is drawn from the three generators from now on, at the price of seeding them once.
+    """Detects whether anything is drawn from the three generators from now on, at the price of seeding them once.
 
-    Python's and numpy's are seeded alike each time, so that the first number says whether it is the first.
+    Python's and numpy's get the same seed each time, so the next number shows whether it is the first.
 
     Args:
-        seed: of torch's generator, which returns it when asked (`torch.initial_seed()`).
+        seed: for torch's generator, which reports it (`torch.initial_seed()`).
     """
 
     def __init__(self, seed: int) -> None:
@@ -85,7 +85,7 @@ class Watch:
         self._torch = _torch_place()
 
     def is_drawn_from(self) -> bool:
-        """Whether something was drawn. To be asked once, since asking draws."""
+        """Whether something was drawn. Call it once, since the check draws."""
         if _was_asked or _torch_place() != self._torch or random.getrandbits(32) != _FIRST:
             return True
         return self._numpy is not None and self._numpy.random.random_sample() != _first_of_numpy()
@@ -100,7 +100,7 @@ def _first_of_numpy() -> float:
 
 
 def _torch_place() -> list[int]:
-    """Where torch's generator is in its cycle: two numbers of its state that every draw changes."""
+    """The position of torch's generator in its cycle: two numbers of its state that every draw changes."""
     place: list[int] = torch.default_generator.get_state()[8:24].tolist()
     return place
 
@@ -112,7 +112,7 @@ def is_seeding() -> bool:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed the three generators for the block, and put them back as they were."""
+    """Seed the three generators for the block, and restore their state after it."""
     numpy = sys.modules.get("numpy")
     if not _seeding.acquire(timeout=_SEEDING_S):
         raise BusyError(

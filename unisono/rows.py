@@ -1,6 +1,6 @@
-"""Which rows of a loop's batches count for a metric, where only the number of rows says which batches they are of.
+"""Which rows of a loop's batches count for a metric, if only the number of rows identifies the batches.
 
-A batch has its samples in its first rows; those after them repeat others, and count for nothing.
+A batch has its samples in its first rows; the rows after them repeat other samples, and do not count.
 
 *Threads:* as `deliveries.py`.
 """
@@ -12,15 +12,15 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import NamedTuple
 
-_KEPT = 4096  # runs of alike batches of which nothing was gathered
+_KEPT = 4096  # number of runs of equal batches that are kept while nothing was gathered of them
 
 
 class Rows(NamedTuple):
-    """The places of the rows that count, among those of several batches.
+    """The indices of the rows that count, among the rows of several batches.
 
     Attributes:
-        end: the number of the last of these batches; 0 where it may be one or another.
-        is_new: no metric was gathered of them, as far as is known.
+        end: the number of the last of these batches; 0 if several are possible.
+        is_new: no metric has been gathered of them, as far as is known.
     """
 
     counted: list[int]
@@ -30,7 +30,7 @@ class Rows(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """A run of equal batches: the same number of samples each, and of rows, those of the samples first."""
+    """A run of equal batches: each has the same number of samples, and of rows; the samples come first."""
 
     samples: int
     rows: int
@@ -41,20 +41,20 @@ class LoopRows:
     """The rows of one loop, batch by batch.
 
     Attributes:
-        num_batches: how many there were.
-        is_gathered: a metric was gathered of some.
-        is_told: it is known how many rows each of them has; else no number of rows says which they are.
+        num_batches: the number of batches.
+        is_gathered: whether a metric was gathered of some.
+        is_told: whether the number of rows of each batch is known; if not, rows cannot be matched to batches.
     """
 
     def __init__(self) -> None:
         self._runs: list[_Run] = []
-        self._ungathered: deque[_Run] = deque()  # those of which no metric was gathered, as far as is known
+        self._ungathered: deque[_Run] = deque()  # those of which no metric has been gathered, as far as is known
         self.num_batches = 0
         self.is_gathered = False
         self.is_told = True
 
     def count(self, samples: int, repeated: int, is_told: bool = True) -> None:
-        """A batch was delivered: its number of samples, and of rows after them that do not count."""
+        """Record a delivered batch: its number of samples, and of rows after them that do not count."""
         self.is_told = self.is_told and is_told
         for runs in (self._runs, self._ungathered):
             is_more = bool(runs) and runs[-1][:2] == (samples, samples + repeated)
@@ -64,9 +64,9 @@ class LoopRows:
         self.num_batches += 1
 
     def fitting(self, rows: int) -> list[Rows]:
-        """The rows that count in runs of batches with `rows` rows together. Each answer once, the latest last.
+        """The rows that count in runs of batches with `rows` rows in total. Each answer once, the latest last.
 
-        They are batches of which no metric was gathered; where none of these fit, the last ones.
+        Batches of which no metric was gathered are considered first; if none of them fit, the last ones.
         """
         if not self.is_told:
             return []
@@ -88,9 +88,9 @@ class LoopRows:
         return list(reversed(each_once.values()))
 
     def _stretches(self, place: int, before: int, rows: int) -> Iterator[tuple[tuple[tuple[int, int], ...], int]]:
-        """Batches of so many rows that begin in that run, `before` which so many came, and the last one's number.
+        """Batches with that many rows, beginning in that run, after `before` others; and the number of the last one.
 
-        The last number is 0 where several stretches of the run are alike.
+        The last number is 0 if several stretches of the run are alike.
         """
         run = self._ungathered[place]
         within, rest = divmod(rows, run.rows) if run.rows else (0, 1)
@@ -120,7 +120,7 @@ class LoopRows:
         return []
 
     def gather(self, end: int) -> None:
-        """A metric was gathered of its batches up to that number."""
+        """Record that a metric was gathered of its batches up to that number."""
         self.is_gathered = True
         gathered = end - self.num_batches + sum(run.times for run in self._ungathered)
         while gathered > 0 and self._ungathered:
@@ -130,12 +130,12 @@ class LoopRows:
             gathered -= run.times
 
     def recent(self) -> list[int]:
-        """How many rows the latest few batches had, the latest last."""
+        """The numbers of rows of the last few batches, latest last."""
         return [run.rows for run in self._runs[-3:] for _ in range(min(run.times, 3))][-3:]
 
 
 def _places_that_count(batches: Iterable[tuple[int, int]]) -> list[int]:
-    """The places of the rows that count in these batches, joined; a batch is its numbers of samples and rows."""
+    """The indices of the rows that count in these batches, concatenated; a batch is its numbers of samples and rows."""
     places: list[int] = []
     start = 0
     for samples, rows in batches:

@@ -1,6 +1,6 @@
-"""Stacks of workers as text: which frames they have, and where the user's program calls into torch or this package.
+"""Stacks of workers as text: their frames, and where the user's program calls into torch or this package.
 
-Faulthandler writes them with the most recent call first, tracebacks with the most recent call last.
+Faulthandler prints the most recent call first; tracebacks print it last.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Frame:
 
     @property
     def is_users(self) -> bool:
-        """Whether it is neither of a library nor of this package."""
+        """Whether it belongs neither to a library nor to this package."""
         return "/lib/python" not in self.file and not self.file.startswith(PACKAGE)
 
     def __str__(self) -> str:
@@ -37,13 +37,13 @@ class Frame:
 
 
 def main_stack(stacks: str) -> str:
-    """The stack of the main thread, which faulthandler writes last."""
+    """The stack of the main thread, which faulthandler prints last."""
     starts = [match.start() for match in _THREAD.finditer(stacks)]
     return stacks[starts[-1] :].rstrip() if starts else stacks.rstrip()
 
 
 def frames_of(stack: str) -> list[Frame]:
-    """The frames in a stack of one thread, in the order in which they stand there."""
+    """The frames in the stack of one thread, in the order of the text."""
     return [Frame(each["file"], int(each["line"]), each["name"]) for each in _FRAME.finditer(stack)]
 
 
@@ -53,12 +53,12 @@ def tracebacks_in(text: str) -> list[str]:
 
 
 def own_frames() -> list[Frame]:
-    """Those of the calling thread, the most recent call first."""
+    """The frames of the calling thread, the most recent call first."""
     return [Frame(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walk_stack(None)]
 
 
 def describe_call(frames: Iterable[Frame]) -> str:
-    """What the user's program has called there, and where, as `save() in main ("a.py", line 3)`; "" where it did not.
+    """The call that the user's program has made there, as `save() in main ("a.py", line 3)`; "" if there is none.
 
     Args:
         frames: the most recent call first.

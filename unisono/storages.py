@@ -1,4 +1,4 @@
-"""What is known of a tensor by the memory that it lies in: so also of its views, for as long as that memory lives."""
+"""Notes on tensors, keyed by their memory, and thus valid for their views, as long as that memory exists."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 T = TypeVar("T")
 
-_SWEEP_FROM = 64  # entries, before the first look for memory that is gone
-_STRETCHES = 1024  # of one storage: the latest are known
+_SWEEP_FROM = 64  # entries, before the first sweep for freed memory
+_STRETCHES = 1024  # per storage: the latest ones are kept
 
 
-_Stretch = tuple[int, int]  # the bytes of a storage from the first on, up to the second
+_Stretch = tuple[int, int]  # the bytes of a storage from the first to before the second
 
 
 class StorageMap(Generic[T]):
-    """Holds neither tensors nor their memory.
+    """Keeps neither tensors nor their memory alive.
 
-    What was noted last holds where tensors overlap, but for a tensor of which something was noted that is kept. Tensors
-    without memory of their own kind (a lazy device's before they are computed, some subclasses) are not known.
+    The latest note applies where tensors overlap, except for a tensor with a kept note of its own. Tensors without a
+    storage (those of a lazy device before they are computed, some subclasses) cannot be noted.
 
     Args:
-        is_kept: whether a value stays, where a larger tensor in the same memory is noted.
+        is_kept: whether a value stays when a larger tensor in the same memory is noted.
     """
 
     def __init__(self, is_kept: Callable[[T], bool] = lambda value: False) -> None:
         self._is_kept = is_kept
-        self._held: dict[int, tuple[StorageWeakRef, dict[_Stretch, T]]] = {}  # of each storage the latest note last
+        self._held: dict[int, tuple[StorageWeakRef, dict[_Stretch, T]]] = {}  # for each storage, the latest note last
         self._sweep_at = _SWEEP_FROM
 
     def note(self, tensor: torch.Tensor, value: T) -> T | None:
-        """That is known from now on of this tensor, and of what shares its memory.
+        """Note a value for this tensor, and for all that share its memory.
 
         Returns:
-            What was known of just its bytes before.
+            The previous value for exactly its bytes.
         """
         storage = _storage(tensor)
         if storage is None:
             return None
         begin, end = stretch = _bytes_of(tensor)
-        # A weak reference keeps the address taken, so that no other storage is found under it.
+        # A weak reference keeps the address occupied, so that no other storage is found under it.
         held = self._held.get(storage._cdata)
         if held is None:
             self._sweep()
@@ -61,7 +61,7 @@ class StorageMap(Generic[T]):
         return before
 
     def find(self, tensor: torch.Tensor) -> T | None:
-        """What was noted of this tensor; else of one that it lies in; else of one that it overlaps."""
+        """The note of this tensor; otherwise of one that contains it; otherwise of one that overlaps it."""
         storage = _storage(tensor)
         held = self._held.get(storage._cdata) if storage is not None else None
         if held is None:
@@ -78,11 +78,11 @@ class StorageMap(Generic[T]):
         return overlapping
 
     def __len__(self) -> int:
-        """How many storages are known, those included that are gone and were not swept out yet."""
+        """The number of storages with notes, including freed ones that were not swept yet."""
         return len(self._held)
 
     def _sweep(self) -> None:
-        """Forget what is gone, whenever twice as much is held as was left the last time."""
+        """Forget freed memory, whenever there are twice as many entries as after the previous sweep."""
         if len(self._held) >= self._sweep_at:
             self._held = {at: held for at, held in self._held.items() if not held[0].expired()}
             self._sweep_at = max(_SWEEP_FROM, 2 * len(self._held))
@@ -91,12 +91,12 @@ class StorageMap(Generic[T]):
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     try:
         return tensor.untyped_storage() if tensor.numel() else None
-    except (RuntimeError, NotImplementedError):  # sparse tensors and some subclasses have none
+    except (RuntimeError, NotImplementedError):  # sparse tensors and some subclasses have no storage
         return None
 
 
 def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """From the first byte of the tensor in its storage to after the last one."""
+    """The range of the tensor's bytes in its storage, the end excluded."""
     begin = int(tensor.storage_offset()) * tensor.itemsize
     if tensor.is_contiguous():
         return begin, begin + tensor.nbytes

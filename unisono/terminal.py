@@ -1,6 +1,6 @@
-"""Where this process's stderr comes out: on a terminal, though it is a pipe here, or anywhere else.
+"""Whether this process's stderr ends on a terminal, although it is a pipe here.
 
-A worker's stderr goes through its caller, who knows; `launch` says it here, and what draws asks.
+A worker's stderr passes through its caller, which knows; `launch` records it here for the code that draws.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import os
 
 _USUAL = 80
 
-_columns = 0  # of the caller's terminal
+_columns = 0  # the width of the caller's terminal
 
 
 def columns_of(descriptor: int) -> int:
-    """The width of the terminal that a descriptor is; 0 where it is none."""
+    """The width of the terminal behind a descriptor; 0 if it is not a terminal."""
     try:
         return os.get_terminal_size(descriptor).columns or _USUAL
     except OSError:
@@ -21,11 +21,11 @@ def columns_of(descriptor: int) -> int:
 
 
 def set_columns(columns: int) -> None:
-    """The stderr of this process comes out on a terminal of that width; 0: on none."""
+    """Record that the stderr of this process ends on a terminal of that width; 0 means none."""
     global _columns
     _columns = columns
 
 
 def columns_behind_pipe() -> int:
-    """The width of the terminal that stderr comes out on by way of another process; 0 where there is none."""
+    """The width of the terminal on which stderr ends through another process; 0 if there is none."""
     return _columns

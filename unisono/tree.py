@@ -1,9 +1,9 @@
-"""Map over, slice and measure a nested batch, whatever containers it is made of.
+"""Map over, slice and measure a nested batch of any containers.
 
 Containers are dict and other mappings, list, tuple, named tuple, set, frozenset and dataclass. Everything else is a
-leaf. A container comes back with its own type and order; an object that stands in two places of a batch is visited once
-and stays shared; the batch itself is never modified. (`torch.utils._pytree` is private, and knows neither dataclasses
-nor mappings of one's own nor shared leaves.)
+leaf. A container keeps its type and order; an object that occurs twice in a batch is visited once and stays shared; the
+batch itself is never modified. (`torch.utils._pytree` is private, and supports neither dataclasses nor user-defined
+mappings nor shared leaves.)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PLAIN = (str, bytes, numbers.Number, type(None))  # leaves that hold no samples
 
 
 def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """Rebuild `tree` with `fn(leaf)` in place of each leaf; a tree whose leaves all stay is returned as it is.
+    """Rebuild `tree` with `fn(leaf)` in place of each leaf; a tree whose leaves all stay the same is returned itself.
 
     Raises:
         ValueError: a container contains itself.
@@ -34,14 +34,14 @@ def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    """The leaves of `tree`, in order; a shared one once."""
+    """The leaves of `tree`, in order; a shared leaf occurs once."""
     found: list[Any] = []
     tree_map(lambda leaf: found.append(leaf) or leaf, tree)  # type: ignore[func-returns-value]
     yield from found
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
-    """The tensors among the leaves. Quick for what batches mostly are: this is done several times a step."""
+    """The tensors among the leaves. Fast for common batches, since it runs several times per step."""
     found: list[torch.Tensor] = []
     for node in tree if type(tree) in (list, tuple) else (tree,):
         if isinstance(node, torch.Tensor):
@@ -54,7 +54,7 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 def batch_size(tree: Any, dim: int = 0) -> int | None:
     """The number of samples of a batch: the size, along `dim`, of its tensors and arrays that have this dimension.
 
-    None where it is unknown: none has it, they disagree, or a packed sequence orders the samples its own way.
+    None if it is unknown: none has it, they disagree, or a packed sequence orders the samples differently.
     """
     sizes = set()
     for leaf in leaves(tree):
@@ -68,8 +68,8 @@ def batch_size(tree: Any, dim: int = 0) -> int | None:
 def may_list_samples(tree: Any) -> bool:
     """Whether a batch is a list of mappings with the same keys, or of objects of one dataclass.
 
-    Each may be a sample, as where nothing collates them, or a part of all samples (two views of them). Their tensors
-    give the number of samples in the second case only.
+    Each may be one sample, if nothing collates them, or a part of all samples (two views of them). Only in the second
+    case do their tensors determine the number of samples.
     """
     if type(tree) is not list or not tree or not all(map(_is_record, tree)):
         return False
@@ -77,11 +77,11 @@ def may_list_samples(tree: Any) -> bool:
 
 
 def can_cut(tree: Any, dim: int = 0) -> bool:
-    """Whether it is certain how a batch falls apart into samples.
+    """Whether the division of a batch into samples is certain.
 
-    It is not for one of unknown size; whose tensors differ in size; that holds a packed sequence, a
-    sparse tensor or an object of a class that is unknown here; or a list of as many containers, or tensors alike, as
-    there are samples, each of which may be one sample, or a part of all.
+    It is not if the size is unknown; if tensors differ in size; if the batch holds a packed sequence, a sparse tensor
+    or an object of an unknown class; or if it is a list of as many containers, or equal tensors, as there are samples,
+    each of which may be one sample, or a part of all.
     """
     size = batch_size(tree, dim)
 
@@ -104,9 +104,9 @@ def can_cut(tree: Any, dim: int = 0) -> bool:
 
 
 def flat_tensors(tree: Any) -> Collection[torch.Tensor] | None:
-    """The tensors of a batch that is one, or a plain list, tuple or dict of nothing else; None of any other.
+    """The tensors of a batch that is a tensor, or a plain list, tuple or dict of tensors; None for any other.
 
-    Most batches are such, and are looked at on every step.
+    Most batches are of this kind, and this runs in every step.
     """
     kind = type(tree)
     if kind is torch.Tensor:
@@ -125,7 +125,7 @@ def flat_tensors(tree: Any) -> Collection[torch.Tensor] | None:
 
 
 def nbytes(tree: Any) -> int:
-    """The bytes of a batch's tensors, arrays and texts, as large as they say that they are; a shared one once."""
+    """The bytes of a batch's tensors, arrays and strings, by their own account; a shared one counts once."""
     flat = flat_tensors(tree)
     if flat is None or len({*map(id, flat)}) < len(flat):
         return sum(map(_leaf_nbytes, leaves(tree)))
@@ -138,19 +138,19 @@ def nbytes(tree: Any) -> int:
 def take(tree: Any, start: int, stop: int, dim: int = 0) -> Any:
     """Samples `start` to `stop` of a batch: every tensor, array and (along dim 0) plain list of its size is sliced.
 
-    What has no dimension `dim` (a scale, a name) belongs to the whole batch and is kept whole.
+    Leaves without the dimension `dim` (a scale, a name) belong to the whole batch and are kept whole.
 
     Raises:
-        ValueError: `can_cut` says no.
+        ValueError: `can_cut` is False.
     """
     return _select(tree, slice(start, stop), dim)
 
 
 def pick(tree: Any, samples: list[int], dim: int = 0) -> Any:
-    """Those samples of a batch, in that order, each as often as it is named; copies. Otherwise as `take`.
+    """Copies of the given samples of a batch, in that order, with repetitions. Otherwise as `take`.
 
     Raises:
-        ValueError: `can_cut` says no.
+        ValueError: `can_cut` is False.
     """
     return _select(tree, samples, dim)
 
@@ -178,12 +178,12 @@ def is_array(leaf: Any) -> bool:
     """Whether it is a tensor or a numpy array."""
     if isinstance(leaf, torch.Tensor):
         return True
-    numpy = sys.modules.get("numpy")  # a batch holds an array only where numpy is imported
+    numpy = sys.modules.get("numpy")  # a batch can hold an array only if numpy is imported
     return numpy is not None and isinstance(leaf, numpy.ndarray)
 
 
 def _is_inner(node: Any) -> bool:
-    """Whether a list element is a batch part of its own, so that the list is a structure and not one value a sample."""
+    """Whether a list element is itself a part of a batch, so that the list is a structure, not one value per sample."""
     return is_array(node) or _is_container(node)
 
 
@@ -202,8 +202,8 @@ def _map(
 ) -> Any:
     """`whole` may replace a container as if it were a leaf.
 
-    `seen` maps the id of each visited node to the node and its image. It holds the node because a mapping may make its
-    values on demand: the id of one that is gone would be given to the next.
+    `seen` maps the id of each visited node to the node and its image. It keeps the node alive because a mapping may
+    create its values on demand: the id of a freed one would be reused by the next.
     """
     if id(node) in seen:
         image = seen[id(node)][1]
@@ -259,10 +259,10 @@ def _like_mapping(node: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
 
 
 def _copy_mapping(node: Mapping[Any, Any]) -> Any:
-    """A copy that can be written to, with what a mapping of one's own holds beside its items."""
+    """A writable copy, including attributes that a user-defined mapping holds in addition to its items."""
     twin = copy.copy(node)
     if not isinstance(node, dict) and not hasattr(type(node), "__copy__"):
-        # The plain copy has the attributes of `node`, and so the very container that the items are kept in.
+        # The plain copy shares the attributes of `node`, including the container in which it keeps its items.
         for name, value in vars(twin).items():
             if isinstance(value, MutableMapping | list | set):
                 setattr(twin, name, copy.copy(value))
@@ -292,6 +292,6 @@ def _leaf_nbytes(leaf: Any) -> int:
         return int(leaf.nbytes) if is_array(leaf) else 0
     if leaf.layout is torch.sparse_coo:
         return _leaf_nbytes(leaf._indices()) + _leaf_nbytes(leaf._values())
-    with contextlib.suppress(Exception):  # not each of the rarer layouts reports it; a measure must not end a run
+    with contextlib.suppress(Exception):  # some rare layouts do not report it, and measuring must not end a run
         return leaf.nbytes if leaf.layout is torch.strided else leaf.values().nbytes
     return 0
