@@ -1,4 +1,4 @@
-"""What `prepare` makes of a model and of an optimizer, by an Accelerator's settings."""
+"""Build the prepared form of models and optimizers, by an Accelerator's settings."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from unisono.world import World
 class Builder:
     """
     Attributes:
-        world: the rank's.
-        passes: through the models.
-        strategy: reduces.
-        autocast: makes the context of forward passes; None for none.
-        scaler: of the loss; None for none.
-        moves: models go to the world's device.
+        world: that of the rank.
+        passes: records the passes through the models.
+        strategy: chooses how gradients are reduced.
+        autocast: creates the context of forward passes, or None.
+        scaler: of the loss, or None.
+        moves: whether models are moved to the world's device.
         compiles: the arguments of torch.compile; False for none.
-        is_synchronized: BatchNorm sees the global batch.
-        checks_numbers: a gradient that is not finite is an error.
-        max_grad_norm: to which steps clip; None for no clipping.
-        seed: of the generators; None leaves them.
+        is_synchronized: whether BatchNorm uses the statistics of the global batch.
+        checks_numbers: whether a non-finite gradient is an error.
+        max_grad_norm: the norm to which steps clip; None for no clipping.
+        seed: for the generators; None leaves them unchanged.
     """
 
     world: World
@@ -63,10 +63,10 @@ class Builder:
             self._seed_generators(self.seed)
 
     def model(self, module: nn.Module) -> PreparedModel:
-        """The module, on its device, behind its engine."""
+        """The module on its device, wrapped by its engine."""
         if self.moves and not is_on_meta(module):
             module = move_module(module, self.world.device)
-        elif self.moves and self.strategy.fills:  # what is on "meta" it fills itself
+        elif self.moves and self.strategy.fills:  # the engine initialises parameters on "meta"
             module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self.world.device))
         elif self.moves:
             fill(module, self.world.device)
@@ -83,16 +83,16 @@ class Builder:
         return made
 
     def metric(self, metric: nn.Module) -> nn.Module:
-        """The metric itself, on its device, which gathers over the ranks."""
+        """The same metric, on its device, gathering over the ranks."""
         synchronize_metric(metric, self.world)
         return metric.to(self.world.device) if self.moves else metric
 
     def stepper(self, optimizer: Optimizer) -> Stepper:
-        """What lets the optimizer step for all ranks."""
+        """The stepper, which makes the optimizer step for all ranks."""
         return Stepper(optimizer, self.world, self.passes, self.max_grad_norm, self.scaler, self._guard)
 
     def done_in_steps(self) -> list[str]:
-        """What steps of prepared optimizers do, and no others."""
+        """The settings that only steps of prepared optimizers apply."""
         asked = {
             f"max_grad_norm={self.max_grad_norm}": self.max_grad_norm is not None,
             "nan_guard=True": self.checks_numbers,
@@ -101,7 +101,7 @@ class Builder:
         return [what for what, is_asked in asked.items() if is_asked]
 
     def _seed_generators(self, seed: int) -> None:
-        """The process's, or, among threads, the replica's own: the others belong to all of them."""
+        """Seed the process's generators; among threads the replica's own, since threads share the others."""
         world = self.world
         if world.world_size == 1 or world.is_of_processes:
             seed_all(seed)

@@ -1,4 +1,4 @@
-"""What the arguments of an Accelerator may be, and the world that they choose."""
+"""Check the arguments of an Accelerator, and choose its world."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_features(world: World, strategy: type[Strategy], options: Choice, precision: str, compile: Any) -> None:
-    """Refuse what the world's devices lack.
+    """Refuse features that the world's devices do not support.
 
     Raises:
-        ValueError: the message says what to do instead.
+        ValueError: a feature is not supported; the message names an alternative.
     """
     hook = options.comm_hook if isinstance(options, DDP) else None
     asked: dict[str, tuple[Feature, bool]] = {
@@ -38,9 +38,9 @@ def check_features(world: World, strategy: type[Strategy], options: Choice, prec
 
 
 def world_on(world: World, device: str | int | torch.device | None, cpu: bool, strategy: type[Strategy]) -> World:
-    """The world, on the device that was asked for, in use from now on."""
+    """The world on the requested device, which is in use from now on."""
     strategy.check_world(world)
-    device = getattr(device, "torch_device", device)  # of a `Device`
+    device = getattr(device, "torch_device", device)  # given as a `Device`
     if cpu and device is not None:
         raise ValueError(f"cpu=True and device={device!r} contradict each other; pass one of them")
     if not cpu and device is None:

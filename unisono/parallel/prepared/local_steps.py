@@ -1,7 +1,7 @@
-"""Local SGD: each rank steps on its own gradients, and the ranks' parameters are averaged now and then.
+"""Local SGD: each rank steps on its own gradients, and the ranks' parameters are averaged from time to time.
 
-A rank's gradients keep their weights, those of its samples among all: the average of what one plain SGD step makes of
-them is what the reduced gradient would have made.
+A rank's gradients keep their weight, its fraction of all samples: after one plain SGD step, the average of the
+parameters equals the result of a step on the reduced gradient.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from unisono.world import World
 
 @contextmanager
 def local_steps(model: PreparedModel) -> Iterator[None]:
-    """A block in which steps on this model's gradients are each rank's own. Every rank enters and leaves it.
+    """A block in which each rank steps on its own gradients of this model. Every rank enters and leaves it.
 
     Raises:
-        ValueError: the model is sharded: its parts are no models that could step by themselves.
+        ValueError: the model is sharded, so that no rank has a complete model to step on.
     """
     if is_sharded(model.module):
         raise ValueError(
@@ -38,6 +38,6 @@ def local_steps(model: PreparedModel) -> Iterator[None]:
 
 @torch.no_grad()
 def average_parameters(model: PreparedModel, world: World) -> None:
-    """Give every rank the mean of the ranks' parameters, in place. A collective."""
+    """Replace the parameters on every rank by the mean over the ranks, in place. A collective."""
     for parameter in model.module.parameters():
         all_reduce(parameter.detach(), "mean", world)

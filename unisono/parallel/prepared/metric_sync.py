@@ -1,6 +1,6 @@
-"""torchmetrics' metrics: their states are gathered over the ranks of a world, threads or processes, when they compute.
+"""torchmetrics' metrics: gather their states over the ranks of a world, threads or processes, when they compute.
 
-By themselves they know torch.distributed only, so that on threads each replica would compute a metric of its own part.
+They support only torch.distributed themselves, so on threads each replica would compute a metric of its own part.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def is_metric(each: Any) -> bool:
 
 
 def synchronize_metric(metric: nn.Module, world: World) -> None:
-    """Let the metric, or those in a collection, gather over the ranks of that world, when they compute."""
+    """Make the metric, or those in a collection, gather over the ranks of that world when they compute."""
     for each in metric.modules():
         if isinstance(each, loaded_class("torchmetrics", "Metric")):
             each.dist_sync_fn = partial(_gather_state, world)
@@ -35,6 +35,6 @@ def _has_peers(world: World) -> bool:
 
 
 def _gather_state(world: World, own: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-    """Every rank's tensor of a metric's state, in rank order. They may differ in shape, and be empty."""
+    """The tensors of a metric's state from all ranks, in rank order. They may differ in shape, and be empty."""
     parts: list[torch.Tensor] = all_gather_object(own.detach().cpu(), world)
     return [part.to(own.device) for part in parts]

@@ -1,9 +1,9 @@
-"""Which rows of a tensor count, where its rows are the samples of batches that a loop has received.
+"""Which rows of a tensor count, if its rows are the samples of batches that a loop has received.
 
 The memory of labels, and of outputs of prepared models, identifies their batch (`deliveries.py`), also within a nesting
-that holds one of them. What was computed from them (an argmax, a concatenation) is recognised by its number of rows,
-on all ranks: so many batches in a row, the same number on each rank, must have had just these rows; where others of
-the loop had as many, of which other rows count, it is an error.
+that holds one of them. Tensors computed from them (an argmax, a concatenation) are recognised by their number of rows,
+on all ranks: some consecutive batches, the same number on each rank, must have had exactly these rows. If other batches
+of the loop had the same number of rows, of which other rows count, it is an error.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from unisono.world import World
 
 
 class NoSuchBatchError(ValueError):
-    """Rows that are those of no batch; on all ranks."""
+    """Rows that belong to no batch, on all ranks."""
 
 
 def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[Any, int]:
-    """The rows that count, and how many they are. A small collective, where nothing says how many count.
+    """The rows that count, and their number. A small collective, unless `valid_samples` gives the number.
 
-    They are those of the batch whose memory the values lie in. Otherwise they are taken for those of the batch that the
-    loop has just received; else of a whole loop, one of evaluation, and one of which no metric was gathered, before
-    others; else of a few batches in a row.
+    They are the rows of the batch whose memory holds the values. Otherwise they are attributed to the batch that the
+    loop has just received; else to a whole loop, preferably one of evaluation, and one of which no metric was gathered;
+    else to a few consecutive batches.
 
     Args:
         values: a tensor, or a nesting of tensors, with samples along dim 0.
-        valid_samples: how many count, from the front; None asks the loop's batches.
+        valid_samples: the number of leading rows that count; None derives it from the loop's batches.
 
     Raises:
-        ValueError: the values lie in batches that count differently; or their rows are those of no batches in a row, or
-            may be of several, or of two loops, that count differently, or of a loop whose batches do not say their
-            size; on all ranks. Or the tensors differ in rows.
-        TypeError: a value is no tensor with rows.
+        ValueError: on all ranks, if the values belong to batches of which different rows count; if their rows match no
+            consecutive batches; if they match several, or two loops, of which different rows count; or if they match a
+            loop whose batches have no known size. Also if the tensors differ in their number of rows.
+        TypeError: a value is not a tensor with rows.
     """
     if valid_samples is not None:
         return values, valid_samples
@@ -88,11 +88,11 @@ def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[An
 
 
 class _Fit(NamedTuple):
-    """Batches of a loop that have the rows of the values.
+    """Batches of a loop that match the rows of the values.
 
     Attributes:
-        is_new: no metric was gathered of them, on any rank.
-        is_ambiguous: others of the loop have as many, on some rank, of which other rows count.
+        is_new: whether no metric was gathered of them, on any rank.
+        is_ambiguous: whether, on some rank, others of the loop have the same number of rows, of which others count.
     """
 
     loop: Loop
@@ -102,7 +102,7 @@ class _Fit(NamedTuple):
 
 
 def _counted_rows(values: Any, counted: Sequence[int], count: int) -> tuple[Any, int]:
-    """The rows that count, and how many they are, of `count`."""
+    """The rows that count, of `count` rows, and their number."""
     if len(counted) == count:
         return values, count
     stretches = _stretches(counted)
@@ -110,8 +110,8 @@ def _counted_rows(values: Any, counted: Sequence[int], count: int) -> tuple[Any,
 
 
 def _stretches(places: Iterable[int]) -> list[tuple[int, int]]:
-    """Places in a row, as where they begin and end: rows are cut out by these where they lie. A list of places would be
-    sent to their device, and waited for."""
+    """Merge consecutive indices into ranges, by which rows are sliced on their device. A list of indices would have to
+    be copied to the device, with a sync."""
     found: list[tuple[int, int]] = []
     for place in places:
         if found and found[-1][1] == place:
@@ -136,19 +136,19 @@ def _num_rows(values: Any) -> int:
 
 
 def _compare(count: int, known: list[Batch], recent: list[Loop], world: World) -> tuple[bool, bool, list[_Fit]]:
-    """Whether every rank knows the batch; whether the batches of the last loop have known sizes on every rank; and the
-    loops, the last one first, that fit on each. A small collective.
+    """Whether every rank has identified the batch; whether the batches of the last loop have known sizes on every rank;
+    and the loops that match on all ranks, latest first. A small collective.
 
-    In a loop that fits some batches have so many rows, as many batches on each rank.
+    A loop matches if some of its batches have that many rows, the same number of batches on each rank.
 
     Raises:
-        ValueError: the batches that some rank knows count differently.
+        ValueError: the batches that some rank has identified count differently.
     """
     found = [each.rows.fitting(count) for each in recent]
     found += [[]] * (REMEMBERED - len(found))
     batches = [rows[-1].batches if rows else 0 for rows in found]
     are_new = [bool(rows) and rows[-1].is_new for rows in found]
-    state = len({batch.samples for batch in known})  # 0 where none is known, and more than 1 is an error
+    state = len({batch.samples for batch in known})  # 0 if none is identified; more than 1 is an error
     is_told = not recent or recent[0].rows.is_told
     told = [min(state, 1), -state, is_told, *batches]
     told += [*(-each for each in batches), *are_new, *(-len(rows) for rows in found)]
@@ -174,7 +174,7 @@ def _compare(count: int, known: list[Batch], recent: list[Loop], world: World) -
 
 
 def _best(fitting: list[_Fit], newest: Loop | None) -> list[_Fit]:
-    """Those that are likely; several where there is nothing to choose by."""
+    """The likely ones; several if nothing distinguishes them."""
     present = [each for each in fitting if each.loop.is_open and each.rows.batches == 1]
     whole = [each for each in fitting if each.rows.batches == each.loop.num_batches]
     waiting = [

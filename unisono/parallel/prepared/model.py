@@ -1,4 +1,4 @@
-"""PreparedModel: the user's module behind its engine, with autocast; names, attributes and states are the module's."""
+"""PreparedModel: the user's module, run by its engine with autocast; names, attributes and state are the module's."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ _REDUCED = (torch.float16, torch.bfloat16)
 
 
 class PreparedModel(nn.Module):
-    """Behaves as `module` does: its attributes, its parameters' names, its state. Only calling it is another thing.
+    """Behaves as `module` does: its attributes, its parameters' names, its state. Only calling it differs.
 
     Args:
         engine: runs the module.
-        passes: of the Accelerator's models.
-        autocast: makes the context for each forward pass; None for none. Outputs come back in float32 then.
+        passes: records the passes of the Accelerator's models.
+        autocast: creates the context for each forward pass, whose outputs are then returned as float32; or None.
     """
 
     def __init__(
         self, engine: Engine, passes: Passes, autocast: Callable[[], AbstractContextManager[Any]] | None
     ) -> None:
         super().__init__()
-        self._engine = (engine,)  # in a tuple: what it wraps is no child of this module once more
+        self._engine = (engine,)  # in a tuple, so that the wrapped module is not registered as a second child
         self._passes = passes
         self._autocast = autocast
         self._syncs = True
         self._steppers: list[Stepper] = []
         self.training = engine.module.training
         passes.watch_parameters(engine)
-        self.module = engine.module  # last: from here on, attributes are the module's
+        self.module = engine.module  # last: from here on, attributes are set on the module
 
     @property
     def engine(self) -> Engine:
-        """What runs the module."""
+        """The engine, which runs the module."""
         return self._engine[0]
 
     def train_by(self, stepper: Stepper) -> None:
-        """An optimizer of this model's parameters is prepared."""
+        """Record that an optimizer of this model's parameters is prepared."""
         self._steppers.append(stepper)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -68,7 +68,7 @@ class PreparedModel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Forward passes of the block do not let their backward passes reduce."""
+        """Within the block, backward passes of forward passes do not reduce."""
         before, self._syncs = self._syncs, False
         try:
             yield
@@ -76,7 +76,7 @@ class PreparedModel(nn.Module):
             self._syncs = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """`module.zero_grad`, but between microbatches of one step."""
+        """`module.zero_grad`, which does nothing between microbatches of one step."""
         if all(stepper.may_zero() for stepper in self._steppers):
             self.engine.zero_grad(set_to_none)
             for stepper in self._steppers:
@@ -89,14 +89,14 @@ class PreparedModel(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What is set on the model, the module's forward pass sees."""
+        """Set the attribute on the module, so that its forward pass sees it."""
         if "module" not in self.__dict__.get("_modules", ()) or name in self.__dict__ or name == "module":
             super().__setattr__(name, value)
         else:
             setattr(self.module, name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """A copy trains by itself, if at all: it is one of the module.
+        """A copy of the module itself, which is not prepared.
 
         Raises:
             TypeError: the module is sharded.

@@ -1,4 +1,4 @@
-"""NanGuard: which parameter's gradient was the first that is not finite, and on which rank."""
+"""NanGuard: finds the first parameter whose gradient is not finite, and its rank."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from unisono.world import World
 
 
 class NanGuard:
-    """Looks at each gradient as the backward pass makes it, before other ranks' are added: one pass over each.
+    """Checks each gradient when the backward pass produces it, before the reduction: one pass over each gradient.
 
-    Nothing is waited for until `check`, so a device continues meanwhile.
+    There is no sync before `check`, so a device is not interrupted.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._found: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of each parameter: its name, and a flag
+        self._found: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # for each parameter: its name, and a flag
 
     def watch(self, module: nn.Module) -> None:
-        """Look at the gradients of that module's parameters from now on."""
+        """Check the gradients of that module's parameters from now on."""
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
                 parameter.register_hook(partial(self._look, name, weakref.ref(parameter)))
 
     def forget(self, parameters: Sequence[torch.Tensor]) -> None:
-        """The gradients of these parameters are zero."""
+        """Record that the gradients of these parameters are zero."""
         for each in parameters:
             self._found.pop(each, None)
 
     def _look(self, name: str, watched: Callable[[], torch.Tensor | None], gradient: torch.Tensor | None) -> None:
         parameter = watched()
-        if parameter is not None and gradient is not None:  # autograd leaves out what a Function returns None for
+        if parameter is not None and gradient is not None:  # autograd skips inputs for which a Function returns None
             is_bad = ~torch.isfinite(values_of(gradient)).all()
             self._found[parameter] = name, self._found[parameter][1] | is_bad if parameter in self._found else is_bad
 
@@ -48,20 +48,20 @@ class NanGuard:
         """Raise on every rank if a gradient is not finite on one. A collective.
 
         Args:
-            parameters: whose gradients are reduced by now, and may be infinite only by the sum.
+            parameters: those with reduced gradients, which may be non-finite only through the sum.
 
         Raises:
-            NonFiniteGradientError: one is not.
+            NonFiniteGradientError: a gradient is not finite.
         """
         wanted = {id(each) for each in parameters}
-        found = [told for each, told in self._found.items() if id(each) in wanted]  # in the backward pass's order
+        found = [told for each, told in self._found.items() if id(each) in wanted]  # in the order of the backward pass
         self.forget(parameters)
         held = [(each, each.grad) for each in parameters if each.grad is not None]
         sums = [~torch.isfinite(values_of(getattr(gradient, "_local_tensor", gradient))).all() for _, gradient in held]
         names = [repr(name) for name, _ in found]
         bad = _true([*(flag for _, flag in found), *sums], self._world.device)
         own = [names[place] for place in bad if place < len(found)]
-        summed = [  # may overflow in the sum alone
+        summed = [  # the sum alone may overflow
             name_of(held[place - len(found)][0], parameters) for place in bad if place >= len(found)
         ]
         if not self._world.comm.all_reduce(torch.tensor(int(bool(bad)), device=HOST), "max"):
@@ -80,10 +80,10 @@ class NanGuard:
 
 
 def _true(flags: list[torch.Tensor], device: torch.device) -> list[int]:
-    """The places of the flags that are set; waits for the device once.
+    """The indices of the flags that are set; waits for the device once.
 
     Args:
-        device: where they are read from; those that are elsewhere, of an offloaded gradient, go there.
+        device: where they are collected; flags on other devices, of an offloaded gradient, are moved there.
     """
     if not flags:
         return []

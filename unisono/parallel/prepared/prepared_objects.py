@@ -1,6 +1,6 @@
-"""Preparing: models behind their engines, optimizers that step for all ranks, schedulers that follow them.
+"""Preparing: models run by engines, optimizers that step for all ranks, schedulers that follow them.
 
-What is prepared is remembered, so that an optimizer may come later than its model, and nothing is prepared twice.
+Prepared objects are remembered, so that an optimizer may come later than its model, and nothing is prepared twice.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from unisono.parallel.strategies.sharded import clip_grad_norm
 
 
 class PreparedObjects:
-    """What one Accelerator has prepared, for as long as somebody else holds it.
+    """The objects that one Accelerator has prepared, as long as others keep them alive.
 
     Args:
-        builder: of models and steppers.
-        make_loader: prepares what has batches.
-        schedule_unit: what schedules count; None finds out.
+        builder: builds models and steppers.
+        make_loader: prepares loaders.
+        schedule_unit: the unit of schedules; None determines it.
     """
 
     def __init__(self, builder: Builder, make_loader: Callable[[Any], Any], schedule_unit: Unit | None = None) -> None:
-        self._models: list[ref[PreparedModel]] = []  # in the order in which they came, the same on each rank
+        self._models: list[ref[PreparedModel]] = []  # in the order of preparation, the same on each rank
         self._steppers: list[ref[Stepper]] = []
         self._builder = builder
         self._make_loader, self._schedule_unit = make_loader, schedule_unit
@@ -44,10 +44,10 @@ class PreparedObjects:
         self._in_order: list[ref[Any]] = []  # the loaders and schedulers
 
     def prepare(self, objects: Sequence[Any]) -> list[Any]:
-        """Each object prepared, in its place. Where one cannot be, nothing has changed.
+        """Prepare each object, and return them in the same order. If one cannot be prepared, nothing has changed.
 
         Raises:
-            TypeError: an object is none that can be prepared.
+            TypeError: an object cannot be prepared.
             ValueError: one was prepared before, or an optimizer and the models do not belong together.
         """
         flat = [(where, each) for place, each in enumerate(objects) for where, each in _flat(str(place), each)]
@@ -81,7 +81,7 @@ class PreparedObjects:
         return [model.module for model in self.models()]
 
     def steppers(self) -> list[Stepper]:
-        """Those of the prepared optimizers."""
+        """The steppers of the prepared optimizers."""
         return [stepper for each in self._steppers if (stepper := each()) is not None]
 
     def schedulers(self) -> list[PreparedScheduler]:
@@ -126,7 +126,7 @@ class PreparedObjects:
         return found
 
     def release(self) -> None:
-        """Let go of everything, so that it can be prepared again."""
+        """Release everything, so that it can be prepared again."""
         for stepper in self.steppers():
             stepper.release()
             _all_prepared.forget(stepper.optimizer)
@@ -139,7 +139,7 @@ class PreparedObjects:
         self._builder.passes.microbatches.ledger.clear()
 
     def _check(self, where: str, each: Any, before: list[Any], together: list[Any], places: Places) -> None:
-        """Refuse what cannot be prepared, before anything is."""
+        """Refuse objects that cannot be prepared, before any is."""
         name = type(each).__name__
         is_ours = isinstance(each, PreparedModel | PreparedScheduler)
         if is_ours or each in _all_prepared or (each is not None and any(each is other for other in before)):
@@ -171,7 +171,7 @@ class PreparedObjects:
             )
 
     def _add_model(self, module: nn.Module) -> PreparedModel:
-        release_engines_of(module)  # of an Accelerator that is gone, and perhaps not collected yet
+        release_engines_of(module)  # by an Accelerator that is gone, although perhaps not collected yet
         model = self._builder.model(module)
         remember_names(model.module)
         watch(model.engine, self._builder.done_in_steps())
@@ -191,7 +191,7 @@ class PreparedObjects:
         return made
 
     def _join(self, model: PreparedModel, stepper: Stepper) -> None:
-        """Make a model and the optimizer of some of its parameters known to one another."""
+        """Connect a model with the optimizer of some of its parameters."""
         own = {id(each) for each in parameters_of(stepper.optimizer)}
         if any(id(each) in own for each in model.parameters()):
             model.train_by(stepper)
@@ -203,10 +203,10 @@ class PreparedObjects:
     def _add_scheduler(self, scheduler: Any, made: dict[int, Any]) -> PreparedScheduler:
         _follow(scheduler, made)
         optimizer = scheduler.optimizer
-        if not hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # by which torch knows that steps are counted
+        if not hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # tells torch that steps are counted
             optimizer.step.__func__._wrapped_by_lr_sched = True
         stepper = self._stepper_of(optimizer)
-        assert stepper is not None  # `_check` has seen to it
+        assert stepper is not None  # ensured by `_check`
         is_later = any(getattr(each, "length_was_asked", False) for each in self._loaders)
         prepared = PreparedScheduler(scheduler, stepper, self._schedule_unit, is_later)
         _all_prepared[scheduler] = prepared
@@ -215,15 +215,15 @@ class PreparedObjects:
 
 
 def _follow(scheduler: Any, made: Mapping[int, Any]) -> None:
-    """Point the scheduler, and those that it is made of, to the optimizer in the other one's place."""
+    """Make the scheduler, and those that it consists of, use the new optimizer in place of the old one."""
     scheduler.optimizer = made.get(id(scheduler.optimizer), scheduler.optimizer)
     for part in getattr(scheduler, "_schedulers", ()):
         _follow(part, made)
 
 
 class _Registry:
-    """What any Accelerator has prepared, and what has become of it, both held weakly: what was prepared may be prepared
-    again when that is gone."""
+    """Objects that any Accelerator has prepared, with the results, both held weakly: an object may be prepared again
+    when its result is gone."""
 
     def __init__(self) -> None:
         self._known: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()
@@ -231,7 +231,7 @@ class _Registry:
     def __contains__(self, each: Any) -> bool:
         try:
             made = self._known.get(each)
-        except TypeError:  # it cannot be held weakly, or has no hash
+        except TypeError:  # it supports no weak references, or has no hash
             return False
         return made is not None and made() is not None
 
@@ -240,8 +240,8 @@ class _Registry:
             self._known[each] = ref(made)
 
     def forget(self, made: Any) -> None:
-        """What this was made of counts as prepared no more."""
-        for reference in self._known.keyrefs():  # a copy: other ranks' threads may add theirs meanwhile
+        """The source of this object no longer counts as prepared."""
+        for reference in self._known.keyrefs():  # a copy: threads of other ranks may add entries meanwhile
             known = reference()
             was = None if known is None else self._known.get(known)
             if was is not None and (was() is made or known is made):
@@ -264,7 +264,7 @@ def _check_devices(where: str, module: nn.Module) -> None:
 
 
 def _flat(where: str, each: Any) -> list[tuple[str, Any]]:
-    """The object with its place in words; of a list or a tuple, its elements'."""
+    """The object with its position in words; for a list or tuple, its elements with theirs."""
     if isinstance(each, list | tuple):
         return [pair for place, part in enumerate(each) for pair in _flat(f"{where}[{place}]", part)]
     return [(where, each)]

@@ -1,7 +1,7 @@
 """Optimizers follow their models: parameters that a move or a strategy has replaced are found again by their place.
 
-A parameter is known by the model's position and its name there, so that ties survive and equal names of two models do
-not meet.
+A parameter is identified by the position of its model and its name there, so ties survive and equal names in two models
+do not collide.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from unisono.tree import tree_map
 
 
 class Places:
-    """Where each parameter of some models is.
+    """The place of each parameter of some models.
 
     Args:
-        models: before they are moved.
+        models: the models before they are moved.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -32,13 +32,13 @@ class Places:
         }
 
     def check(self, optimizer: Optimizer, where: str) -> None:
-        """Is each parameter of the optimizer of one of the models?
+        """Check that each parameter of the optimizer belongs to one of the models.
 
         Args:
-            where: the place of the optimizer among the prepared objects, for the message.
+            where: the position of the optimizer among the prepared objects, for the message.
 
         Raises:
-            ValueError: it is not.
+            ValueError: a parameter belongs to none.
         """
         for number, group in enumerate(optimizer.param_groups):
             for place, parameter in enumerate(group["params"]):
@@ -50,11 +50,11 @@ class Places:
                     )
 
     def follow(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
-        """Point the optimizer's groups and its state to what stands at its parameters' places now.
+        """Make the optimizer's groups and its state use the parameters that are now at the places of its own.
 
         Args:
             optimizer: has passed `check`.
-            models: the same ones in the same order, after the move.
+            models: the same models in the same order, after the move.
         """
         now = [dict(model.named_parameters(remove_duplicate=False)) for model in models]
         moved: dict[torch.Tensor, nn.Parameter] = {}
@@ -62,7 +62,7 @@ class Places:
             for parameter in group["params"]:
                 model, name = self._place_of[parameter]
                 moved[parameter] = now[model][name]
-            # In place: LBFGS, for one, holds the list, too.
+            # In place: LBFGS, for example, keeps a reference to the list.
             group["params"][:] = [moved[parameter] for parameter in group["params"]]
         state = {moved.get(key, key): _beside(value, moved.get(key, key)) for key, value in optimizer.state.items()}
         optimizer.state.clear()
@@ -70,7 +70,7 @@ class Places:
 
 
 def _beside(state: Mapping[str, Any], parameter: Any) -> Any:
-    """The state of a parameter on its device, cut as the parameter is. Step counts stay where torch keeps them."""
+    """The state of a parameter on its device, sharded as the parameter is. Step counts stay where torch keeps them."""
 
     def move(leaf: Any) -> Any:
         is_moved = isinstance(leaf, torch.Tensor) and leaf.ndim and isinstance(parameter, torch.Tensor)

@@ -11,19 +11,19 @@ logger = logging.getLogger(__name__)
 
 
 class LossScaler(GradScaler):
-    """Draws its conclusions from a step when the next one begins, or when its state is asked for: by then all
-    optimizers of the step have stepped.
+    """Updates the scale for a step when the next one begins, or when its state is read: by then all optimizers of the
+    step have stepped.
 
-    The scale stays on the device: it is read where a step was not taken, which the host has seen.
+    The scale stays on the device: it is read only after a skipped step, which the host knows of.
 
     Args:
         device: the type of the rank's device.
-        is_telling: says when a step was not taken.
+        is_telling: whether to log skipped steps.
         options: the other arguments of GradScaler.
 
     Attributes:
-        is_due: an optimizer has stepped, or skipped its step, since the last conclusions.
-        has_skipped: one of them has skipped it. Fused optimizers do so on the device, and nobody hears of it.
+        is_due: whether an optimizer has stepped, or skipped its step, since the last update.
+        has_skipped: whether one of them has skipped it. Fused optimizers skip on the device, unknown to the host.
     """
 
     def __init__(self, device: str, is_telling: bool, **options: float) -> None:
@@ -32,7 +32,7 @@ class LossScaler(GradScaler):
         self._is_telling = is_telling
 
     def settle(self) -> None:
-        """Let the scale follow from the steps that were taken and skipped."""
+        """Update the scale according to the steps that were taken or skipped."""
         if self.is_due:
             self.update()
             if self.has_skipped and self._is_telling:

@@ -1,14 +1,14 @@
-"""What a learning rate schedule counts, and how far one optimizer step takes it.
+"""The unit that a learning rate schedule counts, and how far one optimizer step advances it.
 
-A plain script makes its schedule from `len(loader)`, in batches of the loader as it wrote it: one device takes one for
-each step. R ranks take R of them in a round, and k microbatches make a step, so a step is up to R k of them:
+A plain script builds its schedule from `len(loader)`, in batches of its loader: one device uses one per step. R ranks
+use R of them in a round, and k microbatches make a step, so a step consumes up to R k of them:
 
-    "batch"        the batches that the step was made of: the schedule was built from the plain loader's length
-    "device_step"  k of these: what one device would have taken for one step; Accelerate's convention
+    "batch"        the batches that the step consumed: the schedule was built from the plain loader's length
+    "device_step"  k of these, which one device would have used for one step; Accelerate's convention
     "step"         1: the schedule was built from the number of steps that this run takes
 
-Which of them a schedule counts is known where all are the same, or where its own length is a multiple of one only
-among the lengths that the script could have built it from. Else the user says it.
+The unit of a schedule is known if all units are equal, or if its length is a multiple of exactly one of the lengths
+from which the script could have built it. Otherwise the user specifies it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Unit = Literal["batch", "device_step", "step"]
 
 
 class Taken(NamedTuple):
-    """What an optimizer has stepped on so far.
+    """The progress of an optimizer.
 
     Attributes:
-        steps: that it took.
-        batches: of loaders as the user wrote them.
-        device_steps: that one device would have taken.
+        steps: the steps that it took.
+        batches: the batches of the user's loaders that they consumed.
+        device_steps: the steps that one device would have taken.
     """
 
     steps: int = 0
@@ -44,57 +44,57 @@ class Taken(NamedTuple):
     device_steps: int = 0
 
     def after_step(self, batches: int, microbatches: int) -> Taken:
-        """With one more step, on this number of batches; `microbatches` make a step of one device."""
+        """The progress after one more step, on this number of batches; `microbatches` make a step of one device."""
         device_steps = math.ceil(batches / microbatches)
         return Taken(self.steps + 1, self.batches + batches, self.device_steps + device_steps)
 
     def since(self, before: Taken, unit: Unit) -> int:
-        """How far a call goes that comes once for the steps since `before`: as one device's calls would have, which
-        come once for as many of its own steps."""
+        """How far one call advances for the steps since `before`: as far as the calls on one device, which come once
+        for the same number of its own steps."""
         counted = {"batch": self.batches - before.batches, "device_step": self.device_steps - before.device_steps}
         steps = self.steps - before.steps
         return round(counted.get(unit, steps) / steps) if steps else 1
 
 
 class Lengths(NamedTuple):
-    """Of an epoch.
+    """The lengths of an epoch.
 
     Attributes:
-        batches: of the loader as the user wrote it.
-        rounds: of the prepared loader: its length.
+        batches: the length of the user's loader.
+        rounds: the length of the prepared loader.
     """
 
     batches: int
     rounds: int
 
     def steps(self, microbatches: int) -> int:
-        """How many optimizer steps these ranks take."""
+        """The number of optimizer steps that these ranks take."""
         return math.ceil(self.rounds / microbatches)
 
     def device_steps(self, microbatches: int) -> int:
-        """How many one device would take."""
+        """The number that one device would take."""
         return math.ceil(self.batches / microbatches)
 
 
 def check_unit(unit: Any) -> None:
     """
     Raises:
-        ValueError: a schedule cannot count that.
+        ValueError: this is not a unit of schedules.
     """
     if unit is not None and unit not in get_args(Unit):
         raise ValueError(f"schedule_unit={unit!r} does not exist; choose one of {', '.join(get_args(Unit))}, or None")
 
 
 def unit_of(scheduler: Any, lengths: Lengths, microbatches: int, is_later: bool) -> Unit:
-    """What the schedule counts.
+    """The unit that the schedule counts.
 
     Args:
-        lengths: of the loader that the loop runs over.
-        microbatches: of a step.
-        is_later: when the scheduler was prepared, the length of a prepared loader had been asked for.
+        lengths: those of the loader that the loop runs over.
+        microbatches: the microbatches of a step.
+        is_later: whether the script had read the length of a prepared loader before it prepared the scheduler.
 
     Raises:
-        ValueError: it is not known; the message names the lengths.
+        ValueError: it is unknown; the message names the lengths.
     """
     steps = lengths.steps(microbatches)
     if lengths.batches == steps:
@@ -110,7 +110,7 @@ def unit_of(scheduler: Any, lengths: Lengths, microbatches: int, is_later: bool)
 
 
 def length_of(scheduler: Any) -> int | None:
-    """After how many steps the schedule ends; None where it has no end, or an unknown one."""
+    """The number of steps after which the schedule ends; None if it has no end, or an unknown one."""
     if isinstance(scheduler, OneCycleLR):
         return scheduler.total_steps
     if isinstance(scheduler, CosineAnnealingLR):
@@ -120,7 +120,7 @@ def length_of(scheduler: Any) -> int | None:
     if isinstance(scheduler, SequentialLR):
         last = length_of(scheduler._schedulers[-1])
         return None if last is None else scheduler._milestones[-1] + last
-    if isinstance(scheduler, LambdaLR):  # transformers' schedules are these
+    if isinstance(scheduler, LambdaLR):  # transformers' schedules are of this kind
         told = {_told_length(each) for each in scheduler.lr_lambdas}
         return told.pop() if len(told) == 1 else None
     return None

@@ -1,4 +1,4 @@
-"""PreparedScheduler: the learning rates of one device on any number of ranks, where steps accumulate or are skipped."""
+"""PreparedScheduler: the learning rates of one device on any number of ranks, with accumulated and skipped steps."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from unisono.parallel.prepared.schedule_units import Lengths, Unit, length_of, u
 from unisono.parallel.prepared.stepper import Stepper
 
 Scheduler = LRScheduler | ReduceLROnPlateau
-_ROUNDING = 1e-6  # of a metric, between ranks that have computed it from the same values
+_ROUNDING = 1e-6  # for a metric, between ranks that have computed it from the same values
 
 
 class PreparedScheduler:
     """Behaves as `scheduler` does on one device.
 
-    A `step` inside a loop goes as far as one device's calls would have, by then; one between loops goes one step. Where
-    the optimizer was asked to step and did not (between microbatches, after an overflow), nothing happens.
+    A `step` inside a loop advances as far as the calls on one device would have by then; one between loops advances one
+    step. If the optimizer was called and did not step (between microbatches, after an overflow), nothing happens.
 
     Args:
-        scheduler: of a prepared optimizer.
-        stepper: the optimizer's.
-        unit: what the schedule counts; None finds out.
-        is_later: when it was prepared, the length of a prepared loader had been asked for.
+        scheduler: the scheduler of a prepared optimizer.
+        stepper: the stepper of that optimizer.
+        unit: the unit that the schedule counts; None determines it.
+        is_later: whether the script had read the length of a prepared loader before it prepared the scheduler.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class PreparedScheduler:
         self.scheduler = scheduler
         self._stepper = stepper
         self._unit, self._is_later = unit, is_later
-        self._end: int | None = None  # of a schedule whose unit was found out
+        self._end: int | None = None  # of a schedule whose unit was determined
         self._taken = stepper.taken
         self._asked = stepper.num_asked
         self._epoch = self._last_epoch()
@@ -44,9 +44,9 @@ class PreparedScheduler:
         """`scheduler.step`.
 
         Raises:
-            RuntimeError: the scheduler was stepped by hand; or, inside a loop, no optimizer step was asked for since
-                its last one; or it goes past its end, where its unit was found out.
-            ValueError: it is not known what the schedule counts; or the ranks pass different metrics.
+            RuntimeError: the scheduler was stepped by hand; or, inside a loop, the optimizer's `step` was not called
+                since its last one; or it goes past its end, with a unit that was determined.
+            ValueError: the unit of the schedule is unknown; or the ranks pass different metrics.
         """
         self.check_hand()
         stepper, before = self._stepper, self._taken
@@ -83,7 +83,7 @@ class PreparedScheduler:
         self._end = None if self._unit == "step" else length_of(self.scheduler)
 
     def _mean_metric(self, metrics: Any, epoch: Any = None) -> float:
-        """The metric of all ranks, which differs by rounding at most. A small collective."""
+        """The metric of all ranks, which may differ only by rounding. A small collective."""
         own, world = float(metrics), self._stepper.world
         if world.world_size == 1:
             return own
@@ -97,10 +97,10 @@ class PreparedScheduler:
         return seen[0]
 
     def check_hand(self) -> None:
-        """Has nobody stepped the scheduler that was prepared?
+        """Check that the wrapped scheduler was not stepped directly.
 
         Raises:
-            RuntimeError: somebody has.
+            RuntimeError: it was.
         """
         if self._last_epoch() != self._epoch:
             raise RuntimeError(
@@ -114,13 +114,13 @@ class PreparedScheduler:
         self._epoch = self._last_epoch()
 
     def follow(self) -> None:
-        """The optimizer has taken up the steps of another run."""
+        """Record that the optimizer has resumed the steps of another run."""
         self._asked, self._taken = self._stepper.num_asked, self._stepper.taken
 
     def _last_epoch(self) -> int | None:
         return getattr(self.scheduler, "last_epoch", None)  # a ChainedScheduler has none
 
     def __getattr__(self, name: str) -> Any:
-        if name == "scheduler":  # asked for by copy and pickle before there is one
+        if name == "scheduler":  # copy and pickle look it up before it exists
             raise AttributeError(name)
         return getattr(self.scheduler, name)

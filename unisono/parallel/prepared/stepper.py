@@ -1,11 +1,11 @@
-"""What `step` and `zero_grad` of a prepared optimizer do: gradients are reduced by then, so a step unscales, guards and
-clips them, and steps.
+"""`step` and `zero_grad` of a prepared optimizer: gradients are already reduced, so a step unscales, checks and clips
+them, and steps.
 
-The optimizer stays the same object, so that whoever holds it, a scheduler say, steps rightly.
+The optimizer stays the same object, so that others that hold it, such as a scheduler, step correctly.
 
 Invariants:
 1. While microbatches accumulate, `step` and `zero_grad` do nothing.
-2. All ranks skip a step, or none: they decide by the reduced gradients, and by numbers that all of them have.
+2. All ranks skip a step, or none: they decide by the reduced gradients, and by numbers that are equal on all ranks.
 3. No optimizer, prepared or not, steps on gradients of one rank alone.
 """
 
@@ -37,7 +37,9 @@ from unisono.world import World
 
 K = TypeVar("K")
 
-_engines: WeakKeyDictionary[Engine, tuple[str, ...]] = WeakKeyDictionary()  # of all prepared models of this process
+_engines: WeakKeyDictionary[Engine, tuple[str, ...]] = (
+    WeakKeyDictionary()
+)  # those of all prepared models of this process
 _steppers: WeakKeyDictionary[Stepper, None] = WeakKeyDictionary()
 
 
@@ -45,18 +47,18 @@ class Stepper:
     """The steps of one prepared optimizer.
 
     Args:
-        optimizer: whose `step` and `zero_grad` become this object's.
-        world: the rank's.
-        passes: through the models.
-        max_grad_norm: to which each step clips; None for no clipping.
-        scaler: of the loss; None for none.
-        guard: None for none.
+        optimizer: its `step` and `zero_grad` are replaced by those of this object.
+        world: that of the rank.
+        passes: records the passes through the models.
+        max_grad_norm: the norm to which each step clips; None for no clipping.
+        scaler: of the loss, or None.
+        guard: the NanGuard, or None.
 
     Attributes:
-        num_asked: how often `step` was called.
-        checks: what is called before each step, by the schedulers that follow it.
-        taken: the steps that it has taken: not between microbatches, nor after an overflow.
-        was_skipped: the last step that was due was left out, after an overflow or because nothing counted in it.
+        num_asked: the number of calls of `step`.
+        checks: functions of the schedulers that follow it, called before each step.
+        taken: the steps taken: not those between microbatches, nor after an overflow.
+        was_skipped: whether the last due step was skipped, after an overflow or because nothing counted in it.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class Stepper:
         self.taken = Taken()
         self.was_skipped = False
         self.checks: list[Callable[[], None]] = []
-        self._engines: list[Engine] = []  # of the models that have some of the optimizer's parameters
+        self._engines: list[Engine] = []  # those of the models that have some of the optimizer's parameters
         self.world = world
         self._passes, self._microbatches = passes, passes.microbatches
         self._max_grad_norm = max_grad_norm
@@ -83,7 +85,7 @@ class Stepper:
         self._plain_step, self._plain_zero = optimizer.step, optimizer.zero_grad
         self._own = {name: vars(optimizer)[name] for name in ("step", "zero_grad") if name in vars(optimizer)}
         step, zero = _methods(self)
-        if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # a scheduler made before has marked it
+        if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # a scheduler created earlier has marked it
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
         optimizer.zero_grad = MethodType(zero, optimizer)  # type: ignore[method-assign]
@@ -91,12 +93,15 @@ class Stepper:
         _steppers[self] = None
 
     def train(self, engine: Engine) -> None:
-        """A model that has some of the optimizer's parameters is prepared."""
+        """Record that a model with some of the optimizer's parameters is prepared."""
         self._engines.append(engine)
 
     def release(self) -> None:
-        """Let the optimizer step by itself again."""
-        for name in ("step", "zero_grad"):  # those of the class are no attributes: they would keep the optimizer
+        """Restore the optimizer's own methods."""
+        for name in (
+            "step",
+            "zero_grad",
+        ):  # methods of the class are not set as attributes, which would keep the optimizer alive
             vars(self.optimizer).pop(name, None)
         for name, own in self._own.items():
             setattr(self.optimizer, name, own)
@@ -104,8 +109,8 @@ class Stepper:
         self._engines.clear()
 
     def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
-        """`optimizer.step` at the end of an accumulation; else nothing, and None."""
-        if self._is_inside:  # the scaler's way to the plain step, which it does not take after an overflow
+        """`optimizer.step` at the end of an accumulation; otherwise does nothing and returns None."""
+        if self._is_inside:  # called by the scaler, except after an overflow
             self._count_step()
             return self._plain_step(**arguments)
         self.num_asked += 1
@@ -130,7 +135,7 @@ class Stepper:
             with track.span(STEP), translate_errors(self.world.comm):
                 result = self._step(closure, arguments)
                 self.world.backend.mark_step(self.world.device)
-        finally:  # whether it was taken or has failed, zero_grad() is next
+        finally:  # zero_grad() is next, whether the step succeeded or failed
             self._close()
         for engine in self._engines:
             engine.after_step(self.optimizer)
@@ -139,10 +144,10 @@ class Stepper:
         return result
 
     def reduce(self) -> None:
-        """Make the gradients those of the whole step, unscaled; once, however often it is called before the step.
+        """Make the gradients those of the whole step, unscaled; repeated calls before the step do nothing.
 
         Raises:
-            RuntimeError: nothing has a gradient, or one was made past the scaler.
+            RuntimeError: there is no gradient, or one was computed without the scaler.
         """
         for engine in self._engines:
             if engine.is_held:
@@ -161,16 +166,16 @@ class Stepper:
             self._is_unscaled = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """`optimizer.zero_grad`, but between microbatches of one step."""
+        """`optimizer.zero_grad`, which does nothing between microbatches of one step."""
         if self._is_inside or self.may_zero():
             self._plain_zero(set_to_none)
             self.forget()
 
     def may_zero(self) -> bool:
-        """Whether gradients may be zeroed: nothing of the present step is in them, or it is over.
+        """Whether gradients may be zeroed: they hold nothing of the current step, or it is over.
 
-        Or it is given up: it has its last microbatch and was not stepped on, or since the last backward pass nobody has
-        asked whether to step.
+        Or the step was abandoned: it has its last microbatch and was not stepped on, or no step was requested since the
+        last backward pass.
         """
         now, step = self._ledger, self._ledger.step
         if now.every == 1 or self.optimizer in step.stepped:
@@ -180,28 +185,28 @@ class Stepper:
         return not begun or is_complete or any(each.num_asked == self._microbatches.num_asked for each in begun)
 
     def forget(self) -> None:
-        """The gradients are zero."""
+        """Record that the gradients are zero."""
         if not self._is_inside:
             if self._guard is not None:
                 self._guard.forget(trained_parameters(self.optimizer))
             for engine in self._engines:
                 engine.forget()
-            if self._ledger.count:  # a part of a step is given up
+            if self._ledger.count:  # part of a step is abandoned
                 self._microbatches.skips.pop(self.optimizer, None)
             self._passes.forget()
             self._settle()
 
     def is_stepping(self, engine: Engine) -> bool:
-        """Whether the plain step runs, over parameters of this model."""
+        """Whether the plain step is running, over parameters of this model."""
         return self._is_inside and engine in self._engines
 
     @property
     def every(self) -> float:
-        """How many microbatches make a step."""
+        """The number of microbatches in a step."""
         return self._ledger.every
 
     def loop_of_last_step(self) -> Loop | None:
-        """The loop over a loader that the last step was in, if it has not ended."""
+        """The loop over a loader in which the last step was taken, if it has not ended."""
         batch = self._ledger.step.last
         return batch.loop if batch is not None and batch.loop.is_open else None
 
@@ -251,7 +256,7 @@ class Stepper:
             self._is_inside = False
 
     def _finish(self) -> None:
-        """Between the reduction and the step."""
+        """Unscale, check and clip, between the reduction and the step."""
         if not self.taken.steps:
             by_hand.warn_of_foreign_batches(self.world, "optimizer.step()", "prepare(loader) cuts it")
         parameters = trained_parameters(self.optimizer)
@@ -279,7 +284,7 @@ class Stepper:
         return by_hand.reducing(closure, reduce, self.world)
 
     def _settle(self) -> None:
-        """The gradients that are held belong to no further step of this optimizer."""
+        """Record that the held gradients belong to no further step of this optimizer."""
         if self._scaler is not None and self._is_unscaled:
             self._is_unscaled, self._scaler.is_due = False, True
 
@@ -291,21 +296,21 @@ class Stepper:
 
 
 def watch(engine: Engine, done_in_steps: Sequence[str] = ()) -> None:
-    """Let no optimizer step on gradients of this model that are one rank's alone.
+    """Prevent every optimizer from stepping on gradients of this model that are those of one rank alone.
 
     Args:
-        done_in_steps: what the Accelerator was asked for that steps of prepared optimizers do, and no others.
+        done_in_steps: the requested features that only steps of prepared optimizers apply.
     """
     _engines[engine] = tuple(done_in_steps)
 
 
 def _alive(table: WeakKeyDictionary[K, Any]) -> list[K]:
-    """The keys. Other ranks' threads may add theirs meanwhile: a copy of the references is made in one piece."""
+    """The keys. Threads of other ranks may add entries meanwhile; copying the references is atomic."""
     return [each for reference in table.keyrefs() if (each := reference()) is not None]
 
 
 def release_engines_of(module: nn.Module) -> None:
-    """What an earlier `prepare` has put behind this module, or a part of it, is to do nothing any more."""
+    """Disable the hooks that an earlier `prepare` has attached to this module, or to a part of it."""
     own = set(module.parameters())
     for engine in _alive(_engines):
         if not engine.is_released and any(each in own for each in engine.module.parameters()):
@@ -313,7 +318,7 @@ def release_engines_of(module: nn.Module) -> None:
 
 
 def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
-    """Refuse to step on gradients that are not reduced, or not what steps were to make of them."""
+    """Refuse to step on gradients that are not reduced, or not processed as the steps should."""
     own = parameters_of(optimizer)
     if by_hand.unreduced and any(each.grad is not None and each in by_hand.unreduced for each in own):
         raise RuntimeError(
@@ -352,17 +357,17 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _is_stepping(engine: Engine) -> bool:
-    """Whether a prepared optimizer's step has called this one's: SAM's, or that of a rank's part."""
+    """Whether a prepared optimizer's step has called this step: in SAM, or for the part of a rank."""
     return any(each.is_stepping(engine) for each in _alive(_steppers))
 
 
-# No decorator: it would put a handle in the function's place, and an optimizer's class that travels brings the hooks of
-# all steps along, which then travel by name.
+# Not a decorator, which would replace the function by a handle: an optimizer's class that is pickled by value includes
+# the hooks of all steps, which are then pickled by name.
 register_optimizer_step_pre_hook(_refuse_step)
 
 
 def _methods(stepper: Stepper) -> tuple[Callable[..., Any], Callable[..., None]]:
-    """Functions that become methods of the optimizer: schedulers look at `step.__func__`."""
+    """Functions that become methods of the optimizer, since schedulers read `step.__func__`."""
 
     def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
         return stepper.step(closure, **arguments)
