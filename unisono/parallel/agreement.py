@@ -1,9 +1,9 @@
-"""Whether all ranks train the same model: checked before the first reduction, checked again while training if wanted,
-and brought about by a broadcast.
+"""Whether all ranks train the same model: checked before the first reduction, optionally checked again during training,
+and established by a broadcast.
 
-Models are compared by a fingerprint of their bits, made where they lie in one pass over them. If all ranks agree, that
-is all, and one number per rank travels. Only where they do not are the parameters' own fingerprints exchanged, to name
-the first that differs and the ranks that hold it.
+Models are compared by a fingerprint of their bits, computed on their device in one pass over them. If all ranks agree,
+only one number per rank is exchanged. Otherwise the fingerprints of the parameters are exchanged too, to name the first
+that differs and the ranks that hold it.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from unisono.timeline import REDUCE
 from unisono.world import World, current_world
 
 _MANY_WORDS = 4096
-_ROW = 127  # odd, so that a change of the highest bit in each of its words does not cancel out
+_ROW = 127  # odd, so that changes of the highest bit in all of its words do not cancel out
 
 
 class _Calls(WeakKeyDictionary[nn.Module, int]):
-    """How often a rank has called `check_replicas` for each module."""
+    """The number of calls of `check_replicas` by a rank, for each module."""
 
 
 def check_agreement(parameters: Sequence[torch.Tensor], world: World) -> None:
-    """Compare the parameters of all ranks, before the gradients of different models are mixed up.
+    """Compare the parameters of all ranks, before gradients of different models are mixed.
 
     Raises:
         CollectiveMismatchError: shapes, types or values differ; the message names the first difference.
@@ -54,18 +54,18 @@ def check_agreement(parameters: Sequence[torch.Tensor], world: World) -> None:
 def check_replicas(module: nn.Module, every: int = 1, *, buffers: bool = False, world: World | None = None) -> None:
     """Compare the parameters of all ranks, bit by bit, at every n calls; call it after each step, on every rank.
 
-    It costs one pass over the parameters and a reduction of two numbers. What it finds is any change of bits, but for
-    values of a large parameter that have changed places within a kilobyte.
+    It costs one pass over the parameters and a reduction of two numbers. It detects any change of bits, except values
+    of a large parameter that are swapped within a kilobyte.
 
     Args:
         module: the same on each rank.
         every: compare at each `every`-th call for this module, and only count the others.
-        buffers: compare the buffers, too. Those of BatchNorm are each rank's own, unless it synchronises them.
-        world: None takes the current one.
+        buffers: compare the buffers, too. Those of BatchNorm differ by rank, unless it is synchronised.
+        world: None means the current one.
 
     Raises:
         TypeError, ValueError: `every` is not a positive integer.
-        ReplicasDifferError: they differ. The message names the first parameter that does, and who holds what.
+        ReplicasDifferError: they differ. The message names the first such parameter, and the ranks that hold each value.
         BrokenWorldError, CollectiveMismatchError: as for `all_reduce`.
     """
     if isinstance(every, bool) or not isinstance(every, int):
@@ -86,7 +86,7 @@ def check_replicas(module: nn.Module, every: int = 1, *, buffers: bool = False, 
 
 
 def broadcast_parameters(module: nn.Module, root: int = 0, world: World | None = None) -> None:
-    """Give every rank the root's parameters and buffers, in place; those on the device "meta" are skipped.
+    """Copy the root's parameters and buffers to every rank, in place; those on the device "meta" are skipped.
 
     Args:
         module: of the same shape and types on all ranks.
@@ -105,7 +105,7 @@ def broadcast_parameters(module: nn.Module, root: int = 0, world: World | None =
 
 @torch.no_grad()
 def broadcast_together(tensors: Sequence[torch.Tensor], world: World, root: int = 0) -> None:
-    """Give every rank the root's tensors, in place: those of one type and device in one collective."""
+    """Copy the root's tensors to every rank, in place: one collective for each type and device."""
     alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for each in tensors:
         alike.setdefault((each.dtype, each.device), []).append(each)
@@ -117,9 +117,9 @@ def broadcast_together(tensors: Sequence[torch.Tensor], world: World, root: int 
 
 
 def first_difference(models: Sequence[nn.Module]) -> str | None:
-    """The name of the first parameter in which the models of one process, its replicas, differ; None where none does.
+    """The name of the first parameter in which the replicas of one process differ; None if they are equal.
 
-    No rank meets another for it. Buffers do not count: those of BatchNorm are each replica's own.
+    Not a collective. Buffers are not compared: those of BatchNorm differ between replicas.
     """
     held = [dict(model.named_parameters()) for model in models]
     if len({_bits(list(each.values())) for each in held}) == 1:
@@ -134,9 +134,9 @@ def _bits(parameters: Sequence[torch.Tensor]) -> int:
 
 @torch.no_grad()
 def fingerprint(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """A number of at most 62 bits, on the device, that the bits of the tensors in their order decide, those of NaN too.
+    """A number of at most 62 bits, on the device, determined by the bits of the tensors in order, including NaNs.
 
-    Each eight bytes of a small tensor count with their place, those of a large one in sums of about a kilobyte.
+    Each eight bytes of a small tensor count with their position; those of a large one in sums of about a kilobyte.
     """
     words = [part.to(device) for tensor in tensors for part in _condense(tensor)]
     mixed = torch.cat([*words, torch.zeros(1, dtype=torch.int64, device=device)])
@@ -148,7 +148,7 @@ def fingerprint(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.
 
 
 def _condense(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The bits of a tensor as vectors of int64: they themselves, or sums of rows of them where they are many."""
+    """The bits of a tensor as vectors of int64: the words themselves, or sums of rows of them if there are many."""
     octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     cut = len(octets) // 8 * 8
     whole = octets[:cut].clone() if octets.storage_offset() % 8 else octets[:cut]
@@ -165,9 +165,9 @@ class _Difference:
 
     Attributes:
         name: the parameter, in words.
-        groups: the ranks that hold the same; the first one has rank 0.
-        shown: what each group holds, in words.
-        count, total: how many parameters differ, and of how many.
+        groups: groups of ranks with equal values; the first one contains rank 0.
+        shown: the value of each group, in words.
+        count, total: the number of parameters that differ, and of all.
     """
 
     name: str
@@ -177,12 +177,12 @@ class _Difference:
     total: int
 
     def holders(self) -> str:
-        """Who holds what."""
+        """The value of each group, with its ranks."""
         pairs = zip(self.shown, self.groups, strict=True)
         return " and ".join(f"{shown} on {name_ranks(ranks)}" for shown, ranks in pairs)
 
     def odd_ranks(self) -> list[int]:
-        """The ranks that differ from most; all ranks, where there is no such majority."""
+        """The ranks that differ from the majority; all ranks if there is none."""
         most = max(self.groups, key=len)
         has_majority = 2 * len(most) > sum(map(len, self.groups))
         return sorted(rank for ranks in self.groups if not has_majority or ranks is not most for rank in ranks)
@@ -216,12 +216,12 @@ def _all_agree(named: Mapping[str, torch.Tensor], world: World) -> bool:
 
 
 def _place(world: World) -> torch.device:
-    """Where fingerprints are computed: on the device, unless it compiles a graph for each shape."""
+    """The device on which fingerprints are computed: that of the tensors, unless it compiles a graph for each shape."""
     return torch.default_generator.device if world.backend.is_lazy else world.device
 
 
 def _read(named: Mapping[str, torch.Tensor], world: World) -> Mapping[str, torch.Tensor]:
-    """The tensors where fingerprints are computed."""
+    """The tensors, on the device on which fingerprints are computed."""
     if not world.backend.is_lazy:
         return named
     return {name: tensor.detach().cpu() for name, tensor in named.items()}
@@ -232,7 +232,7 @@ def _form(tensor: torch.Tensor) -> str:
 
 
 def _sum(tensor: torch.Tensor) -> str:
-    """For the eye: how far two tensors are from one another. As text, in which NaN equals NaN."""
+    """The difference of two tensors, for display. As text, in which NaN equals NaN."""
     values = tensor.detach()
     values = torch.view_as_real(values) if values.is_complex() else values
     return repr(values.double().sum().item())

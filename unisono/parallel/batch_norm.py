@@ -5,28 +5,30 @@ as Chan, Golub and LeVeque do, which subtracts no large numbers:
 
     mean  =  sum over r of (n_r / N) mean_r        M  =  sum over r of M_r + n_r (mean_r - mean)^2
 
-A mean travels in two numbers, rounded and what rounding has cut off, so that the difference of two large ones is right.
+A mean is sent as two numbers, the rounded value and the rounding error, so that the difference of two large means is
+accurate.
 
-Behind it, each sample has an influence on the outputs of all ranks. The optimizer step scales a rank's gradients by its
-weight s_r *after* the backward pass, so that the gradient of the global loss is the sum over r of s_r g_r. A rank is to
-hold dx_r with s_r dx_r = d(global loss) / dx_r. With y = weight * z + bias, z the normalised input, and dy_r what
-comes from the rank's own loss, that is
+After this layer each sample influences the outputs of all ranks. The optimizer step scales a rank's gradients by its
+weight s_r *after* the backward pass, so that the gradient of the global loss is the sum over r of s_r g_r. A rank must
+hold dx_r with s_r dx_r = d(global loss) / dx_r. With y = weight * z + bias, z the normalised input, and dy_r the
+gradient of the rank's own loss, that is
 
     dx_r  =  weight / std * (dy_r - (A + z B) / (N s_r))
     A  =  sum over r of s_r sum(dy_r)              B  =  sum over r of s_r sum(dy_r z)
 
-A rank without a weight has samples that only repeat others': they add nothing to the statistics, its outputs are made
-of the others', and its input has no gradient. The gradients of weight and bias are the rank's own and scaled like all.
+The samples of a rank with weight 0 only repeat others: they add nothing to the statistics, its outputs use the
+statistics of the others, and its input has no gradient. The gradients of weight and bias are the rank's own and scaled
+like all others.
 
-A gradient with a graph of its own (create_graph=True) is computed again, from sums over the ranks that have gradients,
-and only where all s_r are equal.
+A gradient with its own graph (create_graph=True) is recomputed from differentiable sums over the ranks, only if all s_r
+are equal.
 
-*Threads:* the rank's own, and the autograd thread that works for it. Backward asks nothing of the ambient world.
+*Threads:* the rank's own, and the autograd thread that works for it. Backward does not use the ambient world.
 
 Invariants:
-1. In training one collective in the forward pass and one in the backward pass; three, where that makes a graph.
+1. In training there is one collective in the forward pass and one in the backward pass; three if that builds a graph.
 2. All ranks end with the same running statistics, bit by bit, since they compute them from the same numbers.
-3. A rank that has too few samples by itself learns the global count before it complains, so all complain or none.
+3. A rank with too few samples learns the global count before it raises an error, so all ranks raise or none does.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ from unisono.world import World
 
 @dataclass(frozen=True)
 class _Seat:
-    """Which rank a layer belongs to. Copies of the layer share it; where the layer is unpickled, it has none."""
+    """The rank that a layer belongs to. Copies of the layer share it; an unpickled layer has none."""
 
     comm: Communicator
     weigh: Callable[[], float]
@@ -66,7 +68,7 @@ def _nobody() -> None:
 
 
 class _Statistics(NamedTuple):
-    """Of all ranks' values, per channel: their number, the mean, the sum of squared deviations."""
+    """Statistics of all ranks' values, per channel: their number, the mean, the sum of squared deviations."""
 
     number: torch.Tensor
     mean: torch.Tensor
@@ -74,15 +76,15 @@ class _Statistics(NamedTuple):
 
 
 class SyncBatchNorm(_BatchNorm):
-    """What `synchronize_batch_norm` makes of a BatchNorm, which it also remains: a mixin, for one class of each.
+    """The mixin that `synchronize_batch_norm` adds to a BatchNorm; there is one class for each kind of BatchNorm.
 
-    Evaluating, alone in its world, or after unpickling, it is the BatchNorm that it was.
+    In evaluation, alone in its world, or after unpickling, the layer behaves as the original BatchNorm.
     """
 
     _seat: _Seat | None = None
 
     def meet_in(self, comm: Communicator, weigh: Callable[[], float]) -> None:
-        """From now on, normalise over the samples of the ranks there. `weigh`: as for `synchronize_batch_norm`."""
+        """Normalise over the samples of these ranks from now on. `weigh`: as for `synchronize_batch_norm`."""
         self._seat = _Seat(comm, weigh)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -114,20 +116,20 @@ _SYNCHRONIZED: dict[type[nn.Module], type[SyncBatchNorm]] = {
 def synchronize_batch_norm(module: nn.Module, world: World, weigh: Callable[[], float]) -> nn.Module:
     """Make every BatchNorm1d, 2d and 3d of a module normalise over the samples of all ranks.
 
-    Each layer stays the object that it is, with its parameters, buffers, hooks and settings, and an instance of its
-    class. A layer that is synchronised already moves to `world`. Other kinds of normalisation are left alone.
+    Each layer remains the same object, with its parameters, buffers, hooks and settings, and an instance of its class.
+    A layer that is already synchronised is reassigned to `world`. Other kinds of normalisation are left unchanged.
 
     Args:
-        world: where the layers meet; in training, every rank must call them in the same order.
-        weigh: called in each forward pass in training, where 0 says that the rank's samples only repeat others', and
-            in its backward pass: what this rank's gradients will be scaled by, up to a factor that the ranks have in
-            common.
+        world: the ranks whose layers communicate; in training, every rank must call the layers in the same order.
+        weigh: returns the factor by which this rank's gradients will be scaled, up to a factor common to all ranks.
+            Called in each forward pass in training, where 0 means that the rank's samples only repeat others, and in
+            its backward pass.
 
     Returns:
         The module.
 
     Raises:
-        TypeError: a layer has not seen its first batch (LazyBatchNorm), or is of a class of its own.
+        TypeError: a layer has not received its first batch (LazyBatchNorm), or is of a user-defined class.
     """
     layers = {name: each for name, each in module.named_modules() if isinstance(each, _BatchNorm)}
     for name, layer in layers.items():
@@ -155,7 +157,7 @@ def _refuse_others(name: str, layer: _BatchNorm) -> None:
 
 @_disable_dynamo
 def _normalize(layer: SyncBatchNorm, seat: _Seat, input: torch.Tensor) -> torch.Tensor:
-    """The layer's output in training. Not for a graph: ranks meet in here."""
+    """The layer's output in training. Not traced by torch.compile, since it contains collectives."""
     share = float(seat.weigh())
     found = _gather_statistics(input.detach(), seat.comm, share)
     _update_running(layer, found)
@@ -165,13 +167,13 @@ def _normalize(layer: SyncBatchNorm, seat: _Seat, input: torch.Tensor) -> torch.
 
 
 def _weightless() -> float:
-    """For a batch that does not count."""
+    """Handle a batch that does not count."""
     return 0.0
 
 
 @torch.no_grad()
 def _gather_statistics(input: torch.Tensor, comm: Communicator, share: float) -> _Statistics:
-    """Meet the other ranks.
+    """Exchange statistics with the other ranks.
 
     Raises:
         ValueError: all ranks together have fewer than two values per channel.
@@ -197,7 +199,7 @@ def _gather_statistics(input: torch.Tensor, comm: Communicator, share: float) ->
 
 
 def _describe(input: torch.Tensor, number: int) -> torch.Tensor:
-    """Per channel the mean, what rounding has cut off from it, and the sum of squared deviations from both."""
+    """Per channel: the mean, its rounding error, and the sum of squared deviations from their total."""
     over = _all_but_channels(input)
     mean = input.mean(over)
     centred = input - _per_channel(mean, input)
@@ -216,7 +218,7 @@ def _update_running(layer: SyncBatchNorm, found: _Statistics) -> None:
 
 
 class _Normalize(torch.autograd.Function):
-    """The output from statistics of all ranks, and the gradients behind it; see the module's text."""
+    """The output from the statistics of all ranks, with its gradients; see the module's docstring."""
 
     @staticmethod
     def forward(
@@ -241,15 +243,15 @@ class _Normalize(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             return *_gradients_with_a_graph(ctx, gradient, input, weight, number), None, None, None, None
         scale = torch.rsqrt(variance + ctx.eps)
-        both = (each.to(scale.dtype) for each in (gradient, input))  # not every family mixes types here
+        both = (each.to(scale.dtype) for each in (gradient, input))  # not every device family supports mixed types here
         _, for_weight, for_bias = torch.ops.aten.native_batch_norm_backward(
             *both, None, None, None, mean, scale, True, ctx.eps, [False, True, True]
-        )  # the sums over dy z and over dy
+        )  # the sums of dy z and of dy
         for_input = None
         if ctx.needs_input_grad[0]:
-            share = float(ctx.weigh())  # now: the weight of a batch may come with its loss
+            share = float(ctx.weigh())  # called now, since the weight of a batch may come with its loss
             sums = torch.stack([for_bias, for_weight])
-            sums = sums * share if share else torch.zeros_like(sums)  # zeros, whatever the loss was
+            sums = sums * share if share else torch.zeros_like(sums)  # zeros, regardless of the loss
             ctx.comm.all_reduce(sums)
             gain = scale if weight is None else scale * weight
             for_input = _input_gradient(gradient, input, mean, scale, gain, sums / number, share)
@@ -259,7 +261,7 @@ class _Normalize(torch.autograd.Function):
 
 
 class _Summed(torch.autograd.Function):
-    """The sum over the ranks, for a loss that is the sum of theirs."""
+    """The sum over the ranks, differentiable for a loss that is the sum of the ranks' losses."""
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, comm: Communicator) -> torch.Tensor:
@@ -274,10 +276,10 @@ class _Summed(torch.autograd.Function):
 def _gradients_with_a_graph(
     ctx: Any, gradient: torch.Tensor, input: torch.Tensor, weight: torch.Tensor | None, number: torch.Tensor
 ) -> list[torch.Tensor | None]:
-    """The gradients of input, weight and bias with a graph of their own, through sums that have one. Collectives.
+    """The gradients of input, weight and bias with their own graph, through differentiable sums. Collectives.
 
     Raises:
-        ValueError: the ranks' weights differ: gradients between two passes are of sums, which have none.
+        ValueError: the ranks' weights differ: the gradients of these sums take no weights.
     """
     comm: Communicator = ctx.comm
     shares = [
@@ -291,7 +293,7 @@ def _gradients_with_a_graph(
         )
     with torch.enable_grad():
         x, wide = input.view_as(input), _wide(input.dtype)
-        trained = None if weight is None else weight.view_as(weight)  # no leaf: its gradient is asked for in here
+        trained = None if weight is None else weight.view_as(weight)  # not a leaf: its gradient is computed in here
         bias = None if weight is None else torch.zeros_like(weight).requires_grad_(ctx.needs_input_grad[2])
         over = _all_but_channels(x)
         mean = _Summed.apply(x.to(wide).sum(over), comm) / number
@@ -322,7 +324,7 @@ def _input_gradient(
     means: torch.Tensor,
     share: float,
 ) -> torch.Tensor:
-    """`gain * (gradient - (A + z B) / (N s))` with `means`, A / N and B / N, and z the input, shifted and scaled."""
+    """`gain * (gradient - (A + z B) / (N s))` with `means` A / N and B / N, and z the input, shifted and scaled."""
     if not share:
         return torch.zeros_like(input)
     shift, slope = gain * means / share
@@ -332,7 +334,7 @@ def _input_gradient(
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The type to add up in."""
+    """The type for sums."""
     return dtype if dtype == torch.float64 else torch.float32
 
 
@@ -341,5 +343,5 @@ def _all_but_channels(input: torch.Tensor) -> list[int]:
 
 
 def _per_channel(channels: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-    """A value per channel, in the shape in which it combines with the input."""
+    """A value per channel, in a shape that broadcasts with the input."""
     return channels.view(1, -1, *(1 for _ in input.shape[2:]))

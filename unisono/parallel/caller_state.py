@@ -1,10 +1,10 @@
-"""CallerState: what a thread has switched on around a call, for other threads that work on its behalf.
+"""CallerState: the modes that a thread has enabled around a call, for other threads that work on its behalf.
 
-Gradients and inference mode, autocast, and the context variables are each thread's own, so a loop that runs in replica
-threads would not see the `torch.no_grad()` or `torch.autocast(...)` around it. Default type, anomaly detection and
-deterministic algorithms belong to the process and need nothing.
+Grad mode, inference mode, autocast and the context variables belong to a thread, so a loop that runs in replica threads
+would not see the `torch.no_grad()` or `torch.autocast(...)` around it. Default type, anomaly detection and
+deterministic algorithms belong to the process and need no copying.
 
-*Threads:* taken in the caller's thread; each replica thread enters a copy of its own.
+*Threads:* captured in the caller's thread; each replica thread enters its own copy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Autocast:
-    """Autocast on one family of devices, which is switched on."""
+    """Autocast that is enabled on one family of devices."""
 
     device_type: str
     dtype: torch.dtype
@@ -30,11 +30,11 @@ class Autocast:
 
 @dataclass(frozen=True)
 class CallerState:
-    """What was switched on in the thread that called `of_this_thread`.
+    """The modes that were enabled in the thread that called `of_this_thread`.
 
     Attributes:
         has_gradients, is_inference: `torch.is_grad_enabled()` and `torch.is_inference_mode_enabled()`.
-        autocasts: of those families where autocast is on.
+        autocasts: those of the families on which autocast is enabled.
         caches: whether autocast keeps the weights that it has cast.
         variables: a copy of the context variables, for one thread.
     """
@@ -47,7 +47,7 @@ class CallerState:
 
     @classmethod
     def of_this_thread(cls, device_types: Iterable[str]) -> CallerState:
-        """The calling thread's, with autocast for those families and the CPU."""
+        """The state of the calling thread, with autocast for those families and the CPU."""
         families = dict.fromkeys([torch.default_generator.device.type, *device_types])
         return cls(
             torch.is_grad_enabled(),
@@ -62,7 +62,7 @@ class CallerState:
         )
 
     def run(self, body: Callable[[], T]) -> T:
-        """Call `body` in the calling thread as if it were the other one; once for each state."""
+        """Call `body` in the calling thread with this state; each state can be used once."""
         return self.variables.run(self._run, body)
 
     def _run(self, body: Callable[[], T]) -> T:

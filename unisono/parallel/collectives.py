@@ -1,6 +1,6 @@
-"""Collectives and facts of the current world: the same in a plain script, a DataParallel thread, a spawned worker.
+"""Collectives and properties of the current world: the same in a plain script, a DataParallel thread, a spawned worker.
 
-They are not differentiable (those of `unisono.functional` are), so tensors that require grad are refused, before
+They are not differentiable (those of `unisono.functional` are), so tensors that require grad are refused before
 anything is sent.
 """
 
@@ -50,7 +50,7 @@ def all_reduce(tensor: torch.Tensor, op: ReduceOp = "sum", world: World | None =
         ValueError: the tensor requires grad; or `op` is unknown.
         TypeError: the tensor's dtype does not support `op` ("mean" of integers, for example).
         BrokenWorldError: a peer failed or left.
-        CollectiveMismatchError: a peer called something else.
+        CollectiveMismatchError: a peer made a different call.
     """
     refuse_gradient(tensor, "all_reduce")
     world = world or current_world()
@@ -83,7 +83,7 @@ def all_gather_samples(batch: Any, valid_samples: int, dim: int = 0, world: Worl
 
     Args:
         batch: a tensor, or any nesting of tensors, with samples along `dim`: predictions and labels, for example. The
-            ranks may have different numbers of samples. (For texts and other objects use `all_gather_object`.)
+            ranks may have different numbers of samples. (For strings and other objects use `all_gather_object`.)
         valid_samples: how many of them count, from the front: `loader.valid_samples`.
 
     Returns:
@@ -105,10 +105,10 @@ def all_gather_samples(batch: Any, valid_samples: int, dim: int = 0, world: Worl
 def gather_samples(
     batch: Any, valid_samples: int, dim: int, gather: Callable[[torch.Tensor], Sequence[torch.Tensor]], world: World
 ) -> Any:
-    """Every rank's samples, from tensors that are filled up to the largest number of them.
+    """The samples of all ranks, gathered as tensors padded to the largest number of samples.
 
     Args:
-        gather: every rank's tensor, of tensors of one shape.
+        gather: gathers the tensors of all ranks, which have one shape.
     """
     announce_structure(f"all_gather_samples along {dim}", batch, world)
     counts = world.comm.all_gather(torch.tensor([valid_samples], device=HOST))
@@ -125,11 +125,11 @@ def gather_samples(
 
 
 def refuse_gradient(tensor: Any, name: str, way_out: str | None = None) -> None:
-    """Refuse a tensor whose gradient the collective would cut off in silence.
+    """Refuse a tensor whose gradient the collective would silently drop.
 
     Args:
-        name: of the collective.
-        way_out: its namesake with a gradient; None where it is called the same.
+        name: the name of the collective.
+        way_out: the name of its differentiable counterpart; None if it is the same.
 
     Raises:
         ValueError: the tensor requires grad, and gradients are recorded.
@@ -142,7 +142,7 @@ def refuse_gradient(tensor: Any, name: str, way_out: str | None = None) -> None:
 
 
 def check_samples(batch: Any, valid_samples: int, dim: int) -> None:
-    """Refuse what has no such samples.
+    """Refuse batches without that many samples.
 
     Raises:
         TypeError: something in the batch is not a tensor, or `valid_samples` is not an integer.

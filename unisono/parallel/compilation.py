@@ -1,24 +1,25 @@
 """torch.compile of a model that several threads run as replicas: each graph is compiled once, by the first to need it.
 
-The replicas of a model share what is compiled: torch keeps it with the code of `forward`, with the weights as inputs.
-But a thread that finds nothing compiled waits for torch's lock and then compiles what another one has just compiled. So
-here a call that may have to compile passes a gate, one at a time, and who comes after it finds the work done.
+The replicas of a model share compiled code: torch stores it with the code of `forward`, with the weights as inputs. But
+a thread that finds nothing compiled waits for torch's lock, and then compiles again what another thread has just
+compiled. So a call that may have to compile passes a gate, one at a time, and later calls find the result.
 
-The signature says which calls may compile: the shapes and types of what goes in, and the modes that torch looks
-at. A signature is known once a call with it has returned; known ones pass by the gate. The signature is coarser than
-torch's own conditions in a few places (a flag that a module reads, a global), and there each replica may compile for
-itself. It is never wrong: torch decides what runs.
+The signature determines which calls may compile: the shapes and types of the inputs, and the modes that torch checks. A
+signature is known once a call with it has returned; calls with known ones bypass the gate. The signature is coarser
+than torch's own guards in a few respects (a flag that a module reads, a global), for which each replica may compile
+separately. The result is never wrong: torch decides what runs.
 
-What is compiled is looked up without the gate, by several threads at once, which torch does not expect: `_keep_order`.
-Before torch learned it, as in 2.9, each call passes the gate: forward passes run one at a time there.
+Compiled code is looked up outside the gate, by several threads concurrently, which torch does not expect: see
+`_keep_order`. Older versions of torch, such as 2.9, do not support it: there each call passes the gate, so forward
+passes run one at a time.
 
-The backward graph is compiled with the forward one, inside the gate, and not at the first backward pass.
+The backward graph is compiled with the forward one, inside the gate, not at the first backward pass.
 
-*Threads:* any number, at once.
+*Threads:* any number, concurrently.
 
 Invariants:
-1. Nobody waits for a peer inside the gate (`comm/gate.py`): a thread's collectives step out of it.
-2. A call that raises leaves its signature unknown, and the next one meets the cause itself.
+1. No thread waits for a peer inside the gate (`comm/gate.py`): its collectives leave the gate.
+2. A call that raises leaves its signature unknown, so the next one encounters the cause itself.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from unisono.comm.gate import compiling
 from unisono.world import World
 
 _BACKWARD_AT_ONCE = "force_non_lazy_backward_lowering"
-_MANY = 2  # torch compiles sizes and whole numbers 0 and 1 for themselves, and the larger ones together, if it must
+_MANY = 2  # torch specialises on the sizes and integers 0 and 1, and compiles larger ones together if necessary
 
 
 class _Family:
-    """Modules that are replicas of one another: the signatures that are known, and the code of their common frame."""
+    """Modules that are replicas of one another: their known signatures, and the code of their common frame."""
 
     def __init__(self) -> None:
         self.known: set[object] = set()
@@ -49,23 +50,23 @@ class _Family:
 
 
 _families: WeakKeyDictionary[type[nn.Module], dict[object, _Family]] = WeakKeyDictionary()
-"""By the root's class, and what else makes modules replicas of one another."""
+"""Keyed by the root's class, and everything else that makes modules replicas of one another."""
 
 
 def compile_module(module: nn.Module, world: World, **options: Any) -> nn.Module:
-    """Compile a module in place with `torch.compile`, each graph once however many threads run its replicas.
+    """Compile a module in place with `torch.compile`, each graph once for all threads that run its replicas.
 
-    It stays the module that it was, with its class and the names of its parameters. A copy of it is not compiled.
+    It remains the same module, with its class and the names of its parameters. A copy of it is not compiled.
 
     Args:
-        world: of the rank that calls the module, on its device.
+        world: that of the rank that calls the module, on its device.
         options: those of `torch.compile`.
 
     Returns:
         The module.
 
     Raises:
-        TypeError: it is no module, or one that `torch.compile` has wrapped; or there is no such option.
+        TypeError: it is not a module, or one that `torch.compile` has wrapped; or an option does not exist.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module={module!r} is of type {type(module).__name__}; pass a torch.nn.Module")
@@ -77,7 +78,7 @@ def compile_module(module: nn.Module, world: World, **options: Any) -> nn.Module
     _keep_order()
     families = _families.setdefault(type(module), {})
     family = families.setdefault((_structure(module), repr(sorted(options.items()))), _Family())
-    if type(module).forward.__module__.startswith("torch."):  # of torch's own classes it compiles no frame at the root
+    if type(module).forward.__module__.startswith("torch."):  # torch does not compile the root frame of its own classes
         compiled = torch.compile(_with_a_frame(module, family), **options)
     else:
         module.compile(**options)
@@ -88,8 +89,8 @@ def compile_module(module: nn.Module, world: World, **options: Any) -> nn.Module
 
 
 def _with_a_frame(module: nn.Module, family: _Family) -> Callable[..., Any]:
-    """The module's call in a frame that torch compiles. It keeps what it has compiled with the frame's code, so that is
-    one object for all replicas, and another one for other modules."""
+    """The module's call in a frame that torch compiles. Torch stores compiled code with the frame's code object, which
+    is therefore the same for all replicas, and another one for other modules."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)
@@ -100,10 +101,10 @@ def _with_a_frame(module: nn.Module, family: _Family) -> Callable[..., Any]:
 
 
 def _keep_order() -> None:
-    """Let torch leave what it has compiled in one order, which it otherwise changes at each use, for the whole process.
+    """Make torch keep its compiled graphs in a fixed order, which it otherwise changes at each use; process-wide.
 
-    A thread that is looking for its graph, while another one moves that graph to the front, looks past it, and compiles
-    it again; after some of these torch gives up and runs the model as it is.
+    A thread that searches for its graph while another thread moves that graph to the front misses it, and compiles it
+    again; after some repetitions torch gives up and runs the model uncompiled.
     """
     from torch._C._dynamo import eval_frame
 
@@ -112,9 +113,9 @@ def _keep_order() -> None:
 
 
 def _is_open() -> bool:
-    """Whether torch runs what is compiled while another thread compiles.
+    """Whether torch can run compiled code while another thread compiles.
 
-    Torch 2.9 does not: it takes such a call for a part of what it traces, and raises, and it cannot leave the order.
+    Torch 2.9 cannot: it treats such a call as a part of its trace, and raises; nor can it keep the order.
     """
     from torch._C._dynamo import eval_frame
 
@@ -144,7 +145,7 @@ def _put_in_gate(
 
 
 def _first_call(compiled: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, bool]:
-    """The call's result, and whether something was compiled for it, here or by another model meanwhile."""
+    """The result of the call, and whether anything was compiled meanwhile, for this model or another."""
     from torch._dynamo.utils import counters
 
     before = counters["frames"]["total"]
@@ -154,7 +155,7 @@ def _first_call(compiled: Callable[..., Any], args: Any, kwargs: Any) -> tuple[A
 
 
 def _backward_at_once() -> AbstractContextManager[None]:
-    """Let torch compile the backward graph with the forward one. For who is inside the gate."""
+    """Make torch compile the backward graph with the forward one. For calls inside the gate."""
     from torch._functorch import config
 
     if hasattr(config, _BACKWARD_AT_ONCE):
@@ -166,7 +167,7 @@ def _backward_at_once() -> AbstractContextManager[None]:
 
 @cache
 def _ask_the_gate() -> None:
-    """The same for torch 2.9, which has no such setting, but an argument of a function that each backend comes by."""
+    """The same for torch 2.9, which has no such setting, but an argument of a function that each backend calls."""
     from torch._functorch import aot_autograd
 
     plain = aot_autograd.prepare_aot_module_simplified
@@ -178,7 +179,7 @@ def _ask_the_gate() -> None:
 
 
 def _structure(module: nn.Module) -> object:
-    """What replicas have in common: the modules' classes, and the names, shapes and types of their tensors."""
+    """The key that replicas share: the modules' classes, and the names, shapes and types of their tensors."""
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     return (
         tuple((name, f"{type(each).__module__}.{type(each).__qualname__}") for name, each in module.named_modules()),
@@ -187,7 +188,7 @@ def _structure(module: nn.Module) -> object:
 
 
 def _modes(module: nn.Module, device: str) -> object:
-    """What else torch looks at."""
+    """The other modes that torch checks."""
     return (
         module.training,
         torch.is_grad_enabled(),
@@ -199,7 +200,7 @@ def _modes(module: nn.Module, device: str) -> object:
 
 
 def _leaves(tree: Any) -> Iterator[Any]:
-    """The keys and leaves of what goes into a call; `unisono.tree.leaves` knows more kinds, and takes longer."""
+    """The keys and leaves of a call's inputs; `unisono.tree.leaves` supports more kinds, and is slower."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield key
@@ -219,7 +220,7 @@ def _exact(leaf: Any) -> object:
 
 
 def _general(leaf: Any) -> object:
-    """The same for sizes and numbers that torch may put into one graph."""
+    """Equal for sizes and numbers that torch may compile into one graph."""
     if isinstance(leaf, torch.Tensor):
         sizes = tuple(min(size, _MANY) for size in leaf.shape)
         return type(leaf), leaf.dtype, leaf.device, leaf.requires_grad, sizes

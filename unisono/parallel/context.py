@@ -1,4 +1,4 @@
-"""Context: what a replica of a `DataParallel` keeps from one call to the next."""
+"""Context: the attributes that a replica of a `DataParallel` keeps from one call to the next."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class Context(SimpleNamespace):
-    """What a replica keeps from one call to the next: any attribute that a loop sets on it.
+    """Keeps any attribute that a loop sets on it from one call to the next.
 
     Attributes:
         device: the replica's device.

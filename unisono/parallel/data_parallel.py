@@ -1,14 +1,14 @@
-"""DataParallel: one replica of the model per device, each in a thread of its own with its part of every global batch.
+"""DataParallel: one replica of the model per device, each in its own thread with its part of every global batch.
 
 The semantics are those of PyTorch/XLA's thread-based `DataParallel`, without its faults: an exception of a replica is
 raised in the caller; no batch is dropped; loops always get plain batches; any list of devices is allowed.
 
 The object owns the replicas, a context, a timeline and random generators for each, and the threads. Each call creates a
-new meeting for them, so after a failed call the object can be called again, though its replicas may have drifted apart:
-the error's note says so.
+new communicator for them, so after a failed call the object can be called again, although its replicas may differ by
+then: a note of the error says so.
 
-*Threads:* one call at a time; `loop_fn` runs in the replica threads, at once, under the caller's grad mode, autocast
-and context variables.
+*Threads:* one call at a time; `loop_fn` runs concurrently in the replica threads, under the caller's grad mode,
+autocast and context variables.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ class DataParallel:
         devices: the devices, as strings.
         models: the replicas, in the same order.
         generators: each replica's generator on the CPU, for dropout and `torch.rand`. Seeded by its rank and by the
-            present `torch.initial_seed()`; `torch.manual_seed` in a replica seeds its own. Empty for a native run.
+            current `torch.initial_seed()`; `torch.manual_seed` in a replica seeds its own. Empty for a native run.
 
     Raises:
         TypeError: `network` is not a module and does not create one, or `device_ids` is not a list of devices.
         ValueError: a device is repeated or does not exist.
-        BusyError: an XLA device computes for another DataParallel.
-        RuntimeError: for a native run, the module's parameters lie on several devices.
+        BusyError: an XLA device is used by another DataParallel.
+        RuntimeError: for a native run, the module's parameters are on several devices.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class DataParallel:
         self.devices = [str(device) for _, device in resolved]
         self._resolved = resolved
         self._threads = ReplicaThreads(len(resolved))
-        self._calls: dict[object, None] = {}  # the mark of the call that runs, then of those that are being refused
+        self._calls: dict[object, None] = {}  # the mark of the running call, then of calls that are being refused
         self.models = self._replicate(module)
         self._contexts = [Context(device) for _, device in resolved]
         self._timelines = [Timeline() for _ in resolved]
@@ -99,7 +99,7 @@ class DataParallel:
             for rank, (backend, device) in enumerate([] if self._is_native else resolved)
         ]
         self.generators = [each.cpu for each in self._randomness]
-        self._sources = Sources()  # of the DataLoaders that it was called with: each call is the next epoch
+        self._sources = Sources()  # for the DataLoaders that it was called with: each call is the next epoch
 
     def __call__(
         self,
@@ -117,14 +117,14 @@ class DataParallel:
             fixed_batch_size, batchdim: as for `ParallelLoader`.
 
         Returns:
-            What the calls returned, in device order.
+            The results of the calls, in device order.
 
         Raises:
             BusyError: a call of this object is running, or was interrupted twice and has not ended yet; on XLA devices,
                 also one of another object over one of them.
             RuntimeError: this is a worker, or a replica, of several.
-            BaseException: what the first failing replica raised, in its own type. The object can be used again; if the
-                replicas' parameters are no longer alike, a note says so, and how to make them.
+            BaseException: the exception of the first failing replica, in its own type. The object can be used again; if
+                the replicas' parameters are no longer equal, a note says so, and how to repair them.
         """
         if not callable(loop_fn):
             raise TypeError(f"loop_fn={loop_fn!r} is of type {type(loop_fn).__name__}; pass a function")
@@ -191,13 +191,13 @@ class DataParallel:
             self._calls.pop(mark, None)
 
     def _enter(self, mark: object) -> None:
-        """Let one call in at a time. The caller takes its mark away in one operation, so that no interrupt leaves it.
+        """Admit one call at a time. The caller removes its mark in one atomic operation, so no interrupt can leave it.
 
         Raises:
-            BusyError: another one is in, or was left by its caller; or lazy devices compute for another object.
+            BusyError: another call is running, or was abandoned by its caller; or another object uses lazy devices.
         """
         self._calls[mark] = None
-        first, *_ = self._calls  # in one operation, too: others come and go
+        first, *_ = self._calls  # also atomic: other calls begin and end meanwhile
         if first is not mark:
             raise BusyError("this DataParallel is running a loop, and runs one at a time; create another one")
         self._threads.check_idle()
@@ -208,7 +208,7 @@ class DataParallel:
         part: Callable[[World, Sequence[DeviceIterator]], T],
         passing: Callable[[list[World]], AbstractContextManager[list[DeviceIterator]]],
     ) -> list[T]:
-        """Call `part(world, loaders)` for every rank, with the iterators that `passing(worlds)` gives."""
+        """Call `part(world, loaders)` for every rank, with the iterators that `passing(worlds)` returns."""
         mark = object()
         try:
             self._enter(mark)
@@ -219,7 +219,7 @@ class DataParallel:
             self._calls.pop(mark, None)
 
     def _worlds(self) -> list[World]:
-        """The replicas' worlds, the same in each call: what a loop keeps in its context continues to hold."""
+        """The replicas' worlds, the same in each call, so that objects in a context remain valid."""
         _refuse_ranks(current_world())
         meet_anew(self._own_worlds)
         for world in self._own_worlds:
@@ -236,7 +236,7 @@ class DataParallel:
     def _passing(
         self, loader: Iterable[Any] | ParallelLoader, fixed_batch_size: bool, batchdim: int, worlds: list[World]
     ) -> Iterator[list[DeviceIterator]]:
-        """The iterators of a new pass over the loader, for loops that run in those worlds."""
+        """The iterators of a new pass over the loader, for loops in those worlds."""
         with ExitStack() as stack:
             passes = self._passes(loader, fixed_batch_size, batchdim, worlds)
             for each in dict.fromkeys(passes):
@@ -246,7 +246,7 @@ class DataParallel:
     def _passes(
         self, loader: Iterable[Any] | ParallelLoader, fixed_batch_size: bool, batchdim: int, worlds: list[World]
     ) -> list[ParallelLoader]:
-        """What gives each device its batches: one pass for all, or nothing to each, for which no thread is started."""
+        """The source of each device's batches: one pass for all, or empty iterators, for which no thread is started."""
         if isinstance(loader, list | tuple) and not loader:
             return [each.again([world]) for each, world in zip(self._nothing, worlds, strict=True)]
         if not isinstance(loader, ParallelLoader):
@@ -258,7 +258,7 @@ class DataParallel:
         return [loader.again(worlds)] * len(self.devices)
 
     def _deal(self, loader: Iterable[Any], fixed_batch_size: bool, batchdim: int) -> ParallelLoader:
-        """What is made of a plain loader; the mirror of PyTorch/XLA has another way."""
+        """Build the loader for a plain DataLoader; the compat layer for PyTorch/XLA overrides this."""
         return ParallelLoader(loader, self.devices, batchdim, fixed_batch_size, sources=self._sources)
 
     @cached_property
@@ -270,7 +270,7 @@ class DataParallel:
         return fair_num_threads(len(self.devices))
 
     def _play(self, part: Callable[[int], T], worlds: list[World], loaders: Sequence[DeviceIterator]) -> list[T]:
-        """Call `part(rank)` for every rank: here for a native run, else in the replica threads."""
+        """Call `part(rank)` for every rank: in this thread for a native run, otherwise in the replica threads."""
         if self._is_native:
             with use_world(worlds[0]):
                 return [part(0)]
@@ -294,22 +294,26 @@ class DataParallel:
                 outcomes[cause].unwrap()
             return [outcome.unwrap() for outcome in outcomes]
         except BaseException as error:
-            if self._threads.running:  # interrupted twice, the second time perhaps before they knew of the first
+            if (
+                self._threads.running
+            ):  # interrupted twice, the second time perhaps before they were notified of the first
                 interrupt(error)
             else:
-                meet_anew(worlds)  # the meeting that broke keeps its cause, and so the batches in the frames of that
+                meet_anew(
+                    worlds
+                )  # the broken communicator keeps its cause, and with it the batches in the frames of its traceback
             for world in worlds:
                 world.state.part(ByHand).agreed.clear()
             add_note_once(error, self._what_is_left())
             raise
 
     def _what_is_left(self) -> str:
-        """What a failed call has made of the object, in words; nothing where it is as good as before."""
+        """Describe the state of the object after a failed call; empty if it is unchanged."""
         if running := self._threads.running:
             return f"replicas {running} still run the loop; is_usable says when they have returned"
         try:
             name = first_difference(self.models)
-        except Exception as reason:  # a device that fails at everything from now on, a lazy layer without weights
+        except Exception as reason:  # a device on which everything fails from now on, a lazy layer without weights
             return f"it is unknown whether the replicas are still alike ({type(reason).__name__}: {reason})"
         if name is None:
             return ""
@@ -328,10 +332,10 @@ def _body(
     loaders: Sequence[DeviceIterator],
     failed: list[int],
 ) -> Callable[[], T]:
-    """What one replica thread runs: its part in its world, which it leaves, or breaks when it fails.
+    """The body of a replica thread: runs its part in its world, which it leaves, or breaks if it fails.
 
-    A failure closes the loaders of all, since the others may never come to a collective. Before that it notes its rank
-    in `failed`, so that whom it woke with an error stands after it.
+    A failure closes the loaders of all replicas, since the others may never reach a collective. Before that, the thread
+    appends its rank to `failed`, so that replicas woken with an error come after it.
     """
 
     def play() -> T:
@@ -355,7 +359,7 @@ def _body(
             raise
         finally:
             if loaders:
-                loaders[world.rank].close()  # what is still dealt to this replica falls away; the others continue
+                loaders[world.rank].close()  # batches still queued for this replica are dropped; the others continue
 
     return body
 

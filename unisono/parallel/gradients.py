@@ -1,9 +1,9 @@
 """Reducing gradients: every rank ends with the gradient of the mean loss over all samples of the global batch.
 
-Each rank multiplies its gradients by its factor (`ledger.py` has it), and they are summed over the ranks: in flat
-buckets, one reduction each. The first bucket carries a number more for each parameter: whether it has a gradient. So a
-parameter without a gradient on some ranks counts as zero there, and is never paired with another one. Where an
-accelerator works apart from its host, these numbers go from main memory before the buckets: to read them from one would
+Each rank multiplies its gradients by its factor (see `ledger.py`), and they are summed over the ranks, in flat buckets
+with one reduction each. The first bucket has one additional number per parameter: whether it has a gradient. So a
+parameter without a gradient on some ranks counts as zero there, and is never paired with another one. On accelerators
+that run asynchronously, these numbers are sent from main memory before the buckets: reading them from a bucket would
 wait for the whole backward pass.
 """
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _warned = WeakTensorKeyDictionary()
 
-BUCKET_BYTES = 64 * 2**20  # large enough to be bound by bandwidth, small enough not to double a model's memory
+BUCKET_BYTES = 64 * 2**20  # large enough to be bandwidth-bound, small enough not to double a model's memory
 
 
 def reduce_gradients(
@@ -39,14 +39,14 @@ def reduce_gradients(
 
     Args:
         parameters: the same ones in the same order on each rank.
-        factor: of this rank's gradients.
-        place: where this rank stands, in words that are equal on all ranks, or they have lost step.
-        is_part: the step has further parameters, so that none of these need have a gradient.
+        factor: the factor of this rank's gradients.
+        place: the position of this rank in its loop, in words that are equal on all ranks in lock-step.
+        is_part: whether the step has further parameters, so that none of these needs to have a gradient.
 
     Raises:
-        TypeError: a gradient is sparse, and the ranks do not know that it is (`sparse.py`).
+        TypeError: a gradient is sparse, and the other ranks do not know it (`sparse.py`).
         RuntimeError: no parameter has a gradient, on any rank.
-        CollectiveMismatchError: the ranks stand in different places.
+        CollectiveMismatchError: the ranks are at different positions.
     """
     if world.comm.size == 1 or not parameters:
         scale_gradients(parameters, factor, in_place=not world.backend.is_lazy)
@@ -78,7 +78,7 @@ def reduce_gradients(
 
 @torch.no_grad()
 def scale_gradients(parameters: Sequence[torch.Tensor], factor: float, in_place: bool = True) -> None:
-    """Multiply the gradients; by 0 also what is not finite."""
+    """Multiply the gradients; multiplying by 0 also clears non-finite values."""
     gradients = []
     for each in parameters if factor != 1 else ():
         if each.grad is not None and in_place and not is_sparse(each.grad):
@@ -92,15 +92,15 @@ def scale_gradients(parameters: Sequence[torch.Tensor], factor: float, in_place:
 
 
 def scaled(factor: float, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """For hooks, where None leaves the gradient as it is, and autograd leaves out what is None. By 0 it becomes zero,
-    also where it is not finite, as a mean over nothing is."""
+    """For hooks, in which None leaves the gradient unchanged. Multiplying by 0 gives zero also for non-finite values,
+    such as the mean over no samples."""
     if gradient is None or factor == 1:
         return None
     return gradient * factor if factor else torch.zeros_like(gradient)
 
 
 def scale_in_place(tensor: torch.Tensor, factor: float) -> None:
-    """Multiply; by 0 also what is not finite, as the mean over no samples is."""
+    """Multiply; multiplying by 0 also clears non-finite values, such as the mean over no samples."""
     if factor == 0:
         tensor.zero_()
     elif factor != 1:
@@ -108,7 +108,7 @@ def scale_in_place(tensor: torch.Tensor, factor: float) -> None:
 
 
 def check_presence(parameters: Sequence[torch.Tensor]) -> None:
-    """Refuse to step on nothing; after the reduction all ranks have the same gradients, so all refuse or none does.
+    """Refuse to step without gradients; after the reduction all ranks have the same, so all refuse or none does.
 
     Raises:
         RuntimeError: no parameter has a gradient.
@@ -122,10 +122,10 @@ def check_presence(parameters: Sequence[torch.Tensor]) -> None:
 
 
 def _ids_with_gradient(summed: torch.Tensor, parameters: Sequence[torch.Tensor], world: World) -> set[int]:
-    """The parameters that have a gradient somewhere; rank zero warns, once, of those that some ranks lack.
+    """The parameters that have a gradient on some rank; rank zero warns, once, of those missing on some ranks.
 
     Args:
-        summed: on how many ranks each of them has one.
+        summed: for each parameter, the number of ranks with a gradient.
     """
     size = world.comm.size
     counts = (summed.real if summed.is_complex() else summed).tolist()
@@ -158,7 +158,7 @@ def _buckets(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]
 
 @torch.no_grad()
 def _flatten(bucket: list[torch.Tensor], scale: float, notes: list[float]) -> torch.Tensor:
-    """The bucket's gradients, scaled, end to end in one new vector, then the notes."""
+    """The bucket's gradients, scaled, concatenated in one new vector, followed by the flags."""
     pieces = [(torch.zeros_like(each) if each.grad is None else each.grad).reshape(-1) for each in bucket]
     flat = torch.cat([*pieces, pieces[0].new_tensor(notes)])
     scale_in_place(flat[: len(flat) - len(notes)], scale)
@@ -167,7 +167,7 @@ def _flatten(bucket: list[torch.Tensor], scale: float, notes: list[float]) -> to
 
 @torch.no_grad()
 def _unflatten(flat: torch.Tensor, bucket: list[torch.Tensor], present: set[int], in_place: bool) -> None:
-    """Give each parameter its piece; on lazy devices not in place, where a gradient may be a view of one number."""
+    """Assign each parameter its piece; not in place on lazy devices, where a gradient may be a view of one number."""
     pieces = flat.split([each.numel() for each in bucket])
     held: list[torch.Tensor] = []
     new: list[torch.Tensor] = []
