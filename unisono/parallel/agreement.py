@@ -65,7 +65,7 @@ def check_replicas(module: nn.Module, every: int = 1, *, buffers: bool = False, 
 
     Raises:
         TypeError, ValueError: `every` is not a positive integer.
-        ReplicasDifferError: they differ. The message names the first such parameter, and the ranks that hold each value.
+        ReplicasDifferError: they differ. The message names the first such parameter, and who holds which value.
         BrokenWorldError, CollectiveMismatchError: as for `all_reduce`.
     """
     if isinstance(every, bool) or not isinstance(every, int):
