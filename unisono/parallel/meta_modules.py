@@ -1,7 +1,7 @@
-"""Modules that were built on the device "meta", which has shapes and no numbers: they get memory where they train.
+"""Modules that were built on the device "meta", which has shapes without values: they are materialised on their device.
 
-A model that fits into no rank's memory is built so, and sharded unit by unit: each is filled, and cut, before the next
-one is. Its numbers are those of its modules' own `reset_parameters()`, drawn by rank zero.
+A model that exceeds each rank's memory is built this way, and sharded unit by unit: each unit is initialised and
+sharded before the next one. The values come from the modules' own `reset_parameters()`, drawn by rank zero.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-_RESETS = ("reset_parameters", "_reset_parameters")  # the second one is that of torch's attention and transformers
+_RESETS = ("reset_parameters", "_reset_parameters")  # the second one is used by torch's attention and transformers
 
 
 def is_on_meta(module: nn.Module) -> bool:
-    """Whether a parameter or buffer of it is."""
+    """Whether one of its parameters or buffers is on meta."""
     return any(_of_own(part) for part in module.modules())
 
 
 def check_fillable(module: nn.Module) -> None:
     """
     Raises:
-        ValueError: a part of it has tensors on meta, and does not say what is in them.
+        ValueError: a part of it has tensors on meta, and no method that initialises them.
     """
     for name, part in module.named_modules():
         names = _of_own(part)
@@ -36,10 +36,10 @@ def check_fillable(module: nn.Module) -> None:
 
 @torch.no_grad()
 def fill(module: nn.Module, device: torch.device) -> list[torch.Tensor]:
-    """Give what is on meta memory on the device, and its first numbers. Tied parameters stay tied.
+    """Allocate tensors on meta on the device, and initialise them. Tied parameters stay tied.
 
     Returns:
-        What was filled; drawn by this rank.
+        The initialised tensors, with values drawn by this rank.
     """
     filled: dict[torch.Tensor, torch.Tensor] = {}
     parts = [part for part in _inner_first(module) if _of_own(part)]
@@ -60,7 +60,7 @@ def fill(module: nn.Module, device: torch.device) -> list[torch.Tensor]:
 
 
 def _inner_first(module: nn.Module) -> Iterator[nn.Module]:
-    """Its parts in the order in which they were built, each once: that in which they have drawn their numbers."""
+    """Its parts in the order in which they were built, each once: the order in which they draw random numbers."""
     seen: set[nn.Module] = set()
 
     def walk(part: nn.Module) -> Iterator[nn.Module]:

@@ -1,7 +1,7 @@
-"""Collectives over nested structures: all of their tensors are gathered, reduced or padded, and the form is kept.
+"""Collectives over nested structures: all of their tensors are gathered, reduced or padded, and the structure is kept.
 
-Before anything is sent, each rank announces the structure: what its containers are, and the shapes and types of its
-tensors. So ranks whose structures differ get an error that names two of them, and never each other's tensors.
+Before anything is sent, each rank announces its structure: its containers, and the shapes and types of its tensors. So
+ranks with different structures get an error that names two of them, and never each other's tensors.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ def pad_nested(values: Any, dim: int, pad_index: float, pad_first: bool, world: 
 
 
 def _enter(name: str, values: Any, world: World, with_gradient: str | None, has_shapes: bool = True) -> None:
-    """Refuse what cannot be sent, and compare the structure with the other ranks'.
+    """Refuse values that cannot be sent, and compare the structure with the other ranks'.
 
     Args:
-        with_gradient: the function of `unisono.functional` that takes tensors that require grad; None where it makes no
+        with_gradient: the function of `unisono.functional` for tensors that require grad; None if it makes no
             difference.
-        has_shapes: the shapes are equal on all ranks.
+        has_shapes: whether the shapes must be equal on all ranks.
 
     Raises:
-        TypeError: something in it is no tensor.
+        TypeError: something in it is not a tensor.
         ValueError: a tensor requires grad.
         CollectiveMismatchError: another rank's differs.
     """

@@ -1,7 +1,7 @@
 """Training by hand, without an Accelerator: `backward` weights a loss, `optimizer_step` reduces and steps.
 
-The forward pass of a plain module is not observed. So a loss is attributed to the oldest batch that has none yet. If it
-may belong to another one (batches were drawn ahead) and that makes a difference, it is an error.
+The forward pass of a plain module is not observed, so a loss is attributed to the oldest batch without one. If it may
+belong to another batch (batches were drawn ahead) and that makes a difference, it is an error.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from unisono.world import World, current_world
 logger = logging.getLogger(__name__)
 
 prepared: WeakSet[Optimizer] = WeakSet()
-"""The optimizers that an Accelerator has prepared: their steps reduce by themselves."""
+"""The optimizers that an Accelerator has prepared, whose steps include the reduction."""
 
 unreduced = WeakTensorKeyDictionary()
-"""The parameters whose gradients `backward` has left, and `optimizer_step` has not reduced yet."""
+"""The parameters with gradients from `backward` that `optimizer_step` has not reduced yet."""
 
 
 class ByHand:
-    """What a rank has done without an Accelerator.
+    """The state of a rank that trains without an Accelerator.
 
     Attributes:
-        agreed: the optimizers whose parameters have been compared with the other ranks'.
-        brings_batches: each rank brings batches of its own, as PyTorch/XLA's scripts do by a DistributedSampler.
-        ledger: of what `backward` has counted since the last step.
+        agreed: the optimizers whose parameters have been compared with those of the other ranks.
+        brings_batches: whether each rank loads its own batches, as PyTorch/XLA's scripts do by a DistributedSampler.
+        ledger: the claims that `backward` has entered since the last step.
         trainers: the passes through prepared models.
-        taken: of each optimizer, the last batch that had come when it stepped, as `Batch.at`; and how many came between
-            two steps beyond one, at most.
+        taken: for each optimizer, the last batch delivered when it stepped, as `Batch.at`; and the largest number of
+            additional batches, beyond one, between two of its steps.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class ByHand:
         return self.ledger
 
     def restart(self) -> None:
-        """The rank's loop starts again, and whatever an earlier one has left is of no step."""
+        """Start the rank's loop again; whatever an earlier one has left belongs to no step."""
         self.ledger = None
         self.taken.clear()
         for each in list(self.trainers):
@@ -77,8 +77,8 @@ def backward(
     """Run `loss.backward()` for a microbatch, so that the next `optimizer_step` applies the gradient of the mean over
     all microbatches since the last step, on all ranks, each weighted exactly.
 
-    The loss must be the mean over the microbatch; do not divide it by the number of microbatches. To leave a batch out,
-    do so before this call: zeroing its gradients afterwards goes unnoticed.
+    The loss must be the mean over the microbatch; do not divide it by the number of microbatches. To skip a batch,
+    do so before this call: zeroing its gradients afterwards is not detected.
 
     Args:
         loss: a tensor of one element.
@@ -152,7 +152,7 @@ def optimizer_step(
         world: None uses the current one.
 
     Returns:
-        What `optimizer.step` returned.
+        The result of `optimizer.step`.
 
     Raises:
         TypeError: `optimizer` is not an optimizer, or a gradient is sparse.
@@ -200,11 +200,11 @@ def reduce_held(
     weight: float | torch.Tensor | None = None,
     batches: Sequence[Batch] | None = None,
 ) -> float:
-    """Reduce the gradients of an optimizer that nobody has prepared; this rank's part of the step. A collective.
+    """Reduce the gradients of an optimizer that is not prepared; returns this rank's part of the step. A collective.
 
     Args:
         weight: as for `optimizer_step`.
-        batches: that plain `loss.backward()` may have been called for; None takes those since its last step.
+        batches: those for which plain `loss.backward()` may have been called; None uses those since its last step.
     """
     hand = world.state.part(ByHand)
     if batches is None:
@@ -230,16 +230,16 @@ def reduce_held(
 
 
 def _is_counted(optimizer: Optimizer, hand: ByHand) -> bool:
-    """Whether the gradients that the optimizer is about to apply were made by `backward`."""
+    """Whether the gradients that the optimizer is about to apply come from `backward`."""
     return hand.ledger is not None and hand.ledger.count > 0 and optimizer not in hand.ledger.step.stepped
 
 
 def _batches_to_step_on(optimizer: Optimizer, hand: ByHand, world: World) -> Sequence[Batch]:
-    """The batches that the optimizer may step on now: those since its last step, or the last one again; none, where
-    their loop is over.
+    """The batches that the optimizer may step on now: those since its last step, or the last one again; none if their
+    loop is over.
 
-    Where several came between two steps, they were added up, or one was drawn ahead: from then on it may be an earlier
-    one, too.
+    If several came between two steps, they were accumulated, or one was drawn ahead; from then on an earlier one is
+    possible, too.
     """
     known = world.state.deliveries.since(0)
     at, ahead = hand.taken.get(optimizer, (0, 0))
@@ -251,10 +251,10 @@ def _batches_to_step_on(optimizer: Optimizer, hand: ByHand, world: World) -> Seq
 
 
 def _claim_of_all(batches: Sequence[Batch], world: World) -> Claim:
-    """What the sum of the gradients of these batches claims, which plain `loss.backward()` has made.
+    """The claim of the sum of these batches' gradients, computed by plain `loss.backward()`.
 
     Raises:
-        ValueError: the batches were dealt in different proportions.
+        ValueError: the batches were split in different proportions.
     """
     for each in batches:
         each.is_spent = True
@@ -270,7 +270,7 @@ def _claim_of_all(batches: Sequence[Batch], world: World) -> Claim:
 
 
 def check_once(optimizer: Optimizer, parameters: Sequence[torch.Tensor], world: World) -> None:
-    """Before an optimizer's first step: do all ranks have the same model?
+    """Check before an optimizer's first step that all ranks have the same model.
 
     Raises:
         CollectiveMismatchError: they do not.
@@ -285,11 +285,11 @@ def check_once(optimizer: Optimizer, parameters: Sequence[torch.Tensor], world: 
 
 
 def warn_of_foreign_batches(world: World, called: str, way_out: str) -> None:
-    """On rank zero of several, where no loader of this package has delivered a batch.
+    """Warn on rank zero of several if no loader of this package has delivered a batch.
 
     Args:
-        called: what the user did.
-        way_out: what gives each rank a part.
+        called: the user's call.
+        way_out: how to give each rank a part.
     """
     is_expected = world.state.part(ByHand).brings_batches or not world.state.deliveries.is_unused
     if world.rank == 0 and world.world_size > 1 and not is_expected:
@@ -305,7 +305,7 @@ def warn_of_foreign_batches(world: World, called: str, way_out: str) -> None:
 def _reducing(
     optimizer: Optimizer, closure: Callable[[], Any], weight: float | torch.Tensor | None, world: World
 ) -> Callable[[], Any]:
-    """A closure for `optimizer`, where each call is a step of its own."""
+    """A closure for `optimizer`, each call of which is a separate step."""
     hand = world.state.part(ByHand)
     batches = _batches_to_step_on(optimizer, hand, world)
 
@@ -317,11 +317,11 @@ def _reducing(
 
 
 def reducing(closure: Callable[[], Any], reduce: Callable[[], float], world: World) -> Callable[[], Any]:
-    """A closure whose gradients, and whose loss, are those of the global batch: the optimizer decides by them, and all
-    ranks must decide alike.
+    """A closure with the gradients and the loss of the global batch, since the optimizer's decisions depend on them and
+    must be equal on all ranks.
 
     Args:
-        reduce: reduces the gradients that it has left, and returns this rank's part of the step.
+        reduce: reduces the gradients left by the closure, and returns this rank's part of the step.
     """
 
     def reduced() -> Any:
@@ -334,7 +334,7 @@ def reducing(closure: Callable[[], Any], reduce: Callable[[], float], world: Wor
 
 
 def _leaves(loss: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors in which the backward pass of the loss leaves gradients."""
+    """The tensors in which the backward pass of the loss accumulates gradients."""
     found: list[torch.Tensor] = []
     seen, left = {loss.grad_fn}, [loss.grad_fn]
     while left:

@@ -1,9 +1,9 @@
-"""The largest batch size that fits: attempts with smaller and smaller ones, on all ranks together.
+"""Find the largest batch size that fits: attempts with decreasing sizes, on all ranks together.
 
-After each attempt the ranks compare whether one of them ran out of memory, and try again together. They meet there and
-not before: a rank that runs out of memory while its peers wait for it inside the attempt, in a reduction of gradients
-say, has come to the attempt's end, and they have not. That is a `CollectiveMismatchError` on all of them, since a
-collective that others have begun cannot be taken back.
+After each attempt the ranks exchange whether one of them ran out of memory, and retry together. They meet only there:
+if a rank runs out of memory while its peers wait for it inside the attempt, for example in a reduction of gradients, it
+has reached the end of the attempt and they have not. That is a `CollectiveMismatchError` on all of them, since a
+collective that others have begun cannot be cancelled.
 
 *Threads:* the rank's own; nothing is kept from call to call.
 """
@@ -27,11 +27,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _WORDS = ("out of memory", "can't allocate memory", "RESOURCE_EXHAUSTED", "CUDNN_STATUS_NOT_SUPPORTED")
-"""By which allocators report it: torch's of each family, XLA's, and cuDNN's, which has no algorithm for so much."""
+"""The messages of allocators: torch's for each family, XLA's, and cuDNN's, which then finds no algorithm."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a smaller batch may help: a device, or main memory, had no more room."""
+    """Whether a smaller batch may help: a device, or main memory, was full."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     is_of_torch = isinstance(error, RuntimeError) and not isinstance(error, UnisonoError)
@@ -59,7 +59,7 @@ def find_executable_batch_size(
 
         @find_executable_batch_size(starting_batch_size=256)
         def train(batch_size):
-            accelerator.free_memory()  # of the attempt before
+            accelerator.free_memory()  # release the previous attempt
             model, optimizer, loader = accelerator.prepare(*build(batch_size))
             ...
 
@@ -97,7 +97,7 @@ def find_executable_batch_size(
                 if not _failed_anywhere(reason, tried[-1], world):
                     return result
                 del result
-                gc.collect()  # a device's allocator gives back by itself what is free, before it refuses
+                gc.collect()  # a device's allocator releases its free memory itself before it fails
                 world.state.restart()
                 tried.append(_next_size(reduce, tried, reason))
 
@@ -107,7 +107,7 @@ def find_executable_batch_size(
 
 
 def _attempt(function: Callable[..., Any], size: int, args: Any, kwargs: Any) -> tuple[Any, str]:
-    """What the function returns, or None; and why memory did not do, "" where it did."""
+    """The result of the function, or None; and the reason if memory ran out, otherwise ""."""
     try:
         return function(size, *args, **kwargs), ""
     except Exception as error:
@@ -118,7 +118,7 @@ def _attempt(function: Callable[..., Any], size: int, args: Any, kwargs: Any) ->
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Drop the local variables of the calls that the error came through, and of those it came from."""
+    """Clear the local variables of the calls that the error passed through, and those of its causes."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

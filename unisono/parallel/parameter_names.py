@@ -1,4 +1,4 @@
-"""What a parameter is called: optimizers hold parameters without names, and messages should have them."""
+"""Names of parameters for messages, since optimizers hold parameters without names."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ _names = WeakTensorKeyDictionary()
 
 
 def remember_names(module: nn.Module) -> None:
-    """Let messages call that module's parameters by their names in it."""
+    """Register the module's parameters, so that messages can name them."""
     for name, parameter in module.named_parameters():
         _names[parameter] = name
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """All parameters of the optimizer, in the order by which a state numbers them."""
+    """All parameters of the optimizer, in the order of their numbers in a state."""
     return [each for group in optimizer.param_groups for each in group["params"]]
 
 
 def trained_parameters(optimizer: Optimizer) -> list[torch.Tensor]:
-    """Those that take gradients."""
+    """Those that require gradients."""
     return [each for each in parameters_of(optimizer) if each.requires_grad]
 
 
 def in_brackets(parameter: torch.Tensor) -> str:
-    """ " (its name)", and nothing where it has none."""
+    """ " (its name)"; empty if it has none."""
     name = _names.get(parameter)
     return f" ({name})" if name else ""
 
 
 def name_of(parameter: torch.Tensor, parameters: Sequence[torch.Tensor]) -> str:
-    """The parameter in words: by its name, or else by its place among `parameters`."""
+    """Describe the parameter by its name, or by its position among `parameters`."""
     name = _names.get(parameter)
     if name is not None:
         return repr(name)

@@ -1,5 +1,5 @@
-"""Which rank this is, under the field's names, and what ranks do in turn: one first, each with its elements, one that
-raises a flag.
+"""The properties of a rank under their usual names, and what ranks do in turn: one goes first, each processes its own
+elements, one sets a flag for all.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ T = TypeVar("T")
 
 
 class RankView:
-    """The facts of a rank, and its turns.
+    """The properties of a rank, and blocks that ranks run in turn.
 
     Attributes:
-        world: the rank's; set by the subclass.
+        world: that of the rank; set by the subclass.
     """
 
     world: World
@@ -40,7 +40,7 @@ class RankView:
 
     @property
     def process_index(self) -> int:
-        """The rank, 0 to `num_processes - 1`; of a thread, where ranks are threads."""
+        """The rank, 0 to `num_processes - 1`, of a process or a thread."""
         return self.world.rank
 
     @property
@@ -54,7 +54,7 @@ class RankView:
         return self.world.world_size
 
     def wait_for_everyone(self) -> None:
-        """Return when every rank has called it; as `unisono.barrier`."""
+        """Wait until every rank has called it, as `unisono.barrier`."""
         barrier(self.world)
 
     def main_process_first(self) -> AbstractContextManager[None]:
@@ -62,7 +62,7 @@ class RankView:
         return _first_alone(self.is_main_process, self.world)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """The same for the first rank of each machine, and the others of that machine."""
+        """The same for the first rank of each machine and the others of that machine."""
         return _first_alone(self.is_local_main_process, self.world)
 
     def on_main_process(self, function: Callable[P, T]) -> Callable[P, T | None]:
@@ -71,22 +71,22 @@ class RankView:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This rank's part of the inputs, for inference: in rank order, each element once.
+        """Return this rank's part of the inputs, for inference: in rank order, each element once.
 
         Args:
-            inputs: a list, a tuple, a tensor, a `datasets.Dataset`, or a dict of such of equal lengths. The first ranks
-                get one element more, where they do not divide evenly.
-            apply_padding: repeat the last element, so that all parts are equally long, as `gather` asks for.
+            inputs: a list, a tuple, a tensor, a `datasets.Dataset`, or a dict of these with equal lengths. If they do
+                not divide evenly, the first ranks get one more element.
+            apply_padding: repeat the last element, so that all parts have the same length, as `gather` requires.
 
         Raises:
             TypeError: the inputs are none of these.
-            ValueError: lengths in a dict differ; or padding is asked for and there is no element.
+            ValueError: lengths in a dict differ; or `apply_padding` is set and there is no element.
         """
         yield split_between(inputs, self.world, apply_padding)
 
 
 def where(holds: Callable[[], bool], function: Callable[P, T]) -> Callable[P, T | None]:
-    """The function, where the condition holds when it is called; elsewhere it returns None."""
+    """The function, which returns None without running if the condition is false when it is called."""
 
     @wraps(function)
     def chosen(*args: P.args, **kwargs: P.kwargs) -> T | None:
@@ -97,8 +97,8 @@ def where(holds: Callable[[], bool], function: Callable[P, T]) -> Callable[P, T 
 
 @contextmanager
 def _first_alone(is_first: bool, world: World) -> Iterator[None]:
-    """A block that some ranks run first, and the others when these have left it. Where it fails on a first rank, the
-    others learn of it as soon as that rank ends."""
+    """A block that some ranks run first, and the others after these have left it. If it fails on a first rank, the
+    others are notified as soon as that rank ends."""
     if not is_first:
         barrier(world)
     yield
@@ -107,21 +107,21 @@ def _first_alone(is_first: bool, world: World) -> Iterator[None]:
 
 
 class Trigger:
-    """A flag that any rank sets and all of them read.
+    """A flag that any rank can set and all of them read.
 
     Args:
-        world: the rank's.
+        world: that of the rank.
     """
 
     def __init__(self, world: World) -> None:
         self._world, self._is_set = world, False
 
     def set(self) -> None:
-        """On this rank."""
+        """Set the flag on this rank."""
         self._is_set = True
 
     def check(self) -> bool:
-        """Whether some rank has set it since the last check, which resets it. A collective."""
+        """Return whether some rank has set the flag since the last check, and reset it. A collective."""
         flag = torch.tensor(int(self._is_set), device=HOST)
         self._is_set = False
         return bool(all_reduce(flag, "max", self._world))

@@ -1,23 +1,26 @@
-"""Generators: a random generator of its own for a thread, in place of the one that all threads of a process share.
+"""Generators: a separate random generator for a thread, in place of the one that all threads of a process share.
 
-On the CPU torch has one default generator. Replicas that draw from it at the same time get numbers that depend on who
-comes first. So each replica thread brings one of its own: whatever draws by default in that thread draws from it.
-That is dropout of all kinds, `torch.rand` and its kin, `nn.init`, distributions, recurrent layers and attention; and
-`torch.manual_seed`, `torch.get_rng_state` and the like, and with them `torch.utils.checkpoint`, mean it, too.
+On the CPU torch has one default generator. Replicas that draw from it concurrently get numbers that depend on their
+timing. So each replica thread has its own generator, which everything uses that draws by default in that thread:
+dropout of all kinds, `torch.rand` and its relatives, `nn.init`, distributions, recurrent layers and attention. It is
+also the generator that `torch.manual_seed`, `torch.get_rng_state` and their relatives refer to, and with them
+`torch.utils.checkpoint`.
 
-How: torch sends each operation through a table of kernels, by keys that a thread can switch on for itself. One of them
-exists for this kind of use and is otherwise unused. Under it, every operator that takes a generator has a kernel here,
-which passes the thread's own where none was given; all other operators skip the key in C++ and cost nothing more.
+Implementation: torch dispatches each operation through a table of kernels, by keys that a thread can enable for itself.
+One of these keys exists for this kind of use and is otherwise unused. For it, a kernel is registered here for every
+operator that takes a generator, which passes the thread's own if none was given; all other operators skip the key in
+C++, at no cost.
 
-*Threads:* each has its own or none. A thread without one, and a process forked from one with, draw from the default.
+*Threads:* each has its own generator or none. A thread without one, and a process forked from a thread with one, draw
+from the default generator.
 
 Invariants:
-1. A generator that was given explicitly is used. The default one stands for none: it is some functions' own default.
-   Who seeds the process himself (`randomness.seeded`) draws from it.
-2. `torch.manual_seed` in a replica seeds the replica's own generators, and no other device's.
-3. Where torch lacks the names that this stands on, all draw from the default generator, and a warning says so.
+1. An explicitly given generator is used. The default one counts as none, since some functions pass it by default.
+   Within `randomness.seeded`, draws use the default generator.
+2. `torch.manual_seed` in a replica seeds only the replica's own generators.
+3. If torch lacks the internal names that this requires, all threads draw from the default generator, with a warning.
 
-What it does not reach: python's and numpy's generators; in a `TorchDispatchMode`, operators that take no generator, as
+Not covered: Python's and numpy's generators; in a `TorchDispatchMode`, operators without a generator argument, such as
 `rand_like`.
 """
 
@@ -48,7 +51,7 @@ _installing = threading.Lock()
 
 @contextmanager
 def own_generator(generator: torch.Generator) -> Iterator[None]:
-    """Let the calling thread draw from this generator, of the CPU, for the block."""
+    """Make the calling thread draw from this generator, of the CPU, within the block."""
     with _installing:
         is_installed = _is_installed()
     if not is_installed:
@@ -65,11 +68,11 @@ def own_generator(generator: torch.Generator) -> Iterator[None]:
 class ReplicaGenerators:
     """The random generators of one replica, which continue from call to call.
 
-    On a device that has a generator to itself, that one stands where the replica left it while the replica runs, and is
-    put back afterwards.
+    A device with its own generator gets the replica's state while the replica runs; its previous state is restored
+    afterwards.
 
     Args:
-        seed: of both.
+        seed: the seed of both generators.
     """
 
     def __init__(self, seed: int, backend: Backend, device: torch.device) -> None:
@@ -80,7 +83,7 @@ class ReplicaGenerators:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Let the calling thread, whose device is the replica's, draw from them for the block."""
+        """Make the calling thread, on the replica's device, draw from them within the block."""
         with own_generator(self.cpu):
             if self._state is None:
                 yield
@@ -96,7 +99,7 @@ class ReplicaGenerators:
                 self._backend.set_rng_state(before, self._device)
 
     def seed_device(self, family: str, seed: int) -> None:
-        """Seed the generator of the replica's device, where it is of that family."""
+        """Seed the generator of the replica's device, if it belongs to that family."""
         if family == self._device.type:
             seed_device(self._backend, self._device, seed)
 
@@ -107,13 +110,13 @@ def _use(generator: torch.Generator | None) -> None:
 
 
 def _own() -> torch.Generator | None:
-    """The calling thread's generator, where it has one and is to draw from it."""
+    """The calling thread's generator, if it has one and should draw from it."""
     own: torch.Generator | None = getattr(_of_thread, "generator", None)
     return None if own is None or is_seeding() else own
 
 
 def _seeds_own(family: str, seed: int) -> bool:
-    """For a thread that seeds all devices of a family: whether it has generators of its own, which are seeded then."""
+    """Called when a thread seeds all devices of a family: whether it has its own generators, which are then seeded."""
     if _own() is None:
         return False
     replica: ReplicaGenerators | None = getattr(_of_thread, "replica", None)
@@ -123,7 +126,7 @@ def _seeds_own(family: str, seed: int) -> bool:
 
 
 class _Ambient:
-    """What the functions of `torch.random` work on."""
+    """The default generator as seen by the functions of `torch.random`."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_own() or torch.default_generator, name)
@@ -131,7 +134,7 @@ class _Ambient:
 
 @cache
 def _is_installed() -> bool:
-    """Whether threads can have generators here, which is found out once."""
+    """Whether threads can have their own generators with this torch; determined once."""
     try:
         return bool(_install())
     except Exception as error:
@@ -147,7 +150,7 @@ def _is_installed() -> bool:
 
 @cache
 def _install() -> list[torch.library.Library]:
-    """Register the kernels, once in a process; they live as long as the libraries that are returned."""
+    """Register the kernels, once per process; they exist as long as the returned libraries."""
     below = torch._C._dispatch_keyset_full_after(torch._C._dispatch_key_parse(_KEY))
     torch._C._dispatch_tls_set_dispatch_key_included(_KEY, False)
     everything = torch.library.Library("_", "IMPL")
@@ -168,9 +171,9 @@ def _install() -> list[torch.library.Library]:
 
 
 def _redirect() -> None:
-    """Let the functions of `torch.random`, by whatever name somebody holds them, work on the thread's own generator.
+    """Make the functions of `torch.random`, under any alias, use the thread's own generator.
 
-    By the name in their code, not by what it stands for: that is given to operators as well, which take no `_Ambient`.
+    By replacing the name in their module, not the object: operators receive that as well, and reject an `_Ambient`.
     """
     torch.random._ambient_generator = _Ambient()  # type: ignore[attr-defined]
     for each in list(vars(torch.random).values()):
@@ -180,10 +183,10 @@ def _redirect() -> None:
 
 
 def _leave_first_calls_alone() -> None:
-    """Let torch not look at a compiled graph's first call for custom operators that alias: its mode hides the kernels.
+    """Disable torch's check of a compiled graph's first call for aliasing custom operators: its mode hides the kernels.
 
-    By the default, for the whole process: what one sets there holds for one thread's context only, and a graph that one
-    replica has compiled is looked at in the first call of the next.
+    By changing the default, for the whole process: a setting applies to one thread's context only, and a graph compiled
+    by one replica is checked in the first call of the next.
     """
     import torch._functorch.config as config
 
@@ -193,7 +196,7 @@ def _leave_first_calls_alone() -> None:
 
 
 def _kernel(overload: Any, place: int, below: Any) -> Callable[..., Any]:
-    """The operator, with the thread's generator where it has one for the device and none was given."""
+    """The operator, with the thread's generator if it has one for the device and none was given."""
     default: int = torch.default_generator._cdata  # type: ignore[attr-defined] # an operator is given another object for the same generator
 
     def kernel(keys: Any, *args: Any, **named: Any) -> Any:
@@ -210,7 +213,7 @@ def _kernel(overload: Any, place: int, below: Any) -> Callable[..., Any]:
 
 
 def _device(args: Sequence[Any], named: dict[str, Any]) -> torch.device | None:
-    """Where the operator draws; None where it has no tensor: then it calls one that has."""
+    """The device on which the operator draws; None if it has no tensor and calls an operator that has one."""
     return next((each.device for each in (*args, *named.values()) if isinstance(each, torch.Tensor)), None)
 
 

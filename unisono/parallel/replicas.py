@@ -1,13 +1,13 @@
-"""Persistent replica threads: each runs the functions that it is given, one at a time, for as long as its owner lives.
+"""Persistent replica threads: each runs functions one at a time, as long as its owner exists.
 
-*Threads:* `unisono-replica-K` runs `serve`. The owner's thread hands out work and waits; one call at a time.
+*Threads:* `unisono-replica-K` runs `serve`. The owner's thread submits work and waits; one call at a time.
 
 Invariants:
 1. Each piece of work yields exactly one `Outcome`.
-2. The threads hold their queues only, so an owner that is dropped ends them.
-3. Either every thread gets its piece of a call or none does, wherever an interrupt strikes: who never came would be
-   waited for in the others' collectives.
-4. Work that its caller did not wait for is still known: no further call begins before it has ended.
+2. The threads hold only their queues, so they end when the owner is garbage-collected.
+3. Either every thread gets its piece of a call or none does, wherever an interrupt occurs: otherwise the collectives
+   would wait for a missing thread.
+4. Work that its caller did not wait for is still tracked: no further call begins before it has ended.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from unisono.outcome import Outcome
 
 @dataclass(frozen=True)
 class _Call:
-    """Functions for all threads, and what becomes of them."""
+    """Functions for all threads, and their outcomes."""
 
     bodies: Sequence[Callable[[], Any]]
     outcomes: dict[int, Outcome[Any]] = field(default_factory=dict)
@@ -42,26 +42,26 @@ class _Call:
 
 
 class ReplicaThreads:
-    """`count` threads, started at the first use; in a forked process, at the first use there."""
+    """`count` threads, started at the first use; in a forked process, started at the first use there."""
 
     def __init__(self, count: int) -> None:
         self._queues: list[SimpleQueue[_Call | None]] = [SimpleQueue() for _ in range(count)]
         self._started: set[int] = set()
-        self._pid = os.getpid()  # where they run: a forked process has none of them
-        self._call: _Call | None = None  # that continues, or was left
+        self._pid = os.getpid()  # the process in which they run: a forked process has none of them
+        self._call: _Call | None = None  # that is running, or was abandoned
         weakref.finalize(self, _dismiss, self._queues)
 
     @property
     def running(self) -> list[int]:
-        """The threads that are still at work."""
+        """The threads that are still working."""
         made = self._call
         return [] if made is None else [number for number in range(len(made.bodies)) if number not in made.outcomes]
 
     def check_idle(self) -> None:
-        """Refuse to continue while threads are still at work.
+        """Refuse to continue while threads are still working.
 
         Raises:
-            BusyError: a call was interrupted twice, and some thread has not come back from it yet.
+            BusyError: a call was interrupted twice, and some thread has not returned from it yet.
         """
         if running := self.running:
             raise BusyError(
@@ -76,8 +76,8 @@ class ReplicaThreads:
 
         Args:
             bodies: one function per thread.
-            on_interrupt: called with what interrupted the waiting (`KeyboardInterrupt`), to make the functions end;
-                then they are waited for, until a second interrupt.
+            on_interrupt: called with the exception that interrupted the wait (`KeyboardInterrupt`), to make the
+                functions end; the wait then continues, until a second interrupt.
 
         Raises:
             BusyError: as `check_idle`.
@@ -92,8 +92,8 @@ class ReplicaThreads:
         while True:
             try:
                 if not has_begun:
-                    deque(map(call, orders), maxlen=0)  # one call of C, before or after which an interrupt comes
-                while not made.is_over:  # not by counting the news, which an interrupt may lose
+                    deque(map(call, orders), maxlen=0)  # one call of C: an interrupt comes before or after it
+                while not made.is_over:  # not by counting signals, which an interrupt may lose
                     made.news.get()
                 break
             except BaseException as error:
@@ -108,24 +108,24 @@ class ReplicaThreads:
 
     def _start(self) -> None:
         if self._pid != os.getpid():
-            self._queues[:] = [SimpleQueue() for _ in self._queues]  # the locks of the old ones may be held for ever
+            self._queues[:] = [SimpleQueue() for _ in self._queues]  # the locks of the old ones may be held forever
             self._started.clear()
             self._pid = os.getpid()
         for number, queue in enumerate(self._queues):
-            if number not in self._started:  # an interrupt may come in between: then two threads serve one queue
+            if number not in self._started:  # an interrupt may come in between; then two threads serve one queue
                 name = f"unisono-replica-{number}"
                 start_threads([threading.Thread(target=serve, args=(queue, number), name=name, daemon=True)])
                 self._started.add(number)
 
 
 def serve(queue: SimpleQueue[_Call | None], number: int) -> None:
-    """Body of a replica thread: run what comes, put the outcome where it is awaited; the last signals. End at None."""
+    """Body of a replica thread: run each piece of work and store its outcome; the last one signals. None ends it."""
     while (made := queue.get()) is not None:
         made.outcomes[number] = Outcome.capture(made.bodies[number])
         if made.is_over:
             made.news.put(None)
-        del made  # hold nothing of the last call while waiting for the next
-    queue.put(None)  # for another thread that serves it
+        del made  # keep nothing of the last call alive while waiting for the next
+    queue.put(None)  # for another thread that serves this queue
 
 
 def _dismiss(queues: Sequence[SimpleQueue[_Call | None]]) -> None:

@@ -1,7 +1,7 @@
-"""Sparse gradients, of `nn.Embedding(sparse=True)` say: rows and values of all ranks are gathered, and not a table.
+"""Sparse gradients, such as those of `nn.Embedding(sparse=True)`: the rows of all ranks are gathered, not the table.
 
-Invariant: ranks know before which parameters have them, by `remember_sparse`: one that has no gradient must not take
-part in another reduction than the others.
+Invariant: all ranks know in advance which parameters have them, by `remember_sparse`, since a rank without a gradient
+must take part in the same reduction as the others.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from unisono.parallel.parameter_names import name_of
 from unisono.world import World
 
 _known = WeakTensorKeyDictionary()
-_NONE, _DENSE = -1, -2  # in the place of a number of rows
+_NONE, _DENSE = -1, -2  # in place of a number of rows
 
 
 def remember_sparse(module: nn.Module) -> None:
-    """Let the gradients of that module's sparse embeddings be reduced as such; on every rank alike."""
+    """Register the module's sparse embeddings, so that their gradients are reduced as sparse; call it on every rank."""
     for name in sparse_layers(module):
         _known[module.get_submodule(name).weight] = True
 
 
 def is_known_as_sparse(parameter: torch.Tensor) -> bool:
-    """Whether `remember_sparse` has seen it."""
+    """Whether `remember_sparse` has registered it."""
     return parameter in _known
 
 
 def is_sparse(tensor: torch.Tensor | None) -> bool:
-    """Whether it is a tensor of rows and their numbers."""
+    """Whether it is a sparse tensor of rows with indices."""
     return tensor is not None and tensor.layout is torch.sparse_coo
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or, of a sparse one, the rows that it has; rows that came twice are apart unless it is coalesced."""
+    """The tensor, or the rows of a sparse one; repeated rows are separate unless it is coalesced."""
     return tensor._values() if is_sparse(tensor) else tensor
 
 
@@ -46,7 +46,7 @@ def sparse_layers(module: nn.Module) -> list[str]:
 
 
 def refuse_unknown(parameter: torch.Tensor) -> None:
-    """Refuse a gradient that is not dense where other ranks may take it for one that is. TypeError."""
+    """Refuse a gradient that is not dense if other ranks may treat it as dense. Raises TypeError."""
     if parameter.grad is not None and parameter.grad.layout is not torch.strided:
         raise TypeError(
             f"the gradient of {name_of(parameter, [parameter])} is {parameter.grad.layout}, and other ranks do not "
@@ -57,7 +57,7 @@ def refuse_unknown(parameter: torch.Tensor) -> None:
 
 @torch.no_grad()
 def reduce_sparse(parameter: torch.Tensor, world: World, factor: float) -> None:
-    """Replace the gradient by the sum over the ranks of factor times gradient; dense, where it is dense on one. A
+    """Replace the gradient by the sum over the ranks of factor times gradient; dense if it is dense on one. A
     collective."""
     own, count = parameter.grad, _NONE
     if own is not None:
@@ -82,7 +82,7 @@ def reduce_sparse(parameter: torch.Tensor, world: World, factor: float) -> None:
 
 
 def _gather(own: torch.Tensor, counts: list[int], world: World) -> torch.Tensor:
-    """All ranks' rows, one after the other, where each rank has its own number of them."""
+    """The rows of all ranks, concatenated; their numbers may differ between ranks."""
     padded = own.new_zeros((max(counts), *own.shape[1:]))
     padded[: len(own)] = own
     parts = world.comm.all_gather(padded)

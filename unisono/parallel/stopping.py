@@ -1,4 +1,4 @@
-"""An early stop on which all ranks agree: one of them is asked, and all of them come to it after the same step."""
+"""An early stop on which all ranks agree: one of them gets the request, and all of them stop after the same step."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ class _Stop:
 
 
 def should_stop(*, world: World | None = None) -> bool:
-    """Whether the ranks are to stop here, because SIGTERM has come to one of them since the first call; on all alike.
+    """Return whether to stop here, because a rank has received SIGTERM since the first call; the same on all ranks.
 
-    Every rank calls it at the same place, after a step, say::
+    Every rank calls it at the same place, for example after a step::
 
-        should_stop()  # from here on SIGTERM is heeded, and loader workers ignore it
+        should_stop()  # from here on SIGTERM is a request, and loader workers ignore it
         for step, (images, labels) in enumerate(loader):
             ...
             if should_stop():
                 save(model, optimizer, loader)
                 break
 
-    From the first call on, SIGTERM no longer ends this process, which is then expected to ask again and again, and
-    loader workers that are started later ignore the signal, so that the loop continues until it has saved. (One that
-    runs before the first call would be ended: ask once before the loop. Those of a DataLoader whose
-    `multiprocessing_context` is not "fork" are not shielded.) Schedulers send SIGKILL some time after SIGTERM: a step
-    and a checkpoint must fit in between.
+    From the first call on, SIGTERM no longer ends this process, which must then call this regularly. Loader workers
+    started later ignore the signal, so that the loop continues until it has saved. (Those already running before the
+    first call would be ended, so call it once before the loop. Those of a DataLoader whose `multiprocessing_context` is
+    not "fork" are not shielded.) Schedulers send SIGKILL some time after SIGTERM: a step and a checkpoint must fit in
+    between.
 
-    It costs a reduction of one number, for which ranks wait for one another, and not for their devices; where steps
-    are short, ask at every tenth, on all ranks at the same ones. Once it is True it stays True in this world, and costs
-    nothing.
+    It costs a reduction of one number, for which ranks wait for each other, but not for their devices. If steps are
+    short, call it after every tenth, at the same steps on all ranks. Once it is True it stays True in this world, and
+    costs nothing.
 
-    In threads (`DataParallel`), all replicas stop when the process is asked; the first call must come from the main
-    thread, before the replicas start.
+    In threads (`DataParallel`), all replicas stop when the process receives the signal; the first call must come from
+    the main thread, before the replicas start.
 
     Args:
-        world: None takes the current one.
+        world: None uses the current one.
 
     Raises:
         UnisonoError: this is the process's first call, and not in the main thread.

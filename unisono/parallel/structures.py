@@ -1,6 +1,7 @@
-"""What nested values look like, in words: differences between ranks are reported before anything is sent.
+"""Descriptions of nested values, by which differences between ranks are reported before anything is sent.
 
-Equal tensors in another order, or under other names, are one rank's labels among the other's predictions.
+Otherwise equal tensors in a different order, or under other names, would mix the labels of one rank with the
+predictions of another.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from unisono.tree import leaves
 from unisono.world import World
 
-_SHOWN = 400  # characters of a structure
+_SHOWN = 400  # characters of a description
 
 
 def announce_structure(
@@ -23,11 +24,12 @@ def announce_structure(
     """Compare the structure of the values with the other ranks'.
 
     Args:
-        name: of what is done with them.
-        describe_tensor: in words that are equal on all ranks; None takes type and number of dimensions.
+        name: the operation.
+        describe_tensor: describes a tensor in words that are equal on all ranks; None uses its type and number of
+            dimensions.
 
     Raises:
-        CollectiveMismatchError: another rank's differs; here, or in the next call.
+        CollectiveMismatchError: the structure of another rank differs; raised here, or in the next call.
     """
     described = _describe(values, describe_tensor or _without_sizes)
     if len(described) > _SHOWN:
@@ -44,7 +46,7 @@ def _without_sizes(tensor: torch.Tensor) -> str:
 
 
 def _describe(values: Any, describe_tensor: Callable[[torch.Tensor], str]) -> str:
-    """The structure in words: equal for two ranks whose tensors belong together."""
+    """Describe the structure, in words that are equal for ranks whose tensors correspond."""
     if isinstance(values, torch.Tensor):
         return describe_tensor(values)
     if isinstance(values, Mapping):

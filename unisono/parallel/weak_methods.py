@@ -1,4 +1,4 @@
-"""Methods that torch calls back, held weakly: what C++ holds, no garbage collection finds."""
+"""Methods as callbacks for torch, held weakly, since the garbage collector does not see references from C++."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _T = TypeVar("_T")
 
 
 def weak_method(method: Callable[_P, _T]) -> Callable[_P, _T]:
-    """The method, without keeping its object; None where that is gone."""
+    """The method, without keeping its object alive; returns None when that is gone."""
     bound: Any = method
     held, function = ref(bound.__self__), bound.__func__
 
