@@ -1,9 +1,8 @@
-"""strategy="ddp": torch's DistributedDataParallel reduces while the backward pass runs, each bucket as it is full.
+"""strategy="ddp": torch's DistributedDataParallel reduces during the backward pass, each bucket as soon as it is full.
 
-DDP is asked in the forward pass whether the backward pass that follows is to reduce. Here that is known when the
-backward pass begins, so forward passes run as if it were not, and the reducer learns of it then. Nor do they share
-buffers, which are shared when a backward pass has reduced: a forward pass meets nobody, so that one rank alone may
-evaluate.
+DDP decides in the forward pass whether the following backward pass reduces. Here that is known only when the backward
+pass begins, so forward passes run without it, and the reducer is configured then. Nor do forward passes broadcast
+buffers, which happens after a reducing backward pass: a forward pass has no collective, so one rank alone may evaluate.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from unisono.world import World
 
 _SYNCS_NO_BUFFERS: dict[str, Any] = next(
     {name: False}
-    for name in ("forward_sync_buffers", "broadcast_buffers")  # which newer versions of torch deprecate
+    for name in ("forward_sync_buffers", "broadcast_buffers")  # deprecated in newer versions of torch
     if name in inspect.signature(DistributedDataParallel).parameters
 )
-_FORWARD_PASSES = 16  # that one backward pass goes through, at most, where unused parameters are to be found
+_FORWARD_PASSES = 16  # the most that one backward pass may use, if unused parameters are to be found
 
 
 class DDPStrategy(Flat):
-    """In a world of processes."""
+    """The strategy for a world of processes."""
 
     name = "ddp"
     is_of_torch = True
@@ -53,7 +52,7 @@ class DDPStrategy(Flat):
                 raise ValueError(own_steps_contradict(what))
 
     def wrap_model(self, module: nn.Module) -> Engine:
-        if not any(each.requires_grad for each in module.parameters()):  # DDP refuses it
+        if not any(each.requires_grad for each in module.parameters()):  # refused by DDP
             return super().wrap_model(module)
         return DDPEngine(module, self.world, self.ledger, self.options)
 
@@ -68,20 +67,20 @@ class DDPStrategy(Flat):
 class DDPEngine(Engine):
     """
     Args:
-        module, world, ledger: as for `Engine`; a world of processes.
-        options: of the strategy.
+        module, world, ledger: as for `Engine`; the world consists of processes.
+        options: those of the strategy.
     """
 
     def __init__(self, module: nn.Module, world: World, ledger: Ledger, options: DDP) -> None:
         super().__init__(module, world, ledger, options.broadcast_buffers)
         self._options = options
         self._finds_unused = options.find_unused_parameters
-        self._outputs: list[list[torch.Tensor]] = []  # of the forward passes since the last backward pass
+        self._outputs: list[list[torch.Tensor]] = []  # those of the forward passes since the last backward pass
         self._is_finished = True
         self._wrap()
 
     def _wrap(self) -> None:
-        """Give the parameters that are trained now to a reducer. A collective; all ranks get rank zero's values."""
+        """Create a reducer for the currently trained parameters. A collective; all ranks get rank zero's values."""
         options = self._options
         self._names = {each: name for name, each in self.module.named_parameters() if each.requires_grad}
         self._replicated = _Ordered(
@@ -107,7 +106,7 @@ class DDPEngine(Engine):
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():
             return super().run(args, kwargs)
-        if not self._is_finished and torch._C._current_graph_task_id() < 0:  # in no backward pass
+        if not self._is_finished and torch._C._current_graph_task_id() < 0:  # outside of backward passes
             raise RuntimeError(failed_before(self.name))
         with self._replicated.no_sync():
             result = self._replicated(*args, **kwargs)
@@ -138,10 +137,10 @@ class DDPEngine(Engine):
 
 
 class _Ordered(DistributedDataParallel):
-    """Its buckets are those of the parameters, from the last to the first, in each step of each run.
+    """A DDP whose buckets are filled from the last parameter to the first, in each step of each run.
 
-    torch's are so until the first step, and then follow the order in which gradients came in it. What is added up in
-    which order follows the buckets: a resumed run would have other bits than the one that was not stopped.
+    torch's buckets are so until the first step, and then follow the order in which its gradients arrived. The order of
+    additions depends on the buckets, so a resumed run would have other bits than an uninterrupted one.
     """
 
     __del__ = free_reducer
@@ -151,7 +150,7 @@ class _Ordered(DistributedDataParallel):
         return (parameters, are_sparse) if self.find_unused_parameters else (parameters[::-1], are_sparse[::-1])
 
     def fill_buckets(self) -> None:
-        """Make the buckets that stay. A collective. Where parameters may be unused, they are made already."""
+        """Create the final buckets. A collective. If parameters may be unused, they exist already."""
         self.reducer._push_all_rebuilt_params()
         self.reducer._rebuild_buckets()
 
@@ -165,7 +164,7 @@ def own_steps_contradict(what: str) -> str:
 
 
 def failed_before(model: str) -> str:
-    """The error for a backward pass after one which has failed, on this rank, while it reduced."""
+    """The error for a backward pass after one that failed on this rank during its reduction."""
     return (
         f"the backward pass before, through the {model}, has failed on this rank in the middle of its reduction, which "
         "cannot be resumed, and other ranks may be waiting in it; let the error end the run, or restart on all ranks: "
@@ -174,7 +173,7 @@ def failed_before(model: str) -> str:
 
 
 def unused(model: str, names: Sequence[str]) -> str:
-    """The error of a backward pass that left out some parameters."""
+    """The error of a backward pass without gradients for some parameters."""
     shown = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return (
         f"the backward pass gave no gradient to {shown or 'some parameters'} of the {model} on this rank, and the "

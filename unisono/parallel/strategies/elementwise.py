@@ -1,4 +1,4 @@
-"""Which optimizers may step for a part of the parameters, or of their elements, and leave the rest to other ranks."""
+"""Which optimizers may step for a part of the parameters, or of their elements, leaving the rest to other ranks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import inspect
 import torch
 from torch.optim import Optimizer
 
-# Of torch.optim's: they take all parameters as one, or something over a whole parameter.
+# torch.optim's that combine all parameters, or the elements of a whole parameter.
 _OVER_ALL = {torch.optim.LBFGS}
-# They do to parts what torch cannot do, or take gradients that parts do not have.
+# They use operations that torch lacks for shards, or gradients that shards do not have.
 _NOT_SHARDED = {torch.optim.Rprop, torch.optim.SparseAdam}
-_FUSED = {torch.optim.Adam, torch.optim.AdamW}  # whose fused steps it can do
+_FUSED = {torch.optim.Adam, torch.optim.AdamW}  # those with fused steps for shards
 _OVER_EACH = {getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)}
 
 
@@ -19,11 +19,11 @@ def check_elementwise(optimizer: Optimizer, strategy: str, is_declared: bool, ta
     """
     Args:
         strategy: its name, for the message.
-        is_declared: the user says that the optimizer treats each element for itself.
-        takes_whole: each rank steps for whole parameters.
+        is_declared: whether the user declares that the optimizer treats each element separately.
+        takes_whole: whether each rank steps for whole parameters.
 
     Raises:
-        TypeError: it is not known that the optimizer's steps do not depend on what other ranks hold.
+        TypeError: the optimizer's steps may depend on elements of other ranks.
     """
     kind = _kind(optimizer)
     cut = "parameters" if takes_whole else "each parameter"
@@ -55,7 +55,7 @@ def check_elementwise(optimizer: Optimizer, strategy: str, is_declared: bool, ta
 
 
 def _kind(optimizer: Optimizer) -> type[Optimizer] | None:
-    """The class of torch.optim whose step that is; None for a step from elsewhere."""
+    """The class of torch.optim that defines its step; None for a step from elsewhere."""
     step = inspect.unwrap(type(optimizer).step)
     for kind in vars(torch.optim).values():
         if inspect.isclass(kind) and issubclass(kind, Optimizer) and inspect.unwrap(kind.step) is step:

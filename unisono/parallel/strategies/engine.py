@@ -1,4 +1,4 @@
-"""Engine: what a strategy puts behind a prepared model. It runs the model, and reduces its gradients once per step."""
+"""Engine: runs a prepared model for a strategy, and reduces its gradients once per step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from unisono.world import World
 
 
 class Begun(NamedTuple):
-    """Where a rank stands: in which step, on which of its microbatches, and how often it has asked whether to step."""
+    """The position of a rank: its step, its microbatch, and the number of step requests so far."""
 
     step: Step | None = None
     microbatch: int = 0
@@ -29,23 +29,23 @@ class Begun(NamedTuple):
 
 
 class Engine:
-    """The module as it is; its gradients are reduced when the backward pass has ended, in flat buckets.
+    """Runs the module unchanged, and reduces its gradients in flat buckets after the backward pass.
 
     Args:
         module: the user's, on the world's device.
-        world: the rank's.
-        ledger: says what the rank's gradients weigh.
-        shares_buffers: all ranks have rank zero's buffers after a step.
+        world: that of the rank.
+        ledger: provides the weights of the rank's gradients.
+        shares_buffers: whether all ranks get rank zero's buffers after a step.
 
     Attributes:
-        name: of the module's class.
-        is_held: a backward pass has left gradients that are this rank's alone.
-        is_reduced: those that are there are of all ranks.
-        begun: where the rank stood when the last backward pass came to the model.
-        hooks: on the leaves, for their gradients.
-        passing: the last backward pass through it, of `passes.py`.
-        is_released: its model is prepared no more.
-        is_local: steps are taken on this rank's own gradients; somebody averages the parameters over the ranks.
+        name: the name of the module's class.
+        is_held: whether a backward pass has left gradients that are this rank's alone.
+        is_reduced: whether the present gradients are those of all ranks.
+        begun: the position of the rank when the last backward pass reached the model.
+        hooks: those on the leaves, for their gradients.
+        passing: the last backward pass through it, from `passes.py`.
+        is_released: whether its model is no longer prepared.
+        is_local: whether steps use this rank's own gradients, and parameters are averaged over the ranks elsewhere.
     """
 
     def __init__(self, module: nn.Module, world: World, ledger: Ledger, shares_buffers: bool = True) -> None:
@@ -57,9 +57,9 @@ class Engine:
         self.passing: Any = None
         self._world, self._ledger, self._shares_buffers = world, ledger, shares_buffers
         self._reduced_in: Step | None = None
-        self._earlier: dict[torch.Tensor, torch.Tensor] = {}  # gradients of steps before, which were not zeroed
+        self._earlier: dict[torch.Tensor, torch.Tensor] = {}  # gradients of earlier steps, which were not zeroed
         self._stepped: WeakSet[Optimizer] = WeakSet()  # since the last backward pass
-        self._tree: list[nn.Module] = []  # all parts of the module
+        self._tree: list[nn.Module] = []  # all submodules
         self._children = [-1]  # their children, by identity
         self._is_agreed = False  # the ranks have compared their models
         self._known = WeakTensorKeyDictionary(dict.fromkeys(module.parameters()))
@@ -70,39 +70,39 @@ class Engine:
         return self.module(*args, **kwargs)
 
     def refresh(self) -> None:
-        """Before a forward pass with gradients: notice that parameters were frozen or unfrozen, or put in since; these
-        get rank zero's values. A collective then."""
+        """Before a forward pass with gradients: detect parameters that were frozen, unfrozen or added since; added ones
+        get rank zero's values, by a collective."""
         trained = self.trained()
         if list(map(id, trained)) != list(map(id, self._trained)) and not self._runs_with_others():
             self._trained = trained
             if self._world.comm.size > 1:
                 self._world.comm.announce(f"new buckets for {len(trained)} trained parameters of the {self.name}")
-                self._world.comm.barrier()  # where one rank alone does so, it is named here
+                self._world.comm.barrier()  # a rank that is alone in this is named here
                 self.adapt([each for each in trained if each not in self._known])
             self._known.update(dict.fromkeys(trained))
 
     def _runs_with_others(self) -> bool:
-        """Whether `torch.func.functional_call` has put tensors in the places of parameters, for this call."""
+        """Whether `torch.func.functional_call` has replaced parameters for this call."""
         found = [each for part in self._tree for each in part._parameters.values()]
         return any(each is not None and not isinstance(each, nn.Parameter) for each in found)
 
     def adapt(self, new: Sequence[torch.Tensor]) -> None:
-        """Other parameters are trained from now on.
+        """Record that other parameters are trained from now on.
 
         Args:
-            new: those that were not there when the model was prepared.
+            new: those that did not exist when the model was prepared.
         """
         for each in new:
             self._world.comm.broadcast(each.detach(), 0)
 
     def begin(self, reduces: bool) -> None:
-        """A backward pass has come to the model.
+        """Record that a backward pass has reached the model.
 
         Args:
-            reduces: it ends a step.
+            reduces: whether it ends a step.
 
         Raises:
-            RuntimeError: it makes a graph of the gradients, and other ranks' are to be added.
+            RuntimeError: it builds a graph of the gradients, to which those of other ranks are to be added.
         """
         if torch.is_grad_enabled() and self._world.comm.size > 1:
             raise RuntimeError(
@@ -119,7 +119,7 @@ class Engine:
         self.prepare(reduces and not self.is_local)
 
     def _set_aside(self) -> None:
-        """Keep gradients of an earlier step, which nobody has zeroed, out of the reduction of this one."""
+        """Keep gradients of an earlier step, which were not zeroed, out of the reduction of this one."""
         for each in self.trained():
             if each.grad is not None:
                 self._earlier[each], each.grad = each.grad, None
@@ -130,35 +130,35 @@ class Engine:
             each.grad = earlier if each.grad is None else each.grad + earlier
 
     def pass_by(self) -> None:
-        """A backward pass has come to the model that leaves nothing in `.grad`, as `torch.autograd.grad` does."""
+        """Record a backward pass through the model that leaves nothing in `.grad`, such as `torch.autograd.grad`."""
 
     def prepare(self, reduces: bool) -> None:
-        """Before the first gradient of a backward pass arrives."""
+        """Called before the first gradient of a backward pass arrives."""
 
     def finish(self) -> None:
-        """The backward pass that reduces has ended. A collective."""
+        """Called when a reducing backward pass has ended. A collective."""
         self._settle(self.complete)
-        if self._earlier:  # when torch's own last callback, which may come after this one, has left the gradients
+        if self._earlier:  # after torch's own final callback, which may come after this one and leaves the gradients
             torch.autograd.Variable._execution_engine.queue_callback(weak_method(self._add_earlier))
         if not self.is_local:
             self.share_buffers()
 
     def share_buffers(self) -> None:
-        """Give all ranks the buffers of rank zero, which batch statistics have moved apart. A collective."""
+        """Broadcast the buffers of rank zero, since batch statistics make them differ. A collective."""
         if self._shares_buffers and self._world.comm.size > 1 and not self._world.backend.is_lazy:
             buffers = [each for part in self._tree for each in part._buffers.values() if each is not None]
             broadcast_together(buffers, self._world)
 
     def complete(self) -> None:
-        """Reduce what a backward pass has not reduced on its way.
+        """Reduce the gradients that a backward pass has not reduced itself.
 
         Raises:
-            RuntimeError: some parameters that it waits for got no gradient.
+            RuntimeError: some parameters that the reduction waits for got no gradient.
         """
         self.reduce_late()
 
     def reduce(self) -> None:
-        """For a step that finds gradients of this rank alone. A collective."""
+        """Reduce for a step that finds gradients of this rank alone. A collective."""
         self._settle(self.reduce_late)
         self._add_earlier()
 
@@ -170,10 +170,10 @@ class Engine:
         self.is_held, self.is_reduced, self._reduced_in = False, True, self._ledger.step
 
     def adopt(self, part: float) -> None:
-        """Reduce gradients that no backward pass has left: those of `torch.autograd.grad`, assigned by hand.
+        """Reduce gradients that were not left by a backward pass, but assigned from `torch.autograd.grad`.
 
         Args:
-            part: of their batch, as `Claim.part` has it.
+            part: that of their batch, as in `Claim.part`.
         """
         self._world.comm.announce(f"gradients that were assigned, or stepped on before, of {self._ledger.place()}")
         scale_gradients(self.trained(), part)
@@ -182,7 +182,7 @@ class Engine:
         self.reduce()
 
     def reduce_late(self, parameters: Sequence[torch.Tensor] | None = None) -> None:
-        """Reduce the gradients of these parameters, all at once; None takes those of all."""
+        """Reduce the gradients of these parameters together; None means all parameters."""
         ledger = self._ledger
         if not self._is_agreed and self._world.comm.size > 1:
             check_agreement(self.trained(), self._world)
@@ -191,7 +191,7 @@ class Engine:
         reduce_gradients(reduced, self._world, ledger.factor(), ledger.place(), is_part=True)
 
     def release(self) -> None:
-        """Look at no gradient any more."""
+        """Remove the hooks from all gradients."""
         self.is_released = True
         while self.hooks:
             self.hooks.popitem()[1].remove()
@@ -201,38 +201,38 @@ class Engine:
         self.module.zero_grad(set_to_none)
 
     def forget(self) -> None:
-        """The gradients are zero."""
+        """Record that the gradients are zero."""
         self.is_held = self.is_reduced = False
         self._earlier.clear()
 
     def has_assigned(self, optimizer: Optimizer) -> bool:
-        """Whether there are gradients that no backward pass has left since that optimizer's last step."""
+        """Whether there are gradients that no backward pass has computed since that optimizer's last step."""
         is_left = self.begun.step is not None and optimizer not in self._stepped
         return self._world.comm.size > 1 and not is_left and any(each.grad is not None for each in self.trained())
 
     def note_step(self, optimizer: Optimizer) -> None:
-        """That optimizer steps on the gradients that are there."""
+        """Record that the optimizer is stepping on the present gradients."""
         self._stepped.add(optimizer)
         self._ledger.close(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """That optimizer has stepped."""
+        """Record that the optimizer has stepped."""
 
     def trained(self) -> list[torch.Tensor]:
-        """The parameters that take gradients; not what `torch.func.functional_call` has put in their places.
+        """The parameters that require gradients; not the replacements of `torch.func.functional_call`.
 
-        Asked for at each forward pass: a walk over the tree of modules is made only where that has changed.
+        Used in each forward pass, so the tree of modules is traversed only after it has changed.
         """
         if [id(child) for each in self._tree for child in each._modules.values()] != self._children:
             self._tree = list(self.module.modules())
             self._children = [id(child) for each in self._tree for child in each._modules.values()]
         found = [each for part in self._tree for each in part._parameters.values()]
-        # By identity: a tensor's hash takes a call of Python.
+        # By identity: hashing a tensor costs a Python call.
         once = {id(each): each for each in found if isinstance(each, nn.Parameter) and each.requires_grad}
         return list(once.values())
 
     def leaves(self) -> list[torch.Tensor]:
-        """Where gradients arrive in a backward pass, and hooks see them."""
+        """The tensors at which gradients arrive in a backward pass, and hooks see them."""
         return self._trained
 
     def named_leaves(self) -> dict[str, torch.Tensor]:
@@ -240,12 +240,12 @@ class Engine:
         return {name: each for name, each in self.module.named_parameters() if each.requires_grad}
 
     def take_up(self, begun: Begun) -> None:
-        """Go on in the midst of a step, whose gradients so far are in `.grad`."""
+        """Continue in the middle of a step, with its gradients so far in `.grad`."""
         self.is_held, self.is_reduced, self.begun = True, False, begun
 
 
 def is_left_at(leaf: torch.Tensor) -> bool:
-    """Whether the backward pass that runs leaves a gradient in this leaf's `.grad`."""
+    """Whether the running backward pass leaves a gradient in this leaf's `.grad`."""
     try:
         return bool(torch._C._will_engine_execute_node(get_gradient_edge(leaf).node))
     except RuntimeError:
@@ -253,9 +253,9 @@ def is_left_at(leaf: torch.Tensor) -> bool:
 
 
 def is_taken_from(leaf: torch.Tensor) -> bool:
-    """Whether the backward pass that runs is `torch.autograd.grad`, with respect to this leaf among others."""
+    """Whether the running backward pass is `torch.autograd.grad` with respect to this leaf, among others."""
     try:
         torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
-    except RuntimeError:  # torch does not answer for such a leaf
+    except RuntimeError:  # torch cannot tell for such a leaf
         return True
     return False

@@ -1,4 +1,4 @@
-"""The plain strategy: in a world of one, among threads, and on devices that process groups do not serve."""
+"""The plain strategy: in a world of one, among threads, and on devices that process groups do not support."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unisono.parallel.strategies.strategy import Strategy
 
 
 class Flat(Strategy):
-    """Gradients are reduced in flat buckets when the backward pass has ended."""
+    """Reduces gradients in flat buckets after the backward pass."""
 
     name = "flat"
 

@@ -1,4 +1,4 @@
-"""strategy="fsdp": torch's FSDP2; each rank keeps its part of parameters, gradients and optimizer state."""
+"""strategy="fsdp": torch's FSDP2; each rank keeps its shard of parameters, gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from unisono.world import World
 
 
 class FSDPStrategy(Strategy):
-    """In a world of processes."""
+    """The strategy for a world of processes."""
 
     name = "fsdp"
     is_of_torch = is_needed = fills = True
@@ -51,32 +51,32 @@ class FSDPStrategy(Strategy):
 
 class FSDPEngine(Engine):
     """
-    Gradients arrive at the whole parameters, which are there while the model runs, and never at the module's own.
+    Gradients arrive at the whole parameters, which exist while the model runs, never at the module's own.
 
-    A second backward pass, through gradients that `torch.autograd.grad` has computed, begins with what leaves no other
-    trace: so the gradients of the model's inputs show when it comes, and all of the model is gathered then.
+    A second backward pass, through gradients computed by `torch.autograd.grad`, can be detected only by the gradients
+    of the model's inputs; all of the model is gathered when it begins.
 
     Args:
-        module, world, ledger: as for `Engine`; a world of processes.
-        options: of the strategy.
+        module, world, ledger: as for `Engine`; the world consists of processes.
+        options: those of the strategy.
     """
 
     def __init__(self, module: nn.Module, world: World, ledger: Ledger, options: FSDP) -> None:
-        name = type(module).__name__  # torch gives it another one
+        name = type(module).__name__  # torch replaces its class
         sharded: Any = shard(module, world, options)
         super().__init__(sharded, world, ledger)
         self._sharded, self.name = sharded, name
         self._units = units_in(sharded)
         self._whole = whole_parameters(sharded)
         self._parts = list(sharded.parameters())
-        self._known.update(dict.fromkeys(self._whole))  # these stand in the module while it runs
-        self._entries = WeakTensorKeyDictionary()  # inputs that have announced their gradients before
+        self._known.update(dict.fromkeys(self._whole))  # these replace the module's own while it runs
+        self._entries = WeakTensorKeyDictionary()  # inputs that have announced their gradients already
         self._memory, self._gradients = Rebinding(self._parts), Rebinding(())
         for each in self._parts:
             if each.requires_grad:
                 each.register_hook(weak_method(self._arrive_at_part))
         self._backward_pass = -1  # the last one that was announced
-        self._is_reducing = False  # a backward pass, or it has failed
+        self._is_reducing = False  # a backward pass, unless it failed
         sharded.register_forward_hook(weak_method(self._watch), prepend=True)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -90,7 +90,7 @@ class FSDPEngine(Engine):
                 self._sharded.reshard()
         entries = _with_gradients((args, kwargs))
         for each in entries:
-            if each not in self._entries:  # a trained prompt, say, is an input again and again
+            if each not in self._entries:  # a trained prompt, for example, is an input repeatedly
                 self._entries[each] = each.register_hook(weak_method(self._leave))
         with translate_errors(self._world.comm):
             result = self.module(*args, **kwargs)
@@ -100,7 +100,7 @@ class FSDPEngine(Engine):
         return result
 
     def pass_by(self) -> None:
-        """Refuse one that is to give the gradients of parameters."""
+        """Refuse a pass that computes the gradients of parameters."""
         if any(is_taken_from(each) or is_left_at(each) for each in [*self._whole, *self._parts] if each.requires_grad):
             raise RuntimeError(
                 f"gradients of the {self.name} were requested by torch.autograd.grad(loss, parameters), or "
@@ -109,7 +109,7 @@ class FSDPEngine(Engine):
             )
 
     def _refuse_graph(self, _: object) -> None:
-        """Refuse gradients that get a graph: nobody will see when a backward pass comes to it."""
+        """Refuse gradients with a graph, since a backward pass through it could not be detected."""
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"torch.autograd.grad(..., create_graph=True) through the {self.name}, none of whose inputs requires a "
@@ -118,7 +118,7 @@ class FSDPEngine(Engine):
             )
 
     def _leave(self, gradient: torch.Tensor) -> None:
-        """The gradient of an input is there; where it has a graph of its own, another backward pass begins with it."""
+        """Called with the gradient of an input; if it has its own graph, another backward pass begins with it."""
         if torch.is_grad_enabled() and gradient.requires_grad:
             gradient.register_hook(weak_method(self._gather))
 
@@ -128,7 +128,7 @@ class FSDPEngine(Engine):
             unit.unshard()
 
     def _arrive_at_part(self, _: torch.Tensor) -> None:
-        """Refuse a penalty on the parameters, which is whole on all ranks, and would count once a microbatch."""
+        """Refuse a penalty on the parameters, which is complete on all ranks, and would count once per microbatch."""
         if self._ledger.every > 1:
             raise RuntimeError(
                 f"a penalty on the parameters of the {self.name} has a backward pass of its own, and under "
@@ -139,7 +139,7 @@ class FSDPEngine(Engine):
     def refresh(self) -> None:
         """
         Raises:
-            RuntimeError: parameters were put in, which are not sharded.
+            RuntimeError: parameters were added, which are not sharded.
         """
         new = [each for each in self.trained() if each not in self._known]
         if new:
@@ -158,7 +158,7 @@ class FSDPEngine(Engine):
         return {name: each for name, each in found.items() if each.requires_grad}
 
     def _watch(self, module: nn.Module, args: Any, outputs: Any) -> None:
-        """Let the outputs announce their backward pass: before FSDP2's own hooks on them gather parameters."""
+        """Make the outputs announce their backward pass, before FSDP2's own hooks on them gather parameters."""
         for leaf in _with_gradients(outputs):
             leaf.register_hook(weak_method(self._announce))
 
@@ -178,11 +178,11 @@ class FSDPEngine(Engine):
             scale_sums(self._units, self._ledger.factor())
 
     def complete(self) -> None:
-        """The backward pass has reduced, or torch's last callback, which may be still to come, will do so."""
+        """The backward pass has reduced, or torch's final callback, which may still follow, will do so."""
         torch.autograd.Variable._execution_engine.queue_callback(weak_method(self._check_reduced))
 
     def _check_reduced(self) -> None:
-        """Refuse a backward pass that has not come to an output, with which torch's reduction begins."""
+        """Refuse a backward pass that has not reached an output, where torch's reduction begins."""
         self._is_reducing = False
         if any(each.grad is not None for each in self._whole):
             for each in self._whole:
@@ -208,7 +208,7 @@ class FSDPEngine(Engine):
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._memory.check("fsdp")
         self._gradients.check("fsdp", "grad.data")
-        self._sharded.reshard()  # what a forward pass has gathered, and no backward pass has given back, is old now
+        self._sharded.reshard()  # what a forward pass has gathered, and no backward pass has released, is outdated
 
 
 def _with_gradients(values: Any) -> list[torch.Tensor]:

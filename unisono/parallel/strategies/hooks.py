@@ -1,21 +1,21 @@
-"""How DistributedDataParallel sends gradients: torch's communication hooks by name, each behind the weights.
+"""How DistributedDataParallel sends gradients: torch's communication hooks by name, applied after the weights.
 
-torch's hooks take the mean over the ranks. Multiplied by scale_r * size before, rank r's gradient comes out as its term
-of the sum over r of scale_r g_r, in whatever form it travels:
+torch's hooks compute the mean over the ranks. If rank r's gradient is first multiplied by scale_r * size, the result is
+the sum over r of scale_r g_r, in each of the formats:
 
-    None              as it is
-    "fp16", "bf16"    in half the bytes; fp16 overflows from 65504 on: an infinite gradient, on every rank
-    "powersgd"        as factors of low rank, and what they leave out with the next step
-    "post_local_sgd"  as it is for the first steps; then only inside each machine, and the parameters are averaged at
+    None              unchanged
+    "fp16", "bf16"    in half the bytes; fp16 overflows above 65504, to an infinite gradient on every rank
+    "powersgd"        as low-rank factors; their error is added in the next step
+    "post_local_sgd"  unchanged for the first steps; then only within each machine, and the parameters are averaged
                       every n steps
 
 *Threads:* a backward pass runs the hook in its own thread, one bucket after the other.
 
 Invariants:
-1. All buckets of a backward pass are multiplied by one factor: the first bucket to go asks for it. DDP sends buckets in
-   the order of their indices, from 0.
-2. With post-local SGD each rank, or machine, continues by its weighted gradients: the mean of what one step of plain
-   SGD makes of them is what the weighted sum would have made.
+1. All buckets of a backward pass are multiplied by one factor, which is requested by the first one. DDP sends buckets
+   in the order of their indices, from 0.
+2. With post-local SGD each rank, or machine, steps by its weighted gradients: after one step of plain SGD, the mean of
+   the parameters is the result of a step by the weighted sum.
 """
 
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with the classes themselves.
@@ -47,7 +47,7 @@ Sent = torch.futures.Future[torch.Tensor]
 
 
 class _Sending(NamedTuple):
-    """One of torch's hooks, its state, and what averages behind it."""
+    """One of torch's hooks, its state, and the averager that follows it."""
 
     hook: Callable[[Any, GradBucket], Sent]
     state: Any
@@ -63,24 +63,24 @@ def attach_hook(
     world: World | None = None,
     finish: Callable[[], None] | None = None,
 ) -> PeriodicModelAverager | None:
-    """Let this DDP reduce gradients to the sum over the ranks of `scale() * gradient`, sent in the named way.
+    """Make this DDP reduce gradients to the sum over the ranks of `scale() * gradient`, in the named format.
 
     Args:
         ddp: without a hook yet.
         name: one of `hook_names()`.
-        scale: this rank's factor; asked once in each backward pass that reduces.
+        scale: returns this rank's factor; called once in each reducing backward pass.
         options: "powersgd" has those of torch's PowerSGDState, "post_local_sgd" has `start_localSGD_iter` (100: steps
-            before it is local), `period` (4: steps between averages) and `post_local_gradient_allreduce` (inside each
-            machine; None does so where there are several).
-        world: None takes the current one.
-        finish: called when the last bucket of a backward pass goes.
+            before it is local), `period` (4: steps between averages) and `post_local_gradient_allreduce` (within each
+            machine; None does so if there are several).
+        world: None uses the current one.
+        finish: called when the last bucket of a backward pass is sent.
 
     Returns:
-        For "post_local_sgd" what is to average the parameters after each step, else None.
+        For "post_local_sgd" the function that averages the parameters, to be called after each step; otherwise None.
 
     Raises:
-        ValueError: there is no such hook or option, or an option's value or the model does not suit it. In a backward
-            pass: this torch's hooks cannot take complex gradients.
+        ValueError: the hook or option does not exist, or an option's value or the model is unsuitable. In a backward
+            pass: the hooks of this torch do not support complex gradients.
     """
     if name not in _HOOKS:
         raise ValueError(f"comm_hook={name!r} does not exist; choose one of {', '.join(map(repr, _HOOKS))}")
@@ -89,7 +89,7 @@ def attach_hook(
     _check_options(name, options, allowed)
     if name == "powersgd":
         _check_real(ddp)
-    group = ddp.process_group  # `weighted` must not hold the DDP, by which C++ holds it
+    group = ddp.process_group  # `weighted` must not reference the DDP, whose C++ part references it
     size: int = group.size()
     hook, state, averager = make(group, world or current_world(), **options)
     factor = 1.0
@@ -102,7 +102,7 @@ def attach_hook(
         if gradients.is_complex():
             _refuse_complex()
         scale_in_place(gradients, factor)
-        # Half precision and low ranks are for tables; what travels of a sparse one are the rows that it has.
+        # Half precision and low ranks are for dense gradients; of a sparse one only its rows are sent.
         is_dense = gradients.layout is torch.strided or name == "post_local_sgd"
         sent = hook(state, bucket) if is_dense else allreduce_hook(group, bucket)
         if finish is not None and bucket.is_last():
@@ -114,7 +114,7 @@ def attach_hook(
 
 
 def hook_names() -> list[str | None]:
-    """The names that `attach_hook` knows."""
+    """The names that `attach_hook` supports."""
     return list(_HOOKS)
 
 
@@ -135,7 +135,7 @@ def _check_real(ddp: DistributedDataParallel) -> None:
 
 
 def _refuse_complex() -> NoReturn:
-    """Newer ones put pairs of real numbers into the bucket."""
+    """Newer versions put pairs of real numbers into the bucket."""
     raise ValueError(
         f"torch {torch.__version__} reduces complex gradients wrongly after a communication hook; use a newer one, or "
         "real parameters and torch.view_as_complex in forward()"
@@ -151,9 +151,9 @@ def _power_sgd(group: dist.ProcessGroup, world: World, **options: Any) -> _Sendi
 
 
 def _power_sgd_in_order(state: PowerSGDState, bucket: GradBucket) -> Sent:
-    """torch's hook calls its second and third collective when the one before is over. Where a thread of the process
-    group does so, as with gloo, two buckets would meet in another order on each rank, so here one is sent at a time;
-    with NCCL, all of them are in their stream by now."""
+    """torch's hook issues its second and third collective when the previous one has completed. If a thread of the
+    process group does so, as with gloo, the order of two buckets could differ between ranks, so buckets are sent one at
+    a time; with NCCL, all of them are already in their stream."""
     sent: Sent = powerSGD_hook(state, bucket)
     if not sent.done():
         sent.wait()

@@ -1,4 +1,4 @@
-"""Whether tensors still have the memory that a strategy has given them: `p.data = ...` takes it away in silence."""
+"""Whether tensors still have the memory assigned by a strategy, which `p.data = ...` silently replaces."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from unisono.parallel.parameter_names import name_of
 
 
 class Rebinding:
-    """The memory of some tensors, as it is now.
+    """The current memory of some tensors.
 
     Args:
-        tensors: parameters or gradients; of sharded ones it is that of the tensor around the part.
+        tensors: parameters or gradients; for sharded ones, that of the tensor that contains the shard.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        # The storages are kept, so that none comes again at the same address.
+        # The storages are kept alive, so that no new one gets the same address.
         self._known = [(ref(each), each.untyped_storage()) for each in tensors]
 
     def __len__(self) -> int:
@@ -27,10 +27,10 @@ class Rebinding:
     def check(self, strategy: str, attribute: str = "data") -> None:
         """
         Args:
-            attribute: of a parameter, in words: what was assigned.
+            attribute: the assigned attribute of a parameter, for the message.
 
         Raises:
-            RuntimeError: one has other memory.
+            RuntimeError: a tensor has other memory.
         """
         for place, (held, storage) in enumerate(self._known):
             tensor = held()

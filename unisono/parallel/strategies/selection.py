@@ -1,4 +1,4 @@
-"""Strategies by the names that users give them, or by their options."""
+"""Strategies by their names, or by their options."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from unisono.strategies import DDP, FSDP, SPMD, Choice, ZeRO1
 from unisono.world import World
 
 STRATEGIES: dict[str, type[Choice]] = {each.name: each for each in (DDP, FSDP, SPMD, ZeRO1)}
-"""The name of each is that of a module beside this one, imported when it is asked for."""
+"""Each is the name of a module of this package, imported on demand."""
 
 
 def options_of(strategy: Any) -> Choice:
-    """The options of a strategy that is given by its name, or by them.
+    """The options of a strategy that is given by name or by options.
 
     Raises:
-        ValueError: there is none of that name.
-        TypeError: it is neither.
+        ValueError: there is no strategy of that name.
+        TypeError: it is neither a name nor options.
     """
     if isinstance(strategy, DDP | FSDP | SPMD):
         return strategy
@@ -33,11 +33,11 @@ def options_of(strategy: Any) -> Choice:
 
 
 def strategy_class(options: Choice) -> type[Strategy]:
-    """That which has these options."""
+    """The class of the strategy with these options."""
     found: type[Strategy] = import_module(f"{__package__}.{options.name}").strategy_class
     return found
 
 
 def strategy_in(world: World, kind: type[Strategy], ledger: Ledger, options: Choice) -> Strategy:
-    """The strategy in that world: the plain one, where there is nothing that torch's engines could do."""
+    """The strategy in that world: the plain one if torch's engines have nothing to do."""
     return (kind if world.takes_engines or not kind.is_of_torch else Flat)(world, ledger, options)

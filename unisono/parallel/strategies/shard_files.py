@@ -1,6 +1,6 @@
-"""Files that all ranks write at once, each its parts of tensors: torch.distributed.checkpoint's.
+"""Files of torch.distributed.checkpoint, which all ranks write concurrently, each its shards of tensors.
 
-*Threads:* `write_shards` runs on each rank's writing thread, and meets the others' through a group of its own.
+*Threads:* `write_shards` runs on each rank's writing thread, which communicates with the others by its own group.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ _SAFE: dict[str, set[str]] = {
     "collections": {"OrderedDict"},
     "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath"},
 }
-"""What the metadata may name, by module. No module has all of its names here: what it has imported is among them."""
+"""The names allowed in the metadata, by module. Whole modules are not allowed, since they contain their imports."""
 
 
 class ShardGroup:
-    """The ranks' writing threads, as a process group of its own. Made by all ranks together."""
+    """The ranks' writing threads, as a separate process group. Created by all ranks together."""
 
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo")
 
     def write(self, parts: Mapping[str, torch.Tensor], directory: Path) -> None:
-        """Write this rank's parts; return when all ranks have. A collective of the writing threads.
+        """Write this rank's shards; return when all ranks have. A collective of the writing threads.
 
         Args:
-            parts: by names; what is whole is on one rank.
-            directory: on a file system that all ranks share; it is there on rank zero.
+            parts: the shards by name; whole tensors are on one rank.
+            directory: on a file system that all ranks share; it exists on rank zero.
 
         Raises:
             CheckpointError: rank zero could not begin.
-            Exception: a rank could not write; on all of them.
+            Exception: a rank could not write; raised on all of them.
         """
         if not self._all_are_ready(True):
             raise CheckpointError(f"rank zero could not begin to write {directory}; its own error says why")
@@ -57,18 +57,18 @@ class ShardGroup:
             def write_data(self, *args: Any, **kwargs: Any) -> Any:
                 try:
                     return super().write_data(*args, **kwargs)
-                except RuntimeError as error:  # of a file that cannot be ended, since the disk is full
+                except RuntimeError as error:  # from a file that cannot be completed, since the disk is full
                     raise next((each for each in chain_of(error) if isinstance(each, OSError)), error) from None
 
         try:
             save(dict(parts), storage_writer=Writer(directory, sync_files=True), process_group=self._group)
-        except CheckpointException as failed:  # which is no Exception, and has all tracebacks for its text
+        except CheckpointException as failed:  # not an Exception, and its text contains all tracebacks
             rank, (error, _) = min(failed.failures.items())
             error.add_note(f"rank {rank} wrote its part of {directory}")
             raise error from None
 
     def abandon(self) -> None:
-        """Instead of `write`: this rank has failed before, and the others are not to wait for it."""
+        """Called instead of `write` if this rank has failed before, so that the others do not wait for it."""
         self._all_are_ready(False)
 
     def _all_are_ready(self, is_ready: bool) -> bool:
@@ -78,10 +78,10 @@ class ShardGroup:
 
 
 def read_shards(directory: Path) -> dict[str, torch.Tensor]:
-    """The tensors, whole, on the host. Called on one rank.
+    """The whole tensors, on the host. Called on one rank.
 
     Raises:
-        DamagedCheckpointError: what the files say of themselves is no such thing.
+        DamagedCheckpointError: the metadata of the files is invalid.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
@@ -100,13 +100,13 @@ def read_shards(directory: Path) -> dict[str, torch.Tensor]:
         raise DamagedCheckpointError(f"{directory} holds objects other than tensors")
     state = {name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in found.items()}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # one rank alone is what is meant
+        warnings.simplefilter("ignore")  # reading on one rank alone is intended
         load(state, storage_reader=reader, no_dist=True)
     return state
 
 
 class _Metadata(pickle.Unpickler):
-    """Reads torch's metadata, and runs nothing else: it is a pickle."""
+    """Reads torch's metadata, which is a pickle, without executing anything else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name in _SAFE.get(module, set()):

@@ -1,18 +1,19 @@
-"""FSDP2, weighted: each rank keeps its part of the parameters, of their gradients and of the optimizer's state.
+"""FSDP2 with weights: each rank keeps its shard of the parameters, of their gradients and of the optimizer's state.
 
-torch's `fully_shard` does the work: each shard comes out as that of the sum over the ranks, times what `scale_sums` has
-set. Gradients of backward passes between `set_requires_gradient_sync(False)` and `(True)` stay whole and unscaled, and
-go with the next.
+torch's `fully_shard` does the work: each gradient shard is that of the sum over the ranks, times the factor set by
+`scale_sums`. Gradients of backward passes between `set_requires_gradient_sync(False)` and `(True)` stay whole and
+unscaled, and are reduced with the next ones.
 
-A model is gathered and reduced unit by unit. All of a unit is on each rank while it runs, so units should be the blocks
-that a model repeats; what is in no unit goes with the model itself, and is there from its forward to its backward pass.
+A model is gathered and reduced unit by unit. A unit is complete on each rank while it runs, so units should be the
+repeated blocks of a model; parameters outside of units belong to the model itself, and stay gathered from its forward
+to its backward pass.
 
-torch's parts take a second or two to import, so functions do it, and only those that need them.
+torch's modules for this take a second or two to import, so only the functions that need them import them.
 
 *Threads:* the rank's own.
 
-Invariant: a unit shares no parameter with what is outside of it: torch would shard the parameter for one of its holders
-only.
+Invariant: a unit shares no parameter with modules outside of it, since torch would shard the parameter for only one of
+its holders.
 """
 
 from __future__ import annotations
@@ -36,24 +37,24 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 SMALLEST_UNIT = 2**20
-"""Parameters that a unit has at least, unless its class is asked for: smaller ones would wait for latency."""
+"""The least number of parameters in a unit, unless its class is specified: smaller ones would be latency-bound."""
 
 _Classes = Sequence[type[nn.Module]]
 
 
 def shard(model: nn.Module, world: World, options: FSDP) -> FSDPModule:
-    """Shard a model that has passed `check_shardable`, in place: its parameters become DTensors, by their old names.
+    """Shard a model that has passed `check_shardable`, in place: its parameters become DTensors with the same names.
 
-    All ranks must hold the same parameters before. Optimizers made before point to what is no longer trained. A unit
-    must run on all ranks or on none: where they take different ways, units are the classes around the fork.
+    All ranks must hold the same parameters before. Existing optimizers refer to parameters that are no longer trained.
+    A unit must run on all ranks or on none: if control flow differs by rank, choose units that enclose the branch.
 
     Args:
-        model: on the world's device, or, in parts, on "meta": these are filled unit by unit, with rank zero's numbers.
-        world: of processes.
+        model: on the world's device; parts on "meta" are initialised unit by unit, with rank zero's values.
+        world: one of processes.
         options: `unisono.strategies.FSDP`.
 
     Raises:
-        ValueError: torch is too old to find unused parameters, or the ranks make no such groups.
+        ValueError: torch is too old to find unused parameters, or the ranks cannot form such groups.
     """
     if options.find_unused_parameters:
         _check_finding()
@@ -62,7 +63,7 @@ def shard(model: nn.Module, world: World, options: FSDP) -> FSDPModule:
 
     mesh = _mesh(world, options)
     precision = MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype)
-    is_moved = options.offload and world.device.type != torch.default_generator.device.type  # else it is there
+    is_moved = options.offload and world.device.type != torch.default_generator.device.type  # otherwise it exists
     offload = CPUOffloadPolicy() if is_moved else OffloadPolicy()
     for unit in chosen:
         _fill(unit, world)
@@ -81,13 +82,13 @@ def shard(model: nn.Module, world: World, options: FSDP) -> FSDPModule:
 
 
 def _fill(unit: nn.Module, world: World) -> None:
-    """Rank zero's numbers for what is on meta. Nothing but the unit holds them then, and its sharding frees them."""
+    """Initialise tensors on meta with rank zero's values. Only the unit references them; sharding frees them."""
     if filled := fill(unit, world.device):
         broadcast_together(filled, world)
 
 
 def _mesh(world: World, options: FSDP) -> DeviceMesh:
-    """The ranks: groups that have all parameters each, by the ranks of a group, among which these are cut."""
+    """The mesh of ranks: groups that each hold all parameters, by the ranks of a group, which shard them."""
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
     size, kept = world.world_size // options.replicas, options.reshard_after_forward
@@ -102,8 +103,8 @@ def _mesh(world: World, options: FSDP) -> DeviceMesh:
             "divisor, True or False"
         )
     if options.replicas == 1:
-        # The mesh takes the group that is there. In the place of one of gloo torch would make another where there is a
-        # GPU: in some versions of NCCL, which refuses ranks that share the GPU.
+        # The mesh uses the existing group. In place of a gloo group torch would create another one if there is a GPU:
+        # in some versions of NCCL, which refuses ranks that share the GPU.
         group = torch.distributed.group.WORLD
         assert group is not None
         return DeviceMesh.from_group(group, world.device.type)
@@ -111,13 +112,13 @@ def _mesh(world: World, options: FSDP) -> DeviceMesh:
 
 
 def check_shardable(trained: nn.Module, units: _Classes | None = None) -> None:
-    """Whether `shard` can take the model; nothing is changed.
+    """Check that `shard` can handle the model; nothing is changed.
 
     Args:
         units: as for `shard`.
 
     Raises:
-        ValueError: the model is sharded already, or parameters of one unit that are trained differ in type.
+        ValueError: the model is already sharded, or trained parameters of one unit differ in type.
     """
     if is_sharded(trained):
         raise ValueError(f"the {type(trained).__name__} is already sharded; shard a model once")
@@ -131,25 +132,26 @@ def check_shardable(trained: nn.Module, units: _Classes | None = None) -> None:
 
 
 def units_in(model: nn.Module) -> list[FSDPModule]:
-    """What `shard` gathers one by one in a model that is sharded, itself among them."""
+    """The units of a sharded model, including itself, which are gathered one by one."""
     kind = loaded_class("torch.distributed.fsdp", "FSDPModule")
     return [module for module in model.modules() if isinstance(module, kind)]
 
 
 def scale_sums(units: Iterable[FSDPModule], factor: float) -> None:
-    """Let the next reductions multiply the sum over the ranks; by 0 not at all: each rank's gradients are zero then."""
+    """Multiply the sums over the ranks in the next reductions; not by 0, when each rank's gradients are zero."""
     for unit in units:
         unit.set_gradient_divide_factor(1 / factor if factor else 1.0)
 
 
-_GRAD: Any = torch.Tensor.grad  # the slot that autograd fills
+_GRAD: Any = torch.Tensor.grad  # the slot that autograd assigns
 
 
 class WholeParameter(nn.Parameter):
-    """What stands in the place of a sharded parameter while the model runs, and at times between forward and backward.
+    """Replaces a sharded parameter while the model runs, and at times between forward and backward.
 
-    Gradients of earlier backward passes are the sharded parameter's. Who looks for them here, or zeroes them between
-    forward and backward, means those; autograd, and FSDP2 in a backward pass, mean what arrives at this one.
+    Gradients of earlier backward passes belong to the sharded parameter. User code that reads them here, or zeroes them
+    between forward and backward, means those; autograd, and FSDP2 in a backward pass, mean the gradients that arrive at
+    this one.
     """
 
     sharded: nn.Parameter
@@ -171,7 +173,7 @@ def _is_in_backward() -> bool:
 
 
 def whole_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """What stands in the place of a sharded model's parameters while it runs, the same each time. A collective."""
+    """The tensors that replace a sharded model's parameters while it runs, always the same. A collective."""
     found: dict[nn.Parameter, None] = {}
     unit: Any
     for unit in units_in(model):
@@ -202,12 +204,12 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def is_distributed(tensor: object) -> TypeGuard[DTensor]:
-    """Whether the tensor is one of which each rank has a part."""
+    """Whether the tensor is sharded over the ranks."""
     return isinstance(tensor, loaded_class("torch.distributed.tensor", "DTensor"))
 
 
 def sharded_like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """What an optimizer keeps for each element of a parameter, cut as the parameter is. A collective, if it is cut."""
+    """An optimizer's value per element of a parameter, sharded as the parameter is. A collective if it is sharded."""
     if not is_distributed(parameter) or is_distributed(tensor) or tensor.shape != parameter.shape:
         return tensor.to(parameter.device)
     from torch.distributed.tensor import distribute_tensor
@@ -216,19 +218,19 @@ def sharded_like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def with_part(tensor: DTensor, part: torch.Tensor) -> DTensor:
-    """A tensor of which ranks have parts as of this one; this rank's is `part`, wherever that lies."""
+    """A tensor sharded like this one; this rank's shard is `part`, on any device."""
     from torch.distributed.tensor import DTensor
 
     return DTensor(part, tensor._spec, requires_grad=False)  # `from_local` would move it to the mesh's devices
 
 
 def loaded_class(module: str, name: str) -> Any:
-    """For `isinstance`: the class, or none where its module was not imported, so that nothing can be one."""
+    """For `isinstance`: the class, or none if its module is not imported, so that no instance can exist."""
     return getattr(sys.modules.get(module), name, ())
 
 
 def units_of(model: nn.Module, classes: _Classes | None = None) -> list[nn.Module]:
-    """The parts of the model that are gathered one by one, the inner ones first; `classes` as in `shard`."""
+    """The units of the model, inner ones first; `classes` as in `shard`."""
     holders: dict[nn.Parameter, list[nn.Module]] = {}
     elements: set[nn.Module] = set()
     for module in model.modules():
@@ -248,7 +250,7 @@ def units_of(model: nn.Module, classes: _Classes | None = None) -> list[nn.Modul
 
     units: list[nn.Module] = []
     taken: set[nn.Parameter] = set()
-    for module in reversed(list(model.modules())):  # each before those that it is a part of
+    for module in reversed(list(model.modules())):  # each before those that contain it
         own = [parameter for parameter in module.parameters() if parameter not in taken]
         has_forward = not isinstance(module, nn.ModuleList | nn.ModuleDict)
         if module is not model and own and has_forward and is_wanted(module, own) and keeps_to_itself(module, own):
@@ -266,19 +268,19 @@ def clip_grad_norm(
 ) -> torch.Tensor:
     """Scale the gradients so that their norm, over all parameters and ranks, is at most `max_norm`.
 
-    As torch's `clip_grad_norm_`, for reduced gradients, whole ones and sharded ones. For sharded ones it is a
-    collective: each rank calls it, with the same parameters.
+    Like torch's `clip_grad_norm_`, for reduced gradients, whole or sharded. For sharded ones it is a collective: each
+    rank calls it, with the same parameters.
 
     Args:
-        norm_type: of the norm, infinity too.
-        world: None takes the current one.
+        norm_type: the order of the norm, which may be infinity.
+        world: None uses the current one.
 
     Returns:
-        The norm before, a plain tensor, equal on all ranks.
+        The norm before clipping, a plain tensor, equal on all ranks.
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     for parameter in parameters:
-        if parameter.grad is not None and is_sparse(parameter.grad):  # of which torch has no norm
+        if parameter.grad is not None and is_sparse(parameter.grad):  # torch has no norm for them
             parameter.grad = parameter.grad.coalesce()
     if not any(is_distributed(parameter) or is_sparse(parameter.grad) for parameter in parameters):
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
@@ -286,28 +288,28 @@ def clip_grad_norm(
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     shards = [gradient.to_local() for gradient in gradients if is_distributed(gradient)]
     whole = [gradient for gradient in gradients if not is_distributed(gradient)]
-    # Norms are gathered and not powers summed: no overflow, NaN stays NaN, and every norm type is right.
+    # Norms are gathered instead of summing powers: no overflow, NaN stays NaN, and every norm type is correct.
     of_whole = _norm([values_of(gradient) for gradient in whole], norm_type, world)
     norms = world.comm.all_gather(_norm(shards, norm_type, world))
     sharing = max((each.device_mesh.size(-1) for each in gradients if is_distributed(each)), default=0)
-    norms = [*norms[:sharing], of_whole]  # those of the first group: all have the same
+    norms = [*norms[:sharing], of_whole]  # those of the first group, since all groups have the same
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch has it
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as in torch
     for each in (*shards, *whole):
         each.mul_(factor.to(each.device))
     return total
 
 
 def _norm(tensors: Sequence[torch.Tensor], norm_type: float, world: World) -> torch.Tensor:
-    """The norm of all of them; 0 where a rank's shards are empty."""
+    """The norm of all of them; 0 if a rank's shards are empty."""
     found = [each for each in tensors if each.numel()]
-    if not found:  # torch's zero would come from main memory, and be waited for
+    if not found:  # torch's zero would be copied from main memory, with a sync
         return torch.zeros((), dtype=torch.float64, device=world.device)
     return torch.nn.utils.get_total_norm(found, norm_type).to(world.device, torch.float64)
 
 
 def _own_parameters(chosen: Sequence[nn.Module]) -> list[tuple[nn.Module, list[nn.Parameter]]]:
-    """Of each unit, the parameters that no unit inside of it has."""
+    """For each unit, the parameters that no inner unit has."""
     taken: set[nn.Parameter] = set()
     found = []
     for unit in chosen:

@@ -1,4 +1,4 @@
-"""strategy="spmd": one program, whose batches lie over all devices of the process, as XLA partitions it."""
+"""strategy="spmd": one program, with batches spread over all devices of the process, which XLA partitions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unisono.world import World
 
 
 class SPMDStrategy(Flat):
-    """The compiler reduces; to us it is a world of one."""
+    """The compiler inserts the reductions; here it is a world of one."""
 
     name = "spmd"
 

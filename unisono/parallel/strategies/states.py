@@ -1,12 +1,12 @@
 """Checkpoints in torch's plain form, from any strategy into any other one.
 
-A model's state has the names of the module that the user wrote and whole tensors; an optimizer's is what
-`optimizer.state_dict()` of the plain optimizer would be, parameters numbered in its order. So what FSDP on four ranks
-has saved loads into a script on a laptop, and the other way round.
+A model's state has the names of the user's module and whole tensors; an optimizer's state is that of
+`optimizer.state_dict()` of the plain optimizer, with parameters numbered in its order. So a state saved by FSDP on four
+ranks loads into a script on a laptop, and vice versa.
 
-Every rank calls; rank zero has the file. To save, it gets the whole state, in the memory of the host, and the others
-get an empty dict. To load, its state counts and is sent to the others one tensor at a time, each of which is cut as
-soon as it has come; what the others pass is not looked at.
+Every rank calls these functions; rank zero has the file. When saving, it gets the whole state, in host memory, and the
+others get an empty dict. When loading, its state is sent to the others one tensor at a time, and each tensor is sharded
+on arrival; the arguments of the others are ignored.
 
 *Threads:* a rank's own; as for any collective.
 """
@@ -30,21 +30,21 @@ from unisono.world import World, current_world
 
 K = TypeVar("K", bound=Hashable)
 Copy = Callable[[torch.Tensor], torch.Tensor]
-"""Makes a copy in main memory."""
+"""A function that copies a tensor to main memory."""
 
 
 def model_state(model: nn.Module, world: World | None = None, copy: Copy | None = None) -> dict[str, Any]:
-    """The model's `state_dict`, plain: whole tensors on the host, names without the prefixes of wrappers.
+    """The model's plain `state_dict`: whole tensors on the host, names without the prefixes of wrappers.
 
-    Parameters that are tied are one tensor in it. Buffers are rank zero's.
+    Tied parameters are one tensor in it. Buffers are those of rank zero.
 
     Args:
-        model: as it is, wrapped, compiled or sharded.
-        world: None takes the current one.
-        copy: makes rank zero's copies; None makes new ones.
+        model: plain, wrapped, compiled or sharded.
+        world: None uses the current one.
+        copy: creates rank zero's copies; None allocates new ones.
 
     Returns:
-        On rank zero the state, which shares no memory with the model; on others an empty dict.
+        On rank zero the state, which shares no memory with the model; on other ranks an empty dict.
     """
     world = world or current_world()
     if any(is_distributed(each) for each in model.parameters()):
@@ -61,10 +61,10 @@ def model_state(model: nn.Module, world: World | None = None, copy: Copy | None 
 
 
 def load_model_state(model: nn.Module, state: Mapping[str, Any], world: World | None = None) -> None:
-    """Load a plain state, rank zero's, on every rank.
+    """Load rank zero's plain state on every rank.
 
     Raises:
-        RuntimeError: names or shapes are not those of the model; on every rank.
+        RuntimeError: names or shapes differ from those of the model; raised on every rank.
     """
     world = world or current_world()
     world.comm.announce("load_state_dict(model)")
@@ -80,26 +80,26 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], world: World | 
 def optimizer_state(
     optimizer: Optimizer, models: Sequence[nn.Module], world: World | None = None, copy: Copy | None = None
 ) -> dict[str, Any]:
-    """The state that a plain optimizer over the same parameters, in the same groups, would give.
+    """The state of a plain optimizer for the same parameters, in the same groups.
 
     Args:
-        optimizer: plain, over a sharded model, or a ZeroRedundancyOptimizer.
-        models: whose parameters it has.
-        world: None takes the current one.
+        optimizer: plain, for a sharded model, or a ZeroRedundancyOptimizer.
+        models: the models with its parameters.
+        world: None uses the current one.
         copy: as for `model_state`.
 
     Returns:
-        On rank zero the state, which shares no memory with the optimizer; on others an empty dict.
+        On rank zero the state, which shares no memory with the optimizer; on other ranks an empty dict.
 
     Raises:
-        ValueError: it has parameters of none of the models.
+        ValueError: it has parameters that belong to none of the models.
     """
     world = world or current_world()
     _check_owned(optimizer, models)
     if is_divided(optimizer) or any(is_distributed(each) for each in parameters_of(optimizer)):
         world.comm.announce("state_dict(optimizer)")
     if is_divided(optimizer):
-        # Not `consolidate_state_dict`, by which every rank gets every state whole, and rank zero keeps a copy.
+        # Not `consolidate_state_dict`, which sends every whole state to every rank, and keeps a copy on rank zero.
         own = _entries_of(optimizer.optim, optimizer)
         roots = range(world.comm.size)
         entries = {
@@ -118,13 +118,13 @@ def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def model_parts(model: nn.Module, world: World) -> dict[str, Any]:
-    """What this rank writes of a plain state where all do at once: its parts, and on rank zero what is whole."""
+    """This rank's part of a plain state that all ranks write: its shards, and on rank zero the whole tensors."""
     state = {plain_name(model, name): value for name, value in model.state_dict().items()}
     return {name: value for name, value in state.items() if world.rank == 0 or is_distributed(value)}
 
 
 def optimizer_parts(optimizer: Optimizer, world: World) -> dict[tuple[int, str], Any]:
-    """The same of an optimizer's, by the parameter's number and the name of the value."""
+    """The same for an optimizer, by the parameter's number and the name of the value."""
     if is_divided(optimizer):
         return _entries_of(optimizer.optim, optimizer)
     entries = _entries_of(optimizer, optimizer)
@@ -134,14 +134,14 @@ def optimizer_parts(optimizer: Optimizer, world: World) -> dict[tuple[int, str],
 def load_optimizer_state(
     optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any], world: World | None = None
 ) -> None:
-    """Load a plain state, rank zero's, on every rank.
+    """Load rank zero's plain state on every rank.
 
     Args:
         optimizer, models, world: as for `optimizer_state`.
-        state: of an optimizer over the same parameters in the same groups.
+        state: that of an optimizer for the same parameters in the same groups.
 
     Raises:
-        ValueError: it is no such state, or its groups are others; on every rank. Or as for `optimizer_state`.
+        ValueError: it is not such a state, or its groups differ; raised on every rank. Or as for `optimizer_state`.
     """
     world = world or current_world()
     _check_owned(optimizer, models)
@@ -163,7 +163,7 @@ def load_optimizer_state(
 
 
 def plain_name(model: nn.Module, name: str) -> str:
-    """A name in `model.state_dict()` without what DistributedDataParallel and torch.compile put into it."""
+    """A name in `model.state_dict()` without the prefixes of DistributedDataParallel and torch.compile."""
     module: Any = model
     words, kept = name.split("."), []
     for word in words:
@@ -175,7 +175,7 @@ def plain_name(model: nn.Module, name: str) -> str:
 
 
 def _whole(value: Any, world: World, copy: Copy | None = None) -> Any:
-    """A copy on rank zero's host, of sharded tensors the whole; collective for these."""
+    """A copy in rank zero's host memory; of a sharded tensor the whole one, by a collective."""
     if is_distributed(value):
         value = value.full_tensor()
     if world.rank != 0:
@@ -189,7 +189,7 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _cut_like(like: torch.Tensor, value: Any) -> Any:
-    """This rank's part of a whole tensor that belongs to `like`, where that is sharded; steps are counted by all."""
+    """This rank's shard of a whole tensor for `like`, if that is sharded; all ranks keep step counts."""
     if not is_distributed(like) or not isinstance(value, torch.Tensor) or value.ndim == 0:
         return value
     from torch.distributed.tensor import distribute_tensor
@@ -199,15 +199,15 @@ def _cut_like(like: torch.Tensor, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Form:
-    """A tensor that is to come."""
+    """A tensor to be received."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
 def broadcast_entries(entries: Mapping[K, Any], world: World, root: int = 0) -> Iterator[tuple[K, Any]]:
-    """The entries of that rank, on each rank, one by one; copies. Tensors come on the rank's device; numbers, as of
-    steps, where they were."""
+    """Send the entries of that rank to each rank, one by one. Tensors arrive on the rank's device; scalars, such as
+    step counts, where they were."""
 
     def form(value: Any) -> Any:
         return _Form(value.shape, value.dtype) if isinstance(value, torch.Tensor) and value.ndim else value
@@ -222,14 +222,14 @@ def broadcast_entries(entries: Mapping[K, Any], world: World, root: int = 0) -> 
 
 
 def _entries_of(optimizer: Optimizer, whole: Optimizer) -> dict[tuple[int, str], Any]:
-    """What the optimizer keeps, by the parameter's number in `whole` and the name of the value."""
+    """The optimizer's values, by the parameter's number in `whole` and the name of the value."""
     numbers = {parameter: number for number, parameter in enumerate(parameters_of(whole))}
     kept = [numbers[parameter] for parameter in parameters_of(optimizer)]
     return {(kept[place], name): value for (place, name), value in _flat(optimizer.state_dict()).items()}
 
 
 def _flat(state: Mapping[str, Any]) -> dict[tuple[int, str], Any]:
-    """The values by the parameter's place and their names."""
+    """The values, by the parameter's position and their names."""
     order = [number for group in state["param_groups"] for number in group["params"]]
     places = {number: place for place, number in enumerate(order)}
     return {
@@ -238,7 +238,7 @@ def _flat(state: Mapping[str, Any]) -> dict[tuple[int, str], Any]:
 
 
 def by_parameter(entries: Mapping[tuple[int, str], Any]) -> dict[int, dict[str, Any]]:
-    """An optimizer's values, as a plain state has them."""
+    """An optimizer's values, in the form of a plain state."""
     state: dict[int, dict[str, Any]] = {}
     for (number, name), value in entries.items():
         state.setdefault(number, {})[name] = value

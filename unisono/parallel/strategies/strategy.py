@@ -1,7 +1,7 @@
-"""Strategy: what `prepare` puts behind models and optimizers, so that the ranks train as one.
+"""Strategy: chooses how prepared models and optimizers reduce, so that the ranks train as one.
 
 A strategy is a file that ends with `strategy_class = ...`, and a name in `selection.py`.
-tests/contract/test_strategy.py holds each of them to the same law.
+tests/contract/test_strategy.py runs the same tests for each of them.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from unisono.world import World
 class Strategy(ABC):
     """
     Args:
-        world: the rank's.
-        ledger: says what the rank's gradients weigh.
-        options: of `unisono.strategies`, that have passed `check_options`.
+        world: that of the rank.
+        ledger: provides the weights of the rank's gradients.
+        options: an object of `unisono.strategies` that has passed `check_options`.
 
     Attributes:
-        name: by which users choose it.
-        is_of_torch: it joins one of torch's engines, which take several processes; elsewhere the plain one serves.
-        is_needed: among processes no other one may take its place.
-        fills: a model that is on the device "meta" comes to `wrap_model` as it is.
+        name: the name by which users choose it.
+        is_of_torch: whether it uses one of torch's engines, which need several processes; elsewhere the plain strategy
+            is used.
+        is_needed: whether no other strategy may replace it among processes.
+        fills: whether `wrap_model` accepts a model on the device "meta".
     """
 
     name: ClassVar[str]
@@ -46,21 +47,21 @@ class Strategy(ABC):
 
     @classmethod
     def check_options(cls, options: Any, precision: str, max_grad_norm: float | None) -> None:
-        """Refuse options that it does not know, or that do not go with those of the Accelerator. ValueError."""
+        """Refuse options that are unknown, or incompatible with those of the Accelerator. Raises ValueError."""
 
     @classmethod
     def check_world(cls, world: World) -> None:
-        """Refuse a world that it cannot run in. ValueError."""
+        """Refuse a world in which it cannot run. Raises ValueError."""
 
     @classmethod
     def enter(cls, backend: Backend, device: torch.device) -> None:
-        """In a world of one, before the first work on the device. ValueError where the family lacks what it takes."""
+        """Called in a world of one before the first work on the device. Raises ValueError if it is not supported."""
 
     def check(self, each: nn.Module | Optimizer) -> None:
-        """Whether a model, or an optimizer, suits it; nothing is changed.
+        """Check that a model or an optimizer is supported; nothing is changed.
 
         Raises:
-            TypeError, ValueError: it does not.
+            TypeError, ValueError: it is not.
         """
         if isinstance(each, nn.Module):
             _check_plain(each)
@@ -68,18 +69,18 @@ class Strategy(ABC):
 
     @abstractmethod
     def wrap_model(self, module: nn.Module) -> Engine:
-        """The module behind its engine, with the parameters of rank zero on all ranks. A collective."""
+        """The engine of the module, with the parameters of rank zero on all ranks. A collective."""
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """The optimizer that takes this one's place, most often itself."""
+        """The optimizer that replaces this one, usually itself."""
         return optimizer
 
     def check_clipping(self) -> None:
-        """Refuse to clip by a norm that the ranks have in common. ValueError."""
+        """Refuse to clip by a common norm of the ranks, if there is none. Raises ValueError."""
 
 
 def _check_plain(model: nn.Module) -> None:
-    """Refuse a model whose gradients something else reduces, or whose parameters it has cut. ValueError."""
+    """Refuse a model whose gradients or parameters another engine reduces or shards. Raises ValueError."""
     sharded_before = loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")
     for name, part in model.named_modules():
         where = f"its part {name!r}" if name else "it"

@@ -1,7 +1,7 @@
-"""ZeRO-1: each rank keeps the optimizer's state of its part of the parameters, steps for these, and sends them out.
+"""ZeRO-1: each rank keeps the optimizer state for its part of the parameters, steps these, and broadcasts them.
 
-torch's `ZeroRedundancyOptimizer` does the work. What is added is the way in from an optimizer that exists, with its
-groups and its state, and the way of a plain state into the part of it that a rank keeps.
+torch's `ZeroRedundancyOptimizer` does the work. This module adds the conversion of an existing optimizer, with its
+groups and its state, and the conversion of a plain state into the part that a rank keeps.
 
 *Threads:* the rank's own.
 """
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class ZeRO1Strategy(DDPStrategy):
-    """As "ddp", but for the optimizers."""
+    """Like "ddp", except for the optimizers."""
 
     name = "zero1"
     is_needed = True
@@ -57,39 +57,43 @@ class ZeRO1Strategy(DDPStrategy):
         return sharded
 
     def _announce(self, prepared: Callable[[], Optimizer | None], optimizer: Optimizer, *_: Any) -> None:
-        if optimizer is prepared():  # hooks are those of the user's optimizer, which may be prepared again
-            self.world.comm.announce(f"the end of {self.ledger.place()}")  # the ranks send out what they have stepped
+        if optimizer is prepared():  # the hooks belong to the user's optimizer, which may be prepared again
+            self.world.comm.announce(
+                f"the end of {self.ledger.place()}"
+            )  # the ranks broadcast the parameters that they have stepped
 
 
 def shard_optimizer(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
-    """An optimizer of the same class, groups and state over the same parameters, whose state is divided by ranks.
+    """An optimizer of the same class, groups and state for the same parameters, with its state divided by ranks.
 
-    It takes the other one's place, and its steps the other one's hooks; schedulers must be given this one.
+    It replaces the given one, and its steps call the hooks of that one; schedulers must use the new one.
 
     Args:
-        optimizer: that has passed `check_divisible`; the same on each rank. Its state is moved, and gone here.
+        optimizer: one that has passed `check_divisible`; the same on each rank. Its state is moved to the new one.
 
     Raises:
-        TypeError: its class cannot be made from its groups.
+        TypeError: its class cannot be constructed from its groups.
     """
     parameters = parameters_of(optimizer)
-    # Where they may lie end to end, each rank's are sent in one piece; other memory formats would not survive it.
+    # If they may be contiguous, each rank's are sent in one piece; other memory formats would be lost by that.
     shares_memory = all(parameter.is_contiguous() for parameter in parameters)
     sharded = _made_like(optimizer, shares_memory)
     load_local(sharded, optimizer.state_dict())
     optimizer.state.clear()
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        setattr(sharded, hooks, getattr(optimizer, hooks))  # the same ones: whoever has a handle may remove its hook
+        setattr(
+            sharded, hooks, getattr(optimizer, hooks)
+        )  # the same dictionaries, so that handles can still remove their hooks
     if shares_memory:
         sharded.register_step_post_hook(_MemoryCheck(sharded))
     return sharded
 
 
 class _MemoryCheck:
-    """Behind each step: what the ranks have sent to one another is what the parameters have."""
+    """After each step: check that the parameters have the memory that the ranks have exchanged."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = ref(optimizer)  # hooks are those of the user's, which may be prepared again
+        self._optimizer = ref(optimizer)  # the hooks belong to the user's optimizer, which may be prepared again
         self._layout = _layout_of(optimizer)
         self._memory = Rebinding(parameters_of(optimizer))
 
@@ -98,7 +102,7 @@ class _MemoryCheck:
             return
         if (
             _layout_of(optimizer) != self._layout
-        ):  # a further group, a layer unfrozen: torch has laid out all of them again
+        ):  # after another group, or an unfrozen layer, torch has rebuilt the layout of all of them
             self._layout, self._memory = _layout_of(optimizer), Rebinding(parameters_of(optimizer))
         self._memory.check("zero1")
 
@@ -108,14 +112,14 @@ def _layout_of(optimizer: Optimizer) -> list[bool]:
 
 
 def is_divided(optimizer: Optimizer) -> TypeGuard[ZeroRedundancyOptimizer]:
-    """Whether the optimizer is one whose state is divided by ranks."""
+    """Whether the optimizer's state is divided by ranks."""
     return isinstance(optimizer, loaded_class("torch.distributed.optim", "ZeroRedundancyOptimizer"))
 
 
 def load_local(optimizer: ZeroRedundancyOptimizer, state: Mapping[str, Any]) -> None:
-    """Load what concerns this rank of a whole state in torch's plain form; that of other parameters may be missing.
+    """Load this rank's part of a whole state in torch's plain form; the parts of other ranks may be missing.
 
-    Its tensors may become the optimizer's own. `optimizer.load_state_dict` would strike out the others in `state`.
+    Its tensors may become the optimizer's own. `optimizer.load_state_dict` would clear the other parts of `state`.
     """
     numbers = {parameter: number for number, parameter in enumerate(parameters_of(optimizer))}
     local = [numbers[parameter] for parameter in parameters_of(optimizer.optim)]
@@ -128,16 +132,16 @@ def load_local(optimizer: ZeroRedundancyOptimizer, state: Mapping[str, Any]) -> 
 
 
 def numbered(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The groups as a plain state has them: numbers in the place of parameters."""
+    """The groups in the form of a plain state, with numbers in place of parameters."""
     numbers = count()
     return [{**group, "params": [next(numbers) for _ in group["params"]]} for group in groups]
 
 
 def check_divisible(optimizer: Optimizer) -> None:
-    """Whether `shard_optimizer` can take it; nothing is changed.
+    """Check that `shard_optimizer` can handle it; nothing is changed.
 
     Raises:
-        TypeError: it is divided already, or its class cannot be made from its groups.
+        TypeError: it is already divided, or its class cannot be constructed from its groups.
         ValueError: parameters differ in type, or one is sharded or sparse.
     """
     name = type(optimizer).__name__
@@ -161,7 +165,7 @@ def check_divisible(optimizer: Optimizer) -> None:
 
 
 def _made_like(optimizer: Optimizer, shares_memory: bool) -> ZeroRedundancyOptimizer:
-    """The same class by the same arguments, which the groups carry; without state."""
+    """A new optimizer of the same class and arguments, which the groups contain; without state."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     def make(groups: list[dict[str, Any]], **defaults: Any) -> ZeroRedundancyOptimizer:
@@ -171,7 +175,7 @@ def _made_like(optimizer: Optimizer, shares_memory: bool) -> ZeroRedundancyOptim
 
 
 def _make(optimizer: Optimizer, make: Callable[..., T]) -> T:
-    """What `make` makes of copies of the optimizer's groups, and of those of its defaults that its class takes."""
+    """The result of `make` for copies of the optimizer's groups, and those of its defaults that its class accepts."""
     kind = type(optimizer)
     accepted = inspect.signature(kind).parameters
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in accepted.values())
