@@ -6,12 +6,12 @@ channel, or all channels of a lane.
 *Threads:* one sender and one receiver at a time. Channels created with the same lock can be inspected together.
 
 Invariants:
-1. Items come out in the order in which they went in, and all of them before the end or the error that follows.
+1. Items are received in the order in which they were sent, all of them before the end or the error that follows.
 2. Closing either end wakes the other at once. Nothing polls.
 3. Any object can be an item, including None: the end is an exception, not a marker.
 4. `cancel` acquires no lock. A loader that is garbage is cancelled by the thread that collects it, which may be one of
-   its own that holds the lock. So threads wait for a bell, which can be rung from anywhere and remembers it, rather
-   than for a condition.
+   its own that holds the lock. So threads wait for a bell, which can be rung from anywhere and remembers each ring,
+   rather than for a condition.
 5. Only threads that have announced a wait are woken, so between two threads that keep up with each other an item costs
    no system call.
 """
@@ -80,7 +80,7 @@ class Channel(Generic[T]):
         with self._lock:
             self._items.append(item)
             self._item_bell.ring()
-        if self._is_cancelled:  # checked last: `cancel` may have dropped its items before this one came
+        if self._is_cancelled:  # checked last: `cancel` may have dropped the items before this one was added
             self._items.clear()
             return False
         return True
@@ -132,7 +132,7 @@ class Channel(Generic[T]):
         """
         self._is_cancelled = True
         self._items.clear()
-        self._end = None  # an error keeps alive what was alive where it was raised: loader workers, for example
+        self._end = None  # an error's traceback keeps its frames' objects alive, such as loader workers
         self._room_bell.ring_unlocked()
         self._item_bell.ring_unlocked()
 

@@ -1,4 +1,4 @@
-"""DeviceIterator: the loop's end of a loader. It waits for batches, notes what came, and keeps the loop's time."""
+"""DeviceIterator: the loop's end of a loader. It waits for batches, records deliveries, and keeps the loop's time."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class DeviceIterator:
     """Iterates once over the batches of one device; returned by `ParallelLoader.per_device_loader`.
 
     Attributes:
-        valid_samples: how many samples of the last delivered batch count, from the front: all of them, except for a
-            padded one; 0 for a batch that only repeats a sample so that this rank keeps step with the others; None if
-            it cannot be known.
-        weight: the part of the global batch that these are; None where that is unknown. Where a batch of the round does
-            not tell how many samples it holds, each of them counts the same.
-        epoch: of this loop, until its end; then the next.
+        valid_samples: how many samples of the last delivered batch count, from the front: all of them, unless it is
+            padded; 0 for a batch that only repeats a sample so that this rank keeps step with the others; None if it
+            cannot be known.
+        weight: the fraction of the global batch that these are; None if unknown. If some batch of the round is of
+            unknown size, all batches weigh the same.
+        epoch: that of this loop, until its end; then the next.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class DeviceIterator:
         self._received: Received | None = None
         self._ahead: Outcome[Delivery] | None = None
         self._claim = Claim(0, None)
-        self._lane = lane  # behind all that `__del__` needs: an interrupt may leave an object half made
+        self._lane = lane  # after all that `__del__` needs, which checks for it: an interrupt may end `__init__` early
         lane.iterators.add(id(self))
 
     def __iter__(self) -> DeviceIterator:
@@ -87,7 +87,7 @@ class DeviceIterator:
             if isinstance(error, EndOfChannel):
                 lane.progress.has_ended = True
                 raise StopIteration from None
-            if isinstance(error, StopIteration):  # a loop would take it for the end of the data
+            if isinstance(error, StopIteration):  # a loop would end as if the data had
                 raise RuntimeError("a batch could not be moved to its device: it raised StopIteration") from error
             raise
         claim = delivery.claim
@@ -105,9 +105,9 @@ class DeviceIterator:
         return delivery.batch
 
     def is_last(self) -> bool:
-        """Whether the batch that was delivered last is the last one; waits until the loader knows.
+        """Whether the batch that was delivered last is the last one; waits until that is known.
 
-        Ranks that read one stream find it out together, so all of them ask, or none.
+        Ranks that read one stream determine it together, so either all of them must call this, or none.
         """
         if self._loop is None:
             return True
@@ -120,7 +120,7 @@ class DeviceIterator:
         return isinstance(self._ahead.error, EndOfChannel)
 
     @property
-    def valid_samples(self) -> int | Any:  # or None, which few need to think of
+    def valid_samples(self) -> int | Any:  # or None, rarely
         return self._claim.valid_samples
 
     @property
@@ -132,7 +132,7 @@ class DeviceIterator:
         return int(self.state_dict()["epoch"])
 
     def state_dict(self) -> State:
-        """The loader's state after the last batch that this loop received; as for `ParallelLoader`."""
+        """The loader's state after the last batch that this loop received; see `ParallelLoader.state_dict`."""
         return self._state()
 
     def close(self) -> None:
@@ -161,6 +161,6 @@ def _lengths(iterator: weakref.ref[DeviceIterator]) -> tuple[int, int] | None:
 
 
 def _is_last(iterator: weakref.ref[DeviceIterator]) -> bool:
-    """For the deliveries, which must not keep the iterator alive: a loop that is left ends with it."""
+    """Call `is_last` for the deliveries, which must not keep the iterator alive: its collection ends the loop."""
     alive = iterator()
     return alive is None or alive.is_last()

@@ -17,8 +17,8 @@ from unisono.outcome import Outcome
 from unisono.randomness import Watch, all_states, mixed, seed_all
 
 _SHOWN = 8
-at: Any = [0]  # which sample of its batch, or of its stream, this process is at; in a loader worker its parent sees it
-_latest: object = None  # the last that was given to a dataset in this process
+at: Any = [0]  # the number, in its batch or stream, of the sample being read; a loader worker's parent reads it, too
+_latest: object = None  # the mark of the last call of any dataset's `set_epoch` in this process
 
 
 class Request(NamedTuple):
@@ -29,7 +29,7 @@ class Request(NamedTuple):
         start: the position of the first one in the epoch's order.
         own: how many are consecutive there; the remaining ones repeat them from the start.
         epoch, seed: the epoch, and its seed.
-        step: the distance of two neighbours in the order of all ranks, if their samplers shard it.
+        step: the distance between two consecutive samples in the order of all ranks, if their samplers shard it.
     """
 
     indices: Sequence[Any]
@@ -56,9 +56,9 @@ class Fetcher:
         self._has_rows = has_rows(loader)
         self._set_epoch: Any = getattr(loader.dataset, "set_epoch", None)
         self._epoch: int | None = None
-        self._told: object = None  # stands for having given that epoch
+        self._told: object = None  # the mark of this fetcher's last call of `set_epoch`
         self._draws: bool | None = None  # whether making a batch draws from the process's generators
-        self._seeded: tuple[object, ...] | None = None  # their state after the last seed, while that is unknown
+        self._seeded: tuple[object, ...] | None = None  # their state after the last seed; used while `_draws` is None
 
     def batch(self, request: Request, is_seeded: bool = False) -> Any:
         """Make the requested batch.
@@ -102,13 +102,13 @@ class Fetcher:
             self._seeded = all_states()
 
     def _see_draws(self) -> None:
-        """Whether something was drawn since the seed before."""
+        """Set `_draws` if something was drawn since the previous seed."""
         if self._seeded is not None and all_states() != self._seeded:
             self._draws = True
 
     def _make(self, request: Request, is_seeded: bool) -> Any:
         if self._set_epoch:
-            self._tell_epoch(request.epoch)  # it comes with the request, so that persistent workers get it too
+            self._tell_epoch(request.epoch)  # the epoch is part of the request, so persistent workers receive it, too
         if not self._is_batched:
             return self._collate(self._sample(request, 0, is_seeded))
         if self._has_rows:
@@ -163,7 +163,7 @@ class Fetcher:
 
 
 def has_rows(loader: DataLoader[Any]) -> bool:
-    """Whether its batches are rows of plain tensors, which can be indexed at once: a TensorDataset, or a Subset of one.
+    """Whether batches are rows of plain tensors, to be indexed at once: those of a TensorDataset, or of its Subset.
 
     The values equal those of fetching and collating sample by sample, in a fifth of the time.
     """

@@ -1,16 +1,15 @@
-"""Forking loader workers from a process of many threads, so that none of them waits forever for a lock.
+"""Forking loader workers from a multithreaded process, without a worker that waits forever for a lock.
 
-A forked process has one thread, but all locks as they were: one that another thread held stays locked in it forever.
-torch's loader workers begin with `torch.manual_seed` and NumPy's, and send tensors through shared memory. The locks
-that
-these need are held by any thread that draws, seeds or shares a tensor: two replicas that seed and begin a loop at the
-same time were enough for a worker that waited forever.
+A forked process has one thread, but inherits the state of all locks: a lock that another thread held stays locked in it
+forever. torch's loader workers begin with `torch.manual_seed` and `numpy.random.seed`, and send tensors through shared
+memory. Any thread that draws, seeds or shares a tensor holds one of the locks that these need: two replicas that seed
+and begin a loop at the same time suffice to make a worker wait forever.
 
 So loader workers are forked by one thread at a time. It holds the locks that Python can hold during the fork, and waits
 for threads that draw from torch's generator, whose lock it cannot hold. Then each worker acquires all of them once, and
 reports to its parent. One that does not report is killed, and forked again.
 
-*Threads:* any; one at a time is in `one_at_a_time`. `Worker.run` is in the forked process.
+*Threads:* any; one at a time is in `one_at_a_time`. `Worker.run` runs in the forked process.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from unisono.loaders import fetcher
 _PATIENCE_S = (1.0, 2.0, 4.0, 8.0, 15.0)  # a slow machine may exceed the first ones, without harm
 _LOCK_S = 1.0
 _STACK_S = 2.0
-_SIGNAL = getattr(signal, "SIGRTMIN", 34) + 9  # nobody's
+_SIGNAL = getattr(signal, "SIGRTMIN", 34) + 9  # used by no other component
 _LAST = "_worker_loop"
 _OURS = f"{Path(__file__).parent}/"
 
@@ -56,9 +55,9 @@ _held: list[Any] = []  # the locks that it holds meanwhile
 
 
 class Worker(_Process):  # type: ignore[misc]
-    """A forked process that is started when it has taken the locks that it needs."""
+    """A forked process whose start returns once the process has acquired the locks that it needs."""
 
-    _report: int = -1  # the end of a pipe, in which it writes
+    _report: int = -1  # the writing end of a pipe, for its report
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -67,7 +66,7 @@ class Worker(_Process):  # type: ignore[misc]
 
     @property
     def place(self) -> int:
-        """Which sample of its batch, or of its stream, the process is at."""
+        """The number, in its batch or stream, of the sample that the process is reading."""
         return int.from_bytes(self._cell[:8], sys.byteorder)
 
     @staticmethod
@@ -101,7 +100,7 @@ class Worker(_Process):  # type: ignore[misc]
 
 
 class Context(_Context):  # type: ignore[misc]
-    """As multiprocessing's "fork", with workers that have reported."""
+    """multiprocessing's "fork" context, with processes that report before their start returns."""
 
     Process = Worker
 
@@ -113,7 +112,7 @@ def context_of(given: Any) -> Any:
 
 
 def stack_of(worker: Any) -> str:
-    """Where a loader worker is now, as lines to append to a message; empty if unknown."""
+    """The current stack of a loader worker, as lines to append to a message; empty if unknown."""
     if not isinstance(worker, Worker) or not worker.is_alive():
         return ""
     worker.stacks.seek(0)
@@ -131,16 +130,16 @@ def stack_of(worker: Any) -> str:
 
 
 def _without_ours(lines: list[str]) -> list[str]:
-    """The lines of a stack up to the first of this package's."""
+    """The lines of a stack before the first one in this package."""
     return list(itertools.takewhile(lambda line: _OURS not in line, lines)) or lines
 
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Keep other threads from starting loader workers in the block: they would inherit half-made pipes.
+    """Keep other threads from starting loader workers during the block: they would inherit half-made pipes.
 
     Raises:
-        BusyError: another thread has been starting its own for minutes.
+        BusyError: another thread has been starting its own for a minute.
     """
     if not _lock.acquire(timeout=2 * sum(_PATIENCE_S)):
         raise BusyError("another thread of this process has been starting loader workers for a minute")
@@ -179,7 +178,7 @@ def _fork_in_time(process: Any, patience_s: float) -> Any:
 
 
 def _locks() -> Iterator[Any]:
-    """Python's locks that a loader worker needs before its first line."""
+    """The locks accessible from Python that a loader worker needs before its first line."""
     if (numpy := sys.modules.get("numpy")) is not None:
         yield numpy.random.get_bit_generator().lock
     yield from seeding_locks()
@@ -187,11 +186,11 @@ def _locks() -> Iterator[Any]:
 
 
 def _hold_locks() -> None:
-    """Run before such a fork. After the last line, no other thread runs Python code before the fork."""
+    """Run before the fork of a loader worker; no other thread runs Python code between the last line and the fork."""
     if _forking != threading.get_ident():
         return
     _held.extend(lock for lock in _locks() if lock.acquire(timeout=_LOCK_S))
-    torch.default_generator.get_state()
+    torch.default_generator.get_state()  # waits for the generator's lock, which cannot be held across the fork
 
 
 def _release_locks() -> None:

@@ -1,6 +1,6 @@
-"""Pieces of a DataLoader over a map-style dataset: it is cut at its indices, so each rank loads its own samples only.
+"""Pieces of a DataLoader over a map-style dataset: the indices are sharded, so each rank loads its own samples only.
 
-The order depends on (seed, epoch) alone, and a pass may begin at any sample of it.
+The order depends on (seed, epoch) alone, and a pass may begin at any of its samples.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from unisono.randomness import seed_of
 
 
 def is_indexed(loader: Any) -> TypeGuard[DataLoader[Any]]:
-    """Whether the loader is a DataLoader whose samples are named by index, so that their order can be set.
+    """Whether the loader is a DataLoader over indexed samples, so that their order can be set.
 
-    One of torchdata's is, too: its own state would not outlive another number of ranks or loader workers.
+    This includes torchdata's, whose own state could not be loaded with another number of ranks or loader workers.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
@@ -35,12 +35,12 @@ def is_indexed(loader: Any) -> TypeGuard[DataLoader[Any]]:
 
 
 def is_sharded(loader: Any, rank: int, ranks: int) -> bool:
-    """Whether the loader's own sampler gives each rank a part already, so that it must not be cut again.
+    """Whether the loader's own sampler already gives each rank its part, so that it must not be sharded again.
 
-    Such are torch's DistributedSampler, and any sampler that knows `num_replicas` and `rank` as that one does.
+    This holds for torch's DistributedSampler, and for any sampler with its attributes `num_replicas` and `rank`.
 
     Raises:
-        ValueError: it cuts for other ranks than there are, which would lose or repeat samples.
+        ValueError: it shards for another rank or number of ranks, which would lose or repeat samples.
     """
     batch_sampler: Any = getattr(loader, "batch_sampler", None)
     samplers: list[Any] = [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
@@ -62,11 +62,11 @@ def drops_tail(loader: Any) -> bool:
 
 
 class IndexedSource:
-    """A map-style DataLoader, epoch after epoch. The user's loader is not touched.
+    """A map-style DataLoader, epoch after epoch. The user's loader is not modified.
 
     Args:
         loader: the user's loader.
-        seed: of the order; None takes the seed of the loader's generator, and 0 where it has none.
+        seed: for the order; None uses the seed of the loader's generator, or 0 if it has none.
     """
 
     is_uneven = False
@@ -75,7 +75,7 @@ class IndexedSource:
         self._batch_sampler: Any = loader.batch_sampler
         self._sampler: Any = getattr(self._batch_sampler, "sampler", loader.sampler)
         generator = loader.generator
-        if not type(self._sampler).__module__.startswith("torchdata."):  # theirs make one, seeded by each rank's torch
+        if not type(self._sampler).__module__.startswith("torchdata."):  # they create one, seeded by each rank
             generator = getattr(self._sampler, "generator", None) or generator
         has_seed = isinstance(generator, torch.Generator)
         self.seed = seed if seed is not None else generator.initial_seed() if has_seed else 0
@@ -93,17 +93,17 @@ class IndexedSource:
 
     @property
     def length(self) -> int | None:
-        """The number of samples of the dataset, now; None where it is unknown, as it may be with a sampler."""
+        """The current number of samples of the dataset; None if it is unknown, as it may be with a sampler."""
         try:
             return len(self._dataset)
         except TypeError:
             return None
 
     def begin(self, rule: Rule, left_out: LeftOut) -> Begun:
-        """The next epoch's pieces. Its order is drawn, and its loader workers are started, in the calling thread.
+        """Begin the next epoch. Its order is drawn, and its loader workers are started, in the calling thread.
 
         Raises:
-            ValueError: the rule forbids a tail, and there is one.
+            ValueError: the epoch has a tail, and the rule forbids it.
             BusyError: the loader's persistent workers serve another pass.
         """
         with self._begins:
@@ -122,10 +122,10 @@ class IndexedSource:
         return Begun(epoch, {"offset": offset}, pieces)
 
     def seek(self, epoch: int, position: State, rule: Rule) -> None:
-        """Let the next pass begin there.
+        """Let the next pass begin at `position` in `epoch`.
 
         Raises:
-            StateError: the position is not one of this source.
+            StateError: it is not a position of this source.
         """
         offset, samples = position["offset"], self._order_length()
         _local(offset, rule.shards)
@@ -138,7 +138,7 @@ class IndexedSource:
         return self.epoch, {"offset": self._offset}
 
     def num_rounds(self, rule: Rule) -> int:
-        """The number of rounds of a whole epoch. TypeError where the batch sampler has no length."""
+        """The number of rounds of a whole epoch. TypeError if the batch sampler has no length."""
         samples = self._order_length()
         if samples is None:
             return rule.rounds_of(len(self._batch_sampler))
@@ -146,12 +146,12 @@ class IndexedSource:
         size, drop_last = (1, False) if batch_sampler is None else (batch_sampler.batch_size, batch_sampler.drop_last)
         samples -= samples % size if drop_last else 0
         full, more = divmod(samples, size * rule.batches)
-        if rule.fixed_batch_size:  # an epoch of one short batch has one size, too
+        if rule.fixed_batch_size:  # an epoch of a single short batch has a single size, too
             return full or int(more > 0 and rule.batches == 1 and not rule.policy.leaves_out)
         return full + (more > 0 and not rule.policy.leaves_out)
 
     def _order_length(self) -> int | None:
-        """The number of samples of an epoch's order, None where that is not known without drawing it."""
+        """The number of samples of an epoch's order; None if it must be drawn to know that."""
         if self._batch_sampler is not None and type(self._batch_sampler) is not BatchSampler:
             return None
         try:
@@ -161,7 +161,7 @@ class IndexedSource:
 
 
 def check_tail(samples: int | None, nominal: int | None, rule: Rule) -> None:
-    """Refuse a tail that the rule forbids before anything is loaded, where the number of samples left is known."""
+    """Raise ValueError for a tail that the rule forbids before anything is loaded, if the sample count is known."""
     if rule.policy.refuses and samples is not None and nominal is not None:
         tail = samples % (nominal * rule.batches)
         if tail:
@@ -169,7 +169,7 @@ def check_tail(samples: int | None, nominal: int | None, rule: Rule) -> None:
 
 
 class _Job(NamedTuple):
-    """One piece to be loaded."""
+    """One piece to load."""
 
     request: Request
     claim: Claim
@@ -180,7 +180,7 @@ class _Job(NamedTuple):
 
 
 def _jobs(batches: Batches, rule: Rule, start: int, epoch: int, seed: int, left_out: LeftOut) -> Iterator[list[_Job]]:
-    """What is to be loaded in a pass, round by round, for the places that the rule keeps."""
+    """The pieces to load in a pass, round by round, for the places that the rule keeps."""
 
     def leave_out(samples: list[int]) -> None:
         left_out([samples[place] for place in rule.kept])
@@ -213,7 +213,7 @@ def _request(dealt: Round[list[Any]], part: Part, rule: Rule, epoch: int, seed: 
 
 
 def _serve_pass(pool: WorkerPool, rounds_of_jobs: Iterator[list[_Job]], width: int, seed: int) -> Iterator[list[Piece]]:
-    """The pieces of one pass, `width` of them in each round, as the loader workers make them."""
+    """The pieces of one pass, `width` of them in each round, made by the loader workers."""
     asked: deque[_Job] = deque()
     failed: list[Exception] = []
 
@@ -223,7 +223,7 @@ def _serve_pass(pool: WorkerPool, rounds_of_jobs: Iterator[list[_Job]], width: i
                 for job in jobs:
                     asked.append(job)
                     yield job.request
-        except Exception as error:  # raised here it would take the place of a batch that was asked for before
+        except Exception as error:  # raised here, it would replace a batch requested earlier
             failed.append(error)
 
     def pieces(batches: Iterator[Any]) -> Iterator[list[Piece]]:
@@ -248,7 +248,7 @@ def _num_indices(indices: list[Any], _: bool) -> Size:
 
 
 def _local(offset: int, shards: int) -> int:
-    """An offset in this rank's own order, where that holds a part of all samples."""
+    """Convert an offset in the epoch to one in this rank's own order, if the loader's sampler shards it."""
     if offset % shards:
         raise StateError(
             f"the state's offset {offset} is no multiple of world_size={shards}, and this loader's own sampler cuts "

@@ -1,14 +1,14 @@
 """Lockstep: ranks that read different parts of a stream take the same number of steps, though the parts end unevenly.
 
-Each rank announces which batches it has ready, at least one or its end. So all know how many rounds they can take
-before they must meet again, and how many samples each round has. A rank whose part has ended repeats a sample, which
-does not count, as long as another one has batches. No rank waits for a batch that it does not need yet: the further the
-loader is ahead of the loop, the less often the ranks meet.
+Each rank announces which batches it has ready: at least one, or its end. So all ranks know how many rounds they can
+take before they must meet again, and how many samples each round has. A rank whose part has ended repeats a sample,
+which does not count, as long as another rank has batches. No rank waits for a batch that it does not need yet: the
+further the loader is ahead of the loop, the less often the ranks meet.
 
 *Threads:* the loop's. All ranks must loop over the loader equally often, and leave it at the same batch.
 
 Invariants:
-1. All ranks meet at the same rounds, since each knows what all others have offered.
+1. All ranks meet before the same rounds, since each rank knows what all others have offered.
 2. An error of one rank's source ends the loop on all ranks, after the rounds that were complete.
 3. After its end, for whatever reason, a loop meets no other rank: it ends in the same way again.
 """
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Ready(NamedTuple):
-    """A batch of a rank: its size, what its parts have delivered after it, which was the last, and the trail."""
+    """A batch of a rank: its size, the counts of its parts after it, the worker that made it, and the trail."""
 
     size: Size
     taken: list[int]
@@ -46,15 +46,15 @@ class _Ready(NamedTuple):
 
 
 class _Offer(NamedTuple):
-    """What a rank has for the rounds to come.
+    """A rank's contribution to the next rounds.
 
     Attributes:
-        start: the number of the epoch's samples before them.
-        batches: those that are ready; none if its part has ended, or its source has failed.
-        has_sample: whether it can repeat one.
-        failure: what its source raised.
-        by, workers: what shards its stream, for how many loader workers of a rank.
-        mark: identifies its stream; 0 if it is unknown.
+        start: the number of the epoch's samples before these rounds.
+        batches: the batches that are ready; none if its part has ended, or its source has failed.
+        has_sample: whether it has a sample to repeat.
+        failure: the error that its source raised, as text.
+        by, workers: what cuts its stream, and for how many loader workers of a rank.
+        mark: identifies its stream; 0 if unknown.
     """
 
     start: int
@@ -67,7 +67,7 @@ class _Offer(NamedTuple):
 
 
 class _Met(NamedTuple):
-    """The stamps of a batch for which the ranks met when it was ready."""
+    """The stamps of a batch that was ready at `ready_at`, when this rank began to wait for the others."""
 
     stamps: Stamps
     ready_at: int
@@ -82,8 +82,8 @@ class Lockstep:
     """The batches of one rank's lane, in step with the other ranks'.
 
     Args:
-        world: whose loop it is.
-        rule: its `tail` and `fixed_batch_size` say what happens to rounds for which some rank has no batch.
+        world: the world of the loop.
+        rule: its `tail` and `fixed_batch_size` determine what happens to rounds for which some rank has no batch.
         dim: the batch dimension.
         ahead: the number of batches that may wait here, besides those in the lane.
         begun: the pass.
@@ -105,15 +105,15 @@ class Lockstep:
         self._end: Exception | None = None
 
     def receive(self) -> Delivery:
-        """The next batch, or a repeated sample; as `Lane.receive`.
+        """Return the next batch, or a repeated sample; as `Lane.receive`.
 
         Raises:
-            EndOfChannel: no rank has more.
+            EndOfChannel: no rank has more batches.
             BrokenWorldError: another rank's source failed.
-            CollectiveMismatchError: another rank is elsewhere in the stream.
-            RuntimeError: the ranks read different streams, or shard theirs in different ways.
-            ValueError: a rank has no more, others do, and the rule forbids it; or batches are to have one size, and
-                one is of unknown size.
+            CollectiveMismatchError: another rank is at another position of the stream.
+            RuntimeError: the ranks read different streams, or cut theirs in different ways.
+            ValueError: some ranks have no more batches, others do, and the rule forbids it; or batches must have one
+                size, and one is of unknown size.
         """
         if self._end is not None:
             raise _bare(self._end)
@@ -174,7 +174,7 @@ class Lockstep:
         return _Met(stamps, ready_at)
 
     def _fill(self) -> Exception | None:
-        """Take what is ready, at least one batch; or the error, if the source has nothing else."""
+        """Receive the batches that are ready, at least one. Return the source's error if it has no batch before it."""
         try:
             while not self._own or (len(self._own) < self._ahead and self._lane.sent > self._lane.received):
                 self._own.append(self._lane.receive())
@@ -233,7 +233,7 @@ class Lockstep:
         return own._replace(batch=batch, claim=Claim(0, None, is_told=is_told), nbytes=0)
 
     def _share_sample(self, root: int) -> None:
-        """Send one sample to the ranks that have never had any."""
+        """Send one sample to the ranks that have never received any."""
         world, sample = self._world, None
         if world.rank == root:
             assert self._spare is not None
@@ -247,7 +247,7 @@ class Lockstep:
             self._full = max(self._full, size)
 
     def _end_uneven(self, offers: list[_Offer]) -> None:
-        """Some ranks have no more: end here, if the rule says so."""
+        """End the loop if the rule demands it when some ranks have no more batches."""
         if self._rule.policy.refuses:
             ended = ", ".join(str(rank) for rank, offer in enumerate(offers) if not offer.batches)
             self._lane.cancel()
@@ -259,7 +259,7 @@ class Lockstep:
             self._leave_rest()
 
     def _leave_rest(self) -> NoReturn:
-        """End the loop. Remaining batches that were received count as dropped; none are read only to be counted."""
+        """End the loop. Batches received but not delivered count as dropped; none are read just to be counted."""
         self._world.timeline.loop().count("dropped", sum(each.claim.samples for each in self._own))
         self._own.clear()
         self._lane.cancel()
@@ -297,7 +297,7 @@ def _check(offers: list[_Offer]) -> list[_Offer]:
         )
     if going and going[0].by == "stride" and len({offer.mark for offer in going if offer.mark}) > 1:
         raise RuntimeError(other_stream("ranks"))
-    for batches in zip(*(offer.batches for offer in going), strict=False):  # what all ranks will take
+    for batches in zip(*(offer.batches for offer in going), strict=False):  # the rounds that all ranks will take
         trails = {batch.trail for batch in batches if batch.trail is not None}
         if len(trails) > len(dict(trails)):  # two marks after the same row
             raise RuntimeError(other_stream("ranks"))

@@ -1,10 +1,12 @@
-"""The batches of indices of an epoch: a function of (seed, epoch), from any sample on.
+"""The batches of indices of an epoch: a function of (seed, epoch), starting at any sample.
 
-The samplers of torch, and samplers and batch samplers of one's own, keep their meaning. One that draws from a generator
-draws from one that is seeded for the epoch; one that draws from the process's generators finds them seeded so, while
-its order is drawn; one with `set_epoch` is given the epoch. Of one that continues beyond its length, or beyond the
-dataset's where that is unknown, the rest is drawn when needed, from the process's generators as they are.
-Nothing is loaded here, so a late beginning costs no more than drawing the order.
+Torch's samplers, and the user's own samplers and batch samplers, keep their meaning. A sampler with a generator draws
+from one that is seeded for the epoch. For a sampler that draws from the process's generators, these are seeded while
+its order is drawn. A sampler with `set_epoch` receives the epoch. If a sampler continues beyond its length, or beyond
+the dataset's length if its own is unknown, the remaining indices are drawn when needed, from the process's generators
+in their current state.
+
+No sample is loaded here, so resuming late in an epoch costs no more than drawing the order.
 """
 
 from __future__ import annotations
@@ -26,18 +28,18 @@ _AT_ONCE = 1 << 22  # indices; some seconds and 100 MB
 
 
 class Batches:
-    """The batches of indices of one epoch after its first `offset` samples, drawn once; iterated over once.
+    """The batches of indices of one epoch after its first `offset` samples; drawn once, to be iterated over once.
 
-    A batch of one's own that the offset cuts loses its first samples.
+    A user's batch that the offset cuts loses its first samples.
 
     Args:
-        batch_sampler: None for a loader without batches: each index is one.
-        length: of the dataset, where that is known.
+        batch_sampler: None for a loader without batches: each index is a batch of one.
+        length: that of the dataset; 0 if unknown.
 
     Attributes:
-        nominal: the size of a complete batch; None where it is not known before.
-        samples: the number of samples in these batches; None where it is not known before.
-        left_out: how many samples of the order drop_last leaves out; known at the end where `samples` is not known.
+        nominal: the size of a complete batch; None if it is not known in advance.
+        samples: the number of samples in these batches; None if it is not known in advance.
+        left_out: the number of samples that drop_last leaves out; if `samples` is None, known only at the end.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ def _behind(batches: Iterable[list[Any]], offset: int) -> Iterator[list[Any]]:
 
 
 def _until(items: Iterator[Any], samples: int | None) -> Iterator[Any]:
-    """The items, up to that many samples; an item that is a list holds as many as it is long."""
+    """The items, until they hold `samples` samples; a list counts as its length, any other item as one."""
     if samples is None:
         yield from items
         return
@@ -97,7 +99,7 @@ def _until(items: Iterator[Any], samples: int | None) -> Iterator[Any]:
 
 
 class _Draw:
-    """Draws what samplers give in one epoch."""
+    """Draws the indices of samplers for one epoch."""
 
     def __init__(self, seed: int, epoch: int, length: int) -> None:
         self._seed = seed
@@ -105,7 +107,7 @@ class _Draw:
         self._length = length
 
     def indices(self, sampler: Any) -> Iterable[Any]:
-        """The order of a sampler of single indices; as a sequence or a tensor where it has an end."""
+        """The order of a sampler of single indices; a sequence or a tensor if its end is known."""
         if type(sampler) is SequentialSampler:
             return range(len(sampler.data_source))
         if (
@@ -114,16 +116,16 @@ class _Draw:
             and sampler.num_samples == len(sampler.data_source)
         ):
             generator = self._generator()
-            return torch.randperm(sampler.num_samples, generator=generator, device=generator.device)  # as it draws it
+            return torch.randperm(sampler.num_samples, generator=generator, device=generator.device)  # as RandomSampler
         return self(sampler)
 
     def __call__(self, sampler: Any, read: Callable[[Any], Any] = lambda index: index) -> Iterable[Any]:
-        """What any sampler gives, each item read so: a list where no more than its length comes."""
-        # In here one thread draws at a time: those that share a sampler do not change its epoch before it has drawn.
+        """The items of any sampler, each converted by `read`; a list if there are no more than the sampler's length."""
+        # One thread draws at a time here, so threads that share a sampler change its epoch only after it has drawn.
         with seeded(self._seed), torch.default_generator.device:  # whatever the caller's default device is
             sampler = self._with_generator(sampler)
             try:
-                length = min(len(sampler), max(self._length, _AT_ONCE))  # one without an end may claim any length
+                length = min(len(sampler), max(self._length, _AT_ONCE))  # an endless one may claim any
                 samples = None
             except TypeError:
                 length = samples = self._length
@@ -133,7 +135,7 @@ class _Draw:
         return drawn if not more else chain(drawn, more, source)
 
     def _with_generator(self, sampler: Any) -> Any:
-        """The sampler, with this epoch's generator in place of its own; the user's object is not touched."""
+        """The sampler, with this epoch's generator instead of its own. The user's object is not modified."""
         if callable(getattr(sampler, "set_epoch", None)):
             sampler.set_epoch(self._epoch)
         inner = getattr(sampler, "sampler", None)
@@ -147,7 +149,7 @@ class _Draw:
         twin = copy.copy(sampler)
         for name, value in replaced.items():
             with suppress(AttributeError):  # a property that cannot be set
-                object.__setattr__(twin, name, value)  # a frozen dataclass is one's own, too
+                object.__setattr__(twin, name, value)  # works on a frozen dataclass, too
         return twin
 
     def _generator(self) -> torch.Generator:

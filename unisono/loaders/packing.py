@@ -1,7 +1,7 @@
-"""What travels from a loader worker to its parent: a batch, or the error in its place, each as a whole.
+"""What a loader worker sends to its parent: a batch, or the complete exception that was raised instead.
 
 torch sends an error as text, and rebuilds it only if its class takes one argument; it drops a batch that cannot be
-pickled, and waits for it forever. So what is not certain to arrive is pickled in the worker's own thread, where a
+pickled, and waits for it forever. So values that might not arrive are pickled in the worker's own thread, where a
 failure can be reported.
 """
 
@@ -18,14 +18,14 @@ from unisono.errors import UnpicklableError
 from unisono.outcome import Outcome
 from unisono.tree import leaves
 
-_MANY = 16  # tensors of a batch: each takes a descriptor here, one there, and more on the way
+_MANY = 16  # tensors of a batch: each takes a descriptor in the worker, one in the parent, and more in transit
 _ALIGNED = 64  # bytes
 
 _SENDABLE = (int, float, str, bytes, bool, type(None))
 
 
 def can_surely_be_sent(value: Any) -> bool:
-    """Whether it consists of plain tensors, texts and numbers in plain containers, which torch sends unchanged."""
+    """Whether `value` consists of plain tensors, texts and numbers in plain containers, which torch sends unchanged."""
     kind = type(value)
     if kind is torch.Tensor:
         return value.layout is torch.strided and not value.requires_grad
@@ -37,7 +37,7 @@ def can_surely_be_sent(value: Any) -> bool:
 
 
 class Merged:
-    """A batch of many tensors in transit, merged into one, which needs one descriptor. It arrives as the batch.
+    """A batch whose many tensors are merged into one for transit, so it needs one descriptor; unpickled as the batch.
 
     At the limit of descriptors (`ulimit -n`) torch drops a batch, in its own thread, and the receiver keeps waiting.
     """
@@ -64,7 +64,7 @@ class _Slot(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Where the next one may begin."""
+        """The offset at which the next slot may begin."""
         return self.start + -(-self.nbytes // _ALIGNED) * _ALIGNED
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
@@ -72,7 +72,7 @@ class _Slot(NamedTuple):
 
 
 def _slots_of(batch: Any, found: list[tuple[_Slot, torch.Tensor]]) -> Any:
-    """Return the batch with a slot in place of each tensor; add both to `found`."""
+    """Return the batch with each tensor replaced by a slot; append each slot and its tensor to `found`."""
     if isinstance(batch, torch.Tensor):
         slot = _Slot(found[-1][0].end if found else 0, batch.nbytes, batch.dtype, batch.shape)
         found.append((slot, batch))
@@ -95,15 +95,15 @@ def _apart(batch: Any, whole: torch.Tensor) -> Any:
 
 
 def has_many(batch: Any) -> bool:
-    """Whether a batch that is certain to arrive should be merged."""
+    """Whether the batch has so many tensors that it should be merged, if `can_surely_be_sent`."""
     return sum(isinstance(leaf, torch.Tensor) for leaf in leaves(batch)) > _MANY
 
 
 class Packed:
     """A batch of `whose`, or the exception raised instead, already pickled; it arrives in the parent as an `Outcome`.
 
-    Tensors go through shared memory that ends with the loader worker, so it is unpacked as soon as it is received, also
-    when other batches come before it.
+    Tensors go through shared memory that ends with the loader worker, so it is unpacked as soon as it is received, even
+    if it is not the next batch in order.
     """
 
     def __init__(self, value: Any = None, whose: str = "", error: Exception | None = None) -> None:

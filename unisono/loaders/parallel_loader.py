@@ -1,13 +1,13 @@
-"""ParallelLoader and DeviceLoader: batches ready on the device when the loop asks for them.
+"""ParallelLoader and DeviceLoader: batches ready on the device when the loop requests them.
 
-`ParallelLoader` is one pass over a loader for the devices of one process, each with an iterator of its own, as its
-DataParallel threads want it. `DeviceLoader` is for one device and can be looped over again and again, as a plain script
-or a spawned worker wants it. In a world of several processes both take this rank's share of every round
-(`sharding.py`), unless the loader's own sampler has cut it already. A DataLoader over a map-style dataset is cut at its
-indices, so each rank loads its own samples only; one over an iterable dataset is cut by ranks and loader workers
-(`streams.py`); any other iterable is read by every rank, which keeps its part.
+`ParallelLoader` is one pass over a loader for the devices of one process, with one iterator for each device, as the
+threads of DataParallel need it. `DeviceLoader` is for one device and can be looped over repeatedly, as a plain script
+or a spawned worker needs it. In a world of several processes both take this rank's share of every round
+(`sharding.py`), unless the loader's own sampler already shards it. For a DataLoader over a map-style dataset the
+indices are sharded, so each rank loads its own samples only; one over an iterable dataset is cut by ranks and loader
+workers (`streams.py`); any other iterable is read by every rank, which keeps its part.
 
-Who owns what: the loader owns a `Pipeline` with its threads. An iterator keeps its loader alive; the threads do not. So
+Ownership: the loader owns a `Pipeline` with its threads. An iterator keeps its loader alive; the threads do not. So
 dropping the last reference stops the threads, and leaving a loop early leaks nothing.
 
 *Threads:* each device's iterator is used by one thread at a time; `close` may be called from any.
@@ -47,28 +47,28 @@ _TOLD = ("dataset", "batch_size", "sampler", "batch_sampler", "drop_last", "num_
 
 
 class ParallelLoader:
-    """One pass over `loader`, dealt to `devices`: batch i goes to `devices[i % len(devices)]`.
+    """One pass over `loader`, distributed to `devices`: batch i goes to `devices[i % len(devices)]`.
 
-    Plain batches come out, of the loader's own structure. Every device takes the same number of steps, and no sample is
-    lost: `sharding.py` says which samples go where.
+    Batches keep the structure that the loader gives them. Every device takes the same number of steps, and no sample is
+    lost: `sharding.py` defines which samples go where.
 
     Args:
         loader: a DataLoader or any other iterable of batches. A DataLoader over a map-style dataset is read in an order
-            that depends on (seed, epoch) alone. A sampler of one's own, and any other iterable, must give the same on
+            that depends on (seed, epoch) alone. A user-defined sampler, and any other iterable, must yield the same on
             every rank.
         devices: the devices of this process, as strings, indices or `torch.device`s, without repetition.
-        batchdim: the dimension along which the samples of a batch lie, where loaded batches are cut.
+        batchdim: the sample dimension of a batch, along which loaded batches are cut.
         fixed_batch_size: deliver batches of the first one's size only, and end before the first round that has others.
             A batch of unknown size is a ValueError.
         loader_prefetch_size: loaded batches that may wait, per device. 0, for one device: nothing is read ahead, and no
-            thread is started; the loop reads for itself, as from a bare DataLoader.
+            thread is started; the loop itself reads, as from a bare DataLoader.
         device_prefetch_size: moved batches that may wait, per device.
         prefetch_bytes: bytes of batches that may wait, loaded and moved together, per device; a larger batch passes
-            alone, and the one that is being read comes on top. What DataLoader workers hold by their `prefetch_factor`
-            is not counted.
+            alone, and the one that is being read is not counted. Nor are the batches that DataLoader workers hold by
+            their `prefetch_factor`.
         transfer_threads: how many threads move batches, per device. The order is kept.
-        split: what a batch of `loader` is. "rank": one rank's; a global batch consists of one per rank. "global": the
-            global batch, of which each rank gets its part.
+        split: the meaning of a batch of `loader`. "rank": one rank's batch; a global batch consists of one per rank.
+            "global": the global batch, of which each rank gets its part.
         tail: what happens to the last round if it is incomplete. "split": it is split along the samples; a device for
             which none is left gets a repeated one that does not count. "drop": it is dropped. "pad": each batch is
             padded with repeated samples, which come last and do not count. "error": it is a ValueError, before the
@@ -151,7 +151,7 @@ class ParallelLoader:
         self._prepare()
 
     def _prepare(self) -> None:
-        """Make what serves one pass."""
+        """Create the objects that serve one pass."""
         self._pipeline = Pipeline(*self._prefetch)
         for place, (backend, device) in enumerate(self._devices):
             self._pipeline.add_lane(device, backend, self._loop_world(place).timeline, self._loops is not None)
@@ -162,10 +162,10 @@ class ParallelLoader:
         self._finalizer = weakref.finalize(self, self._pipeline.stop)
 
     def per_device_loader(self, device: str | int | torch.device) -> DeviceIterator:
-        """The iterator of one device; the first call starts the pass. Asked twice, both iterators share the batches.
+        """The iterator of one device; the first call starts the pass. Two iterators of a device share its batches.
 
         Raises:
-            ValueError: the device is not one of this loader's, or there is a tail where tail="error".
+            ValueError: the device is not one of this loader's; or tail="error", and the epoch is known to have a tail.
             ClosedError: the loader is closed.
         """
         iterator = self.iterator(device)
@@ -173,7 +173,7 @@ class ParallelLoader:
         return iterator
 
     def iterator(self, device: str | int | torch.device) -> DeviceIterator:
-        """As `per_device_loader`, but that the pass starts when the first batch is drawn."""
+        """As `per_device_loader`, but the pass starts when the first batch is drawn."""
         name, names = str(resolve_device(device)[1]), self.devices
         if name not in names:
             raise ValueError(f"device {name} is not one of this loader's devices: {', '.join(names)}")
@@ -190,7 +190,7 @@ class ParallelLoader:
         return self.state_dict() if self._begun is None else state_behind(self._source, self._begun, [lane.progress])
 
     def _begin(self) -> None:
-        """Start the pass, where it has not begun."""
+        """Start the pass, if it has not begun."""
         if self._is_closed:
             raise ClosedError("this ParallelLoader is closed, after its one pass; again() returns the next one")
         lanes = self._pipeline.lanes
@@ -223,14 +223,14 @@ class ParallelLoader:
         raise TypeError(_NO_COPY.format(type(self).__name__))
 
     def _loop_world(self, place: int) -> World:
-        """The world in which the loop of that device runs."""
+        """The world in which the loop of device number `place` runs."""
         return self._loops[place] if self._loops else self._world
 
     def _progress(self) -> list[Progress]:
         return [lane.progress for lane in self._pipeline.lanes]
 
     def _receiver(self, lane: Lane, begun: Begun) -> Callable[[], Delivery]:
-        """What gives the batches of a lane to its loop."""
+        """The function from which a lane's loop receives its batches."""
         if not self._source.is_uneven:
             return lane.receive
         _, device_prefetch_size, prefetch_bytes, _ = self._prefetch
@@ -251,17 +251,17 @@ class ParallelLoader:
     def state_dict(self) -> State:
         """Return the position of the loops: after the last round of which every device has received its batch.
 
-        Prefetched batches do not count. When all have reached the end, it is the beginning of the next epoch. The
+        Prefetched batches do not count. When all loops have reached the end, it is the beginning of the next epoch. The
         state is the same on every rank, and can be loaded by a loader with another number of ranks or devices, another
-        batch size and other loader workers.
+        batch size, and another number of loader workers.
         """
         return self._bookmark.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state. The pass must not have begun.
+        """Let the pass, which must not have begun, continue from a state.
 
         Raises:
-            StateError: this is not the state of such a loader; subclasses of the error say why.
+            StateError: this is not the state of such a loader; the error's subclass says why.
             BusyError: the pass has begun.
         """
         self._refuse_begun("load_state_dict")
@@ -273,7 +273,7 @@ class ParallelLoader:
         return int(self.state_dict()["epoch"])
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the pass, which must not have begun, that epoch. Epochs advance by themselves: this is for jumps.
+        """Set the epoch of the pass, which must not have begun. Epochs advance automatically: this is for jumps.
 
         Raises:
             BusyError: the pass has begun.
@@ -302,7 +302,7 @@ class ParallelLoader:
         return self._source.num_rounds(self._rule)
 
     def lengths(self) -> tuple[int, int] | None:
-        """The numbers of batches of an epoch: of the given loader, and for each device; None without a length."""
+        """The numbers of batches of an epoch: from the given loader, and for each device; None without a length."""
         try:
             return self._source.num_rounds(Rule()), len(self)
         except TypeError:
@@ -315,11 +315,11 @@ class ParallelLoader:
     def close(self) -> None:
         """End the pass: wake every waiting thread, drop what is prefetched, wait for the threads. Idempotent.
 
-        A source that is in the midst of producing a batch cannot be interrupted; its thread ends when it returns.
+        A source that is producing a batch cannot be interrupted; its thread ends when the source returns.
         """
         self._is_closed = True
         self._pipeline.stop()
-        self._finalizer.detach()  # it holds the lanes' worlds, and so the error that broke one and all that it saw
+        self._finalizer.detach()  # it keeps the lanes alive, with all that they reference
         self._pipeline.join(_JOIN_S)
 
     def __enter__(self) -> ParallelLoader:
@@ -333,11 +333,11 @@ class DeviceLoader:
     """A loader that delivers its batches on one device, and can be looped over any number of times.
 
     In a world of several processes each rank gets its share of every round, so every rank must loop over it equally
-    often. Each loop is the next epoch, counted here: create it once. One that is created for each epoch would begin at
-    epoch 0 each time. Others over the same DataLoader count their own epochs.
+    often. Each loop is the next epoch, counted by this object, so create it once: a DeviceLoader that is created for
+    each epoch begins at epoch 0 each time. Others over the same DataLoader count their own epochs.
 
     Args:
-        device: where batches are delivered; None uses the world's device.
+        device: the device on which batches are delivered; None uses the world's device.
         others: as for `ParallelLoader`.
 
     Attributes:
@@ -381,10 +381,10 @@ class DeviceLoader:
             sources=sources,
         )
         self.length_was_asked = False
-        self._loops = [Progress()]  # the innermost last; not the iterators: their threads end with them
+        self._loops = [Progress()]  # the innermost last; not the iterators, which keep threads alive
 
     @property
-    def valid_samples(self) -> int | Any:  # as there
+    def valid_samples(self) -> int | Any:  # or None, rarely
         return self._loop.claim.valid_samples
 
     @property
@@ -393,7 +393,7 @@ class DeviceLoader:
 
     @property
     def _loop(self) -> Progress:
-        """The innermost loop that continues; the last one, where none does."""
+        """The innermost open loop; the last one if none is open."""
         return next((each for each in reversed(self._loops) if each.rounds and not each.is_over), self._loops[0])
 
     @property
@@ -402,7 +402,7 @@ class DeviceLoader:
         return self._never_begun.epoch
 
     def __iter__(self) -> DeviceIterator:
-        """The next loop. It counts as an epoch when its first batch is drawn: some progress bars ask for two."""
+        """Return the next loop. It counts as an epoch once it draws a batch: some progress bars call `iter` twice."""
         source = self._never_begun._loader
         if isinstance(source, Iterator) and iter(source) is source and any(each.rounds for each in self._loops):
             raise RuntimeError(
@@ -414,12 +414,12 @@ class DeviceLoader:
         return parallel.iterator(self._device)
 
     def __len__(self) -> int:
-        """The number of batches of a whole epoch; TypeError where the loader has no length."""
+        """The number of batches of a whole epoch; TypeError if the loader has no length."""
         self.length_was_asked = True
         return len(self._never_begun)
 
     def __getattr__(self, name: str) -> Any:
-        """What a DataLoader says of itself: `dataset`, `batch_size`, ... as they are there, for all ranks."""
+        """The attributes of the user's DataLoader (`dataset`, `batch_size`, ...), unchanged: they are for all ranks."""
         if name in _TOLD and "_never_begun" in self.__dict__:
             return getattr(self._never_begun._loader, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -431,27 +431,27 @@ class DeviceLoader:
         return f"DeviceLoader({self._never_begun._loader!r}, {str(self._device)!r})"
 
     def state_dict(self) -> State:
-        """Return the position of the loop: after the last batch that it received, whatever was prefetched.
+        """Return the position of the loop: after the last batch that it received, not counting prefetched ones.
 
         At the end of an epoch it is the beginning of the next one. Otherwise as for `ParallelLoader`.
         """
         return self._never_begun.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state, with the next loop.
+        """Let the next loop continue from a state.
 
         Raises:
-            StateError: this is not the state of such a loader; subclasses of the error say why.
+            StateError: this is not the state of such a loader; the error's subclass says why.
         """
         self._never_begun.load_state_dict(state)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next loop that epoch. Epochs advance by themselves: this is for jumps."""
+        """Set the epoch of the next loop. Epochs advance automatically: this is for jumps."""
         self._never_begun.set_epoch(epoch)
 
 
 def _plain_seed(seed: Any) -> int:
-    """The seed as python's own number, which any file takes that the state is written to."""
+    """The seed as a Python int, so that a state can be written to any file format."""
     if isinstance(seed, bool) or not hasattr(seed, "__index__"):
         raise TypeError(
             f"seed={seed!r} is of type {type(seed).__name__}; pass an integer, or None for the loader's own"
@@ -460,10 +460,11 @@ def _plain_seed(seed: Any) -> int:
 
 
 def check_size(size: int, name: str, least: int = 1) -> None:
-    """Refuse what is no number of something.
+    """Check that a size is an integer of at least `least`.
 
     Raises:
-        TypeError, ValueError: it is no whole number, or below `least`.
+        TypeError: it is not an integer.
+        ValueError: it is smaller.
     """
     if isinstance(size, bool) or not isinstance(size, int):
         raise TypeError(f"{name}={size!r} is of type {type(size).__name__}; pass an integer")
@@ -480,7 +481,7 @@ def _rule(
     is_fixed: bool,
     already_sharded: bool,
 ) -> Rule:
-    """How the rounds of a loader are dealt in that world."""
+    """The rule for distributing the rounds of a loader in a world."""
     ranks = world.world_size
     is_cut = already_sharded or is_sharded(loader, world.rank, ranks)
     tail = tail or ("drop" if drops_tail(loader) and not is_cut else "split")

@@ -1,10 +1,10 @@
-"""The two stages behind a parallel loader, each a thread body: the reader deals rounds, a transfer moves batches.
+"""The two stages of a parallel loader, each a thread body: the reader distributes rounds, a transfer moves batches.
 
     source --reader--> lane: n conveyors, each inbox --transfer--> outbox --> the loop
 
 Round k of a lane travels on its conveyor k mod n, and its loop receives from conveyor k mod n: so several transfers
-may work side by side, and the order holds by construction. A lane to a device to which nothing has to be moved has no
-transfer: the reader puts its batches straight into the outbox.
+may run concurrently, and the order holds by construction. A lane to a device to which nothing has to be moved has no
+transfer: the reader puts its batches directly into the outbox.
 
 The pipeline owns the lanes and the threads. The bounds apply per lane, over all of its conveyors: to the number of
 loaded batches in its inboxes, to the number of moved ones from the start of their move until the loop takes them, and
@@ -16,13 +16,13 @@ ends them.
 
 Invariants:
 1. Every lane gets the same rounds, in order.
-2. An error of the source, or of a transfer, closes the lane after the batches that came before it, in its own type.
+2. An error of the source, or of a transfer, closes the lane after the preceding batches, and keeps its type.
 3. A lane whose loop has ended is cancelled: its batches are discarded, and the other lanes continue. Batches after one
    that could not be moved are discarded, too.
 4. One thread may drain one lane after another, and a loop may be left. A full lane grows beyond its bounds while
    another lane waits, if the only thread that empties the full one is that waiter, or no iterator is left for it.
-5. A batch that is larger than the bound on bytes passes when its lane is empty. With that, and since batches are moved
-   in the order of their rounds, the one that the loop waits for always has room.
+5. A batch that is larger than the bound on bytes is admitted when its lane is empty. Since, in addition, batches are
+   moved in the order of their rounds, the batch that the loop waits for always has room.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from unisono.protocols import Backend
 from unisono.timeline import MOVE, Timeline, Waits
 from unisono.tree import nbytes
 
-OTHER = 0  # no thread's identifier: a thread that is still to come
+OTHER = 0  # no thread's identifier: stands for a thread that has not received here yet
 
 _EXIT_S = 5.0
 
@@ -55,7 +55,7 @@ _started: WeakSet[Pipeline] = WeakSet()
 
 
 class Stamps(NamedTuple):
-    """When the reader requested a round, when it received it, and when the lane had room for its piece."""
+    """The times when the reader requested a round, when it received it, and when the lane had room for its piece."""
 
     asked_at: int = 0
     loaded_at: int = 0
@@ -68,7 +68,7 @@ class Stamps(NamedTuple):
         before this one's turn came; for the source in between; and for the transfer at the end.
         """
         asked, loaded, sent = self
-        if sent <= began:  # so it is for all batches of a loop that is slower than its loader
+        if sent <= began:  # true for all batches of a loop that is slower than its loader
             return Waits(0, ended - began, 0)
         asked, loaded, sent = max(asked, began), max(loaded, began), min(sent, ended)
         asked, loaded = min(asked, sent), min(loaded, sent)
@@ -118,7 +118,7 @@ class Lane:
 
     Attributes:
         sent, received: the numbers of batches that were put in, and that its loop took out.
-        progress: how far its loop has come.
+        progress: the progress of its loop.
         is_direct: whether nothing has to be moved, so that the reader delivers batches itself.
         is_cancelled: whether no loop receives here any more.
     """
@@ -174,7 +174,7 @@ class Lane:
         return entry.send(item)
 
     def close(self, end: Outcome[None]) -> None:
-        """The source has ended."""
+        """Close the lane after the last round: the source has ended, or failed with the error of `end`."""
         for conveyor in self.conveyors:
             conveyor.entry.close(end if end.error is None else Outcome.failure(copy_error(end.error)))
 
@@ -215,7 +215,7 @@ class Lane:
         return self._failed_at is not None and self._failed_at < number
 
     def fail(self, number: int, conveyor: Conveyor, end: Outcome[None]) -> None:
-        """That round cannot be moved: its error ends its conveyor, and later batches are discarded."""
+        """Note that round `number` cannot be moved: its error closes its conveyor, and later batches are discarded."""
         with self._pipeline.lock:
             if self._failed_at is None or number < self._failed_at:
                 self._failed_at = number
@@ -226,7 +226,7 @@ class Lane:
         conveyor.inbox.cancel()
 
     def on_move(self, _: Loaded) -> None:
-        """A transfer took a piece out of its inbox, under the lock."""
+        """Wake the reader after a transfer took a piece out of its inbox. Called under the lock."""
         for entry in self._woken_by_move:
             entry.wake_sender()
 
@@ -244,14 +244,14 @@ class Lane:
             self.waiter = None
 
     def on_receipt(self, delivery: Delivery) -> None:
-        """The loop took a batch out, under the lock."""
+        """Count a batch that the loop took out, and wake senders that its room allows. Called under the lock."""
         self.received += 1
         self._received_bytes += delivery.nbytes
         for channel in self._woken_by_receipt:
             channel.wake_sender()
 
     def last_stamps(self) -> Stamps:
-        """The stamps of a round that never came, when the source has ended."""
+        """The stamps for a wait that ended without a round, because the source has ended."""
         return Stamps(self._pipeline.asked_at, perf_counter_ns(), perf_counter_ns())
 
     def leave(self, iterator: int) -> None:
@@ -362,7 +362,7 @@ class Pipeline:
         """Wait for the threads, at most `timeout_s` each; return whether all have ended."""
         for thread in self.threads:
             if thread is not threading.current_thread() and thread.ident is not None:
-                with suppress(RuntimeError):  # an interrupted start, from which it is still to come
+                with suppress(RuntimeError):  # after an interrupted start, the thread may not have started
                     thread.join(timeout_s)
         return not any(thread.is_alive() for thread in self.threads)
 
@@ -382,7 +382,7 @@ def read(source: Iterator[list[Piece]], pipeline: Pipeline) -> None:
     lanes = pipeline.lanes
     pieces: list[Piece] | None
     try:
-        if len(lanes) == 1:  # tensors that a dataset moves by itself, by `.cuda()`, go to the loop's device
+        if len(lanes) == 1:  # tensors that the dataset itself moves by `.cuda()` go to the loop's device
             lanes[0].backend.activate(lanes[0].device)
         while (pieces := next(source, None)) is not None:
             loaded_at = perf_counter_ns()
@@ -416,7 +416,7 @@ def transfer(lane: Lane, conveyor: Conveyor) -> None:
                     break
                 with track.span(MOVE):
                     delivery = lane.move(loaded)
-                del loaded  # while this thread waits for the next, only the loop references its batch
+                del loaded  # else this thread would keep the batch alive while it waits for the next
                 outbox.send(delivery)
                 del delivery
     except BaseException as error:

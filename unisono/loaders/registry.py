@@ -63,9 +63,10 @@ def source_of(loader: Iterable[Any], world: World, dim: int, seed: int | None) -
 def tell_of_repetition(loader: Iterable[Any], source: Source, bookmark: Bookmark) -> None:
     """Warn once that a pass begins at epoch 0 again, if the order depends on the epoch: its reader was created again.
 
-    That is a loader over the same DataLoader, or another DataLoader over the same dataset. It is detected if the one
-    before is gone: it was created for one epoch. Of two that are alive, each counts its own. DataLoaders may read a
-    dataset one after another without repetition if one of them reaches a later epoch, or if gradients are off.
+    The reader is a loader over the same DataLoader, or another DataLoader over the same dataset. The repetition is
+    detected only if the previous reader has been collected: it was created for one epoch. Two live readers each count
+    their own epochs. There is no warning if one of the DataLoaders over a dataset reaches a later epoch, or if
+    gradients are disabled.
 
     Args:
         source, bookmark: those of the loader whose pass is about to begin.
@@ -81,9 +82,9 @@ def tell_of_repetition(loader: Iterable[Any], source: Source, bookmark: Bookmark
 
 
 class _FirstEpochs:
-    """Which DataLoaders began the last passes over a dataset, all of them epoch 0: by seed, order and length.
+    """The DataLoaders that began the last passes over a dataset, all of them in epoch 0: by seed, order and length.
 
-    The dataset is referenced weakly, by identity: it need not be hashable, and equal ones are not the same.
+    The dataset is referenced weakly and by identity: it need not be hashable, and equal datasets are distinct.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -99,15 +100,15 @@ def _forget(key: int, _: object) -> None:
 
 
 def _is_dataset_read_again(loader: DataLoader[Any], source: Source, is_later: bool) -> bool:
-    """Whether a DataLoader that is gone began its only pass over the same dataset, in the same order, before this one.
+    """Whether a DataLoader, collected since, began the previous pass over the same dataset in the same order.
 
     Args:
-        is_later: the pass that begins now is a later epoch: its reader depends on the epoch.
+        is_later: whether the pass that begins now is a later epoch than 0, so that its reader does count epochs.
     """
-    if not torch.is_grad_enabled():  # an evaluation may be the same each time
+    if not torch.is_grad_enabled():  # evaluation may repeat its order
         return False
     dataset: Any = loader.dataset
-    while type(dataset) is Subset:  # of a fold, created again as well
+    while type(dataset) is Subset:  # a fold, created again like its DataLoader
         dataset = dataset.dataset
     try:
         known = _first_epochs.setdefault(id(dataset), _FirstEpochs(dataset))

@@ -1,8 +1,8 @@
-"""What a loader's state is: where its loop stands, and how that is checked when it is loaded.
+"""A loader's state: the position of its loop, and the checks when it is loaded.
 
-A state is plain data, the same on every rank: `version`, `epoch`, `seed`, `length` (of the dataset, None where it has
+A state is plain data, the same on every rank: `version`, `epoch`, `seed`, `length` (of the dataset, None if it has
 none), `order` (the sampler's class), and the position in the epoch: `offset`, the number of samples that all ranks have
-taken together, and what else the source needs.
+taken together, and whatever else the source needs.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from unisono.loaders.sharding import Claim
 
 VERSION = 1
 FACTS = ("version", "epoch", "seed", "length", "order")
-"""What a state says beside the position."""
+"""The keys of a state that are not part of the position."""
 
 State = dict[str, Any]
 
 
 class Progress:
-    """How far one device's loop has come in a pass: by what it has received, whatever was prefetched.
+    """The progress of one device's loop in a pass: the batches that it has received, not those prefetched.
 
     Attributes:
         rounds: the number of batches received.
         position: that of the source after the last of them; None before the first.
-        claim: of the last of them.
-        has_ended: whether the loop has seen the end.
-        is_left: whether it was left, before or after its end.
+        claim: that of the last of them.
+        has_ended: whether the loop has reached the end of the data.
+        is_left: whether the loop was left, before or after that.
     """
 
     def __init__(self) -> None:
@@ -40,26 +40,27 @@ class Progress:
 
     @property
     def is_over(self) -> bool:
-        """Whether no more will be delivered."""
+        """Whether no more batches will be delivered."""
         return self.has_ended or self.is_left
 
     def advance(self, position: Any, claim: Claim) -> None:
-        """One more batch was delivered."""
+        """Record that one more batch was delivered."""
         self.rounds += 1
         self.position, self.claim = position, claim
 
 
 def is_stateful(owner: Any) -> bool:
-    """Whether it follows torch's `Stateful` protocol."""
+    """Whether `owner` follows torch's `Stateful` protocol."""
     return all(callable(getattr(owner, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def check_state(state: Mapping[str, Any], length: int | None, seed: int, order: str | None) -> None:
-    """Refuse a state that this loader cannot continue from.
+    """Check that a loader can continue from a state.
 
     Raises:
-        StateError: it is none.
-        StateVersionError, StateLengthError, StateSeedError: it belongs to another loader; looked at in this order.
+        StateError: it is not a loader's state, or it was saved in the order of another class of sampler.
+        StateVersionError, StateLengthError, StateSeedError: it belongs to another version, dataset or seed; checked in
+            this order.
     """
     if not isinstance(state, Mapping) or "version" not in state:
         raise StateError(f"state={state!r:.200} is not what a loader's state_dict() returns")
@@ -71,7 +72,7 @@ def check_state(state: Mapping[str, Any], length: int | None, seed: int, order: 
     missing = [name for name in ("epoch", "seed", "length", "offset") if name not in state]
     if missing:
         raise StateError(f"the state has no {', '.join(missing)}: it is not what a loader's state_dict() returns")
-    for name in ("epoch", "offset", "batches"):  # the last one only where the position depends on it
+    for name in ("epoch", "offset", "batches"):  # "batches" exists only in some positions
         number = state.get(name, 0)
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
             raise StateError(f"the state's {name} is {number!r}; it must be an integer of at least 0")

@@ -1,4 +1,4 @@
-"""A source that repeats one batch, to measure everything but the loading."""
+"""A source that repeats one batch, to measure everything except loading."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ T = TypeVar("T")
 
 
 class SampleGenerator(Generic[T]):
-    """Yields `data`, the very object, `sample_count` times in each loop over it.
+    """Yields `data`, the same object, `sample_count` times in each loop over it.
 
-    Semantics of PyTorch/XLA's `SampleGenerator`: it is an iterable with a length, and also an iterator with a counter
-    of its own, which loops do not touch.
+    Semantics of PyTorch/XLA's `SampleGenerator`: it is an iterable with a length, and also an iterator with its own
+    counter, which loops do not change.
 
     Raises:
-        TypeError, ValueError: `sample_count` is not an integer, or negative.
+        TypeError: `sample_count` is not an integer.
+        ValueError: `sample_count` is negative.
     """
 
     def __init__(self, data: T, sample_count: int) -> None:

@@ -43,7 +43,7 @@ _SEEN = 64  # values of an array
 
 
 class Policy(NamedTuple):
-    """What happens to an incomplete round: one of these, or it is split."""
+    """The treatment of an incomplete round: one of these, or none for a split."""
 
     leaves_out: bool = False
     fills: bool = False
@@ -51,7 +51,7 @@ class Policy(NamedTuple):
 
 
 def policy_of(tail: Tail) -> Policy:
-    """What that policy does."""
+    """The policy of a value for `tail`."""
     match tail:
         case "split":
             return Policy()
@@ -117,7 +117,7 @@ class Rule:
 
     @property
     def policy(self) -> Policy:
-        """What happens to the incomplete last round."""
+        """The treatment of the incomplete last round."""
         return policy_of(self.tail)
 
     def rounds_of(self, batches: int) -> int:
@@ -127,7 +127,7 @@ class Rule:
 
 
 class Part(NamedTuple):
-    """What one rank takes of a round: samples `start` to `stop` of the round's batch number `batch`.
+    """One rank's part of a round: samples `start` to `stop` of the round's batch number `batch`.
 
     `samples` of the round's `total` samples are this rank's; 0 if the part only repeats a sample to keep step. They are
     followed by `padding` samples, which repeat the part from its start. If some batch of the round is of unknown size
@@ -155,7 +155,7 @@ class Part(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """What a batch counts in its round: `samples` of the `total` of all ranks, None if unknown.
+    """A batch's share in its round: `samples` of the `total` of all ranks, None if unknown.
 
     `mark` is the same on all ranks that are in the same round, and almost certainly different otherwise. `repeated`
     samples of the batch only repeat others, and come after those that count. `dealt` batches of the given loader make
@@ -318,7 +318,7 @@ def rounds(
 
 
 def check_told(sizes: Sequence[Size]) -> None:
-    """Check batches that are to have one size.
+    """Check that batches which must have one size are of known size.
 
     Raises:
         ValueError: one is of unknown size.

@@ -1,4 +1,4 @@
-"""/dev/shm, the memory through which tensors come from loader workers: containers often have 64 MB of it.
+"""/dev/shm, the shared memory through which loader workers send tensors: containers often have 64 MB of it.
 
 If it is full, a batch cannot be sent, and a process that writes beyond its capacity is killed by SIGBUS.
 
@@ -16,7 +16,7 @@ import torch
 
 try:
     import resource
-except ImportError:  # Windows, which has no such limits
+except ImportError:  # Windows has no such limits
     resource = None  # type: ignore[assignment]
 
 from unisono.outcome import add_note_once, chain_of
@@ -36,14 +36,14 @@ logger = logging.getLogger(__name__)
 
 
 class Room:
-    """The space for the loader workers of one pool, and whether it is sufficient.
+    """The shared memory for the loader workers of one pool, and whether it is sufficient.
 
     Args:
         num_workers, prefetch_factor: the number of workers, and of batches that each prefetches.
-        waiting: the number of batches that wait for the loop after they are received.
+        waiting: the largest number of received batches that wait for the loop.
 
     Attributes:
-        is_tight: whether waiting batches should be copied out of it.
+        is_tight: whether waiting batches should be copied out of shared memory.
     """
 
     def __init__(self, num_workers: int, prefetch_factor: int | None, waiting: int) -> None:
@@ -81,9 +81,9 @@ class Room:
 
 
 def share(batch: Any) -> None:
-    """Put the tensors of a batch there now, in a thread that can report a failure.
+    """Move the tensors of a batch to shared memory now, in a thread that can report a failure.
 
-    torch's own thread for it would print the error and drop the batch, and the receiver would wait forever.
+    torch's own sending thread would print the error and drop the batch, and the receiver would wait forever.
     """
     for leaf in leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.is_cpu and has_storage(leaf) and leaf.untyped_storage().nbytes():
@@ -91,12 +91,12 @@ def share(batch: Any) -> None:
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """Whether it is in one piece of memory: neither sparse nor composed of other tensors."""
+    """Whether the tensor has a single storage: it is neither sparse nor composed of other tensors."""
     return tensor.layout is torch.strided and type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
 def explain(error: BaseException) -> None:
-    """Add a note to torch's error about missing space: how much there is and what to do."""
+    """Add a note to torch's error about missing shared memory or descriptors: the limit, and what to do."""
     if any(_FULL in str(each) for each in chain_of(error)):
         add_note_once(error, why_full())
     if resource is not None and any(_TOO_MANY in str(each) for each in chain_of(error)):
@@ -109,14 +109,14 @@ def explain(error: BaseException) -> None:
 
 
 def why_full() -> str:
-    """Describe how much there is, and what to do."""
+    """Describe the size of shared memory, its free part, and what to do."""
     found = _free_and_size()
     sizes = f", of {_megabytes(found[1])} with {_megabytes(found[0])} free now," if found else ""
     return f"{SHM}{sizes} had no room for the batches that loader workers send; {_WAY_OUT}"
 
 
 def _free_and_size() -> tuple[int, int] | None:
-    """Return it in bytes; None if there is no such file system."""
+    """Return the free and the total shared memory, in bytes; None if there is no such file system."""
     try:
         status = os.statvfs(SHM)
     except (OSError, AttributeError):

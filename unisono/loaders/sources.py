@@ -1,7 +1,7 @@
-"""Source: what a loader reads from, epoch after epoch; and the source of any iterable of batches.
+"""The Source protocol: what a loader reads from, epoch after epoch; and the source over any iterable of batches.
 
 A source makes the rounds: one piece for each device of this process, with its claim and the position after the round.
-It can begin a pass at any position that it gave out.
+It can begin a pass at any position that it has issued.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from unisono.tree import take
 logger = logging.getLogger(__name__)
 
 LeftOut = Callable[[Sequence[int]], None]
-"""Told how many samples a pass leaves out, for each device of this process."""
+"""Receives the number of samples that a pass leaves out, for each device of this process."""
 
 Loaded = tuple[Any, int | None]
-"""A batch and the number of its samples, None where the batch itself must say it."""
+"""A batch and its number of samples; None if that must be read from the batch."""
 
 
 class Begun(NamedTuple):
-    """A pass: its epoch, the position where it begins, its rounds, and the size of a complete piece, where known."""
+    """A pass: its epoch, the position where it begins, its rounds, and the size of a complete piece, if known."""
 
     epoch: int
     position: State
@@ -42,11 +42,11 @@ class Source(Protocol):
     """Where a loader's pieces come from.
 
     Attributes:
-        epoch: of the pass that begins next; each begun pass is one epoch.
-        seed: of everything random in it.
-        length: the number of samples of its dataset; None where it has none.
-        order: the class of the sampler that it follows; None where there is none.
-        is_uneven: whether the ranks' passes may differ in length, each reading a part of its own.
+        epoch: that of the next pass; each begun pass is one epoch.
+        seed: for everything random in a pass.
+        length: the number of samples of its dataset; None if unknown.
+        order: the class of the sampler that it follows; None without one.
+        is_uneven: whether the ranks' passes may differ in length, since each rank reads its own part.
     """
 
     epoch: int
@@ -58,20 +58,20 @@ class Source(Protocol):
     def length(self) -> int | None: ...
 
     def begin(self, rule: Rule, left_out: LeftOut) -> Begun:
-        """Begin the next pass; in the thread that is to loop over it."""
+        """Begin the next pass, in the thread that will loop over it."""
 
     def seek(self, epoch: int, position: State, rule: Rule) -> None:
-        """Let the next pass begin at that position of that epoch. StateError where it is no position of this source."""
+        """Let the next pass begin at `position` of `epoch`. StateError if that is not a position of this source."""
 
     def next_position(self) -> tuple[int, State]:
         """The epoch and the position where the next pass begins."""
 
     def num_rounds(self, rule: Rule) -> int:
-        """The number of rounds of a whole epoch. TypeError where it is not known."""
+        """The number of rounds of a whole epoch. TypeError if it is unknown."""
 
 
 class Bookmark:
-    """Where the pass that was begun last over a source stands, or the one that begins next."""
+    """The progress of the last pass begun over a source, or the beginning of the next one."""
 
     def __init__(self, source: Source, rule: Rule) -> None:
         self._source = source
@@ -80,7 +80,7 @@ class Bookmark:
         self._progress: Sequence[Progress] = ()
 
     def open(self, begun: Begun, progress: Sequence[Progress]) -> None:
-        """A pass has begun, whose loops keep their progress there."""
+        """Note that a pass has begun, whose loops record their progress in `progress`."""
         self._begun, self._progress = begun._replace(pieces=iter(())), progress
 
     def state(self) -> State:
@@ -88,7 +88,7 @@ class Bookmark:
         return state_behind(self._source, self._begun, self._progress)
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Let the next pass begin where a state says.
+        """Let the next pass begin at a saved state.
 
         Raises:
             StateError: it is not the state of such a source.
@@ -99,13 +99,13 @@ class Bookmark:
         self._begun = None
 
     def jump(self, epoch: int) -> None:
-        """Let the next pass be that epoch, from its beginning."""
+        """Let the next pass be `epoch`, from its beginning."""
         self._source.seek(epoch, {"offset": 0}, self._rule)
         self._begun = None
 
 
 def state_behind(source: Source, begun: Begun | None, progress: Sequence[Progress]) -> State:
-    """The state after the last round that all these loops of a pass have received; at its end, that of the next."""
+    """The state after the last round that all loops of a pass have received; after their end, that of the next pass."""
     if begun is None or all(each.has_ended for each in progress):
         epoch, position = source.next_position()
     else:
@@ -124,12 +124,13 @@ def state_behind(source: Source, begun: Begun | None, progress: Sequence[Progres
 class PlainSource:
     """Any iterable of batches. Every rank reads all of it and keeps its part, so it must be the same on every rank.
 
-    It resumes by its own `state_dict` where it has one, else by reading and dropping what was delivered before.
+    It resumes through the iterable's own `state_dict` if it has one, else by reading and discarding the samples that
+    were delivered before.
 
     Args:
         loader: the iterable.
-        dim: the dimension along which the samples of a batch lie.
-        seed: only written into the state, and compared.
+        dim: the sample dimension of a batch.
+        seed: only saved in the state, and compared on loading.
     """
 
     is_uneven = False
@@ -146,13 +147,13 @@ class PlainSource:
 
     @property
     def length(self) -> int | None:
-        """The number of samples of the loader's dataset; None where it is unknown."""
+        """The number of samples of the loader's dataset; None if it is unknown."""
         with suppress(TypeError, AttributeError):
             return len(self._loader.dataset)
         return None
 
     def begin(self, rule: Rule, left_out: LeftOut) -> Begun:
-        """The next pass over the iterable, whose iterator is made in the calling thread."""
+        """Begin the next pass over the iterable, whose iterator is created in the calling thread."""
         with self._begins:
             epoch, position = self.epoch, self._position
             loaded = self._open(epoch, position, rule)
@@ -167,10 +168,10 @@ class PlainSource:
         return Begun(epoch, position, pieces)
 
     def seek(self, epoch: int, position: State, rule: Rule) -> None:
-        """Let the next pass begin there.
+        """Let the next pass begin at `position` in `epoch`.
 
         Raises:
-            StateError: nothing says how many batches come before it.
+            StateError: the position does not say how many batches precede it.
         """
         if "batches" not in position and position["offset"]:
             raise StateError("the state lacks the number of batches: it was saved by another kind of loader")
@@ -181,7 +182,7 @@ class PlainSource:
         return self.epoch, self._position
 
     def num_rounds(self, rule: Rule) -> int:
-        """The number of rounds of a whole epoch. TypeError where the iterable has no length."""
+        """The number of rounds of a whole epoch. TypeError if the iterable has no length."""
         return rule.rounds_of(len(self._loader))
 
     def _open(self, epoch: int, position: State, rule: Rule) -> Iterator[Loaded]:
@@ -210,10 +211,10 @@ class PlainSource:
 
 
 class ItemSource(PlainSource):
-    """A DataLoader with batch_size=None over a map-style dataset: each item may be a batch, which only the item knows.
+    """A DataLoader with batch_size=None over a map-style dataset: an item may itself be a batch, of any size.
 
     Args:
-        items: gives the items in the order of (seed, epoch), each as a batch of one.
+        items: yields the items in the order of (seed, epoch), each as a batch of one.
     """
 
     def __init__(self, items: Source, dim: int) -> None:
@@ -227,10 +228,10 @@ class ItemSource(PlainSource):
         return self._items.length
 
     def seek(self, epoch: int, position: State, rule: Rule) -> None:
-        """Let the next pass begin there.
+        """Let the next pass begin at `position` in `epoch`.
 
         Raises:
-            StateError: nothing says how many items come before it, or there are fewer.
+            StateError: the position does not say how many items precede it, or there are fewer.
         """
         self._items.seek(epoch, {"offset": position.get("batches", 0)}, Rule())
         super().seek(epoch, position, rule)
@@ -249,7 +250,7 @@ _START: State = {"offset": 0, "batches": 0}
 
 
 def _behind(loaded: Iterator[Loaded], samples: int, dim: int) -> Iterator[Loaded]:
-    """The batches after that many samples; of one that this cuts, the rest."""
+    """The batches after the first `samples` samples, beginning with the rest of a batch that this boundary cuts."""
     for batch, known in loaded:
         size = measure(batch, dim, known) if samples else None
         if size is None:
@@ -288,10 +289,10 @@ def rounds_of_loaded(
 
     Args:
         dim: the dimension along which batches are cut.
-        offset: the epoch's samples before them.
-        behind: the position after that many of the epoch's samples and of these batches, when it has read those; it
-            is given the size of the epoch's first batch, too.
-        first: that size, where the batch came before; also the one to pad to.
+        offset: the number of the epoch's samples before these batches.
+        behind: returns the position after a round, from three arguments: the number of the epoch's samples up to its
+            end, the number of these batches read so far, and the size of the epoch's first batch.
+        first: the size of the epoch's first batch, if that precedes these batches; also the size to pad to.
     """
 
     def leave_out(samples: list[int]) -> None:
@@ -308,6 +309,6 @@ def rounds_of_loaded(
         whole = Round(batches, dealt.sizes, dealt.parts, dealt.start)
         mark = mark_of(dealt.start, dealt.sizes, [glimpse(batch) for batch in batches]) if is_marked else 0
         pieces = [cut(whole, place, dim, mark)._replace(position=position) for place in rule.kept]
-        if rule.shards > 1:  # nobody knows the whole round, so this rank's batch has no claim on it
+        if rule.shards > 1:  # no rank knows the whole round's size, so this rank's claim has no total
             pieces = [piece._replace(claim=piece.claim._replace(total=None)) for piece in pieces]
         yield pieces

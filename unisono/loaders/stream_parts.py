@@ -1,12 +1,12 @@
-"""One part of a stream: which of its samples a loader worker, or the reader in process, makes batches of.
+"""One part of a stream: which of its samples a loader worker, or the in-process reader, collates into batches.
 
 *Threads:* in a loader worker the main one, which may seed the process's generators; in process the reader's, which must
 not.
 
 Invariants:
-1. Every sample of every part is given once, in the part's own order.
-2. What was taken is kept as counts for each part, so a stream that is cut by stride can continue with other numbers of
-   ranks and workers; one that is cut otherwise needs the same numbers.
+1. Every sample of every part is yielded once, in the part's own order.
+2. Progress is kept as one count of samples for each part, so a stream that is cut by stride can continue with other
+   numbers of ranks and workers; a stream that is cut otherwise needs the same numbers.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from unisono.randomness import mixed, seed_all, seed_of
 from unisono.world import answer_as_one_rank
 
 Cutter = Literal["caller", "dataset", "worker", "stride"]
-"""Who cuts a stream into parts; `streams.py` says who does when."""
+"""What cuts a stream into parts; `streams.py` explains which of them does when."""
 
 
 Trail = tuple[int, int]
 
 
 class Layer(NamedTuple):
-    """What `ranks` ranks with `workers` loader workers each took of a stream: a number of samples of each part.
+    """The number of samples of each part that `ranks` ranks with `workers` loader workers each took from a stream.
 
-    Where the numbers change, a second layer deals what the first has left, and so on.
+    When the numbers of ranks or workers change, a second layer divides the samples that the first left over, and so on.
     """
 
     ranks: int
@@ -49,17 +49,18 @@ class Layer(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """How one pass over a stream is cut, and where it begins; what every part's reader is given.
+    """How one pass over a stream is cut, and where it begins. Every part's reader receives it.
 
     Attributes:
-        rank, ranks: whose parts these are.
+        rank, ranks: the rank that reads these parts, and the number of ranks.
         workers: the number of loader workers of a rank, at least 1. Part w of rank r is `r * workers + w`.
-        by: "caller" or "dataset" if each rank has its own stream, else "stride", unless the dataset asks for itself.
+        by: "caller" or "dataset" if each rank has its own stream, else "stride", which becomes "worker" if the dataset
+            turns out to use `get_worker_info()`.
         seed, epoch: of the pass.
-        layers: what was delivered before; the last one is of these ranks and workers.
-        layers_by: who had cut it then.
-        states: the dataset's own states behind that, by part, where it has some.
-        shift: the worker that serves first.
+        layers: the samples delivered before; the last layer is that of the current ranks and workers.
+        layers_by: what cut the stream then.
+        states: the dataset's own states after those samples, by part, where it has some.
+        shift: the part, counted within the rank, that worker 0 reads.
     """
 
     rank: int
@@ -78,7 +79,7 @@ class Cut:
         return self.rank * self.workers + (worker + self.shift) % self.workers
 
     def is_begun(self, part: int) -> bool:
-        """Whether samples were delivered before that this part's reader comes by."""
+        """Whether samples were delivered before that this part's reader would read again."""
         return any(map(any, (layer.taken for layer in self.layers[:-1]))) or self.layers[-1].taken[part] > 0
 
     @property
@@ -91,13 +92,15 @@ class Made(NamedTuple):
     """A batch of one part.
 
     Attributes:
-        batch: None where `samples` were left out, by drop_last.
-        samples: their number; None where only the batch knows it.
-        part, by: which part, and who has cut it.
-        state: the dataset's own after it.
-        mark: of the first sample of the stream; 0 where that was not read.
-        trail: behind how many rows of the stream, a row being one sample for each part, and a mark of what began them:
-            the same for all who read the same stream. None where not all of it was read.
+        batch: None if the samples were left out, by drop_last.
+        samples: their number; None if only the batch itself shows it.
+        part, by: the part, and what cut it.
+        state: the dataset's own state after the batch.
+        mark: a fingerprint of the stream's first sample; 0 if that was not read.
+        trail: the number of rows of the stream read so far, a row being one sample for each part, and a fingerprint of
+            the rows' first samples: equal for all parts that read the same stream. None if the stream was not read from
+            its beginning, or is not cut by stride.
+        is_left_out: whether drop_last left the samples out.
     """
 
     batch: Any
@@ -111,14 +114,14 @@ class Made(NamedTuple):
 
 
 class PartReader(IterableDataset[Packed]):
-    """The dataset that a loader worker sees: the packed batches of its part. In process, `made` gives them unpacked.
+    """The dataset that a loader worker sees: the packed batches of its part. In process, `made` yields them unpacked.
 
     Args:
         size: samples in a batch; None if each item of the dataset is one.
-        cut: of the pass for which the workers are started.
+        cut: that of the pass for which the workers are started.
 
     Attributes:
-        cell: the epoch, in memory that persistent workers share.
+        cell: the epoch, in memory that is shared with persistent workers.
     """
 
     def __init__(
@@ -142,7 +145,7 @@ class PartReader(IterableDataset[Packed]):
             yield Packed(error=error)
 
     def made(self, cut: Cut, worker: int = 0, asked: AskedInfo | None = None) -> Iterator[Made]:
-        """The batches of the part that a worker reads; `asked` says whether the dataset asks for its number."""
+        """The batches of the part that `worker` reads. `asked` records whether the dataset uses `get_worker_info()`."""
         part = cut.part(worker)
         samples = _Part(self.dataset, cut, part, asked)
         while chunk := list(islice(samples, self.size or 1)):
@@ -163,12 +166,12 @@ class PartReader(IterableDataset[Packed]):
 
 
 class AskedInfo:
-    """What `get_worker_info()` gives in a worker over a stream. It notes whether the number of workers was asked for.
+    """The result of `get_worker_info()` in a worker over a stream. It records whether `num_workers` was read.
 
     Attributes:
-        id, num_workers, seed, dataset: as in torch; where the stream is common to all ranks, their workers are counted
-            as one row.
-        worker: which one of this rank.
+        id, num_workers, seed, dataset: as in torch; if the stream is common to all ranks, `id` and `num_workers` count
+            the workers of all ranks as one row.
+        worker: the worker's number within its rank.
         was_asked: whether `num_workers` was read.
     """
 
@@ -187,7 +190,7 @@ class AskedInfo:
 
 
 class StreamStart:
-    """The worker_init_fn over a stream: says to the dataset which part is its own, then calls the user's."""
+    """The worker_init_fn over a stream: tell the dataset which part it reads, seed, then call the user's function."""
 
     def __init__(self, reader: PartReader, init: Callable[[int], None] | None) -> None:
         self._reader = reader
@@ -207,13 +210,13 @@ class StreamStart:
 
 
 class _Part:
-    """The samples of one part of a stream, from where they were left.
+    """The samples of one part of a stream, from where the previous pass over it stopped.
 
     Attributes:
-        by: who cuts the stream; known when it has given its first sample.
-        mark: of that sample; 0 where it is not the first of the stream.
+        by: what cuts the stream; final once it has yielded its first sample.
+        mark: a fingerprint of that sample; 0 if it is not the first of the stream.
         trail: as in `Made`.
-        index: the number of samples that the stream has given.
+        index: the number of samples read from the stream, of all parts.
     """
 
     def __init__(self, dataset: Any, cut: Cut, part: int, asked: AskedInfo | None) -> None:
@@ -225,7 +228,7 @@ class _Part:
         self.mark = 0
         self.index = 0
         self._has_begun = self._has_ended = False
-        self._counts = [0] * len(cut.layers)  # the samples that have come to each layer
+        self._counts = [0] * len(cut.layers)  # the samples that have reached each layer
         self._seed = seed_of(cut.seed, cut.epoch)
         self._own_seed = seed_of(cut.seed, cut.epoch, part)
         self._is_restored = part in cut.states
@@ -262,9 +265,9 @@ class _Part:
                 return sample
 
     def state(self) -> Any:
-        """The state after the last sample that the stream's iterator has, or else the dataset; None where none has.
+        """The state of the stream's iterator, else of the dataset, after the last sample; None if neither has one.
 
-        Of a stream that has ended there is nothing to keep: its own state may be that of the next beginning.
+        For a stream that has ended, only the counts are kept: its own state may already be that of a new beginning.
         """
         owners: dict[str, Any] = {"iterator": self._source, "dataset": self._dataset}
         name = next((name for name, owner in owners.items() if is_stateful(owner)), None)
@@ -274,7 +277,7 @@ class _Part:
         return {**own, "index": self.index, "counts": list(self._counts)}
 
     def _open_iterator(self, state: Any) -> Iterator[Any]:
-        """The dataset's iterator, in that state, as `state` gave it."""
+        """The dataset's iterator, restored to a state that `state()` returned."""
         if state is None:
             return iter(self._dataset)
         self.index, self._counts = state["index"], list(state["counts"])
@@ -286,7 +289,7 @@ class _Part:
         return source  # type: ignore[no-any-return]
 
     def _seed_for(self, number: int) -> None:
-        """Seed the worker's generators for a sample. What happens before the first is alike in all parts."""
+        """Seed the worker's generators for a sample. Until the first one is read, all parts are seeded alike."""
         if self._asked is None:
             return
         is_common = not self._has_begun or self.by == "stride"
@@ -308,7 +311,7 @@ class _Part:
             )
 
     def _is_own(self, number: int) -> bool:
-        """Whether that sample of the stream belongs to this part, and was not taken before."""
+        """Whether sample `number` of the stream belongs to this part and was not taken before."""
         cut = self._cut
         if self.by in ("worker", "caller"):
             return self._is_restored or number >= cut.layers[-1].taken[self._part]
@@ -323,10 +326,11 @@ class _Part:
 
 
 def check_layers(cut: Cut, by: Cutter) -> None:
-    """Refuse to continue with a stream that is cut in another way than before, where samples would be lost.
+    """Check that continuing with this cut loses no samples.
 
     Raises:
-        StateError: samples were taken, and the numbers of ranks and workers have changed, or who cuts.
+        StateError: samples were taken, and something else cuts the stream now; or the numbers of ranks and workers have
+            changed, and it is not cut by stride.
     """
     before = next((layer for layer in cut.layers if any(layer.taken)), None)
     if before is None:
@@ -344,12 +348,12 @@ def check_layers(cut: Cut, by: Cutter) -> None:
 
 
 def untouched(ranks: int, workers: int) -> Layer:
-    """The layer of an epoch of which nothing was taken."""
+    """The layer of an epoch from which no sample was taken."""
     return Layer(ranks, workers, (0,) * (ranks * workers))
 
 
 def has_shuffle_buffer(examples: Any) -> bool:
-    """Whether a streamed dataset of HuggingFace's shuffles in a buffer: its state leaves out what is in there."""
+    """Whether a streamed HuggingFace dataset shuffles in a buffer, whose contents its state does not include."""
     inner = [getattr(examples, "ex_iterable", None), *getattr(examples, "ex_iterables", ())]
     return "BufferShuffled" in type(examples).__name__ or any(
         has_shuffle_buffer(each) for each in inner if each is not None

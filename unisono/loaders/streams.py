@@ -1,17 +1,17 @@
-"""A DataLoader over an iterable dataset: each rank, and each of its loader workers, takes its own part of the stream.
+"""A DataLoader over an iterable dataset: each rank, and each of its loader workers, reads its own part of the stream.
 
-Who cuts it, the first that can:
-1. the caller: with `already_sharded=True` it is taken as it comes, on every rank and in every worker;
+The stream is cut into parts by the first of these that can:
+1. the caller: with `already_sharded=True` every rank and every worker reads its stream unchanged;
 2. the dataset's own `shard` or `split` method, into one part for each rank; for a streamed dataset of HuggingFace's
    `datasets`, its `split_dataset_by_node`;
-3. the dataset itself, if it asks `torch.utils.data.get_worker_info()` for the number of workers before it gives its
+3. the dataset itself, if it asks `torch.utils.data.get_worker_info()` for the number of workers before it yields its
    first sample: the answer counts the workers of all ranks as one row;
 4. the stride: part p of P takes the samples p, P + p, 2P + p, ... of the stream that all of them read.
 
-The last takes for granted that all read the same stream. So what is random in it is seeded alike in every worker, and
-the first sample of each is compared.
+The stride assumes that all parts read the same stream. So the workers' random number generators are seeded alike, and
+the parts' first samples are compared.
 
-*Threads:* the reader's; `stream_parts.py` is what runs in loader workers.
+*Threads:* the reader's; `stream_parts.py` runs in loader workers.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ _INDICES = {"index", "shard_index", "shard_id", "rank", "shard", "part", "i"}
 
 
 class StreamSource:
-    """A DataLoader over an iterable dataset, epoch after epoch. The user's loader is not touched.
+    """A DataLoader over an iterable dataset, epoch after epoch. The user's loader is not modified.
 
     *Threads:* several may begin a pass.
 
     Args:
-        loader: the user's loader. It is not kept alive: whoever begins a pass holds it.
-        rank, ranks: whose source this is.
-        dim: the dimension along which the samples of a batch lie.
-        seed: of what is random in loader workers; None takes the seed of the loader's generator, 0 without one.
+        loader: the user's loader. It is not kept alive: the caller of `begin` holds it.
+        rank, ranks: the rank that reads from this source, and the number of ranks.
+        dim: the sample dimension of a batch.
+        seed: for the generators of loader workers; None uses the seed of the loader's generator, or 0 if it has none.
     """
 
     def __init__(self, loader: DataLoader[Any], rank: int, ranks: int, dim: int, seed: int | None) -> None:
@@ -81,11 +81,11 @@ class StreamSource:
         self._persistent: tuple[Any, WorkerPool, torch.Tensor] | None = None
 
     def begin(self, rule: Rule, left_out: LeftOut) -> Begun:
-        """The next pass. The loader workers are started in the calling thread.
+        """Begin the next pass. The loader workers are started in the calling thread.
 
         Raises:
             ValueError: the global batch is smaller than the number of ranks.
-            StateError: the state belongs to another number of ranks or workers, and the stream cannot be cut again.
+            StateError: the state was saved with another number of ranks or workers, and the stream cannot be cut again.
             BusyError: the loader's persistent workers serve another pass.
         """
         with self._begins:
@@ -107,10 +107,10 @@ class StreamSource:
         return Begun(epoch, taken.position(position["offset"]), pieces, full)
 
     def seek(self, epoch: int, position: State, rule: Rule) -> None:
-        """Let the next pass begin there.
+        """Let the next pass begin at `position` in `epoch`.
 
         Raises:
-            StateError: nothing says what was taken of which part.
+            StateError: the position does not say how much was read of each part.
         """
         if position["offset"]:
             check_stream(position)
@@ -121,7 +121,7 @@ class StreamSource:
         return self.epoch, self._position
 
     def num_rounds(self, rule: Rule) -> int:
-        """The number of rounds of a whole epoch, by the loader's length. TypeError where the dataset has no length."""
+        """The number of rounds of a whole epoch, from the loader's length. TypeError if the dataset has no length."""
         return rule.rounds_of(len(self._require_loader()))
 
     def _require_loader(self) -> DataLoader[Any]:
@@ -130,7 +130,7 @@ class StreamSource:
         return loader
 
     def _cut_by_rank(self, dataset: Any, rule: Rule, before: Cutter | None) -> tuple[Any, Cutter]:
-        """The stream of this rank, and who cuts it: `before` began with this epoch."""
+        """This rank's stream, and what cuts it; `before` is what cut it at the beginning of this epoch."""
         if rule.is_cut:
             return dataset, "caller"
         if self._ranks == 1 or before == "stride":
@@ -138,7 +138,7 @@ class StreamSource:
         if getattr(dataset, "_distributed", None) is not None:  # by datasets.distributed.split_dataset_by_node
             return dataset, "dataset"
         if hasattr(dataset, "_distributed") and type(dataset).__module__.startswith("datasets."):
-            by_node: Any = import_module("datasets.distributed")  # `shard` gives a rank none of too few files
+            by_node: Any = import_module("datasets.distributed")  # `shard` leaves ranks empty if files are few
             return by_node.split_dataset_by_node(dataset, self._rank, self._ranks), "dataset"
         if cuts_by_node(dataset, self._rank, self._ranks):
             return dataset, "dataset"
@@ -186,7 +186,7 @@ class StreamSource:
         key = cut.by, reader.size
         if self._persistent is None or self._persistent[0] != key or cut.is_resumed:
             pool = WorkerPool(loader, reader, StreamStart(reader, loader.worker_init_fn))
-            is_kept = loader.persistent_workers and not cut.is_resumed  # those of a resumed pass have other parts
+            is_kept = loader.persistent_workers and not cut.is_resumed  # a resumed pass has other parts
             self._persistent = (key, pool, reader.cell) if is_kept else None
             cell = reader.cell
         else:
@@ -195,7 +195,7 @@ class StreamSource:
 
 
 class _Taken:
-    """The batches of a pass as they are read, keeping account of what was taken of which part."""
+    """The batches of a pass as they are read, with a count of the samples taken from each part."""
 
     def __init__(
         self, made: Iterator[Made], cut: Cut, start: State, leave_out: Callable[[int], None], whole: int | None
@@ -215,7 +215,7 @@ class _Taken:
         self._mark: int | None = start.get("mark") if cut.is_resumed else None
         self._is_saved = self._mark is not None
         self._trail: Trail | None = None  # after the last batch
-        self._trails: dict[int, int] = {}  # the last ones, of any part
+        self._trails: dict[int, int] = {}  # the most recent ones of all parts: the mark, by the number of rows
 
     def __iter__(self) -> _Taken:
         return self
@@ -242,7 +242,7 @@ class _Taken:
             return made.batch, made.samples
 
     def position(self, offset: int, *_: int) -> State:
-        """The position after the last batch; of this rank's parts only."""
+        """The position after the last batch. It counts only this rank's parts."""
         last = list(self._lasts)
         last[self._rank] = self._last
         layers = [*self._layers, Layer(self._ranks, self._workers, tuple(self._taken))]
@@ -279,10 +279,10 @@ class _Taken:
 
 
 def check_stream(position: State) -> None:
-    """Refuse what is no position in a stream.
+    """Check that `position` is a position in a stream.
 
     Raises:
-        StateError: it does not say what was taken of which part.
+        StateError: it does not say how much was read of each part.
     """
     try:
         layers = [Layer(ranks, workers, tuple(taken)) for ranks, workers, taken in position["layers"]]
@@ -297,7 +297,7 @@ def check_stream(position: State) -> None:
 def is_stream(loader: Any) -> TypeGuard[DataLoader[Any]]:
     """Whether the loader is a DataLoader over an iterable dataset, read by torch's own iterator or by torchdata's.
 
-    The state of torchdata's loader itself would not outlive another number of ranks or loader workers.
+    The state of torchdata's own loader could not be loaded with another number of ranks or loader workers.
     """
     if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset):
         return False
@@ -305,7 +305,10 @@ def is_stream(loader: Any) -> TypeGuard[DataLoader[Any]]:
 
 
 def cuts_by_node(dataset: Any, rank: int, ranks: int) -> bool:
-    """Whether it is one of webdataset's that splits its shards by rank, and takes this process for that rank."""
+    """Whether it is a webdataset pipeline that splits its shards by node, and sees this process as `rank` of `ranks`.
+
+    webdataset finds the rank itself, so its answer is compared.
+    """
     stages = getattr(dataset, "pipeline", ())
     if not type(dataset).__module__.startswith("webdataset.") or not isinstance(stages, list | tuple):
         return False
@@ -315,10 +318,11 @@ def cuts_by_node(dataset: Any, rank: int, ranks: int) -> bool:
 
 
 def _own_part(method: Callable[..., Any], ranks: int, rank: int) -> Any:
-    """What `shard(num_shards, index)` or `split(num_parts)` of a dataset gives to a rank.
+    """The part that `shard(num_shards, index)` or `split(num_parts)` of a dataset returns for a rank.
 
     Raises:
-        TypeError: its parameters have other names than one can rely on, or it gives something else.
+        TypeError: no parameter has a known name for the number of parts, or the part is not iterable.
+        ValueError: it returns another number of parts.
     """
     names = inspect.signature(method).parameters.keys()
     number, index = next(iter(names & _NUMBERS), None), next(iter(names & _INDICES), None)
@@ -351,7 +355,7 @@ def _share_sizes(samples: int, places: int) -> list[int]:
 
 
 def other_stream(readers: str) -> str:
-    """What is wrong where a stream that is cut by stride is not the same for all who read it."""
+    """The error message for a stream that is cut by stride but is not the same for all `readers`."""
     return (
         f"the {readers} read different streams (their samples differ), so cutting them by stride would lose some "
         "samples and repeat others; shuffle by the epoch (set_epoch), or with the global generators in loader workers "

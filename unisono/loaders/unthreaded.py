@@ -1,9 +1,9 @@
-"""A lane without threads: its loop reads and moves the batches itself, when it asks for them.
+"""A lane without threads: its loop reads and moves the batches itself, when it requests them.
 
-Nothing is ahead of the loop then. That pays where samples cost next to nothing, so that a change of threads costs more
-than it hides; and a dataset runs in the loop's own thread, where a debugger and a connection to a database expect it.
+Nothing is prefetched. That is faster if samples cost next to nothing, so that a thread switch costs more than the
+overlap saves; and the dataset runs in the loop's own thread, as debuggers and database connections expect.
 
-*Threads:* the loop's. `close` from another one is heeded when the source has given what it is about to give.
+*Threads:* the loop's. `close` from another one takes effect when the source has returned the round it is reading.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Unthreaded:
         self._end: BaseException | None = None
 
     def receive(self) -> Delivery:
-        """The next batch; as `Lane.receive`."""
+        """Return the next batch; as `Lane.receive`."""
         if self._lane.is_cancelled:
             self._source = iter(())
             raise ClosedError("the loader was closed, so it yields no more batches")
@@ -37,7 +37,7 @@ class Unthreaded:
         try:
             return self._read()
         except BaseException as error:
-            self._source = iter(())  # it may hold loader workers, and the error's frames whoever keeps this
+            self._source = iter(())  # the source may hold loader workers, and the kept error must not hold its frames
             self._end = copy_error(error).with_traceback(None)
             raise
 

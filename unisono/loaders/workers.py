@@ -1,6 +1,6 @@
-"""Loader workers: those of torch, with a dataset of this package's in them.
+"""Loader workers: torch's own, reading a dataset of this package that wraps the user's.
 
-*Threads:* the reader's, in the parent; `WorkerStart` and `RemoteFetcher` live in the workers.
+*Threads:* the reader's, in the parent; `WorkerStart` and `RemoteFetcher` run in the workers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 try:
     import resource
-except ImportError:  # Windows, which has no such limits
+except ImportError:  # Windows has no such limits
     resource = None  # type: ignore[assignment]
 
 from unisono.errors import BusyError, describe_exit
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 class RemoteFetcher:
-    """The dataset that a loader worker sees: a request gives the batch, packed where that is needed, or the error."""
+    """The dataset that a loader worker sees: it maps a request to the batch, packed if needed, or to the error."""
 
     def __init__(self, fetcher: Fetcher) -> None:
         self._fetcher = fetcher
@@ -68,10 +68,10 @@ class RemoteFetcher:
 
 
 class WorkerStart:
-    """The worker_init_fn of a loader whose dataset is wrapped: shows the user's code the user's dataset.
+    """The worker_init_fn of a loader whose dataset is wrapped: it shows the user's code the user's dataset.
 
     Args:
-        dataset: what `torch.utils.data.get_worker_info().dataset` is to be.
+        dataset: the value for `torch.utils.data.get_worker_info().dataset`.
         init: the user's own worker_init_fn.
     """
 
@@ -92,21 +92,21 @@ class WorkerStart:
 
 
 def use_worker_info(info: Any) -> None:
-    """Let `torch.utils.data.get_worker_info()` give that in this loader worker from now on."""
+    """Let `torch.utils.data.get_worker_info()` return `info` in this loader worker from now on."""
     torch_worker._worker_info = info
 
 
 class WorkerPool:
-    """The workers of a user's DataLoader over a dataset that gives packed values; in order, whatever the user's is.
+    """The workers of a user's DataLoader over a dataset that returns packed values; always in order.
 
-    Nothing is pinned here: it is done where a batch is moved to a device that gains by it.
+    Nothing is pinned here: memory is pinned when a batch is moved to a device that benefits.
 
-    *Threads:* passes may overlap, since one that was left early ends in its own time. Persistent workers serve the pass
-    that was begun last, as torch's do; an older one finds that out within `_LOOK_S`, or when it asks for more.
+    *Threads:* passes may overlap, since a pass that was left early may end later. Persistent workers serve the pass
+    that was begun last, as torch's do; an older pass raises BusyError within `_LOOK_S`, or when it requests more.
 
     Args:
-        loader: the user's, for its options.
-        dataset: what the workers read.
+        loader: the user's loader, for its options.
+        dataset: the dataset that the workers read.
         start: the worker_init_fn, which calls the user's.
         has_requests: whether each pass comes with requests, for a dataset that is indexed by them.
     """
@@ -114,7 +114,7 @@ class WorkerPool:
     def __init__(
         self, loader: DataLoader[Any], dataset: Any, start: Callable[[int], None], has_requests: bool = False
     ) -> None:
-        self._generator = torch.Generator()  # from which the DataLoader seeds its workers
+        self._generator = torch.Generator()  # the DataLoader draws its workers' seeds from it
         self._requests = _NextPass()
         self._turn = _Turn() if loader.persistent_workers else None
         self._timeout_s: float = loader.timeout
@@ -139,11 +139,11 @@ class WorkerPool:
         before: Callable[[], Any] = lambda: None,
         describe: Callable[[int], str] = lambda place: f"sample number {place} of the stream",
     ) -> Served:
-        """What the workers make in one pass, unpacked. They are started here, in the calling thread.
+        """Begin one pass; return the workers' values, unpacked. Workers are started here, in the calling thread.
 
         Args:
-            before: called when no other pass has the persistent workers, before they hear of this one.
-            describe: which sample of the batch that is awaited a worker is at, in words.
+            before: called when no other pass uses the persistent workers, before they receive this one.
+            describe: gives the words for the sample of the awaited batch that a worker is reading.
 
         Raises:
             BusyError: another pass over the persistent workers was begun at the same time.
@@ -160,18 +160,18 @@ class WorkerPool:
             with one_at_a_time():
                 values = iter(self._loader)
             _look_often(values, wait)
-            self._requests.requests = iter(())  # in a pass that is left early they would hold the dataset
+            self._requests.requests = iter(())  # else a pass left early would keep the dataset alive
         return Served(values, wait, self._room)
 
     def _forget_the_dead(self) -> None:
-        """Let new persistent workers start where one has died, which would be noticed after 5 s, in pass after pass."""
+        """Start new persistent workers if one has died. Torch would notice it only after 5 s, and in every pass."""
         iterator: Any = self._loader._iterator
         if iterator is not None and not all(worker.is_alive() for worker in iterator._workers):
             self._loader._iterator = None
 
 
 class _NextPass:
-    """A sampler that hands the next iterator of the DataLoader the requests laid ready for it."""
+    """A sampler that gives the DataLoader's next iterator the requests that were stored for it."""
 
     requests: Iterator[Any] = iter(())
 
@@ -180,7 +180,7 @@ class _NextPass:
 
 
 class _Turn:
-    """Whose turn it is with persistent workers: that of the pass begun last. One thread at a time talks to them."""
+    """Which pass owns the persistent workers: the one begun last. One thread at a time communicates with them."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -188,11 +188,11 @@ class _Turn:
 
 
 class _Wait:
-    """What a pass waits for, and how long it may.
+    """A pass's wait for its next batch, and the limit on it.
 
     Args:
-        timeout_s: for a batch; 0 for as long as it takes.
-        turn: where the workers are persistent.
+        timeout_s: the longest wait for a batch; 0 for no limit.
+        turn: shared by the passes if the workers are persistent, else None.
         describe: as for `WorkerPool.serve`.
     """
 
@@ -205,10 +205,10 @@ class _Wait:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """For the block, this pass talks to the workers.
+        """Let only this pass communicate with the workers during the block.
 
         Raises:
-            BusyError: a later pass has them.
+            BusyError: a later pass owns them, or another thread has kept waiting for them for `_BUSY_S`.
         """
         self.asked_at, self.has_warned = time.monotonic(), False
         if self._turn is None:
@@ -225,7 +225,7 @@ class _Wait:
             self._turn.lock.release()
 
     def check_turn(self) -> None:
-        """BusyError where a later pass has the workers."""
+        """Raise BusyError if a later pass owns the workers."""
         if self._turn is not None and self._turn.owner is not self:
             raise BusyError(
                 "this loop's persistent workers have begun another loop over the same loader, and they serve one at a "
@@ -233,11 +233,11 @@ class _Wait:
             )
 
     def look(self, values: Any) -> None:
-        """Nothing has come for a while.
+        """Check the wait, when nothing has arrived for a while; warn once after `_LONG_S`.
 
         Raises:
             BusyError: as `check_turn`.
-            RuntimeError: the user's time is over.
+            RuntimeError: the user's timeout has expired.
         """
         self.check_turn()
         waited_s = time.monotonic() - self.asked_at
@@ -251,7 +251,7 @@ class _Wait:
 
 
 class Served:
-    """The values of one pass, as the loader workers send them."""
+    """The values of one pass, unpacked, in the order in which the loader workers serve them."""
 
     def __init__(self, values: Iterator[Any], wait: _Wait, room: Room) -> None:
         self._values = values
@@ -273,14 +273,14 @@ class Served:
             raise
         except Exception as error:
             explain(error)
-            self._values = iter(())  # whoever keeps the error keeps this, and must not keep the workers
+            self._values = iter(())  # a kept error keeps this object, but must not keep the workers
             _free(error)
             raise
 
     def _free_shared_memory(self, value: Any) -> Any:
-        """The batch, out of shared memory where those that wait for the loop, up to a dozen, would exhaust it.
+        """The batch, copied out of shared memory if the batches that wait for the loop would exhaust that.
 
-        Or the descriptors, of which each shared tensor holds one.
+        Up to `_WAITING` may wait. They may also exhaust the file descriptors, since each shared tensor holds one.
         """
         if self._is_freed is None:
             limit = math.inf if resource is None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -295,8 +295,9 @@ class Served:
             with self._wait.turn():
                 return next(self._values)
         except (EOFError, OSError, RuntimeError) as error:
-            if str(error).startswith(("Caught ", "DataLoader timed out")):  # what worker_init_fn has raised, in torch's
-                raise  # words, and ours
+            # torch's text for an error in worker_init_fn, and the text of this package's timeout
+            if str(error).startswith(("Caught ", "DataLoader timed out")):
+                raise
             dead = _dead_worker(self._values, 0 if isinstance(error, RuntimeError) else _ENDING_S)
             if dead is None and isinstance(error, RuntimeError):
                 raise
@@ -307,15 +308,15 @@ class Served:
 
 
 def _look_often(values: Any, wait: _Wait) -> None:
-    """Let the thread that reads notice a dead worker, and soon, and that the workers are not its own any more.
+    """Let the reading thread notice within `_LOOK_S` that a worker has died, or that a later pass owns the workers.
 
-    Torch notices a death in a signal handler, which raises wherever the main thread just is, or when nothing has come
-    for 5 s.
+    Torch notices a death in a signal handler, which raises at whatever point the main thread is executing, or when
+    nothing has arrived for 5 s.
     """
     if values._worker_pids_set:
         signal_handling._remove_worker_pids(id(values))  # type: ignore[attr-defined]
         values._worker_pids_set = False
-    itself = weakref.ref(values)  # not the object: that would be a circle
+    itself = weakref.ref(values)  # a strong reference would be a cycle
     look = type(values)._try_get_data
 
     def try_get_data(timeout: float = _LOOK_S) -> Any:
@@ -328,7 +329,7 @@ def _look_often(values: Any, wait: _Wait) -> None:
 
 
 def where_stuck(values: Any, describe: Callable[[int], str]) -> str:
-    """Which loader worker is awaited, the sample that it is at, and its stack, in words."""
+    """Describe in words the loader worker that is awaited: its sample and its stack."""
     info = values._task_info.get(values._rcvd_idx)
     if info is None:
         return "persistent workers have not ended the previous pass"
@@ -340,9 +341,10 @@ def where_stuck(values: Any, describe: Callable[[int], str]) -> str:
 
 
 def _dead_worker(values: Any, within_s: float) -> Any:
-    """The first worker that did not end by itself; None where each did. One that is just ending has some time for it.
+    """The first worker with a nonzero exit code, else None. One that is just ending is awaited for `within_s` seconds.
 
-    Its sockets close first, and until it is gone persistent workers would be asked for the next pass as if it lived.
+    Its sockets close before the process ends, and until then, persistent workers would get the next pass as if it were
+    alive.
     """
     workers = getattr(values, "_workers", ())
     if within_s and not any(worker.exitcode for worker in workers):
@@ -352,10 +354,10 @@ def _dead_worker(values: Any, within_s: float) -> Any:
 
 
 def _free(error: BaseException) -> None:
-    """Free what the frames of an error hold.
+    """Clear the frames of an error, and of its chain.
 
-    In an error of a DataLoader with workers they are torch's own; they hold the workers, and the error in a circle with
-    itself, which the garbage collector would resolve by waiting 5 s for each worker.
+    In an error of a DataLoader with workers these frames are torch's. They hold the workers, and they hold the error
+    itself in a reference cycle; the garbage collector would break it only by waiting 5 s for each worker.
     """
     for each in chain_of(error):
         traceback.clear_frames(each.__traceback__)
