@@ -101,10 +101,7 @@ def test_a_tensor_of_another_type_is_refused_alone_and_stays_in_a_structure(conv
 def test_what_has_no_precision_is_a_type_error(convert):
     with pytest.raises(
         TypeError,
-        match=(
-            r"^x='text' is of type str; pass a tensor, module, optimizer, or a "
-            r"structure$"
-        ),
+        match=r"^x='text' is of type str; pass a tensor, module, optimizer, or a structure$",
     ):
         convert("text")
 

@@ -1,15 +1,15 @@
-"""Deliveries: the batches that a rank has received, the weight of each, and the batch that a tensor comes from.
+"""Deliveries: the batches that a rank has received, what each counts, and which of them a tensor comes from.
 
-A loader that knows the whole round declares, with each batch, that it holds n of the round's N samples. The batch is
-later recognised by the memory of its tensors, including views, whenever and however often it is used: drawn ahead,
-replayed, or from two loaders at once. If several batches came in the same memory, the oldest that waits for a pass is
-taken. Tensors computed from a batch have other memory. For them the order of delivery decides if only one batch is
-possible; if several are, nothing is assumed unless all of them count the same.
+A loader that knows the whole round states, with each batch, that it holds n of the round's N samples. A batch is
+recognised by the memory of its tensors, including views, whenever and however often it is used: drawn ahead, replayed,
+or from two loaders at once. If several batches came in the same memory, the oldest one that waits for a pass is meant.
+A tensor that was computed from a batch has other memory: there the order of delivery decides, if only one batch can be
+meant; if several can, nothing is assumed unless all of them count the same.
 
-This record is the only link between `loaders` and `parallel`, which do not import each other.
+This is the only connection between `loaders` and `parallel`, which are otherwise independent.
 
-*Threads:* the passes of a rank, and queries about its batches, run in one thread. Loops may begin and draw in several.
-`end` may be called at any moment, in any thread: the garbage collector ends abandoned loops.
+*Threads:* the passes of a rank, and the queries about its batches, run in one thread. Loops may begin and draw in
+several. `end` may run at any point, in any thread: the garbage collector ends loops that were left.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from unisono.rows import LoopRows
 from unisono.storages import StorageMap
 from unisono.tree import tensors
 
-REMEMBERED = 8  # number of ended loops that are kept
-_KEPT = 4096  # batches, used or not; a loop that draws more of them ahead is distinguished by memory alone
+REMEMBERED = 8  # loops that have ended
+_KEPT = 4096  # batches, used or not; if more are drawn ahead, the older ones are recognised by memory alone
 
 
 class Batch:
@@ -35,16 +35,16 @@ class Batch:
 
     Attributes:
         samples: n, this rank's part of the round.
-        rows: the number of rows; those after the samples do not count. None if it is unknown: the batch then counts as
+        rows: the number of its rows; those after the samples do not count. None if unknown: the batch then counts as
             one sample.
-        total: N, over all ranks; None if unknown.
+        total: N, of all ranks; None if no rank knows it.
         mark: equal on all ranks that are in the same round.
         loop: the loop that received it.
-        dealt: the number of batches of the user's loader in the round.
-        number: its position in its loop, starting at 1.
-        at: its position in the order of all events of this rank.
-        is_waiting: no pass with gradients has used it yet.
-        is_spent: an optimizer has stepped on it.
+        dealt: the number of batches that the round takes from the user's loader.
+        number: its number in the loop, from 1 on.
+        at: a logical time, counted over all deliveries and passes of the process.
+        is_waiting: whether no pass with gradients was computed from it yet.
+        is_spent: whether an optimizer has stepped on it.
     """
 
     __slots__ = ("at", "dealt", "is_spent", "is_waiting", "loop", "mark", "number", "rows", "samples", "total")
@@ -66,18 +66,19 @@ class Batch:
 
     @property
     def counts(self) -> tuple[int, int | None]:
-        """n and N: batches that agree in both have the same weight, so they need not be distinguished."""
+        """n and N. Batches with equal counts need not be distinguished to weight them."""
         return self.samples, self.total
 
     @property
     def counted(self) -> tuple[int, int | None]:
-        """The number of rows that count, and the number of rows."""
+        """The number of its rows that count, and of all its rows."""
         return self.samples, self.rows
 
     def is_last(self) -> bool:
-        """Whether it ends its loop. May wait for the loader to find out, which then involves all ranks.
+        """Whether it ends its loop. May wait until the loader knows; then all ranks must call it.
 
-        If all batches were drawn before the first was used, they may be used in any order: the last used is the end.
+        If all batches were drawn before the first was used, they may be used in any order: the loop ends when all were
+        used.
         """
         if self.loop.is_listed:
             return len(self.loop.cycle) == self.loop.num_batches
@@ -85,20 +86,20 @@ class Batch:
 
 
 class Loop:
-    """The deliveries of one loop over a loader to this rank.
+    """One loop over a loader: the batches that it has delivered to this rank.
 
     Args:
-        ends_here: returns whether the latest batch is the loop's last one.
-        lengths: the number of batches per epoch of the user's loader, and of this rank. None if the loader has no
-            length.
+        ends_here: returns whether the batch that was delivered last is the loop's last one.
+        lengths: returns the numbers of batches of an epoch: of the user's loader, and of this rank's. None if the
+            loader has no length.
 
     Attributes:
-        rows: the numbers of rows of its batches.
-        is_evaluation: all of them were delivered with gradients off.
-        is_open: whether it has not ended.
+        rows: the rows of its batches.
+        is_evaluation: whether all batches were delivered with gradients disabled.
+        is_open: whether the loop has not ended.
         is_listed: whether all batches were drawn before the first was used.
-        cycle: the numbers of the batches used since one was used again.
-        kinds: one batch for each different weight.
+        cycle: the numbers of the batches that were used; restarted when one is used again.
+        kinds: the first batch with each of the different counts.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class Loop:
         self._last_used = 0
 
     def use(self, number: int) -> None:
-        """Record that a pass with gradients used that batch."""
+        """Note that a pass with gradients was computed from batch `number`."""
         if not self._last_used:
             self.is_listed = not self.is_open
         if number in self.cycle and number != self._last_used:
@@ -125,12 +126,12 @@ class Loop:
 
     @property
     def is_trained(self) -> bool:
-        """Whether a batch came with gradients on, or a pass with gradients was computed from one."""
+        """Whether a batch was delivered with gradients enabled, or a pass with gradients was computed from one."""
         return not self.is_evaluation or self._last_used > 0
 
     @property
     def num_batches(self) -> int:
-        """The number of its deliveries."""
+        """The number of batches delivered."""
         return self.rows.num_batches
 
 
@@ -138,11 +139,11 @@ class Deliveries:
     """The loops of one rank."""
 
     def __init__(self) -> None:
-        self._loops: list[Loop] = []  # the open ones and the last ones that ended, ordered by their latest batches
+        self._loops: list[Loop] = []  # the open ones, and the last that have ended, in the order of their last batches
         self._by_memory: StorageMap[list[Batch]] = StorageMap(_are_waiting)  # the latest last
-        self._received: deque[Batch] = deque(maxlen=_KEPT)  # from the oldest batch that waits for a pass
-        self._changing = threading.Lock()  # guards attributes that are replaced, or read and changed; not held by `end`
-        self._used: Batch | None = None  # used by the last pass
+        self._received: deque[Batch] = deque(maxlen=_KEPT)  # from the oldest that waits for a pass on
+        self._changing = threading.Lock()  # for changes of the attributes above; `end` never acquires it
+        self._used: Batch | None = None  # by the last pass
         self._used_at = 0
 
     @property
@@ -155,7 +156,7 @@ class Deliveries:
         ends_here: Callable[[], bool] = lambda: False,
         lengths: Callable[[], tuple[int, int] | None] = lambda: None,
     ) -> Loop:
-        """Begin a loop, nested in those that are open; the arguments are those of `Loop`."""
+        """Register a loop that begins, nested in those that are open; the arguments are those of `Loop`."""
         loop = Loop(ends_here, lengths)
         with self._changing:
             ended = [each for each in self._loops if not each.is_open]
@@ -168,8 +169,8 @@ class Deliveries:
 
     @staticmethod
     def end(loop: Loop) -> None:
-        """Record that the loop has ended, or was abandoned. Idempotent."""
-        loop.is_open = False  # and nothing else: the next loop that begins removes the remains
+        """Note that a loop has ended, or was left. Idempotent."""
+        loop.is_open = False  # no more, since this may run at any point: the next `begin` cleans up
 
     def add(
         self,
@@ -182,12 +183,12 @@ class Deliveries:
         dealt: int = 1,
         is_told: bool = True,
     ) -> Batch:
-        """Record a batch that the loop's thread is about to receive.
+        """Register a batch that is being delivered, in the loop's thread.
 
         Args:
-            values: the batch, tensors in any nesting.
+            values: the batch itself, tensors in any nesting.
             samples, total, mark, dealt: as for `Batch`.
-            repeated: the number of rows after its samples, which do not count.
+            repeated: the number of rows that follow the samples and do not count.
             is_told: whether the number of its rows is known.
         """
         loop.rows.count(samples, repeated, is_told)
@@ -202,28 +203,28 @@ class Deliveries:
         return batch
 
     def know(self, values: Any, batch: Batch) -> None:
-        """Register these tensors, and all that share their memory, for that batch."""
+        """Register these tensors, and all that share their memory, as belonging to `batch`."""
         for each in tensors(values):
             known = [batch]
             if before := self._by_memory.note(each, known):
                 known[:0] = [one for one in before[-_KEPT:] if self._is_meant_beside(one, batch)]
 
     def _is_meant_beside(self, batch: Batch, later: Batch) -> bool:
-        """Whether it may still be in use although a later one came in the same memory."""
+        """Whether `batch` may still be meant, although a later one was delivered in the same memory."""
         if batch is later:
             return False
         may_count_else = batch.loop is later.loop and batch.counted != later.counted
         return batch.is_waiting or batch is self._used or may_count_else
 
     def find(self, values: Any) -> list[Batch]:
-        """The batches whose memory holds the tensors, latest first; none for tensors computed from batches."""
+        """The batches whose memory the tensors share, the latest first; tensors computed from batches have none."""
         known = self._batches_in(values)
         found = {batches[0] for batches in known if len(batches) == 1}
         found |= {_oldest_waiting(batches) for batches in known if found.isdisjoint(batches)}
         return sorted(found, key=lambda batch: -batch.at)
 
     def find_rows(self, values: Any, rows: int) -> list[Batch]:
-        """The batches with that many rows whose memory holds the tensors, if this determines the rows that count."""
+        """The batches of `rows` rows whose memory the tensors share, if that determines which of the rows count."""
         found = {
             batches[-1]: None
             for batches in self._batches_in(values)
@@ -232,21 +233,21 @@ class Deliveries:
         return list(found)
 
     def know_computed(self, inputs: Any, outputs: Any) -> None:
-        """Register outputs computed without gradients for the one batch that holds the inputs, for its rows."""
+        """Register outputs, computed without gradients, for the one batch that the inputs lie in, to know its rows."""
         known = self._batches_in(inputs)
         batches = {batches[-1] for batches in known if len({each.counted for each in batches}) == 1}
         if len(batches) == 1:
             self.know(outputs, *batches)
 
     def _batches_in(self, values: Any) -> list[list[Batch]]:
-        """For each tensor in the memory of batches: those batches."""
+        """For each tensor that shares memory with batches: these batches."""
         return [found for each in tensors(values) if (found := self._by_memory.find(each))]
 
     def named(self, values: Any) -> list[Batch]:
-        """The batches that the user names by these tensors: that of the last pass, if possible; otherwise as `find`.
+        """The batches that the user names by these tensors: that of the last pass if it matches, else as `find`.
 
         Raises:
-            ValueError: they belong to no batch.
+            ValueError: no tensor belongs to a batch.
         """
         used = self._used
         if used is not None and any(used in batches for batches in self._batches_in(values)):
@@ -260,20 +261,21 @@ class Deliveries:
         return found
 
     def use(self, batch: Batch) -> None:
-        """Record that a pass with gradients uses it."""
+        """Note that a pass with gradients is computed from a batch."""
         batch.is_waiting = False
         batch.loop.use(batch.number)
-        while len(self._received) > 1 and not self._received[0].is_waiting:  # the last one is kept
+        while len(self._received) > 1 and not self._received[0].is_waiting:  # the last one stays
             self._received.popleft()
         self._used, self._used_at = batch, next(_clock)
 
     def candidates(self) -> list[Batch]:
-        """The batches that tensors of other memory may have been computed from, the most likely one first.
+        """The batches that tensors in other memory may have been computed from, the most likely one first.
 
-        It is the oldest that no pass has used: the only one, in a loop that draws each batch after finishing the
-        previous one. If another was drawn meanwhile, or also waits, either is possible. If none waits, it is the batch
-        of the previous pass: a second view of it, or noise of its size. After a loop that has ended with all its
-        batches stepped on, it is any of its batches, replayed, or one from elsewhere: none, if these count the same.
+        These are the batches that no pass has used: a single one, if the loop draws each batch after it has finished
+        with the previous one. If the oldest of them was drawn before the last pass, that pass's batch may be meant,
+        too. If none waits, it is the batch of the last pass: the tensor is a second view of it, or noise of its size.
+        After a loop that has ended with a step, it may be any of the loop's batches, replayed, or data from elsewhere:
+        then one batch for each of the different counts, or none if all count the same.
         """
         unused = [each for each in list(self._received) if each.is_waiting]
         waiting = [each for each in unused if each.loop.is_trained]
@@ -281,19 +283,19 @@ class Deliveries:
         used = self._used
         is_over = used is not None and not used.loop.is_open and used.is_spent
         if used is not None and not is_over and not (waiting and waiting[0].at > self._used_at):
-            return [*waiting, used]  # otherwise it was drawn after that one had been used
+            return [*waiting, used]  # otherwise the oldest was drawn after the pass over `used`
         if waiting:
             return waiting
-        if drawn := [each for each in unused if each.loop.is_open]:  # with gradients off, as some loops do
+        if drawn := [each for each in unused if each.loop.is_open]:  # drawn with gradients disabled, as some readers do
             return drawn
         kinds = list(used.loop.kinds.values()) if used is not None else []
         return kinds if len(kinds) > 1 else []
 
     def since(self, at: int) -> list[Batch]:
-        """The batches delivered after that event, in open loops; if none is open, in the last one that trained.
+        """The batches delivered after `at` in open loops that train; if there are none, in the last loop that trained.
 
         Args:
-            at: the position of a batch, or 0.
+            at: the `at` of a batch, or 0.
         """
         trained = [each for each in list(self._received) if each.loop.is_trained]
         found = [each for each in trained if each.loop.is_open] or [
@@ -302,12 +304,12 @@ class Deliveries:
         return [each for each in found if each.at > at]
 
     def recent(self) -> list[Loop]:
-        """The last few loops, open and ended, ordered from the latest delivery."""
+        """The last few loops, open and ended; the loop that received the latest batch comes first."""
         return self._loops[: -REMEMBERED - 1 : -1]
 
 
 def name_batches(batches: Sequence[Batch], before: Batch | None = None) -> str:
-    """Describe these batches of a rank in words that are equal on another rank for the same rounds.
+    """Describe a rank's batches in words that are equal on another rank if its batches are of the same rounds.
 
     Args:
         before: the batch that was used before them.
@@ -323,12 +325,13 @@ def name_batches(batches: Sequence[Batch], before: Batch | None = None) -> str:
 
 
 def check_counts(batches: Collection[Batch], by_part: bool = False) -> None:
-    """
+    """Check that all batches that may be meant count the same.
+
     Args:
-        by_part: only this rank's fraction of the samples of all ranks matters.
+        by_part: only the fraction n / N must be equal.
 
     Raises:
-        ValueError: it is unknown which of these batches is meant, and they count differently.
+        ValueError: it is not known which of these batches is meant, and they count differently.
     """
     counts = {batch.counts for batch in batches}
     parts = {samples / total if total else None for samples, total in counts}
@@ -352,7 +355,7 @@ def _are_waiting(batches: list[Batch]) -> bool:
 
 
 def _oldest_waiting(batches: list[Batch]) -> Batch:
-    """The batch meant, of those in the same memory: the one that a continuing loop has drawn and not used yet."""
+    """The batch that is meant, of several in the same memory: the oldest that an open loop has drawn and not used."""
     waiting = [each for each in batches if each.is_waiting]
     waiting = [each for each in waiting if each.loop.is_trained] or waiting
     if len(waiting) <= 1:

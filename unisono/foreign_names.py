@@ -1,4 +1,4 @@
-"""Names that users of other frameworks expect on an Accelerator, with their replacement here."""
+"""Attribute names from other frameworks that users may try on an Accelerator, with advice on what to do instead."""
 
 from __future__ import annotations
 
@@ -95,6 +95,6 @@ _ADVICE = {
 
 
 def advice_on(name: str) -> str:
-    """The message of the AttributeError for a name that an Accelerator does not have."""
+    """The text of the AttributeError for a name that an Accelerator does not have."""
     advice = _ADVICE.get(name)
     return f"'Accelerator' object has no attribute {name!r}" + (f": {advice}" if advice else "")

@@ -6,14 +6,14 @@ Let L_s be the loss of rank s. The gradient that arrives at x on rank r is that 
 
 as in `torch.distributed.nn.functional`. So the backward pass of an `all_gather` is a `reduce_scatter` of the
 gradients, that of `all_reduce` an `all_reduce`, that of `broadcast` a reduction to the root, and that of
-`reduce_scatter` an `all_gather`. They consist of the same functions, so gradients of gradients are exact, too.
+`reduce_scatter` an `all_gather`. They are composed of the same functions, so gradients of gradients are exact, too.
 
 A prepared model, and `optimizer_step`, average the ranks' gradients. With x_r = f(theta, batch r) that gives
 
     1/R sum_r G_r dx_r/dtheta  =  d/dtheta (L_0 + ... + L_{R-1}) / R
 
 the gradient of the mean of the ranks' losses. For CLIP's local loss (a rank's rows against all columns) this mean is
-the loss of the global batch. Where each rank computes the loss of the global batch, it is that loss, as for SimCLR:
+the loss of the global batch. If each rank computes the loss of the global batch, as for SimCLR, the mean is that loss:
 
     first, second = functional.all_gather_samples((model(x), model(augmented)))  # the ranks' rows, in rank order
     loss = nt_xent(first, second)  # the same on each rank
@@ -28,9 +28,9 @@ from the valid samples, and pass the same weight on all ranks:
     accelerator.backward(nt_xent(first, second), weight=len(first) / world_size())
 
 A backward pass is a collective: each rank must run it, for the same calls. Whether a tensor requires grad is compared
-between the ranks in the forward pass, and a rank that runs a different backward pass is named.
+between the ranks in the forward pass, and an error names a rank that runs another backward pass.
 
-*Threads:* a backward pass may run in a thread without a world; the forward pass records the communicator.
+*Threads:* a backward pass may run in a thread without a world; so the forward pass stores the communicator.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def all_gather(x: torch.Tensor, dim: int = 0, world: World | None = None) -> tor
         TypeError: `x` is not a dense tensor.
         IndexError: it has no such dimension.
         CollectiveMismatchError: the ranks' shapes or types differ (`all_gather_samples` takes other numbers of rows),
-            or `x` requires grad on some ranks only, or a peer made a different call.
+            or `x` requires grad on some ranks only, or a peer called something else.
         BrokenWorldError: a peer failed or departed.
     """
     check_tensor(x, "functional.all_gather")
@@ -82,7 +82,7 @@ def all_gather_samples(batch: Any, valid_samples: int | None = None, dim: int = 
 
     Args:
         batch: a tensor, or any nesting of tensors, with samples along `dim`; their number may differ between the ranks.
-        valid_samples: the number of leading samples that count; None means all. The others get a gradient of zero.
+        valid_samples: how many of them count, from the front; None takes all. The others get a gradient of zero.
 
     Returns:
         The same nesting; each tensor has all ranks' samples along `dim`.
@@ -111,7 +111,7 @@ def all_reduce(x: torch.Tensor, op: LinearOp = "sum", world: World | None = None
         x: any shape, the same on each rank.
 
     Returns:
-        A new tensor. The gradient of `x` is the sum, or mean, of the ranks' gradients.
+        The reduced tensor. The gradient of `x` is the sum, or mean, of the ranks' gradients.
 
     Raises:
         ValueError: `op` is neither "sum" nor "mean".
@@ -130,7 +130,7 @@ def reduce_scatter(x: torch.Tensor, op: LinearOp = "sum", world: World | None = 
         x: [world_size n, ...], the same shape on each rank.
 
     Returns:
-        [n, ...]. The gradient of `x` is every rank's gradient, in rank order; for "mean" divided by `world_size`.
+        [n, ...]. The gradient of `x` is the ranks' gradients, joined in rank order; for "mean" divided by `world_size`.
 
     Raises:
         ValueError: `op` is neither "sum" nor "mean", or dim 0 is not a multiple of `world_size`.
@@ -145,7 +145,7 @@ def reduce_scatter(x: torch.Tensor, op: LinearOp = "sum", world: World | None = 
 
 @_disable_dynamo
 def broadcast(x: torch.Tensor, root: int = 0, world: World | None = None) -> torch.Tensor:
-    """Return the root's tensor, as a new one; differentiable.
+    """Return a copy of the root's tensor; differentiable.
 
     Args:
         x: of the same shape on each rank, requiring grad on all or on none; only the root's values count.
@@ -174,7 +174,7 @@ def _check_linear(x: Any, op: str, name: str) -> None:
 
 
 def _num_samples(batch: Any, dim: int) -> int:
-    """The number of samples of each tensor of the batch; 0 if `check_samples` will refuse them."""
+    """The number of samples of each tensor in the batch; 0 if none has the dimension, which `check_samples` refuses."""
     counts = {
         leaf.shape[dim] for leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and -leaf.ndim <= dim < leaf.ndim
     }
@@ -184,7 +184,7 @@ def _num_samples(batch: Any, dim: int) -> int:
 
 
 class _Seat(NamedTuple):
-    """The communicator of a call, and a description of the call."""
+    """The communicator of a call, the rank's record of backward passes through such calls, and the call in words."""
 
     comm: Communicator
     crossings: Crossings
@@ -198,13 +198,13 @@ def _forward(function: Any, call: Call, world: World | None, x: torch.Tensor, *a
 
 
 def _backward(function: Any, seat: _Seat, gradient: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    """Without a span: this may be autograd's thread."""
+    """Run a backward pass; without a timeline span, since this may be autograd's thread."""
     seat.crossings.note()
     return _meet(function, seat._replace(call=f"the gradient of {seat.call}"), gradient, *arguments)
 
 
 def _meet(function: Any, seat: _Seat, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    """Apply it after the ranks have compared their calls: a backward pass of only some ranks would hang."""
+    """Apply `function`, after the ranks have compared their calls: a backward pass of some ranks only would hang."""
     is_recorded = x.requires_grad and torch.is_grad_enabled()
     seat.comm.announce(f"{seat.call} {'with' if is_recorded else 'without'} a gradient")
     found: torch.Tensor = function.apply(x, *arguments, seat)
@@ -265,7 +265,7 @@ class _Broadcast(torch.autograd.Function):
 
 
 class _Reduce(torch.autograd.Function):
-    """The sum on the root, and zeros elsewhere."""
+    """The sum on the root, zeros on the other ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, root: int, seat: _Seat) -> torch.Tensor:
@@ -279,5 +279,5 @@ class _Reduce(torch.autograd.Function):
 
 
 def _copy(x: torch.Tensor) -> torch.Tensor:
-    """In separate, writable memory: a gradient may be an expanded tensor."""
+    """A writable copy in separate memory: a gradient may be an expanded tensor."""
     return x.detach().clone(memory_format=torch.contiguous_format)

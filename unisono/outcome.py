@@ -1,10 +1,10 @@
-"""Outcome: a value, or an error and the place where it occurred; used at every boundary of threads or processes.
+"""Outcome: a value, or an error and where it happened. The one envelope at every boundary between threads or processes.
 
-Queues, ends of threads and pipes between processes all carry an `Outcome`, so an error is never lost and never changes
-its type on the way.
+A queue, a thread's end and a process's pipe all carry an `Outcome`, so an error is never lost and keeps its type in
+transit.
 
 Invariants:
-1. `capture` catches everything, including `KeyboardInterrupt` and `SystemExit`: the code that unwraps decides.
+1. `capture` lets no exception escape, not even `KeyboardInterrupt` and `SystemExit`: the caller of `unwrap` decides.
 2. `to_bytes` never raises. A value that cannot be pickled becomes an error that names it.
 3. `from_bytes` never raises. An exception class that cannot be rebuilt here becomes a `RemoteError` with the same text.
 """
@@ -34,11 +34,11 @@ class Outcome(Generic[T]):
     """The result of one piece of work.
 
     Attributes:
-        value: the returned value; meaningless if `error` is set.
-        error: the raised exception.
-        where: the place in words, which `unwrap` adds to the error as a note.
-        at: when it ended, `time.monotonic()` in seconds; comparable among the processes of one machine.
-        is_secondary: whether the error only reports that a peer broke the world, directly or through its causes.
+        value: the value that it returned; meaningless if `error` is set.
+        error: the exception that it raised.
+        where: the place in words, added to the error as a note when it is unwrapped.
+        at: the time of its end, `time.monotonic()` in seconds; comparable among the processes of one machine.
+        is_secondary: whether the error, or one in its chain, only reports that a peer broke the world.
     """
 
     value: T | None = None
@@ -49,7 +49,7 @@ class Outcome(Generic[T]):
 
     @classmethod
     def capture(cls, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Outcome[T]:
-        """Call `fn` and keep its value or its error."""
+        """Call `fn` and keep its value or its exception."""
         try:
             value = fn(*args, **kwargs)
         except BaseException as error:
@@ -62,18 +62,18 @@ class Outcome(Generic[T]):
         return cls(error=error, where=where, at=time.monotonic(), is_secondary=_is_secondary(error))
 
     def unwrap(self) -> T:
-        """Return the value, or raise the error with a note of the place where it occurred."""
+        """Return the value, or raise the error with a note saying where it happened."""
         if self.error is None:
             return cast(T, self.value)
         add_note_once(self.error, self.where)
         raise self.error
 
     def to_bytes(self) -> bytes:
-        """Serialise for another process; the traceback is sent as text."""
+        """Serialize for another process; the traceback is sent as text."""
         return self._serialize(lambda value: (dumps(value), []))[0]
 
     def to_buffers(self) -> tuple[bytes, list[memoryview]]:
-        """As `to_bytes`, with the memory of large tensors separate, uncopied: it must not change until it is sent."""
+        """As `to_bytes`, with the memory of large tensors returned separately: not to be changed until it is sent."""
         return self._serialize(dumps_apart)
 
     def _serialize(self, dump: Callable[[Any], tuple[bytes, list[memoryview]]]) -> tuple[bytes, list[memoryview]]:
@@ -91,10 +91,10 @@ class Outcome(Generic[T]):
 
     @staticmethod
     def from_bytes(data: bytes, buffers: Sequence[Any] = ()) -> Outcome[Any]:
-        """Rebuild an outcome; the `__cause__` of an error that was raised is a `RemoteTraceback` with the text of it.
+        """Rebuild an outcome; the `__cause__` of an error that was raised is a `RemoteTraceback` with its text.
 
         Args:
-            buffers: those of `to_buffers`, if it was serialised by that; the value's tensors then use their memory.
+            buffers: those of `to_buffers`, if it produced the data; the value's tensors then use their memory.
         """
         fields = pickle.loads(data)
         where, at = fields["where"], fields["at"]
@@ -134,20 +134,21 @@ def this_process(pid: int | None = None) -> str:
 
 
 def first_cause(failures: Mapping[int, Outcome[Any]]) -> int:
-    """The rank that failed first: the earliest failure that is not secondary, otherwise the earliest."""
+    """The rank whose failure came first: the earliest one that is not secondary, else the earliest."""
     return min(failures, key=lambda rank: (failures[rank].is_secondary, failures[rank].at))
 
 
 def add_note_once(error: BaseException, note: str) -> None:
-    """Add a note unless it is empty or already present: an error can pass several boundaries, or one of them twice."""
+    """Add a note unless it is empty or already there: one error can pass several boundaries, or one boundary twice."""
     if note and note not in getattr(error, "__notes__", ()):
         error.add_note(note)
 
 
 def copy_error(error: BaseException) -> BaseException:
-    """A second exception of the same type and content, so that two threads never raise the same object.
+    """Copy an exception, with its type and content, so that two threads never raise the same object.
 
-    Raising writes to the object (`__traceback__`, `__context__`), which two threads must not do concurrently.
+    Raising writes to the object (`__traceback__`, `__context__`), which two threads must not do at once. An exception
+    that cannot be copied is returned itself.
     """
     twin = error
     for make in (copy.copy, lambda error: _rebuild(type(error), error.args, error.__dict__)):
@@ -164,7 +165,7 @@ def copy_error(error: BaseException) -> BaseException:
 
 
 def chain_of(error: BaseException) -> Iterator[BaseException]:
-    """An error, its cause, and so on, as in Python's traceback; each once, although an error may be its own cause."""
+    """An error, its cause, and so on, as in Python's traceback; each once, even if an error is its own cause."""
     link: BaseException | None = error
     seen = set()
     while link is not None and id(link) not in seen:
@@ -178,7 +179,7 @@ def _is_secondary(error: BaseException) -> bool:
 
 
 def _traceback_of(error: BaseException) -> str:
-    """The place where it was raised; "" if it was not raised in this process, but only passed on."""
+    """The traceback as text; "" if it was never raised. A forwarded error keeps that of the process that raised it."""
     if error.__traceback__ is None and isinstance(error.__cause__, RemoteTraceback):
         return error.__cause__.text
     was_raised = error.__traceback__ or error.__cause__ or error.__context__
@@ -200,16 +201,16 @@ def _repr_of(value: Any) -> str:
 
 
 def _is_twin(made: BaseException, error: BaseException) -> bool:
-    """Whether the copy is faithful: an `__init__` that formats its message would format it a second time."""
+    """Whether `made` is a faithful copy: an `__init__` that formats its message would format it a second time."""
     return type(made) is type(error) and _text_of(made) == _text_of(error)
 
 
 def _pickle_error(error: BaseException) -> bytes | None:
-    """Bytes from which `_rebuild_error` makes an exception of the same type, or None.
+    """Pickle an exception, so that `_rebuild_error` makes one of the same type; None if that is impossible.
 
-    Not every exception survives plain pickling: one whose `__init__` takes other arguments than it passes on raises
-    when it is loaded, or formats its message twice, and one may hold a lock or an open file. So its class, `args` and
-    attributes are pickled one by one, and whatever cannot be pickled is replaced by its repr.
+    Not every exception survives plain pickling: one whose `__init__` takes other arguments than it passes to its base
+    class raises when it is loaded, or formats its message twice; and one may hold a lock or an open file. Then its
+    class, `args` and attributes are pickled one by one, and those that cannot be pickled are replaced by their repr.
     """
     found = None
     args = tuple(_portable(value) for value in error.args)
@@ -222,7 +223,7 @@ def _pickle_error(error: BaseException) -> bytes | None:
             continue
         if _is_twin(loaded, error):
             return data
-        found = data if type(loaded) is type(error) else found  # the text may contain the address of an object
+        found = data if type(loaded) is type(error) else found  # the text may hold the address of an object
     return found
 
 
@@ -240,7 +241,7 @@ def _load_error(data: bytes) -> BaseException:
 
 
 def _rebuild(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
-    """Create an exception without calling its `__init__`, which may require other arguments than those in `args`."""
+    """Create an exception without running its `__init__`, which may require other arguments than `args`."""
     error = kind.__new__(kind, *args)
     error.args = args
     error.__dict__.update(state)

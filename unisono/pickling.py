@@ -1,23 +1,23 @@
-"""Pickling for other processes: definitions of a script or a notebook are sent along, and keep their identity.
+"""Pickling for other processes: the definitions of a script or a notebook are sent, and keep their identity.
 
-The script is `__main__` in the calling process only; a worker cannot import it. So a call is sent by value: its
-functions, its classes under their names in `__main__`, and the globals that the code names. All of them are put into
-the worker's `__main__`. From then on they are pickled by name, as with plain pickle: between workers, and back to the
-caller, where the names resolve to the caller's own objects. (By value, cloudpickle would find the caller's class and
-replace its methods by copies.)
+The script is `__main__` in the calling process only; a worker cannot import it. So a call is sent to a worker by value:
+its functions, its classes under the names that they have in `__main__`, and the globals that the code names. All of
+them are defined in the worker's `__main__`. From then on they are sent by name, as with plain pickle: between workers,
+and back to the caller, where they resolve to the caller's own objects. (By value, cloudpickle would find the caller's
+class and replace its methods with copies.)
 
-Code that looks up globals at run time (`globals()`, `eval`, `import __main__`) may need any of them, so everything in
-`__main__` that can be pickled is sent with it. The lines of a notebook's cells, which are in no file, are sent with
+Code that looks up globals at run time (`globals()`, `eval`, `import __main__`) may need any of them, so every object in
+`__main__` that can be pickled is sent with it. The source lines of notebook cells, which are in no file, are sent with
 their code.
 
-Objects without a name in `__main__`, a lambda or a class defined in a function, are always pickled by value; modules
-always by name.
+An object without a name in `__main__`, such as a lambda or a class defined in a function, is always sent by value; a
+module always by name.
 
-The contents of tensors and arrays need not be copied into the pickle: `dumps_apart` returns them separately, to be
-written directly from memory, and `loads_apart` uses the buffers into which they were read.
+The contents of tensors and arrays need not be copied into the pickle: `dumps_apart` returns them as separate buffers,
+to be written directly from memory, and `loads_apart` uses the buffers that they were read into.
 
 Tensors of accelerators arrive in main memory: their device may not exist in the other process, or belong to another
-rank, and using it would start a runtime and occupy memory of that device.
+rank, and accessing it would start a runtime and allocate memory on that device.
 """
 
 from __future__ import annotations
@@ -36,23 +36,18 @@ from typing import Any
 
 import cloudpickle
 
-_LARGE = 1 << 16  # bytes: copying anything smaller is faster than sending it separately
-_LOOKING_UP = {
-    "globals",
-    "eval",
-    "exec",
-    "__main__",
-}  # names in code by which it may find any global
+_LARGE = 1 << 16  # bytes: a smaller buffer is copied faster than sent separately
+_LOOKING_UP = {"globals", "eval", "exec", "__main__"}  # names in code that may find a global the code does not name
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call, as rebuilt by `loads_call`.
+    """A call rebuilt by `loads_call`.
 
     Attributes:
-        fn, args: the function to call, and its arguments.
-        carried: the object that was sent along.
-        left_out: names of the caller's `__main__` that `fn` might look up and that could not be pickled, with reasons.
+        fn, args: the function and its arguments.
+        carried: the object that was sent with the call.
+        left_out: the names in the caller's `__main__` that `fn` might look up and that could not be pickled, and why.
     """
 
     fn: Callable[..., Any]
@@ -62,18 +57,18 @@ class Call:
 
 
 def dumps(value: Any) -> bytes:
-    """Pickle for this process or one whose `__main__` has the same names."""
+    """Pickle for this process, or for one whose `__main__` has the same names."""
     with io.BytesIO() as file:
         _ByName(file).dump(value)
         return file.getvalue()
 
 
 def dumps_apart(value: Any) -> tuple[bytes, list[memoryview]]:
-    """As `dumps`, with large contents separate: their memory itself, which must not change until it is sent."""
+    """As `dumps`, with large buffers returned separately: the memory itself, not to be changed until it is sent."""
     buffers: list[memoryview] = []
 
     def keep(buffer: pickle.PickleBuffer) -> bool:
-        """Whether it is copied into the pickle."""
+        """Whether the buffer goes into the pickle."""
         raw = buffer.raw()
         if raw.nbytes >= _LARGE:
             buffers.append(raw)
@@ -85,34 +80,34 @@ def dumps_apart(value: Any) -> tuple[bytes, list[memoryview]]:
 
 
 def loads_apart(data: bytes, buffers: Sequence[Any] = ()) -> Any:
-    """The object given to `dumps_apart`; its tensors and arrays use the memory of the buffers."""
+    """Rebuild the value given to `dumps_apart`; its tensors and arrays use the memory of the buffers."""
     return pickle.loads(data, buffers=buffers)
 
 
 def block_of(storage: Any) -> Any:
-    """The memory of a storage (`torch.UntypedStorage`, in main memory), as a buffer that keeps it alive."""
+    """The memory of a storage (`torch.UntypedStorage`, in main memory), as a buffer that keeps the storage alive."""
     block = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
     block.storage = storage
     return block
 
 
 def dumps_call(fn: Callable[..., Any], args: tuple[Any, ...], first: Any = None, carried: Any = None) -> bytes:
-    """Pickle a call for a process that has nothing of our `__main__`.
+    """Pickle a call for a process without the contents of this `__main__`.
 
     Args:
-        first: is available before the call is rebuilt.
-        carried: an object to send along, which may share objects with the call.
+        first: an object that is rebuilt before the call.
+        carried: another object to send; objects that it shares with the call stay shared.
     """
     with io.BytesIO() as file:
         pickler = _ByValue(file)
         pickler.dump(first)
-        # Whatever pickling the call has collected comes last, when it is complete.
+        # The last four are filled while the ones before are pickled.
         pickler.dump((fn, args, carried, pickler.looked_up, pickler.names, pickler.left_out, pickler.lines))
         return file.getvalue()
 
 
 def loads_call(data: bytes, take_first: Callable[[Any], object] = lambda first: None) -> Call:
-    """The call given to `dumps_call`; the names that came along are put into this process's `__main__`.
+    """Rebuild the call given to `dumps_call`; define the names that were sent with it in this process's `__main__`.
 
     Args:
         take_first: called with `first`, before the modules that the call needs are imported.
@@ -124,16 +119,16 @@ def loads_call(data: bytes, take_first: Callable[[Any], object] = lambda first: 
     main.update(looked_up)
     for name, each in names.items():
         if isinstance(each, type):
-            each.__qualname__ = name  # cloudpickle keeps only its last part
+            each.__qualname__ = name  # cloudpickle keeps its last part only
         if "." not in name:
             main[name] = each
     for file, text in lines.items():
-        linecache.cache[file] = (sum(map(len, text)), None, text, file)  # None: not to be looked up on disk
+        linecache.cache[file] = (sum(map(len, text)), None, text, file)  # None: not checked against the disk
     return Call(fn, args, carried, left_out)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # it has no annotations
-    """The common part of both picklers."""
+    """The part common to pickling by name and by value."""
 
     def reducer_override(self, obj: Any) -> Any:
         _refuse_file(obj)
@@ -152,12 +147,13 @@ class _ByName(_Pickler):
 
 
 class _ByValue(_Pickler):
-    """Pickles what `__main__` defines by value.
+    """Pickles the definitions of `__main__` by value.
 
     Attributes:
-        names: the classes and functions of `__main__` that were pickled, by their qualified names.
-        looked_up, left_out: all of `__main__`, if some code may look up any of it; and why some names are missing.
-        lines: the lines of pickled code that is in no file, by the code's name for its file.
+        names: the classes and functions of `__main__` found while pickling, by their qualified names.
+        looked_up: the globals of `__main__`, if code was found that may look up any of them.
+        left_out: the names that are missing from `looked_up`, and why.
+        lines: the source lines of code that is in no file, by the code's file name.
     """
 
     def __init__(self, file: io.BytesIO, carries_all: bool = True) -> None:
@@ -196,16 +192,16 @@ class _ByValue(_Pickler):
                     self.looked_up[name] = value
 
 
-_OF_NOTEBOOKS = {"In", "Out", "exit", "quit", "open", "get_ipython"}  # put there by IPython
+_OF_NOTEBOOKS = {"In", "Out", "exit", "quit", "open", "get_ipython"}  # defined by IPython
 
 
 class _MainGlobals(dict[str, Any]):
-    """Represents the globals of `__main__` of the process in which it is unpickled."""
+    """Stands for the globals of `__main__` of the process that unpickles it."""
 
 
 def _main_globals(package: str | None) -> dict[str, Any]:
     found = sys.modules["__main__"].__dict__
-    found["__package__"] = package  # the base of relative imports after `python -m`
+    found["__package__"] = package  # the base of relative imports, after `python -m`
     return found
 
 
@@ -218,7 +214,7 @@ def _texts(code: CodeType) -> Iterator[str]:
 
 
 def codes_in(code: CodeType) -> Iterator[CodeType]:
-    """A code object, and those of the functions and classes that it defines."""
+    """A code object and, recursively, those of the functions and classes that it defines."""
     yield code
     for each in code.co_consts:
         if isinstance(each, CodeType):
@@ -226,13 +222,13 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
 
 
 def _importable_path(obj: Any) -> str | None:
-    """The dotted name under which a module, or torch's substitute for one, is found in any process.
+    """The dotted name of an object of torch that serves as a module, or of an operator, if it resolves to the object.
 
-    cloudpickle handles plain modules. `torch.backends.cudnn` and others are objects of classes derived from ModuleType.
+    cloudpickle handles plain modules; `torch.backends.cudnn` and others are instances of subclasses of `ModuleType`.
     """
     if isinstance(obj, ModuleType) and type(obj) is not ModuleType:
         path = obj.__name__
-    elif type(obj).__module__ == "torch._ops":  # an operator: it is `aten.add` to `str`
+    elif type(obj).__module__ == "torch._ops":  # an operator, whose `str` is `aten.add`, for example
         path = f"torch.ops.{obj}"
     else:
         return None
@@ -243,13 +239,13 @@ def _importable_path(obj: Any) -> str | None:
 
 
 def _refuse_file(obj: Any) -> None:
-    """cloudpickle would silently send the current contents of an open text file, as a file in memory."""
+    """Raise TypeError for an open text file: cloudpickle would silently send its current contents, in memory."""
     if isinstance(obj, io.TextIOWrapper) and obj not in (sys.stdout, sys.stderr, sys.stdin):
         raise TypeError(f"cannot pickle the open file {obj.name!r}; pass its path")
 
 
 def _is_tensor(obj: Any) -> bool:
-    """Without importing torch, which takes seconds and may not be needed: if there is a tensor, it is imported."""
+    """Whether `obj` is a tensor, without importing torch, which takes seconds: if there is a tensor, it is imported."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(obj, getattr(torch, "Tensor", ()))
 
@@ -260,10 +256,10 @@ def _is_storage(obj: Any) -> bool:
 
 
 def _reduced_storage(storage: Any) -> Any:
-    """Pickle a storage as a buffer. Tensors that share one still share it in the other process."""
+    """Reduce a storage to its buffer. Tensors that share a storage still do when they are unpickled."""
     if hasattr(storage, "_untyped_storage"):
         return _typed_storage, (storage._untyped_storage, storage.dtype)
-    storage = storage.cpu()  # itself, if it exists there
+    storage = storage.cpu()  # the same object if it is in main memory
     return _storage_over, (pickle.PickleBuffer(block_of(storage) if storage.nbytes() else bytearray()),)
 
 
@@ -274,7 +270,7 @@ def _typed_storage(untyped: Any, dtype: Any) -> Any:
 
 
 def _storage_over(buffer: Any) -> Any:
-    """The storage whose memory the buffer is, otherwise one with a copy."""
+    """The storage whose memory the buffer is; if there is none, a new one with a copy."""
     import torch
 
     if hasattr(buffer, "storage"):
@@ -286,7 +282,7 @@ def _storage_over(buffer: Any) -> Any:
 
 
 def _reduce_tensor(tensor: Any) -> Any:
-    """Pickle a tensor, as its copy in main memory if torch would pickle it together with its device."""
+    """Reduce a tensor as torch does; to its copy in main memory alone, if torch would send the device with it."""
     rebuild, args, *rest = tensor.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
     if rebuild.__name__ == "_rebuild_device_tensor_from_cpu_tensor":
         return args[0].requires_grad_(tensor.requires_grad).__reduce_ex__(pickle.DEFAULT_PROTOCOL)

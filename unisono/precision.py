@@ -1,18 +1,20 @@
-"""Full and reduced precision: float32, and bfloat16 or float16, of tensors, modules, optimizers and structures of them.
+"""Full (float32) and reduced (bfloat16 or float16) precision of tensors, modules, optimizers and structures of them.
 
-A tensor is converted into a new one; gradients flow back through the conversion in the original precision. A module and
-an optimizer are converted in place, as `module.to(dtype)` does, so that parameters keep their identity: tied ones stay
-tied, and an optimizer keeps its parameters.
+A tensor is converted into a new one, through which gradients flow back in the original's precision. A module and an
+optimizer are converted in place, as by `module.to(dtype)`, so that parameters keep their identity: tied ones stay tied,
+and an optimizer keeps its parameters.
 
-What never converts:
+What is never converted:
 
-- **float64**, integers, booleans, complex numbers: in a structure they stay; converting them directly is an error.
-- **A layer that keeps running statistics** (BatchNorm), all of it. Statistics are sums of many small changes, which
-  rounding to a reduced precision would lose. torch's kernels accept inputs in reduced precision with a layer in full
-  precision, compute in full, and return the precision of the input; they reject reduced weights with full statistics.
+- **float64**, integers, booleans, complex numbers: within a structure they stay unchanged; passed directly they are an
+  error.
+- **A layer that keeps running statistics** (BatchNorm), with all its tensors. Statistics are sums of many small
+  changes, which would be rounded away in reduced precision. torch's kernels accept inputs in reduced precision together
+  with the layer's tensors in full precision, compute in full, and return the input's precision; they do not accept
+  reduced weights with full statistics.
 - **Hyper-parameters and counts** of an optimizer: `step`, and other state without dimensions.
 
-Invariant: a structure that is refused is unchanged, since all of it is checked before anything is converted.
+Invariant: if a structure is refused, none of it is changed, since all of it is checked before anything is converted.
 """
 
 from __future__ import annotations
@@ -35,18 +37,19 @@ REDUCED = frozenset({torch.bfloat16, torch.float16})
 
 
 def to_reduced_precision(x: T, *, dtype: torch.dtype = torch.bfloat16) -> T:
-    """`x` with its float32 tensors in reduced precision.
+    """Convert the float32 tensors of `x` to reduced precision.
 
     Args:
         x: a tensor, module or optimizer, or a structure of them. Modules and optimizers are converted in place; do so
             before they are wrapped or prepared. The state of an optimizer takes the precision of its parameters, so
             convert it after its module, or with it: `to_reduced_precision((model, optimizer))`.
-        dtype: `torch.bfloat16`, which has the range of float32, or `torch.float16`, which has a longer mantissa.
+        dtype: `torch.bfloat16`, which has the range of float32, or `torch.float16`, which has more digits.
 
     Raises:
         TypeError: `x` is none of these.
-        ValueError: something in it is already in reduced precision (the message says where); it is a tensor of a type
-            other than float32; it is an optimizer whose parameters are in full precision.
+        ValueError: something in `x` is in reduced precision already, and the message says where; or `x` is a tensor of
+            another type than float32; or `x` is an optimizer whose parameters are in full precision; or `dtype` is not
+            a reduced precision.
     """
     if dtype not in REDUCED:
         raise ValueError(f"dtype={dtype} is not a reduced precision; choose torch.bfloat16 or torch.float16")
@@ -54,19 +57,19 @@ def to_reduced_precision(x: T, *, dtype: torch.dtype = torch.bfloat16) -> T:
 
 
 def to_full_precision(x: T) -> T:
-    """`x` with its bfloat16 and float16 tensors in float32: the inverse of `to_reduced_precision`."""
+    """Convert the bfloat16 and float16 tensors of `x` to float32: the inverse of `to_reduced_precision`."""
     return _convert(x, REDUCED, torch.float32)
 
 
 def is_reduced_precision(x: object) -> bool:
-    """Whether the tensors of `x` are in reduced precision; those that never convert are ignored.
+    """Whether the tensors of `x` are in reduced precision, ignoring those that are never converted.
 
-    Of an optimizer, the state of reduced parameters is checked, or all of it if there are none. False if there is
-    nothing to check.
+    For an optimizer, this checks its state for parameters in reduced precision, or all of its state if there is none.
+    False if there is nothing to check.
 
     Raises:
         TypeError: `x` is not a tensor, module, optimizer, or structure.
-        ValueError: some are in reduced precision and some are not; the message names one of each.
+        ValueError: some tensors are and some are not; the message names one of each.
     """
     content = _Content(x)
     asked = list(content.parts)
@@ -82,7 +85,7 @@ def is_reduced_precision(x: object) -> bool:
 
 
 class _Part(NamedTuple):
-    """A tensor to check, the path to it, and, for an optimizer's state, the parameters that it belongs to."""
+    """One convertible tensor, the path to it, and the parameters whose state it is, if it belongs to an optimizer."""
 
     where: str
     tensor: torch.Tensor
@@ -90,7 +93,7 @@ class _Part(NamedTuple):
 
     @property
     def owners_dtype(self) -> torch.dtype:
-        """The promoted type of the owners; with a single owner, its own."""
+        """The type to which the owners' types promote; for a single owner, its own."""
         return functools.reduce(torch.promote_types, (owner.dtype for owner in self.owners))
 
     def __str__(self) -> str:
@@ -136,7 +139,7 @@ def _convert(x: T, source: frozenset[torch.dtype], target: torch.dtype) -> T:
 
 
 def _check(x: object, content: _Content, source: frozenset[torch.dtype]) -> None:
-    """Refuse what is already converted, what cannot be, and an optimizer before its parameters."""
+    """Raise ValueError if something is converted already or cannot be, or is an optimizer before its parameters."""
     word = "reduced" if source is FULL else "full"
     if isinstance(x, torch.Tensor) and x.dtype not in FULL | REDUCED:
         raise ValueError(
@@ -161,7 +164,7 @@ def _check(x: object, content: _Content, source: frozenset[torch.dtype]) -> None
 
 
 def _lags(state: _Part, source: frozenset[torch.dtype]) -> bool:
-    """Whether an optimizer's state is still in the previous precision of its parameters."""
+    """Whether an optimizer's state is in the source precision, but its parameters no longer are."""
     return state.tensor.dtype in source and state.owners_dtype not in source
 
 
@@ -184,7 +187,7 @@ def _convert_state(optimizer: torch.optim.Optimizer, changing: set[int], target:
 
 
 def _module_parts(module: nn.Module, where: str) -> Iterator[_Part]:
-    """Convert parameters and buffers, except those of layers that keep running statistics."""
+    """The parameters and buffers in full or reduced precision, except those of layers that keep running statistics."""
     for path, layer in module.named_modules():
         if getattr(layer, "running_mean", None) is None:
             for name, tensor in [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]:
@@ -193,9 +196,9 @@ def _module_parts(module: nn.Module, where: str) -> Iterator[_Part]:
 
 
 def _state(optimizer: torch.optim.Optimizer, where: str) -> Iterator[_Part]:
-    """The state that follows the precision of its parameter: no step count, no scalar of a larger parameter."""
+    """The state that takes its parameter's precision: no step counts, and no scalars of parameters with dimensions."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    is_joint = isinstance(optimizer, torch.optim.LBFGS)  # keeps one vector for all, as the state of the first
+    is_joint = isinstance(optimizer, torch.optim.LBFGS)  # keeps one vector for all parameters, as state of the first
     for index, parameter in enumerate(parameters):
         for key, value in optimizer.state.get(parameter, {}).items():
             for path, leaf in _leaves_with_paths(value, f"{where}.state[{index}][{key!r}]"):
@@ -205,7 +208,7 @@ def _state(optimizer: torch.optim.Optimizer, where: str) -> Iterator[_Part]:
 
 
 def _leaves_with_paths(tree: object, where: str) -> Iterator[tuple[str, Any]]:
-    """The leaves of a structure with their paths, in Python's notation; each leaf once."""
+    """The leaves of a structure and the paths to them, as Python expressions; each leaf once."""
     tree_map(lambda leaf: leaf, tree)  # raises ValueError if a container contains itself
     seen: dict[int, object] = {}
 
@@ -222,7 +225,7 @@ def _leaves_with_paths(tree: object, where: str) -> Iterator[tuple[str, Any]]:
 
 
 def _children(node: Any) -> list[tuple[str, Any]] | None:
-    """The items of a container of `unisono.tree`, each with its path; None for a leaf."""
+    """The children of a container as defined in `unisono.tree`, each with its path; None for a leaf."""
     if isinstance(node, PackedSequence | type):
         return None
     if isinstance(node, Mapping):

@@ -1,7 +1,7 @@
-"""The process's random generators (Python's, numpy's, torch's on the CPU), and seeds for them.
+"""The process's random generators (python's, numpy's, torch's on the CPU), and numbers to seed them with.
 
-*Threads:* the generators belong to the process, so seeding affects all threads. `seeded` admits one thread at a time,
-and restores the previous state.
+*Threads:* all threads of the process share the generators, so only a thread that may disturb all others seeds them.
+`seeded` admits one thread at a time, and restores their states.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _SEEDING_S = 30.0
 
 
 def seed_of(*place: int | str) -> int:
-    """A 63-bit seed for a place, such as (seed, epoch). Hashed, so that seeds of neighbouring places are unrelated."""
+    """A 63-bit seed for a place, for example (seed, epoch). Hashed, so that the seeds of neighbors are unrelated."""
     return random.Random("/".join(map(str, place))).getrandbits(63)
 
 
 def mixed(seed: int, place: int) -> int:
-    """The same with one more number, fast: the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    """A seed from a seed and one number more, fast: finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
     state = (seed + (place + 1) * 0x9E3779B97F4A7C15) & _MASK
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -36,7 +36,7 @@ def mixed(seed: int, place: int) -> int:
 
 
 def seed_all(seed: int) -> None:
-    """Seed the three generators; numpy's only if numpy is imported. Does not affect accelerators."""
+    """Seed the three generators; numpy's only if numpy is imported. Touches no accelerator."""
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
     numpy = sys.modules.get("numpy")
@@ -45,7 +45,7 @@ def seed_all(seed: int) -> None:
 
 
 def all_states() -> tuple[object, ...]:
-    """The state of the three generators; slow. Any draw changes it."""
+    """A part of the three generators' states that any draw changes; slow."""
     _, words, cached = random.getstate()
     numpy = sys.modules.get("numpy")
     place = () if numpy is None else numpy.random.get_state()
@@ -56,7 +56,7 @@ _was_asked = False
 
 
 def notice_who_asks() -> None:
-    """For loader workers: from now on a call of `torch.initial_seed()` counts as a draw for a `Watch`."""
+    """In a loader worker, let a `Watch` count each call of `torch.initial_seed()` as a draw from now on."""
     ask = torch.random.initial_seed
 
     def initial_seed() -> int:
@@ -68,12 +68,12 @@ def notice_who_asks() -> None:
 
 
 class Watch:
-    """Detects whether anything is drawn from the three generators from now on, at the price of seeding them once.
+    """Detects whether anything is drawn from the three generators from now on, at the cost of seeding them once.
 
-    Python's and numpy's get the same seed each time, so the next number shows whether it is the first.
+    Python's and numpy's generators get the same seed each time, so the next number shows whether it is the first.
 
     Args:
-        seed: for torch's generator, which reports it (`torch.initial_seed()`).
+        seed: for torch's generator, since `torch.initial_seed()` returns it.
     """
 
     def __init__(self, seed: int) -> None:
@@ -85,7 +85,7 @@ class Watch:
         self._torch = _torch_place()
 
     def is_drawn_from(self) -> bool:
-        """Whether something was drawn. Call it once, since the check draws."""
+        """Whether something was drawn. Call it once only, since the check itself draws."""
         if _was_asked or _torch_place() != self._torch or random.getrandbits(32) != _FIRST:
             return True
         return self._numpy is not None and self._numpy.random.random_sample() != _first_of_numpy()
@@ -100,7 +100,7 @@ def _first_of_numpy() -> float:
 
 
 def _torch_place() -> list[int]:
-    """The position of torch's generator in its cycle: two numbers of its state that every draw changes."""
+    """The position of torch's generator in its cycle: two numbers of its state, changed by every draw."""
     place: list[int] = torch.default_generator.get_state()[8:24].tolist()
     return place
 
@@ -112,7 +112,11 @@ def is_seeding() -> bool:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed the three generators for the block, and restore their state after it."""
+    """Seed the three generators for the block, then restore their states.
+
+    Raises:
+        BusyError: another thread has been in such a block for `_SEEDING_S`.
+    """
     numpy = sys.modules.get("numpy")
     if not _seeding.acquire(timeout=_SEEDING_S):
         raise BusyError(

@@ -1,6 +1,6 @@
 """Which rows of a loop's batches count for a metric, if only the number of rows identifies the batches.
 
-A batch has its samples in its first rows; the rows after them repeat other samples, and do not count.
+The first rows of a batch are its samples; the rows after them repeat others and do not count.
 
 *Threads:* as `deliveries.py`.
 """
@@ -12,15 +12,17 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import NamedTuple
 
-_KEPT = 4096  # number of runs of equal batches that are kept while nothing was gathered of them
+_KEPT = 4096  # runs of equal batches of which no metric was gathered
 
 
 class Rows(NamedTuple):
-    """The indices of the rows that count, among the rows of several batches.
+    """The rows that count among those of several consecutive batches.
 
     Attributes:
-        end: the number of the last of these batches; 0 if several are possible.
-        is_new: no metric has been gathered of them, as far as is known.
+        counted: the places of these rows.
+        batches: the number of batches.
+        end: the number of the last of these batches; 0 if there are several possibilities.
+        is_new: whether no metric was gathered of them, as far as is known.
     """
 
     counted: list[int]
@@ -30,7 +32,7 @@ class Rows(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """A run of equal batches: each has the same number of samples, and of rows; the samples come first."""
+    """A run of `times` equal batches: each has `rows` rows, of which the first `samples` are its samples."""
 
     samples: int
     rows: int
@@ -42,19 +44,19 @@ class LoopRows:
 
     Attributes:
         num_batches: the number of batches.
-        is_gathered: whether a metric was gathered of some.
-        is_told: whether the number of rows of each batch is known; if not, rows cannot be matched to batches.
+        is_gathered: whether a metric was gathered of some batch.
+        is_told: whether the number of rows of every batch is known; else no number of rows identifies batches.
     """
 
     def __init__(self) -> None:
         self._runs: list[_Run] = []
-        self._ungathered: deque[_Run] = deque()  # those of which no metric has been gathered, as far as is known
+        self._ungathered: deque[_Run] = deque()  # of these no metric was gathered, as far as is known
         self.num_batches = 0
         self.is_gathered = False
         self.is_told = True
 
     def count(self, samples: int, repeated: int, is_told: bool = True) -> None:
-        """Record a delivered batch: its number of samples, and of rows after them that do not count."""
+        """Register a delivered batch: its number of samples, and of the rows after them, which do not count."""
         self.is_told = self.is_told and is_told
         for runs in (self._runs, self._ungathered):
             is_more = bool(runs) and runs[-1][:2] == (samples, samples + repeated)
@@ -64,9 +66,9 @@ class LoopRows:
         self.num_batches += 1
 
     def fitting(self, rows: int) -> list[Rows]:
-        """The rows that count in runs of batches with `rows` rows in total. Each answer once, the latest last.
+        """The rows that may count if consecutive batches have `rows` rows in total; each result once, the latest last.
 
-        Batches of which no metric was gathered are considered first; if none of them fit, the last ones.
+        Only batches of which no metric was gathered are considered; if none of these fit, the last batches.
         """
         if not self.is_told:
             return []
@@ -88,9 +90,9 @@ class LoopRows:
         return list(reversed(each_once.values()))
 
     def _stretches(self, place: int, before: int, rows: int) -> Iterator[tuple[tuple[tuple[int, int], ...], int]]:
-        """Batches with that many rows, beginning in that run, after `before` others; and the number of the last one.
+        """Sequences of batches with `rows` rows in total that begin in run `place`, each with its last batch's number.
 
-        The last number is 0 if several stretches of the run are alike.
+        `before` batches precede the run. The number is 0 if several sequences within the run are equal.
         """
         run = self._ungathered[place]
         within, rest = divmod(rows, run.rows) if run.rows else (0, 1)
@@ -120,7 +122,7 @@ class LoopRows:
         return []
 
     def gather(self, end: int) -> None:
-        """Record that a metric was gathered of its batches up to that number."""
+        """Note that a metric was gathered of the batches up to number `end`."""
         self.is_gathered = True
         gathered = end - self.num_batches + sum(run.times for run in self._ungathered)
         while gathered > 0 and self._ungathered:
@@ -130,12 +132,12 @@ class LoopRows:
             gathered -= run.times
 
     def recent(self) -> list[int]:
-        """The numbers of rows of the last few batches, latest last."""
+        """The numbers of rows of the last three batches, the latest last."""
         return [run.rows for run in self._runs[-3:] for _ in range(min(run.times, 3))][-3:]
 
 
 def _places_that_count(batches: Iterable[tuple[int, int]]) -> list[int]:
-    """The indices of the rows that count in these batches, concatenated; a batch is its numbers of samples and rows."""
+    """The places of the rows that count in the concatenated batches, each given as its numbers of samples and rows."""
     places: list[int] = []
     start = 0
     for samples, rows in batches:

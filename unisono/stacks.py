@@ -1,6 +1,6 @@
-"""Stacks of workers as text: their frames, and where the user's program calls into torch or this package.
+"""Stacks of workers as text: their frames, and the place where the user's program calls into torch or this package.
 
-Faulthandler prints the most recent call first; tracebacks print it last.
+Stacks written by faulthandler have the most recent call first, tracebacks have it last.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Frame:
 
     @property
     def is_users(self) -> bool:
-        """Whether it belongs neither to a library nor to this package."""
+        """Whether the file belongs neither to a library nor to this package."""
         return "/lib/python" not in self.file and not self.file.startswith(PACKAGE)
 
     def __str__(self) -> str:
@@ -37,7 +37,7 @@ class Frame:
 
 
 def main_stack(stacks: str) -> str:
-    """The stack of the main thread, which faulthandler prints last."""
+    """The stack of the main thread, which faulthandler writes last."""
     starts = [match.start() for match in _THREAD.finditer(stacks)]
     return stacks[starts[-1] :].rstrip() if starts else stacks.rstrip()
 
@@ -48,7 +48,7 @@ def frames_of(stack: str) -> list[Frame]:
 
 
 def tracebacks_in(text: str) -> list[str]:
-    """The tracebacks of a chain of exceptions, that of the innermost cause first."""
+    """The tracebacks of a chain of exceptions, the innermost cause first."""
     return text.split(_TRACEBACK)[1:]
 
 
@@ -58,7 +58,7 @@ def own_frames() -> list[Frame]:
 
 
 def describe_call(frames: Iterable[Frame]) -> str:
-    """The call that the user's program has made there, as `save() in main ("a.py", line 3)`; "" if there is none.
+    """Describe the call in the user's program and its place, as `save() in main ("a.py", line 3)`; "" if there is none.
 
     Args:
         frames: the most recent call first.

@@ -1,4 +1,4 @@
-"""Notes on tensors, keyed by their memory, and thus valid for their views, as long as that memory exists."""
+"""Notes on tensors by the memory that they occupy: they also apply to views, for as long as that memory exists."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 T = TypeVar("T")
 
-_SWEEP_FROM = 64  # entries, before the first sweep for freed memory
-_STRETCHES = 1024  # per storage: the latest ones are kept
+_SWEEP_FROM = 64  # entries, before the first search for expired storages
+_STRETCHES = 1024  # of one storage: only the latest are kept
 
 
-_Stretch = tuple[int, int]  # the bytes of a storage from the first to before the second
+_Stretch = tuple[int, int]  # bytes of a storage: the first one, and the one after the last
 
 
 class StorageMap(Generic[T]):
-    """Keeps neither tensors nor their memory alive.
+    """A map from the memory of tensors to values. It keeps neither tensors nor their memory alive.
 
-    The latest note applies where tensors overlap, except for a tensor with a kept note of its own. Tensors without a
-    storage (those of a lazy device before they are computed, some subclasses) cannot be noted.
+    If tensors overlap, the latest note applies, except to a tensor whose own note was kept. Tensors without accessible
+    memory (those of a lazy device before they are computed, some subclasses) are never found.
 
     Args:
         is_kept: whether a value stays when a larger tensor in the same memory is noted.
@@ -29,20 +29,20 @@ class StorageMap(Generic[T]):
 
     def __init__(self, is_kept: Callable[[T], bool] = lambda value: False) -> None:
         self._is_kept = is_kept
-        self._held: dict[int, tuple[StorageWeakRef, dict[_Stretch, T]]] = {}  # for each storage, the latest note last
+        self._held: dict[int, tuple[StorageWeakRef, dict[_Stretch, T]]] = {}  # by address; the latest note last
         self._sweep_at = _SWEEP_FROM
 
     def note(self, tensor: torch.Tensor, value: T) -> T | None:
-        """Note a value for this tensor, and for all that share its memory.
+        """Note a value for this tensor and for all tensors that share its memory.
 
         Returns:
-            The previous value for exactly its bytes.
+            The previous note for exactly the same bytes, or None.
         """
         storage = _storage(tensor)
         if storage is None:
             return None
         begin, end = stretch = _bytes_of(tensor)
-        # A weak reference keeps the address occupied, so that no other storage is found under it.
+        # A weak reference keeps the address occupied, so no other storage can be found at it.
         held = self._held.get(storage._cdata)
         if held is None:
             self._sweep()
@@ -61,7 +61,7 @@ class StorageMap(Generic[T]):
         return before
 
     def find(self, tensor: torch.Tensor) -> T | None:
-        """The note of this tensor; otherwise of one that contains it; otherwise of one that overlaps it."""
+        """The note for this tensor; else for one that contains it; else for one that overlaps it; else None."""
         storage = _storage(tensor)
         held = self._held.get(storage._cdata) if storage is not None else None
         if held is None:
@@ -78,11 +78,11 @@ class StorageMap(Generic[T]):
         return overlapping
 
     def __len__(self) -> int:
-        """The number of storages with notes, including freed ones that were not swept yet."""
+        """The number of storages with notes, including expired ones that were not removed yet."""
         return len(self._held)
 
     def _sweep(self) -> None:
-        """Forget freed memory, whenever there are twice as many entries as after the previous sweep."""
+        """Remove expired storages, once the number of entries is twice what was left by the previous sweep."""
         if len(self._held) >= self._sweep_at:
             self._held = {at: held for at, held in self._held.items() if not held[0].expired()}
             self._sweep_at = max(_SWEEP_FROM, 2 * len(self._held))
@@ -91,12 +91,12 @@ class StorageMap(Generic[T]):
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     try:
         return tensor.untyped_storage() if tensor.numel() else None
-    except (RuntimeError, NotImplementedError):  # sparse tensors and some subclasses have no storage
+    except (RuntimeError, NotImplementedError):  # sparse tensors and some subclasses have none
         return None
 
 
 def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """The range of the tensor's bytes in its storage, the end excluded."""
+    """The tensor's first byte in its storage, and the one after its last."""
     begin = int(tensor.storage_offset()) * tensor.itemsize
     if tensor.is_contiguous():
         return begin, begin + tensor.nbytes

@@ -1,9 +1,9 @@
 """Map over, slice and measure a nested batch of any containers.
 
 Containers are dict and other mappings, list, tuple, named tuple, set, frozenset and dataclass. Everything else is a
-leaf. A container keeps its type and order; an object that occurs twice in a batch is visited once and stays shared; the
-batch itself is never modified. (`torch.utils._pytree` is private, and supports neither dataclasses nor user-defined
-mappings nor shared leaves.)
+leaf. A rebuilt container keeps its type and order; an object that occurs twice in a batch is visited once and stays
+shared; the batch itself is never modified. (`torch.utils._pytree` is private, and supports neither dataclasses nor
+user-defined mappings nor shared leaves.)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PLAIN = (str, bytes, numbers.Number, type(None))  # leaves that hold no samples
 
 
 def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """Rebuild `tree` with `fn(leaf)` in place of each leaf; a tree whose leaves all stay the same is returned itself.
+    """Rebuild `tree` with `fn(leaf)` in place of each leaf; return `tree` itself if no leaf changes.
 
     Raises:
         ValueError: a container contains itself.
@@ -34,14 +34,14 @@ def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    """The leaves of `tree`, in order; a shared leaf occurs once."""
+    """The leaves of `tree`, in order; a shared leaf once."""
     found: list[Any] = []
     tree_map(lambda leaf: found.append(leaf) or leaf, tree)  # type: ignore[func-returns-value]
     yield from found
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
-    """The tensors among the leaves. Fast for common batches, since it runs several times per step."""
+    """The tensors among the leaves. Fast for the most common batches, since it runs several times a step."""
     found: list[torch.Tensor] = []
     for node in tree if type(tree) in (list, tuple) else (tree,):
         if isinstance(node, torch.Tensor):
@@ -54,7 +54,8 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 def batch_size(tree: Any, dim: int = 0) -> int | None:
     """The number of samples of a batch: the size, along `dim`, of its tensors and arrays that have this dimension.
 
-    None if it is unknown: none has it, they disagree, or a packed sequence orders the samples differently.
+    None if it is unknown: none has the dimension, their sizes differ, or a packed sequence orders samples in its own
+    way.
     """
     sizes = set()
     for leaf in leaves(tree):
@@ -68,8 +69,8 @@ def batch_size(tree: Any, dim: int = 0) -> int | None:
 def may_list_samples(tree: Any) -> bool:
     """Whether a batch is a list of mappings with the same keys, or of objects of one dataclass.
 
-    Each may be one sample, if nothing collates them, or a part of all samples (two views of them). Only in the second
-    case do their tensors determine the number of samples.
+    Each element may be a sample, if they are not collated, or a part of all samples (two views of them). Their tensors
+    show the number of samples in the second case only.
     """
     if type(tree) is not list or not tree or not all(map(_is_record, tree)):
         return False
@@ -77,11 +78,11 @@ def may_list_samples(tree: Any) -> bool:
 
 
 def can_cut(tree: Any, dim: int = 0) -> bool:
-    """Whether the division of a batch into samples is certain.
+    """Whether it is certain how a batch divides into samples.
 
     It is not if the size is unknown; if tensors differ in size; if the batch holds a packed sequence, a sparse tensor
-    or an object of an unknown class; or if it is a list of as many containers, or equal tensors, as there are samples,
-    each of which may be one sample, or a part of all.
+    or an object of an unknown class; or if a list has as many elements as there are samples, and these are containers,
+    or tensors of equal type and dimensionality: each may be one sample, or a part of all.
     """
     size = batch_size(tree, dim)
 
@@ -104,9 +105,9 @@ def can_cut(tree: Any, dim: int = 0) -> bool:
 
 
 def flat_tensors(tree: Any) -> Collection[torch.Tensor] | None:
-    """The tensors of a batch that is a tensor, or a plain list, tuple or dict of tensors; None for any other.
+    """The tensors of a batch that is a tensor, or a plain list, tuple or dict of tensors only; None for any other.
 
-    Most batches are of this kind, and this runs in every step.
+    Most batches are of this form, and this check runs on every step.
     """
     kind = type(tree)
     if kind is torch.Tensor:
@@ -125,7 +126,7 @@ def flat_tensors(tree: Any) -> Collection[torch.Tensor] | None:
 
 
 def nbytes(tree: Any) -> int:
-    """The bytes of a batch's tensors, arrays and strings, by their own account; a shared one counts once."""
+    """The bytes of a batch's tensors, arrays and texts, by the size that each reports; a shared leaf counts once."""
     flat = flat_tensors(tree)
     if flat is None or len({*map(id, flat)}) < len(flat):
         return sum(map(_leaf_nbytes, leaves(tree)))
@@ -138,7 +139,7 @@ def nbytes(tree: Any) -> int:
 def take(tree: Any, start: int, stop: int, dim: int = 0) -> Any:
     """Samples `start` to `stop` of a batch: every tensor, array and (along dim 0) plain list of its size is sliced.
 
-    Leaves without the dimension `dim` (a scale, a name) belong to the whole batch and are kept whole.
+    A leaf without dimension `dim` (a scale, a name) belongs to the whole batch and is kept whole.
 
     Raises:
         ValueError: `can_cut` is False.
@@ -147,7 +148,7 @@ def take(tree: Any, start: int, stop: int, dim: int = 0) -> Any:
 
 
 def pick(tree: Any, samples: list[int], dim: int = 0) -> Any:
-    """Copies of the given samples of a batch, in that order, with repetitions. Otherwise as `take`.
+    """Copy the given samples of a batch, in the given order, with repetitions. Otherwise as `take`.
 
     Raises:
         ValueError: `can_cut` is False.
@@ -175,15 +176,15 @@ def _select(tree: Any, samples: slice | list[int], dim: int) -> Any:
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether it is a tensor or a numpy array."""
+    """Whether `leaf` is a tensor or a numpy array."""
     if isinstance(leaf, torch.Tensor):
         return True
-    numpy = sys.modules.get("numpy")  # a batch can hold an array only if numpy is imported
+    numpy = sys.modules.get("numpy")  # not imported: then the batch holds no arrays
     return numpy is not None and isinstance(leaf, numpy.ndarray)
 
 
 def _is_inner(node: Any) -> bool:
-    """Whether a list element is itself a part of a batch, so that the list is a structure, not one value per sample."""
+    """Whether a list element is a batch part itself, so that the list is a structure and not one value per sample."""
     return is_array(node) or _is_container(node)
 
 
@@ -200,10 +201,10 @@ def _is_record(node: Any) -> bool:
 def _map(
     fn: Callable[[Any], Any], node: Any, seen: dict[int, tuple[Any, Any]], whole: Callable[[Any], Any] | None = None
 ) -> Any:
-    """`whole` may replace a container as if it were a leaf.
+    """Map `fn` over the leaves of `node`; `whole` may replace a container as if it were a leaf.
 
-    `seen` maps the id of each visited node to the node and its image. It keeps the node alive because a mapping may
-    create its values on demand: the id of a freed one would be reused by the next.
+    `seen` maps the id of each visited node to the node and its image. It holds the node because a mapping may create
+    its values on demand: the id of a collected value would be reused for the next.
     """
     if id(node) in seen:
         image = seen[id(node)][1]
@@ -259,10 +260,10 @@ def _like_mapping(node: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
 
 
 def _copy_mapping(node: Mapping[Any, Any]) -> Any:
-    """A writable copy, including attributes that a user-defined mapping holds in addition to its items."""
+    """A copy that can be modified independently, with all attributes of a user-defined mapping."""
     twin = copy.copy(node)
     if not isinstance(node, dict) and not hasattr(type(node), "__copy__"):
-        # The plain copy shares the attributes of `node`, including the container in which it keeps its items.
+        # The shallow copy shares the attributes of `node`, including the container that stores the items.
         for name, value in vars(twin).items():
             if isinstance(value, MutableMapping | list | set):
                 setattr(twin, name, copy.copy(value))
@@ -292,6 +293,6 @@ def _leaf_nbytes(leaf: Any) -> int:
         return int(leaf.nbytes) if is_array(leaf) else 0
     if leaf.layout is torch.sparse_coo:
         return _leaf_nbytes(leaf._indices()) + _leaf_nbytes(leaf._values())
-    with contextlib.suppress(Exception):  # some rare layouts do not report it, and measuring must not end a run
+    with contextlib.suppress(Exception):  # some rare layouts do not report it; measuring must not end a run
         return leaf.nbytes if leaf.layout is torch.strided else leaf.values().nbytes
     return 0

@@ -40,10 +40,7 @@ REFUSALS = {
     "args is a string": (
         TypeError,
         {"args": "data"},
-        (
-            r"args='data' is of type str; pass a tuple, with one "
-            r"argument as \("
-        ),
+        r"args='data' is of type str; pass a tuple, with one argument as \(",
     ),
     "args is a number": (TypeError, {"args": 5}, "args=5 is of type int; pass a tuple"),
     "args is a set": (TypeError, {"args": {1}}, r"args=\{1\} is of type set; pass a tuple"),

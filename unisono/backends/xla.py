@@ -331,8 +331,7 @@ def _try_backward(device: torch.device) -> None:
             raise UnisonoError(
                 f"torch's autograd does not know {device}: it knows the devices that were there at the first backward "
                 "pass of this process, and that was before the XLA runtime started; call "
-                "unisono.placement.Device.default_xla() "
-                "at the beginning of the program"
+                "unisono.placement.Device.default_xla() at the beginning of the program"
             ) from error
 
 

@@ -71,12 +71,12 @@ class ParallelLoader:
             "global": the global batch, of which each rank gets its part.
         tail: what happens to the last round if it is incomplete. "split": it is split along the samples; a device for
             which none is left gets a repeated one that does not count. "drop": it is dropped. "pad": each batch is
-            padded with repeated samples, which come last and do not count. "error": it is a ValueError, before the
+            padded with repeated samples, which come last and do not count. "error": raise a ValueError, before the
             first batch if the length is known. None: "drop" for a DataLoader with drop_last=True, otherwise "split".
         seed: seeds the order; None uses the seed of the DataLoader's generator, or 0 if it has none.
         already_sharded: the loader gives each rank its own part, and is not sharded again. A loader with a
-            DistributedSampler is recognised anyway. Also the way to get all data on one rank, except for an iterable
-            dataset.
+            DistributedSampler is recognised anyway. This is also the way to get all data on one rank, except for an
+            iterable dataset.
         world: the world of this loader; None uses the current one.
         loops: the worlds in which the devices' loops run, if not in `world`: DataParallel's replicas.
         sources: counts the epochs of `loader`, if several loaders iterate over it. None: this one's pass is epoch 0,

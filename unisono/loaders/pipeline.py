@@ -302,7 +302,7 @@ class Pipeline:
         loader_prefetch_size: loaded batches that may wait, per lane.
         device_prefetch_size: moved batches that may wait, per lane.
         prefetch_bytes: the bytes of loaded and moved batches that may wait, per lane; None for no such bound. The batch
-            that is being read comes on top of it.
+            that is being read is not counted.
         transfer_threads: how many threads move batches, per lane.
     """
 

@@ -13,10 +13,10 @@ alone, so the global batches do not depend on which rank loads them. Two ranks, 
 
 The tail is the last round if it is incomplete: short of batches, or of samples in its last batch. It is split so that
 every rank makes the same number of steps and every sample is delivered exactly once. A rank for which no sample is left
-gets a repeated one that counts as 0 samples. So does one that would get a part of a batch that cannot be cut with
-certainty: its neighbour takes the whole batch. If some batch of a round is of unknown size, each of them counts as one,
+gets a repeated one that counts as 0 samples. So does a rank that would get a part of a batch that cannot be cut with
+certainty: its neighbour takes the whole batch. If some batch of a round is of unknown size, each batch counts as one,
 and it is unknown which of its rows count. Other policies: "drop" leaves the tail out, so that all batches have one
-size; "pad" fills each rank's batch up with repeated samples; "error" refuses. Each gives the same result on any rank.
+size; "pad" pads each rank's batch with repeated samples; "error" raises. Each gives the same result on any rank.
 """
 
 from __future__ import annotations
@@ -204,9 +204,9 @@ class Size(NamedTuple):
 def deal(sizes: Sequence[Size], count: int, fill_to: int = 0) -> list[Part]:
     """Distribute a round of `len(sizes)` batches, 1 to `count` of them, to `count` ranks.
 
-    A full round gives each rank one whole batch. In a short one, neighbouring ranks share a batch as evenly as
-    possible, the earlier ones taking the larger parts; no part is larger than its batch. Parts of batches that can be
-    cut are padded to `fill_to` samples. If one is of unknown size, all are taken whole, and count as one each.
+    A full round gives each rank one whole batch. In a short round, neighbouring ranks share a batch as evenly as
+    possible, and the earlier ones take the larger parts; no part is larger than its batch. Parts of batches that can be
+    cut are padded to `fill_to` samples. If one batch is of unknown size, all are taken whole, and count as one each.
     """
     if any(size.untold for size in sizes):
         return [_part_of_unknown_size(sizes, rank, count) for rank in range(count)]
@@ -274,14 +274,14 @@ def rounds(
     """Group a sequence of batches into rounds.
 
     Args:
-        size_of: measures a batch, with whether it is going to be cut.
-        nominal: the size of a complete batch; None if it is not known beforehand.
+        size_of: measures a batch; its second argument says whether the batch will be cut.
+        nominal: the size of a complete batch; None if it is not known in advance.
         start: the number of the epoch's samples before this sequence.
-        left_out: is given the number of samples that each rank would have had of a round that is not dealt, if known.
-        first: the size of the epoch's first batch, if that came before.
+        left_out: receives the numbers of samples that the ranks would have got from a round that is left out.
+        first: the size of the epoch's first batch, if that precedes this sequence.
 
     Raises:
-        ValueError: there is a tail, and the rule is "error"; or batches are to have one size, and one is of
+        ValueError: the rule's tail is "error", and there is a tail; or batches must have one size, and one is of
             unknown size.
     """
     source = iter(batches)
@@ -342,7 +342,7 @@ def tail_message(length: int, tail: int, rule: Rule, batch: int | None) -> str:
 
 
 def measure(batch: Any, dim: int, known: int | None = None, is_cut: bool = True) -> Size:
-    """Return the size of a loaded batch, `known` if given. Whether it can be cut is checked only if needed."""
+    """Return the size of a loaded batch, `known` if given. Check whether it can be cut only if `is_cut`."""
     size = batch_size(batch, dim) if known is None or is_cut else known
     if known is None and (size is None or (may_list_samples(batch) and len(batch) != size)):
         return Size(1, False, type(batch).__name__)

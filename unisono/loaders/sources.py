@@ -39,7 +39,7 @@ class Begun(NamedTuple):
 
 
 class Source(Protocol):
-    """Where a loader's pieces come from.
+    """Makes the pieces of a loader's passes.
 
     Attributes:
         epoch: that of the next pass; each begun pass is one epoch.

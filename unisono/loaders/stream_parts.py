@@ -59,7 +59,7 @@ class Cut:
         seed, epoch: of the pass.
         layers: the samples delivered before; the last layer is that of the current ranks and workers.
         layers_by: what cut the stream then.
-        states: the dataset's own states after those samples, by part, where it has some.
+        states: the dataset's own states after those samples, by part, if it has any.
         shift: the part, counted within the rank, that worker 0 reads.
     """
 
@@ -210,7 +210,7 @@ class StreamStart:
 
 
 class _Part:
-    """The samples of one part of a stream, from where the previous pass over it stopped.
+    """The samples of one part of a stream that were not delivered before.
 
     Attributes:
         by: what cuts the stream; final once it has yielded its first sample.

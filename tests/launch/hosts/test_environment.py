@@ -160,10 +160,7 @@ ASKING = "from unisono.launch.hosts.environment import announced_place; print(an
         ({**SLURM, "SLURM_STEP_NODELIST": "node[1-"}, r"SLURM_STEP_NODELIST='node\[1-' names no hosts"),
         (
             {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x"},
-            (
-                r"SLURM_STEP_TASKS_PER_NODE='2\(x' does not list the "
-                r"tasks of nodes"
-            ),
+            r"SLURM_STEP_TASKS_PER_NODE='2\(x' does not list the tasks of nodes",
         ),
         ({**SLURM, "SLURM_LOCALID": ""}, "SLURM_LOCALID is not set"),
     ],

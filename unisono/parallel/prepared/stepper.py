@@ -159,8 +159,7 @@ class Stepper:
             if self._passes.went_past:
                 raise RuntimeError(
                     "mixed_precision='fp16' scales the loss, and this step's gradients were made by loss.backward(); "
-                    "call "
-                    "accelerator.backward(loss) instead"
+                    "call accelerator.backward(loss) instead"
                 )
             self._scaler.unscale_(self.optimizer)
             self._is_unscaled = True
