@@ -1,9 +1,9 @@
 """Whether all ranks train the same model: checked before the first reduction, optionally checked again during training,
 and established by a broadcast.
 
-Models are compared by a fingerprint of their bits, computed on their device in one pass over them. If all ranks agree,
-only one number per rank is exchanged. Otherwise the fingerprints of the parameters are exchanged too, to name the first
-that differs and the ranks that hold it.
+Models are compared by a fingerprint of their bits, computed in one pass over them: on their device, or in main memory
+if the device is lazy. If all ranks agree, a reduction of two numbers is all that is sent. Otherwise the fingerprints of
+the parameters are exchanged too, to name the first that differs and the ranks that hold it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def check_agreement(parameters: Sequence[torch.Tensor], world: World) -> None:
 
 
 def check_replicas(module: nn.Module, every: int = 1, *, buffers: bool = False, world: World | None = None) -> None:
-    """Compare the parameters of all ranks, bit by bit, at every n calls; call it after each step, on every rank.
+    """Compare the parameters of all ranks, bit by bit, at every n-th call; call it after each step, on every rank.
 
     It costs one pass over the parameters and a reduction of two numbers. It detects any change of bits, except values
     of a large parameter that are swapped within a kilobyte.
@@ -232,7 +232,7 @@ def _form(tensor: torch.Tensor) -> str:
 
 
 def _sum(tensor: torch.Tensor) -> str:
-    """The difference of two tensors, for display. As text, in which NaN equals NaN."""
+    """The sum of the tensor's values, for display and comparison. As text, in which NaN equals NaN."""
     values = tensor.detach()
     values = torch.view_as_real(values) if values.is_complex() else values
     return repr(values.double().sum().item())

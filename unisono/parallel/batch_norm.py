@@ -26,7 +26,8 @@ are equal.
 *Threads:* the rank's own, and the autograd thread that works for it. Backward does not use the ambient world.
 
 Invariants:
-1. In training there is one collective in the forward pass and one in the backward pass; three if that builds a graph.
+1. In training there is one collective in the forward pass and one in the backward pass, if the input needs a gradient.
+   A backward pass that builds a graph has three, and two more if the input needs a gradient.
 2. All ranks end with the same running statistics, bit by bit, since they compute them from the same numbers.
 3. A rank with too few samples learns the global count before it raises an error, so all ranks raise or none does.
 """
@@ -167,7 +168,7 @@ def _normalize(layer: SyncBatchNorm, seat: _Seat, input: torch.Tensor) -> torch.
 
 
 def _weightless() -> float:
-    """Handle a batch that does not count."""
+    """The weight of a batch that does not count."""
     return 0.0
 
 

@@ -66,7 +66,7 @@ def compile_module(module: nn.Module, world: World, **options: Any) -> nn.Module
         The module.
 
     Raises:
-        TypeError: it is not a module, or one that `torch.compile` has wrapped; or an option does not exist.
+        TypeError: it is not a module, or is one that `torch.compile` has wrapped; or an option does not exist.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module={module!r} is of type {type(module).__name__}; pass a torch.nn.Module")
@@ -167,7 +167,7 @@ def _backward_at_once() -> AbstractContextManager[None]:
 
 @cache
 def _ask_the_gate() -> None:
-    """The same for torch 2.9, which has no such setting, but an argument of a function that each backend calls."""
+    """Do the same in torch 2.9, where this is not a setting but an argument of a function that each backend calls."""
     from torch._functorch import aot_autograd
 
     plain = aot_autograd.prepare_aot_module_simplified
@@ -188,7 +188,7 @@ def _structure(module: nn.Module) -> object:
 
 
 def _modes(module: nn.Module, device: str) -> object:
-    """The other modes that torch checks."""
+    """The modes that torch checks, in addition to the inputs."""
     return (
         module.training,
         torch.is_grad_enabled(),

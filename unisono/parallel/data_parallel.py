@@ -3,8 +3,8 @@
 The semantics are those of PyTorch/XLA's thread-based `DataParallel`, without its faults: an exception of a replica is
 raised in the caller; no batch is dropped; loops always get plain batches; any list of devices is allowed.
 
-The object owns the replicas, a context, a timeline and random generators for each, and the threads. Each call creates a
-new communicator for them, so after a failed call the object can be called again, although its replicas may differ by
+The object owns the replicas, a context, a timeline and random generators for each, and the threads. Each call resets
+the replicas' communicator, so after a failed call the object can be called again, although its replicas may differ by
 then: a note of the error says so.
 
 *Threads:* one call at a time; `loop_fn` runs concurrently in the replica threads, under the caller's grad mode,
@@ -194,7 +194,7 @@ class DataParallel:
         """Admit one call at a time. The caller removes its mark in one atomic operation, so no interrupt can leave it.
 
         Raises:
-            BusyError: another call is running, or was abandoned by its caller; or another object uses lazy devices.
+            BusyError: another call is running, or was abandoned by its caller; or another object uses a lazy device.
         """
         self._calls[mark] = None
         first, *_ = self._calls  # also atomic: other calls begin and end meanwhile
@@ -294,21 +294,18 @@ class DataParallel:
                 outcomes[cause].unwrap()
             return [outcome.unwrap() for outcome in outcomes]
         except BaseException as error:
-            if (
-                self._threads.running
-            ):  # interrupted twice, the second time perhaps before they were notified of the first
+            if self._threads.running:  # interrupted twice, perhaps before the replicas were notified of the first
                 interrupt(error)
             else:
-                meet_anew(
-                    worlds
-                )  # the broken communicator keeps its cause, and with it the batches in the frames of its traceback
+                # the broken communicator keeps its cause, and with it the batches in the frames of its traceback
+                meet_anew(worlds)
             for world in worlds:
                 world.state.part(ByHand).agreed.clear()
             add_note_once(error, self._what_is_left())
             raise
 
     def _what_is_left(self) -> str:
-        """Describe the state of the object after a failed call; empty if it is unchanged."""
+        """Describe what is wrong with the object after a failed call; empty if its replicas are idle and equal."""
         if running := self._threads.running:
             return f"replicas {running} still run the loop; is_usable says when they have returned"
         try:

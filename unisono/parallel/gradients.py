@@ -92,8 +92,8 @@ def scale_gradients(parameters: Sequence[torch.Tensor], factor: float, in_place:
 
 
 def scaled(factor: float, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """For hooks, in which None leaves the gradient unchanged. Multiplying by 0 gives zero also for non-finite values,
-    such as the mean over no samples."""
+    """Scale a gradient in a hook: returning None leaves it unchanged, and autograd passes None for a missing one.
+    Multiplying by 0 gives zero also for non-finite values, such as the mean over no samples."""
     if gradient is None or factor == 1:
         return None
     return gradient * factor if factor else torch.zeros_like(gradient)
@@ -122,7 +122,7 @@ def check_presence(parameters: Sequence[torch.Tensor]) -> None:
 
 
 def _ids_with_gradient(summed: torch.Tensor, parameters: Sequence[torch.Tensor], world: World) -> set[int]:
-    """The parameters that have a gradient on some rank; rank zero warns, once, of those missing on some ranks.
+    """The parameters that have a gradient on some rank; rank zero warns once about each that is missing on some.
 
     Args:
         summed: for each parameter, the number of ranks with a gradient.

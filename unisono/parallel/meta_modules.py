@@ -20,7 +20,8 @@ def is_on_meta(module: nn.Module) -> bool:
 
 
 def check_fillable(module: nn.Module) -> None:
-    """
+    """Refuse a module that `fill` cannot initialise.
+
     Raises:
         ValueError: a part of it has tensors on meta, and no method that initialises them.
     """
@@ -36,7 +37,7 @@ def check_fillable(module: nn.Module) -> None:
 
 @torch.no_grad()
 def fill(module: nn.Module, device: torch.device) -> list[torch.Tensor]:
-    """Allocate tensors on meta on the device, and initialise them. Tied parameters stay tied.
+    """Replace the tensors on meta by tensors on the device, and initialise them. Tied parameters stay tied.
 
     Returns:
         The initialised tensors, with values drawn by this rank.

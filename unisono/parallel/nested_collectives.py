@@ -60,8 +60,8 @@ def _enter(name: str, values: Any, world: World, with_gradient: str | None, has_
     """Refuse values that cannot be sent, and compare the structure with the other ranks'.
 
     Args:
-        with_gradient: the function of `unisono.functional` for tensors that require grad; None if it makes no
-            difference.
+        with_gradient: the function of `unisono.functional` for tensors that require grad; None if such tensors are
+            allowed.
         has_shapes: whether the shapes must be equal on all ranks.
 
     Raises:

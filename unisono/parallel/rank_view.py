@@ -71,7 +71,7 @@ class RankView:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Return this rank's part of the inputs, for inference: in rank order, each element once.
+        """A block that gets this rank's part of the inputs, for inference: in rank order, each element once.
 
         Args:
             inputs: a list, a tuple, a tensor, a `datasets.Dataset`, or a dict of these with equal lengths. If they do

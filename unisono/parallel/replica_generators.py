@@ -173,7 +173,7 @@ def _install() -> list[torch.library.Library]:
 def _redirect() -> None:
     """Make the functions of `torch.random`, under any alias, use the thread's own generator.
 
-    By replacing the name in their module, not the object: operators receive that as well, and reject an `_Ambient`.
+    By replacing the name in their code, not the object: operators receive that as well, and reject an `_Ambient`.
     """
     torch.random._ambient_generator = _Ambient()  # type: ignore[attr-defined]
     for each in list(vars(torch.random).values()):
@@ -213,7 +213,7 @@ def _kernel(overload: Any, place: int, below: Any) -> Callable[..., Any]:
 
 
 def _device(args: Sequence[Any], named: dict[str, Any]) -> torch.device | None:
-    """The device on which the operator draws; None if it has no tensor and calls an operator that has one."""
+    """The device on which the operator draws; None without a tensor: it then calls an operator that has one."""
     return next((each.device for each in (*args, *named.values()) if isinstance(each, torch.Tensor)), None)
 
 

@@ -48,7 +48,7 @@ class ReplicaThreads:
         self._queues: list[SimpleQueue[_Call | None]] = [SimpleQueue() for _ in range(count)]
         self._started: set[int] = set()
         self._pid = os.getpid()  # the process in which they run: a forked process has none of them
-        self._call: _Call | None = None  # that is running, or was abandoned
+        self._call: _Call | None = None  # the call that is running, or was abandoned
         weakref.finalize(self, _dismiss, self._queues)
 
     @property
