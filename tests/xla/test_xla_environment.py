@@ -50,7 +50,7 @@ def test_a_number_of_devices_that_the_user_has_set_stands(script):
 @pytest.mark.parametrize("name", ["XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_32BIT_LONG"])
 def test_modes_that_narrow_numbers_in_silence_are_refused(script, name):
     done = script("import unisono\nunisono.Accelerator(device='xla:0')", **{name: "1"})
-    assert f"UnisonoError: {name}=1 is set: tensors would keep their type and lose its precision" in done.stderr
+    assert f"UnisonoError: {name}=1 is set: tensors would keep their type and silently lose its precision" in done.stderr
 
 
 def test_a_runtime_that_somebody_else_has_started_without_its_settings_is_refused(script):
@@ -70,7 +70,7 @@ def test_settings_of_the_users_own_that_would_make_the_runtime_abort_lead_throug
     ("setting", "message"),
     [
         ({"CPU_NUM_DEVICES": "0"}, "CPU_NUM_DEVICES='0' in the environment; it must be an integer of at least 1"),
-        ({"PJRT_DEVICE": "CUDA"}, "PJRT_DEVICE=CUDA is neither CPU nor TPU, which are served here"),
+        ({"PJRT_DEVICE": "CUDA"}, "PJRT_DEVICE=CUDA is neither CPU nor TPU, the supported ones"),
         ({"PJRT_DEVICE": "TPU"}, "PJRT_DEVICE=TPU, and there is no chip here"),
     ],
     ids=str,
@@ -98,7 +98,7 @@ def test_a_backward_pass_before_the_runtime_has_started_is_an_error_that_tells_w
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("compile=True", "compile does not work with xla:0: XLA compiles every step by itself"),
+        ("compile=True", "compile does not work with xla:0: XLA compiles every step itself"),
         ("mixed_precision='fp16'", "mixed_precision='fp16' does not work with xla:0: XLA devices compute in bfloat16"),
     ],
 )
