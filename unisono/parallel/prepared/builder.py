@@ -35,7 +35,7 @@ class Builder:
         passes: records the passes through the models.
         strategy: determines how gradients are reduced.
         autocast: creates the context of forward passes, or None.
-        scaler: of the loss, or None.
+        scaler: the scaler of the loss, or None.
         moves: whether models are moved to the world's device.
         compiles: the arguments of torch.compile; True uses its defaults, False does not compile.
         is_synchronized: whether BatchNorm uses the statistics of the global batch.

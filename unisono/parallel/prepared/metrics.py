@@ -33,8 +33,8 @@ def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[An
 
     Args:
         values: a tensor, or a nesting of tensors, with samples along dim 0.
-        valid_samples: the number of leading rows that count, with which `values` are returned as they are; None derives
-            it from the loop's batches.
+        valid_samples: the number of leading rows that count; `values` are then returned unchanged. None derives it from
+            the loop's batches.
 
     Raises:
         ValueError: on all ranks, if the values belong to batches of which different rows count; if their rows match no

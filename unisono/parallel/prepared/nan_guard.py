@@ -83,7 +83,7 @@ def _true(flags: list[torch.Tensor], device: torch.device) -> list[int]:
     """The indices of the flags that are set; waits for the device once.
 
     Args:
-        device: where they are collected; flags on other devices, of an offloaded gradient, are moved there.
+        device: where the flags are collected; flags on other devices, of an offloaded gradient, are moved there.
     """
     if not flags:
         return []

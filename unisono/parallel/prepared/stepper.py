@@ -51,14 +51,14 @@ class Stepper:
         world: the rank's world.
         passes: records the passes through the models.
         max_grad_norm: the norm to which each step clips; None for no clipping.
-        scaler: of the loss, or None.
+        scaler: the scaler of the loss, or None.
         guard: the NanGuard, or None.
 
     Attributes:
         num_asked: the number of calls of `step`.
         checks: functions of the schedulers that follow it, called before each step.
         taken: the steps taken, without the calls that did not step: between microbatches, and after an overflow.
-        was_skipped: whether the last due step was skipped, after an overflow or because nothing counted in it.
+        was_skipped: whether the last due step was skipped, after an overflow or because no sample counted.
     """
 
     def __init__(
@@ -253,7 +253,7 @@ class Stepper:
             self._is_inside = False
 
     def _finish(self) -> None:
-        """Unscale, check and clip, between the reduction and the step."""
+        """Check and clip the gradients, between the reduction and the step."""
         if not self.taken.steps:
             by_hand.warn_of_foreign_batches(self.world, "optimizer.step()", "prepare(loader) cuts it")
         parameters = trained_parameters(self.optimizer)

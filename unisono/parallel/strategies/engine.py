@@ -185,7 +185,7 @@ class Engine:
         self.reduce()
 
     def reduce_late(self, parameters: Sequence[torch.Tensor] | None = None) -> None:
-        """Reduce the gradients of these parameters together; None means all parameters."""
+        """Reduce the gradients of these parameters together; None means all trained parameters."""
         ledger = self._ledger
         if not self._is_agreed and self._world.comm.size > 1:
             check_agreement(self.trained(), self._world)
@@ -256,7 +256,7 @@ def is_left_at(leaf: torch.Tensor) -> bool:
 
 
 def is_taken_from(leaf: torch.Tensor) -> bool:
-    """Whether the running backward pass is `torch.autograd.grad` with respect to this leaf, among others."""
+    """Whether the running backward pass is `torch.autograd.grad` with respect to leaves that include this one."""
     try:
         torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
     except RuntimeError:  # torch refuses the query for such a leaf

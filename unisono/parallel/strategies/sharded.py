@@ -83,8 +83,7 @@ def shard(model: nn.Module, world: World, options: FSDP) -> FSDPModule:
 
 
 def _fill(unit: nn.Module, world: World) -> None:
-    """Initialise the unit's tensors on "meta" with rank zero's values. Only the unit holds them; sharding frees
-    them."""
+    """Initialise the unit's "meta" tensors with rank zero's values. Only the unit holds them; sharding frees them."""
     if filled := fill(unit, world.device):
         broadcast_together(filled, world)
 

@@ -206,8 +206,8 @@ class _Form:
 
 
 def broadcast_entries(entries: Mapping[K, Any], world: World, root: int = 0) -> Iterator[tuple[K, Any]]:
-    """Broadcast the entries of rank `root`, one by one. Tensors arrive on the receiving rank's device; scalars, such
-    as step counts, keep their device."""
+    """Broadcast the entries of rank `root`, one by one. Tensors arrive on the receiving rank's device; scalars, such as
+    step counts, keep their device."""
 
     def form(value: Any) -> Any:
         return _Form(value.shape, value.dtype) if isinstance(value, torch.Tensor) and value.ndim else value
