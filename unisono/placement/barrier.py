@@ -1,4 +1,4 @@
-"""Where a step ends, for devices that record work before they execute it."""
+"""Barriers: they end a step on devices that record work before they execute it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def lazy_barrier(
     Args:
         device: one device, or a list: the step ends on all of them before any is waited for. None uses this rank's
             device.
-        devices: further devices. (X10 expects here the devices that reduce with this one; ours reduce in graphs of
-            their own, so there is nothing to wait for.)
+        devices: further devices. (X10 expects the devices that reduce with this one; here devices reduce in separate
+            graphs, so there is nothing to wait for.)
         wait: return only when all work submitted to the devices has finished, on eager devices too.
 
     Raises:

@@ -5,8 +5,8 @@ rebuilds everything around them.
 
 Invariants:
 
-1. What is one object in the original is one object in the copy: tied parameters, and those shared by an optimizer and
-   its module.
+1. One object in the original is one object in the copy: tied parameters, and those shared by an optimizer and its
+   module.
 2. Tensors that share a storage share one in the copy.
 3. The copy shares no memory with the original, even on the same device.
 """
@@ -92,7 +92,7 @@ def scalar_like(value: float, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Found:
-    """What a walk through an object finds: the parts that move, by id. The attributes of any object are visited."""
+    """The parts of an object that move, by id, found by a walk that visits the attributes of every object."""
 
     def __init__(self) -> None:
         self.tensors: dict[int, torch.Tensor] = {}
@@ -116,8 +116,7 @@ class _Found:
                 self.visit(list(vars(leaf).values()))
 
     def check_optimizers(self) -> None:
-        """Raise for optimizers whose parameters are not in the structure; then add the parts of their state that
-        move."""
+        """Refuse optimizers whose parameters are not in the structure; then add the parts of their state that move."""
         for optimizer in self.optimizers.values():
             strange = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in self.tensors]
             if strange:
@@ -131,8 +130,7 @@ class _Found:
 
 
 def _moving_state(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    """Yield the parts of an optimizer that move with its parameters; its numbers do if torch expects them on the
-    device."""
+    """Yield the parts of an optimizer that move with its parameters; numbers only if torch expects them there."""
     for group in optimizer.param_groups:
         has_moving_numbers = group.get("capturable") or group.get("fused")
         if has_moving_numbers:
@@ -144,7 +142,7 @@ def _moving_state(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
 
 
 def _optimizer_attributes(optimizer: torch.optim.Optimizer, memo: _Memo) -> dict[str, Any]:
-    """Copies of its attributes, without hooks. Its pickled state cannot be used: it lacks what LBFGS needs."""
+    """Copy an optimizer's attributes, without hooks. Its pickled state cannot be used: it lacks what LBFGS needs."""
     attributes = dict(vars(optimizer))
     if hasattr(attributes.get("step"), "_wrapped_by_lr_sched"):
         del attributes["step"]  # set by a scheduler; it steps the original
@@ -183,7 +181,7 @@ def _move_copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _storage_copy(tensor: torch.Tensor, device: torch.device) -> torch.UntypedStorage:
-    """All the memory that the tensor is a view of, as bytes."""
+    """A copy of the storage of which the tensor is a view, as bytes."""
     everything = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
     return everything.to(device, copy=True).untyped_storage()
 
@@ -200,6 +198,6 @@ def _like(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_packed(packed: PackedSequence, memo: _Memo) -> PackedSequence:
-    """Assemble it from the copies of its parts; its batch sizes stay in main memory, where torch reads them."""
+    """Assemble the copy from those of its parts; the batch sizes stay in main memory, where torch reads them."""
     data, sizes, *order = packed
     return PackedSequence(memo[id(data)], sizes.clone(), *[each if each is None else memo[id(each)] for each in order])

@@ -15,8 +15,8 @@ R = TypeVar("R")
 def compiled(fn: Callable[P, R]) -> Callable[P, R]:
     """Make the function one program of a lazy device, compiled once and run on every call.
 
-    It is compiled once per combination of input shapes and dtypes, for all ranks that are threads of this process,
-    however many call it at once. What was recorded before the call is not part of it, and results are computed when it
+    It is compiled once per combination of input shapes and dtypes, for all ranks that are threads of this process, even
+    if they call it concurrently. What was recorded before the call is not part of it, and results are computed when it
     returns. Reading a value inside (`item()`) ends the program at that point and begins another one. The runtime keeps
     the `XLA_COMPILATION_CACHE_SIZE` (default 2048) most recently used programs; `gather_report` counts how many were
     compiled, and how often one was reused. On eager devices the function is simply called.

@@ -59,7 +59,7 @@ class RankSummary:
 
     Attributes:
         rank, device, pid: identify the rank.
-        seconds: by phase, including named ones; all but "move", which is the transfer thread's, add up to the time in
+        seconds: by phase, including named ones; all but "move", which the transfer thread spends, add up to the time in
             loops.
         samples, batches, steps: how many the rank consumed; a repeated sample of a split tail is not counted.
         skipped_steps: steps without an update, since all weights were 0.
@@ -73,7 +73,7 @@ class RankSummary:
         peak_rss: the most bytes of memory observed in use by its process and that process's descendants; 0 if not
             monitored.
         mean_cpu_percent: the mean CPU usage of these processes, in percent of one core.
-        is_accelerated: whether the rank computes on another device than the CPU.
+        is_accelerated: whether the rank computes on a device other than the CPU.
         counters: the counters of the device's runtime in this process: graphs compiled, for example.
         spans: by track, "loop" and the helpers'; the latest `MAX_SPANS` of each, on the clock of its machine.
     """
@@ -123,7 +123,7 @@ class RankSummary:
         return self.nbytes / self.loop_seconds if self.loop_seconds else 0.0
 
     def waited(self, cause: str) -> float:
-        """Seconds that its loops waited for a cause (see `CAUSES`); for its peers, reducing is included."""
+        """Seconds that the rank's loops waited for a cause (see `CAUSES`); for peers, reducing is included."""
         return self.waits[cause] + (self.seconds[REDUCE] if cause == PEERS else 0.0)
 
 
@@ -188,8 +188,7 @@ class Report:
 
     @property
     def slowest(self) -> int | None:
-        """The rank that kept the others waiting: the one that spent most time in its loops other than waiting for
-        peers.
+        """The rank that kept the others waiting: its loops spent the most time on anything but waiting for peers.
 
         None unless that is over 10% more than any other rank's.
         """
@@ -200,7 +199,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """What the run waited for, in one sentence, with what would help."""
+        """One sentence: what the run waited for, and what would help."""
         if not any(each.loop_seconds for each in self.ranks):
             return "it is unknown what the run waited for: there was no loop over a loader of this package"
         source, transfer, peers = [self.waited(cause) for cause in CAUSES]

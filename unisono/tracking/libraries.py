@@ -1,6 +1,6 @@
 """Trackers for TensorBoard, Weights & Biases and MLflow, each imported when a run begins with it.
 
-Ownership: each owns the run that it has started with its library, and ends it in `close`.
+Ownership: each tracker owns the run that it starts in its library, and ends it in `close`.
 
 *Threads:* the thread of the loop.
 """
@@ -70,10 +70,10 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """A run of MLflow, the active one, in the experiment named after the project. Strings are tags, which keep the
-    latest value.
+    """MLflow's active run, in the experiment named after the project. Strings are logged as tags, which keep the latest
+    value.
 
-    It is stored where MLflow's tracking URI points, not in the run's directory.
+    The run is stored where MLflow's tracking URI points, not in the run's directory.
 
     Attributes:
         tracker: its ActiveRun.
@@ -114,13 +114,13 @@ _MOST_PARAMETERS = 100  # the most that MLflow accepts per call
 Library = Callable[[Path, str, Mapping[str, Any], Mapping[str, Any]], Tracker]
 
 LIBRARIES: dict[str, Library] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow}
-"""By the names that `log_with` accepts, which are their packages' names."""
+"""The trackers of libraries, by the names that `log_with` accepts, which are the packages' names."""
 
 
 def is_installed(name: str) -> bool:
-    """Whether that library is installed; does not import it."""
+    """Whether that library is installed, without importing it."""
     spec = find_spec(name)
-    return spec is not None and spec.origin is not None  # a directory of that name, such as W&B creates, has no origin
+    return spec is not None and spec.origin is not None  # a directory of that name, which W&B creates, has none
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:

@@ -37,7 +37,7 @@ class Tracked:
                 `wandb.init`, "tensorboard" to torch's `SummaryWriter`, "mlflow" to `mlflow.start_run`.
 
         Raises:
-            UnisonoError: a run has started that `end_training` has not ended.
+            UnisonoError: a run is open; `end_training` ends it.
             OSError: a file cannot be created.
             Exception: the error of a library.
         """
@@ -80,6 +80,6 @@ class Tracked:
         """End the run: close all trackers. Call it when everything is logged. Idempotent.
 
         Raises:
-            Exception: the error of a tracker, after all others were closed; of several, an ExceptionGroup.
+            Exception: the error of a tracker, after all trackers were closed; an ExceptionGroup if several failed.
         """
         self._trackers.close()

@@ -1,7 +1,7 @@
 """The trackers of one Accelerator, from `init_trackers` to `end_training`: which ones, and in which order.
 
-Ownership: this owns the trackers that it makes, and closes the user's along with them. Ranks other than zero have none,
-and every method does nothing there.
+Ownership: `Trackers` owns the trackers that it creates, and closes the user's along with them. Ranks other than zero
+have none, and every method does nothing there.
 
 *Threads:* the thread of the rank's loop.
 
@@ -42,7 +42,7 @@ class Trackers:
 
     Raises:
         TypeError, ValueError: `log_with` contains something that is neither a tracker nor a known name.
-        ImportError: the library of a name is not installed.
+        ImportError: a named library is not installed.
     """
 
     def __init__(self, log_with: LogWith, project_dir: str | os.PathLike[str] | None, is_main_process: bool) -> None:
@@ -192,7 +192,7 @@ def _check_run(
 
 
 def _for_each(trackers: Sequence[Tracker], act: Callable[[Tracker], None]) -> None:
-    """Call `act` with each tracker, then raise what was raised: a single error in its own type, several as a group."""
+    """Call `act` with each tracker, then raise the errors: a single one as it is, several as a group."""
     errors: list[Exception] = []
     for tracker in trackers:
         try:

@@ -1,4 +1,4 @@
-"""Build the prepared form of models and optimizers, by an Accelerator's settings."""
+"""Builds prepared models, metrics and steppers with an Accelerator's settings."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ from unisono.world import World
 
 @dataclass
 class Builder:
-    """
+    """Builds the prepared objects of one Accelerator.
+
     Attributes:
-        world: that of the rank.
+        world: the rank's world.
         passes: records the passes through the models.
-        strategy: chooses how gradients are reduced.
+        strategy: determines how gradients are reduced.
         autocast: creates the context of forward passes, or None.
-        scaler: of the loss, or None.
+        scaler: the scaler of the loss, or None.
         moves: whether models are moved to the world's device.
-        compiles: the arguments of torch.compile; False for none.
+        compiles: the arguments of torch.compile; True uses its defaults, False does not compile.
         is_synchronized: whether BatchNorm uses the statistics of the global batch.
         checks_numbers: whether a non-finite gradient is an error.
         max_grad_norm: the norm to which steps clip; None for no clipping.
@@ -63,7 +64,7 @@ class Builder:
             self._seed_generators(self.seed)
 
     def model(self, module: nn.Module) -> PreparedModel:
-        """The module on its device, wrapped by its engine."""
+        """Prepare the module: move it to its device, and wrap it with its engine. A collective."""
         if self.moves and not is_on_meta(module):
             module = move_module(module, self.world.device)
         elif self.moves and self.strategy.fills:  # the engine initialises parameters on "meta"
@@ -77,18 +78,19 @@ class Builder:
         if self.compiles is not False:
             module = compile_module(module, self.world, **({} if self.compiles is True else self.compiles))
         made = PreparedModel(self.strategy.wrap_model(module), self.passes, self.autocast)
+        # Until the first model is prepared, the ranks draw the same numbers; from here on, each draws its own.
         if self.seed is not None and not self._is_seeded and self.world.world_size > 1:
             self._seed_generators(seed_of(self.seed, "rank", self.world.rank))
         self._is_seeded = True
         return made
 
     def metric(self, metric: nn.Module) -> nn.Module:
-        """The same metric, on its device, gathering over the ranks."""
+        """Make the metric gather over the ranks, and move it to its device."""
         synchronize_metric(metric, self.world)
         return metric.to(self.world.device) if self.moves else metric
 
     def stepper(self, optimizer: Optimizer) -> Stepper:
-        """The stepper, which makes the optimizer step for all ranks."""
+        """Create the stepper that makes the optimizer step for all ranks."""
         return Stepper(optimizer, self.world, self.passes, self.max_grad_norm, self.scaler, self._guard)
 
     def done_in_steps(self) -> list[str]:
@@ -101,7 +103,7 @@ class Builder:
         return [what for what, is_asked in asked.items() if is_asked]
 
     def _seed_generators(self, seed: int) -> None:
-        """Seed the process's generators; among threads the replica's own, since threads share the others."""
+        """Seed the process's generators; if ranks are threads, which share those, only the replica's own."""
         world = self.world
         if world.world_size == 1 or world.is_of_processes:
             seed_all(seed)

@@ -38,7 +38,7 @@ def check_features(world: World, strategy: type[Strategy], options: Choice, prec
 
 
 def world_on(world: World, device: str | int | torch.device | None, cpu: bool, strategy: type[Strategy]) -> World:
-    """The world on the requested device, which is in use from now on."""
+    """Return the world on the requested device, and start using the device."""
     strategy.check_world(world)
     device = getattr(device, "torch_device", device)  # given as a `Device`
     if cpu and device is not None:

@@ -19,7 +19,7 @@ from unisono.world import World
 
 @contextmanager
 def local_steps(model: PreparedModel) -> Iterator[None]:
-    """A block in which each rank steps on its own gradients of this model. Every rank enters and leaves it.
+    """Within the block, each rank steps on its own gradients of this model. All ranks must enter and leave it.
 
     Raises:
         ValueError: the model is sharded, so that no rank has a complete model to step on.

@@ -1,6 +1,6 @@
-"""torchmetrics' metrics: gather their states over the ranks of a world, threads or processes, when they compute.
+"""Makes torchmetrics' metrics gather their states over a world's ranks, threads or processes, when they compute.
 
-They support only torch.distributed themselves, so on threads each replica would compute a metric of its own part.
+torchmetrics supports only torch.distributed: ranks that are threads would each compute the metric of their own samples.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from unisono.world import World
 
 
 def is_metric(each: Any) -> bool:
-    """Whether it is a torchmetrics `Metric` or `MetricCollection`."""
+    """Whether the object is a torchmetrics `Metric` or `MetricCollection`."""
     kinds = loaded_class("torchmetrics", "Metric"), loaded_class("torchmetrics", "MetricCollection")
     return any(isinstance(each, kind) for kind in kinds if kind)
 

@@ -1,9 +1,9 @@
 """Which rows of a tensor count, if its rows are the samples of batches that a loop has received.
 
-The memory of labels, and of outputs of prepared models, identifies their batch (`deliveries.py`), also within a nesting
-that holds one of them. Tensors computed from them (an argmax, a concatenation) are recognised by their number of rows,
-on all ranks: some consecutive batches, the same number on each rank, must have had exactly these rows. If other batches
-of the loop had the same number of rows, of which other rows count, it is an error.
+The memory of labels, and of outputs of prepared models, identifies their batch (`deliveries.py`); one such tensor
+identifies the batch of the structure that contains it. Tensors computed from them (an argmax, a concatenation) are
+recognised by their number of rows, on all ranks: some consecutive batches, the same number on each rank, must have
+exactly that many rows. It is an error if other batches of the loop match, too, but different rows of them count.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ from unisono.world import World
 
 
 class NoSuchBatchError(ValueError):
-    """Rows that belong to no batch, on all ranks."""
+    """The rows match no batch. Raised on all ranks."""
 
 
 def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[Any, int]:
-    """The rows that count, and their number. A small collective, unless `valid_samples` gives the number.
+    """Return the rows that count, and their number. A small collective, unless `valid_samples` gives the number.
 
-    They are the rows of the batch whose memory holds the values. Otherwise they are attributed to the batch that the
+    The values belong to the batch whose memory they share. If there is none, they are attributed to the batch that the
     loop has just received; else to a whole loop, preferably one of evaluation, and one of which no metric was gathered;
     else to a few consecutive batches.
 
     Args:
         values: a tensor, or a nesting of tensors, with samples along dim 0.
-        valid_samples: the number of leading rows that count; None derives it from the loop's batches.
+        valid_samples: the number of leading rows that count; `values` are then returned unchanged. None derives it from
+            the loop's batches.
 
     Raises:
         ValueError: on all ranks, if the values belong to batches of which different rows count; if their rows match no
-            consecutive batches; if they match several, or two loops, of which different rows count; or if they match a
-            loop whose batches have no known size. Also if the tensors differ in their number of rows.
+            consecutive batches; if they match several, or two loops, of which different rows count; or if the loop's
+            batches have no known size. Also if the tensors differ in their number of rows.
         TypeError: a value is not a tensor with rows.
     """
     if valid_samples is not None:
@@ -91,8 +92,8 @@ class _Fit(NamedTuple):
     """Batches of a loop that match the rows of the values.
 
     Attributes:
-        is_new: whether no metric was gathered of them, on any rank.
-        is_ambiguous: whether, on some rank, others of the loop have the same number of rows, of which others count.
+        is_new: whether no metric was gathered of these batches, on any rank.
+        is_ambiguous: whether, on some rank, other batches of the loop match, too, and different rows of them count.
     """
 
     loop: Loop
@@ -110,8 +111,8 @@ def _counted_rows(values: Any, counted: Sequence[int], count: int) -> tuple[Any,
 
 
 def _stretches(places: Iterable[int]) -> list[tuple[int, int]]:
-    """Merge consecutive indices into ranges, by which rows are sliced on their device. A list of indices would have to
-    be copied to the device, with a sync."""
+    """Merge consecutive indices into ranges, to slice rows on their device: a list of indices would have to be copied
+    to the device, with a sync."""
     found: list[tuple[int, int]] = []
     for place in places:
         if found and found[-1][1] == place:
@@ -174,7 +175,7 @@ def _compare(count: int, known: list[Batch], recent: list[Loop], world: World) -
 
 
 def _best(fitting: list[_Fit], newest: Loop | None) -> list[_Fit]:
-    """The likely ones; several if nothing distinguishes them."""
+    """The most likely of the loops that match; several if nothing distinguishes them."""
     present = [each for each in fitting if each.loop.is_open and each.rows.batches == 1]
     whole = [each for each in fitting if each.rows.batches == each.loop.num_batches]
     waiting = [

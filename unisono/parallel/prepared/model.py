@@ -20,7 +20,7 @@ _REDUCED = (torch.float16, torch.bfloat16)
 
 
 class PreparedModel(nn.Module):
-    """Behaves as `module` does: its attributes, its parameters' names, its state. Only calling it differs.
+    """Behaves like `module`, with its attributes, parameter names and state. Only calling it differs.
 
     Args:
         engine: runs the module.
@@ -68,7 +68,7 @@ class PreparedModel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within the block, backward passes of forward passes do not reduce."""
+        """Keep the backward passes of forward passes that run within the block from reducing."""
         before, self._syncs = self._syncs, False
         try:
             yield

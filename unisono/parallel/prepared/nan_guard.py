@@ -20,7 +20,7 @@ from unisono.world import World
 class NanGuard:
     """Checks each gradient when the backward pass produces it, before the reduction: one pass over each gradient.
 
-    There is no sync before `check`, so a device is not interrupted.
+    No sync precedes `check`, so the device is not interrupted.
     """
 
     def __init__(self, world: World) -> None:
@@ -40,7 +40,7 @@ class NanGuard:
 
     def _look(self, name: str, watched: Callable[[], torch.Tensor | None], gradient: torch.Tensor | None) -> None:
         parameter = watched()
-        if parameter is not None and gradient is not None:  # autograd skips inputs for which a Function returns None
+        if parameter is not None and gradient is not None:  # None if an autograd Function returned it
             is_bad = ~torch.isfinite(values_of(gradient)).all()
             self._found[parameter] = name, self._found[parameter][1] | is_bad if parameter in self._found else is_bad
 
@@ -48,7 +48,7 @@ class NanGuard:
         """Raise on every rank if a gradient is not finite on one. A collective.
 
         Args:
-            parameters: those with reduced gradients, which may be non-finite only through the sum.
+            parameters: the parameters, with reduced gradients; a sum of finite gradients may be non-finite.
 
         Raises:
             NonFiniteGradientError: a gradient is not finite.
@@ -83,7 +83,7 @@ def _true(flags: list[torch.Tensor], device: torch.device) -> list[int]:
     """The indices of the flags that are set; waits for the device once.
 
     Args:
-        device: where they are collected; flags on other devices, of an offloaded gradient, are moved there.
+        device: where the flags are collected; flags on other devices, of an offloaded gradient, are moved there.
     """
     if not flags:
         return []

@@ -1,6 +1,6 @@
-"""Preparing: models run by engines, optimizers that step for all ranks, schedulers that follow them.
+"""Prepares objects: engines run models, optimizers step for all ranks, and schedulers follow the optimizers.
 
-Prepared objects are remembered, so that an optimizer may come later than its model, and nothing is prepared twice.
+Prepared objects are remembered, so that an optimizer may be prepared after its model, and no object twice.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from unisono.parallel.strategies.sharded import clip_grad_norm
 
 
 class PreparedObjects:
-    """The objects that one Accelerator has prepared, as long as others keep them alive.
+    """The objects that one Accelerator has prepared, referenced weakly.
 
     Args:
         builder: builds models and steppers.
         make_loader: prepares loaders.
-        schedule_unit: the unit of schedules; None determines it.
+        schedule_unit: the unit that schedules count; None determines it for each schedule.
     """
 
     def __init__(self, builder: Builder, make_loader: Callable[[Any], Any], schedule_unit: Unit | None = None) -> None:
@@ -44,7 +44,7 @@ class PreparedObjects:
         self._in_order: list[ref[Any]] = []  # the loaders and schedulers
 
     def prepare(self, objects: Sequence[Any]) -> list[Any]:
-        """Prepare each object, and return them in the same order. If one cannot be prepared, nothing has changed.
+        """Prepare each object, and return the results in the same order. If one cannot be prepared, none is changed.
 
         Raises:
             TypeError: an object cannot be prepared.
@@ -139,7 +139,7 @@ class PreparedObjects:
         self._builder.passes.microbatches.ledger.clear()
 
     def _check(self, where: str, each: Any, before: list[Any], together: list[Any], places: Places) -> None:
-        """Refuse objects that cannot be prepared, before any is."""
+        """Refuse an object that cannot be prepared, before any object is changed."""
         name = type(each).__name__
         is_ours = isinstance(each, PreparedModel | PreparedScheduler)
         if is_ours or each in _all_prepared or (each is not None and any(each is other for other in before)):
@@ -171,7 +171,7 @@ class PreparedObjects:
             )
 
     def _add_model(self, module: nn.Module) -> PreparedModel:
-        release_engines_of(module)  # by an Accelerator that is gone, although perhaps not collected yet
+        release_engines_of(module)  # of an earlier Accelerator that may not be collected yet
         model = self._builder.model(module)
         remember_names(model.module)
         watch(model.engine, self._builder.done_in_steps())
@@ -203,7 +203,8 @@ class PreparedObjects:
     def _add_scheduler(self, scheduler: Any, made: dict[int, Any]) -> PreparedScheduler:
         _follow(scheduler, made)
         optimizer = scheduler.optimizer
-        if not hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # tells torch that steps are counted
+        # Without this mark torch warns, when a scheduler steps, that the optimizer's steps are not counted.
+        if not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
             optimizer.step.__func__._wrapped_by_lr_sched = True
         stepper = self._stepper_of(optimizer)
         assert stepper is not None  # ensured by `_check`
@@ -215,7 +216,7 @@ class PreparedObjects:
 
 
 def _follow(scheduler: Any, made: Mapping[int, Any]) -> None:
-    """Make the scheduler, and those that it consists of, use the new optimizer in place of the old one."""
+    """Make the scheduler, and its parts, use the new optimizer in place of the old one."""
     scheduler.optimizer = made.get(id(scheduler.optimizer), scheduler.optimizer)
     for part in getattr(scheduler, "_schedulers", ()):
         _follow(part, made)
@@ -240,7 +241,7 @@ class _Registry:
             self._known[each] = ref(made)
 
     def forget(self, made: Any) -> None:
-        """The source of this object no longer counts as prepared."""
+        """Forget that this object, or the one that it was made from, is prepared."""
         for reference in self._known.keyrefs():  # a copy: threads of other ranks may add entries meanwhile
             known = reference()
             was = None if known is None else self._known.get(known)
@@ -264,7 +265,7 @@ def _check_devices(where: str, module: nn.Module) -> None:
 
 
 def _flat(where: str, each: Any) -> list[tuple[str, Any]]:
-    """The object with its position in words; for a list or tuple, its elements with theirs."""
+    """The object with its position as text; for a list or tuple, the same for each element."""
     if isinstance(each, list | tuple):
         return [pair for place, part in enumerate(each) for pair in _flat(f"{where}[{place}]", part)]
     return [(where, each)]

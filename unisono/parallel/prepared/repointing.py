@@ -1,7 +1,7 @@
-"""Optimizers follow their models: parameters that a move or a strategy has replaced are found again by their place.
+"""Makes optimizers refer to the parameters with which a move or a strategy has replaced their own.
 
-A parameter is identified by the position of its model and its name there, so ties survive and equal names in two models
-do not collide.
+A parameter is identified by its place: the position of its model, and its name in the model. So tied parameters stay
+tied, and equal names in two models do not collide.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Places:
                     )
 
     def follow(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
-        """Make the optimizer's groups and its state use the parameters that are now at the places of its own.
+        """Replace the parameters in the optimizer's groups and state by those that are now at the same places.
 
         Args:
             optimizer: has passed `check`.
@@ -70,7 +70,7 @@ class Places:
 
 
 def _beside(state: Mapping[str, Any], parameter: Any) -> Any:
-    """The state of a parameter on its device, sharded as the parameter is. Step counts stay where torch keeps them."""
+    """Place a parameter's state on its device, sharded like the parameter. Step counts stay where torch keeps them."""
 
     def move(leaf: Any) -> Any:
         is_moved = isinstance(leaf, torch.Tensor) and leaf.ndim and isinstance(parameter, torch.Tensor)

@@ -1,4 +1,4 @@
-"""LossScaler: torch's GradScaler, which several optimizers share."""
+"""LossScaler: torch's GradScaler, shared by several optimizers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class LossScaler(GradScaler):
     """Updates the scale for a step when the next one begins, or when its state is read: by then all optimizers of the
     step have stepped.
 
-    The scale stays on the device: it is read only after a skipped step, which the host knows of.
+    The scale stays on the device: the host reads it only to log a step that it knows to be skipped.
 
     Args:
         device: the type of the rank's device.

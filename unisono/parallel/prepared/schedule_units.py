@@ -34,9 +34,9 @@ class Taken(NamedTuple):
     """The progress of an optimizer.
 
     Attributes:
-        steps: the steps that it took.
-        batches: the batches of the user's loaders that they consumed.
-        device_steps: the steps that one device would have taken.
+        steps: the number of steps taken.
+        batches: the number of batches of the user's loaders that these steps consumed.
+        device_steps: the number of steps that one device would have taken.
     """
 
     steps: int = 0
@@ -44,13 +44,16 @@ class Taken(NamedTuple):
     device_steps: int = 0
 
     def after_step(self, batches: int, microbatches: int) -> Taken:
-        """The progress after one more step, on this number of batches; `microbatches` make a step of one device."""
+        """The progress after one more step, on `batches`; `microbatches` of them make a step of one device."""
         device_steps = math.ceil(batches / microbatches)
         return Taken(self.steps + 1, self.batches + batches, self.device_steps + device_steps)
 
     def since(self, before: Taken, unit: Unit) -> int:
-        """How far one call advances for the steps since `before`: as far as the calls on one device, which come once
-        for the same number of its own steps."""
+        """The number of units by which one call advances: the rounded mean per optimizer step since `before`, or 1.
+
+        A script that calls its scheduler every n optimizer steps does so on one device, too. There the same batches
+        make more steps, and so more calls, all of which one call here replaces.
+        """
         counted = {"batch": self.batches - before.batches, "device_step": self.device_steps - before.device_steps}
         steps = self.steps - before.steps
         return round(counted.get(unit, steps) / steps) if steps else 1
@@ -72,14 +75,15 @@ class Lengths(NamedTuple):
         return math.ceil(self.rounds / microbatches)
 
     def device_steps(self, microbatches: int) -> int:
-        """The number that one device would take."""
+        """The number of optimizer steps that one device would take."""
         return math.ceil(self.batches / microbatches)
 
 
 def check_unit(unit: Any) -> None:
-    """
+    """Check a unit given by the user.
+
     Raises:
-        ValueError: this is not a unit of schedules.
+        ValueError: it is neither a unit of schedules nor None.
     """
     if unit is not None and unit not in get_args(Unit):
         raise ValueError(f"schedule_unit={unit!r} does not exist; choose one of {', '.join(get_args(Unit))}, or None")
@@ -89,12 +93,12 @@ def unit_of(scheduler: Any, lengths: Lengths, microbatches: int, is_later: bool)
     """The unit that the schedule counts.
 
     Args:
-        lengths: those of the loader that the loop runs over.
-        microbatches: the microbatches of a step.
+        lengths: the lengths of the loader that the loop runs over.
+        microbatches: the number of microbatches in a step.
         is_later: whether the script had read the length of a prepared loader before it prepared the scheduler.
 
     Raises:
-        ValueError: it is unknown; the message names the lengths.
+        ValueError: the unit is unknown; the message names the lengths.
     """
     steps = lengths.steps(microbatches)
     if lengths.batches == steps:

@@ -12,14 +12,15 @@ from unisono.parallel.prepared.schedule_units import Lengths, Unit, length_of, u
 from unisono.parallel.prepared.stepper import Stepper
 
 Scheduler = LRScheduler | ReduceLROnPlateau
-_ROUNDING = 1e-6  # for a metric, between ranks that have computed it from the same values
+_ROUNDING = 1e-6  # the relative difference allowed between the ranks' metrics
 
 
 class PreparedScheduler:
-    """Behaves as `scheduler` does on one device.
+    """Behaves like `scheduler` on one device.
 
-    A `step` inside a loop advances as far as the calls on one device would have by then; one between loops advances one
-    step. If the optimizer was called and did not step (between microbatches, after an overflow), nothing happens.
+    Inside a loop, `step` advances as far as the calls on one device would have by then; between loops it advances by
+    one. If the optimizer was called since the last call but took no step (between microbatches, after an overflow), the
+    call does nothing.
 
     Args:
         scheduler: the scheduler of a prepared optimizer.
@@ -34,7 +35,7 @@ class PreparedScheduler:
         self.scheduler = scheduler
         self._stepper = stepper
         self._unit, self._is_later = unit, is_later
-        self._end: int | None = None  # of a schedule whose unit was determined
+        self._end: int | None = None  # the schedule's end, if its unit was determined here
         self._taken = stepper.taken
         self._asked = stepper.num_asked
         self._epoch = self._last_epoch()
@@ -45,7 +46,7 @@ class PreparedScheduler:
 
         Raises:
             RuntimeError: the scheduler was stepped by hand; or, inside a loop, the optimizer's `step` was not called
-                since its last one; or it goes past its end, with a unit that was determined.
+                since its last one; or it would pass its end, in a unit that was determined.
             ValueError: the unit of the schedule is unknown; or the ranks pass different metrics.
         """
         self.check_hand()
@@ -83,7 +84,7 @@ class PreparedScheduler:
         self._end = None if self._unit == "step" else length_of(self.scheduler)
 
     def _mean_metric(self, metrics: Any, epoch: Any = None) -> float:
-        """The metric of all ranks, which may differ only by rounding. A small collective."""
+        """Rank zero's metric, from which those of other ranks may differ only by rounding. A small collective."""
         own, world = float(metrics), self._stepper.world
         if world.world_size == 1:
             return own

@@ -1,11 +1,12 @@
-"""`step` and `zero_grad` of a prepared optimizer: gradients are already reduced, so a step unscales, checks and clips
-them, and steps.
+"""`step` and `zero_grad` of a prepared optimizer. A step reduces the gradients that backward passes have not reduced,
+then unscales, checks and clips them, and calls the optimizer's own step.
 
-The optimizer stays the same object, so that others that hold it, such as a scheduler, step correctly.
+The optimizer stays the same object, so that objects that hold it, such as a scheduler, use the new methods.
 
 Invariants:
 1. While microbatches accumulate, `step` and `zero_grad` do nothing.
-2. All ranks skip a step, or none: they decide by the reduced gradients, and by numbers that are equal on all ranks.
+2. Either all ranks skip a step, or none does: the decision depends only on reduced gradients, and on numbers that are
+   equal on all ranks.
 3. No optimizer, prepared or not, steps on gradients of one rank alone.
 """
 
@@ -37,9 +38,8 @@ from unisono.world import World
 
 K = TypeVar("K")
 
-_engines: WeakKeyDictionary[Engine, tuple[str, ...]] = (
-    WeakKeyDictionary()
-)  # those of all prepared models of this process
+# The engines of all prepared models of this process, each with the settings that only prepared optimizers apply.
+_engines: WeakKeyDictionary[Engine, tuple[str, ...]] = WeakKeyDictionary()
 _steppers: WeakKeyDictionary[Stepper, None] = WeakKeyDictionary()
 
 
@@ -48,17 +48,17 @@ class Stepper:
 
     Args:
         optimizer: its `step` and `zero_grad` are replaced by those of this object.
-        world: that of the rank.
+        world: the rank's world.
         passes: records the passes through the models.
         max_grad_norm: the norm to which each step clips; None for no clipping.
-        scaler: of the loss, or None.
+        scaler: the scaler of the loss, or None.
         guard: the NanGuard, or None.
 
     Attributes:
         num_asked: the number of calls of `step`.
         checks: functions of the schedulers that follow it, called before each step.
-        taken: the steps taken: not those between microbatches, nor after an overflow.
-        was_skipped: whether the last due step was skipped, after an overflow or because nothing counted in it.
+        taken: the steps taken, without the calls that did not step: between microbatches, and after an overflow.
+        was_skipped: whether the last due step was skipped, after an overflow or because no sample counted.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Stepper:
         self.taken = Taken()
         self.was_skipped = False
         self.checks: list[Callable[[], None]] = []
-        self._engines: list[Engine] = []  # those of the models that have some of the optimizer's parameters
+        self._engines: list[Engine] = []  # of the models that have some of the optimizer's parameters
         self.world = world
         self._passes, self._microbatches = passes, passes.microbatches
         self._max_grad_norm = max_grad_norm
@@ -98,10 +98,8 @@ class Stepper:
 
     def release(self) -> None:
         """Restore the optimizer's own methods."""
-        for name in (
-            "step",
-            "zero_grad",
-        ):  # methods of the class are not set as attributes, which would keep the optimizer alive
+        # Methods of the class are not assigned as attributes: bound to the optimizer, they would keep it alive.
+        for name in ("step", "zero_grad"):
             vars(self.optimizer).pop(name, None)
         for name, own in self._own.items():
             setattr(self.optimizer, name, own)
@@ -109,8 +107,8 @@ class Stepper:
         self._engines.clear()
 
     def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
-        """`optimizer.step` at the end of an accumulation; otherwise does nothing and returns None."""
-        if self._is_inside:  # called by the scaler, except after an overflow
+        """Run `optimizer.step` at the end of an accumulation; otherwise do nothing and return None."""
+        if self._is_inside:  # called by the scaler, unless gradients have overflowed
             self._count_step()
             return self._plain_step(**arguments)
         self.num_asked += 1
@@ -144,7 +142,7 @@ class Stepper:
         return result
 
     def reduce(self) -> None:
-        """Make the gradients those of the whole step, unscaled; repeated calls before the step do nothing.
+        """Reduce and unscale the gradients of the whole step; repeated calls before the step do nothing.
 
         Raises:
             RuntimeError: there is no gradient, or one was computed without the scaler.
@@ -171,10 +169,10 @@ class Stepper:
             self.forget()
 
     def may_zero(self) -> bool:
-        """Whether gradients may be zeroed: they hold nothing of the current step, or it is over.
+        """Whether gradients may be zeroed: they hold nothing of the current step, or it is over or abandoned.
 
-        Or the step was abandoned: it has its last microbatch and was not stepped on, or no step was requested since the
-        last backward pass.
+        A step is abandoned if it has its last microbatch but the optimizer has not stepped, or if no step was requested
+        since the last backward pass.
         """
         now, step = self._ledger, self._ledger.step
         if now.every == 1 or self.optimizer in step.stepped:
@@ -196,7 +194,7 @@ class Stepper:
             self._settle()
 
     def is_stepping(self, engine: Engine) -> bool:
-        """Whether the plain step is running, over parameters of this model."""
+        """Whether the optimizer's own step is running, on parameters of this model."""
         return self._is_inside and engine in self._engines
 
     @property
@@ -255,7 +253,7 @@ class Stepper:
             self._is_inside = False
 
     def _finish(self) -> None:
-        """Unscale, check and clip, between the reduction and the step."""
+        """Check and clip the gradients, between the reduction and the step."""
         if not self.taken.steps:
             by_hand.warn_of_foreign_batches(self.world, "optimizer.step()", "prepare(loader) cuts it")
         parameters = trained_parameters(self.optimizer)
@@ -283,7 +281,7 @@ class Stepper:
         return by_hand.reducing(closure, reduce, self.world)
 
     def _settle(self) -> None:
-        """Record that the held gradients belong to no further step of this optimizer."""
+        """Record that this optimizer is done with the current gradients, so that an update of the loss scale is due."""
         if self._scaler is not None and self._is_unscaled:
             self._is_unscaled, self._scaler.is_due = False, True
 
@@ -295,7 +293,7 @@ class Stepper:
 
 
 def watch(engine: Engine, done_in_steps: Sequence[str] = ()) -> None:
-    """Prevent every optimizer from stepping on gradients of this model that are those of one rank alone.
+    """Keep every optimizer from stepping on gradients of this model that are those of one rank alone.
 
     Args:
         done_in_steps: the requested features that only steps of prepared optimizers apply.
@@ -304,7 +302,7 @@ def watch(engine: Engine, done_in_steps: Sequence[str] = ()) -> None:
 
 
 def _alive(table: WeakKeyDictionary[K, Any]) -> list[K]:
-    """The keys. Threads of other ranks may add entries meanwhile; copying the references is atomic."""
+    """The live keys. Threads of other ranks may add entries meanwhile; copying the references is atomic."""
     return [each for reference in table.keyrefs() if (each := reference()) is not None]
 
 
@@ -356,7 +354,7 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _is_stepping(engine: Engine) -> bool:
-    """Whether a prepared optimizer's step has called this step: in SAM, or for the part of a rank."""
+    """Whether a prepared optimizer's step has called this one, as in SAM, and in ZeRO-1 for the rank's part."""
     return any(each.is_stepping(engine) for each in _alive(_steppers))
 
 

@@ -1,8 +1,8 @@
 """strategy="ddp": torch's DistributedDataParallel reduces during the backward pass, each bucket as soon as it is full.
 
-DDP decides in the forward pass whether the following backward pass reduces. Here that is known only when the backward
-pass begins, so forward passes run without it, and the reducer is configured then. Nor do forward passes broadcast
-buffers, which happens after a reducing backward pass: a forward pass has no collective, so one rank alone may evaluate.
+DDP decides in the forward pass whether the next backward pass reduces. Here that is known only when the backward pass
+begins: forward passes run under `no_sync`, and the reducer is prepared when a backward pass begins. Buffers are
+broadcast after a reducing backward pass. So a forward pass has no collective, and one rank alone may evaluate.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SYNCS_NO_BUFFERS: dict[str, Any] = next(
     for name in ("forward_sync_buffers", "broadcast_buffers")  # deprecated in newer versions of torch
     if name in inspect.signature(DistributedDataParallel).parameters
 )
-_FORWARD_PASSES = 16  # the most that one backward pass may use, if unused parameters are to be found
+_FORWARD_PASSES = 16  # the most that one backward pass may use, with find_unused_parameters
 
 
 class DDPStrategy(Flat):
@@ -65,17 +65,18 @@ class DDPStrategy(Flat):
 
 
 class DDPEngine(Engine):
-    """
+    """Runs the module in DistributedDataParallel, which reduces during the backward pass.
+
     Args:
         module, world, ledger: as for `Engine`; the world consists of processes.
-        options: those of the strategy.
+        options: the strategy's options.
     """
 
     def __init__(self, module: nn.Module, world: World, ledger: Ledger, options: DDP) -> None:
         super().__init__(module, world, ledger, options.broadcast_buffers)
         self._options = options
         self._finds_unused = options.find_unused_parameters
-        self._outputs: list[list[torch.Tensor]] = []  # those of the forward passes since the last backward pass
+        self._outputs: list[list[torch.Tensor]] = []  # of each forward pass since the last backward pass
         self._is_finished = True
         self._wrap()
 
@@ -86,7 +87,7 @@ class DDPEngine(Engine):
         self._replicated = _Ordered(
             self.module,
             find_unused_parameters=options.find_unused_parameters,
-            bucket_cap_mb=options.bucket_cap_mb,  # a fraction will do
+            bucket_cap_mb=options.bucket_cap_mb,  # may be a fraction
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             **_SYNCS_NO_BUFFERS,
         )
@@ -106,7 +107,7 @@ class DDPEngine(Engine):
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():
             return super().run(args, kwargs)
-        if not self._is_finished and torch._C._current_graph_task_id() < 0:  # outside of backward passes
+        if not self._is_finished and torch._C._current_graph_task_id() < 0:  # not in a checkpoint's recomputation
             raise RuntimeError(failed_before(self.name))
         with self._replicated.no_sync():
             result = self._replicated(*args, **kwargs)
@@ -139,8 +140,8 @@ class DDPEngine(Engine):
 class _Ordered(DistributedDataParallel):
     """A DDP whose buckets are filled from the last parameter to the first, in each step of each run.
 
-    torch's buckets are so until the first step, and then follow the order in which its gradients arrived. The order of
-    additions depends on the buckets, so a resumed run would have other bits than an uninterrupted one.
+    torch uses this order until the first step, and then the order in which that step's gradients arrived. The order of
+    additions depends on the buckets, so a resumed run would not be bit-identical to an uninterrupted one.
     """
 
     __del__ = free_reducer
@@ -150,13 +151,13 @@ class _Ordered(DistributedDataParallel):
         return (parameters, are_sparse) if self.find_unused_parameters else (parameters[::-1], are_sparse[::-1])
 
     def fill_buckets(self) -> None:
-        """Create the final buckets. A collective. If parameters may be unused, they exist already."""
+        """Create the final buckets. A collective. With find_unused_parameters, torch keeps its initial buckets."""
         self.reducer._push_all_rebuilt_params()
         self.reducer._rebuild_buckets()
 
 
 def own_steps_contradict(what: str) -> str:
-    """The error for an option that needs the gradients of all ranks at each step."""
+    """The error message for an option that needs the gradients of all ranks at each step."""
     return (
         f"comm_hook={POST_LOCAL_SGD!r} and {what} contradict each other: between two averages each rank steps by its "
         "own gradients, and this needs those of all ranks at each step; drop one of them"
@@ -164,7 +165,7 @@ def own_steps_contradict(what: str) -> str:
 
 
 def failed_before(model: str) -> str:
-    """The error for a backward pass after one that failed on this rank during its reduction."""
+    """The error message for a backward pass after one that failed on this rank during its reduction."""
     return (
         f"the backward pass before, through the {model}, has failed on this rank in the middle of its reduction, which "
         "cannot be resumed, and other ranks may be waiting in it; let the error end the run, or restart on all ranks: "
@@ -173,7 +174,7 @@ def failed_before(model: str) -> str:
 
 
 def unused(model: str, names: Sequence[str]) -> str:
-    """The error of a backward pass without gradients for some parameters."""
+    """The error message for a backward pass that gave some parameters no gradient."""
     shown = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return (
         f"the backward pass gave no gradient to {shown or 'some parameters'} of the {model} on this rank, and the "

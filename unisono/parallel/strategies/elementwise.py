@@ -1,4 +1,4 @@
-"""Which optimizers may step for a part of the parameters, or of their elements, leaving the rest to other ranks."""
+"""Which optimizers may step for a part of the parameters, or of their elements, and leave the rest to other ranks."""
 
 from __future__ import annotations
 
@@ -7,23 +7,25 @@ import inspect
 import torch
 from torch.optim import Optimizer
 
-# torch.optim's that combine all parameters, or the elements of a whole parameter.
+# Optimizers of torch.optim that combine all parameters.
 _OVER_ALL = {torch.optim.LBFGS}
-# They use operations that torch lacks for shards, or gradients that shards do not have.
+# Optimizers that use operations which torch lacks for DTensors, or gradients which shards do not have.
 _NOT_SHARDED = {torch.optim.Rprop, torch.optim.SparseAdam}
-_FUSED = {torch.optim.Adam, torch.optim.AdamW}  # those with fused steps for shards
+_FUSED = {torch.optim.Adam, torch.optim.AdamW}  # their fused steps support DTensors
+# Optimizers of torch.optim that combine the elements of each parameter.
 _OVER_EACH = {getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)}
 
 
 def check_elementwise(optimizer: Optimizer, strategy: str, is_declared: bool, takes_whole: bool) -> None:
-    """
+    """Check that the optimizer can step separately for what the strategy divides: parameters, or their elements.
+
     Args:
         strategy: its name, for the message.
         is_declared: whether the user declares that the optimizer treats each element separately.
         takes_whole: whether each rank steps for whole parameters.
 
     Raises:
-        TypeError: the optimizer's steps may depend on elements of other ranks.
+        TypeError: the optimizer's steps may depend on elements of other ranks, or cannot update DTensors.
     """
     kind = _kind(optimizer)
     cut = "parameters" if takes_whole else "each parameter"
@@ -55,7 +57,7 @@ def check_elementwise(optimizer: Optimizer, strategy: str, is_declared: bool, ta
 
 
 def _kind(optimizer: Optimizer) -> type[Optimizer] | None:
-    """The class of torch.optim that defines its step; None for a step from elsewhere."""
+    """The class of torch.optim that defines the optimizer's `step`; None if it is defined elsewhere."""
     step = inspect.unwrap(type(optimizer).step)
     for kind in vars(torch.optim).values():
         if inspect.isclass(kind) and issubclass(kind, Optimizer) and inspect.unwrap(kind.step) is step:

@@ -32,20 +32,20 @@ class Engine:
     """Runs the module unchanged, and reduces its gradients in flat buckets after the backward pass.
 
     Args:
-        module: the user's, on the world's device.
-        world: that of the rank.
+        module: the user's module, on the world's device.
+        world: the rank's world.
         ledger: provides the weights of the rank's gradients.
-        shares_buffers: whether all ranks get rank zero's buffers after a step.
+        shares_buffers: whether rank zero's buffers are broadcast after each reducing backward pass.
 
     Attributes:
         name: the name of the module's class.
-        is_held: whether a backward pass has left gradients that are this rank's alone.
-        is_reduced: whether the present gradients are those of all ranks.
+        is_held: whether a backward pass has left gradients of this rank alone in `.grad`.
+        is_reduced: whether the current gradients are reduced over the ranks.
         begun: the position of the rank when the last backward pass reached the model.
-        hooks: those on the leaves, for their gradients.
-        passing: the last backward pass through it, from `passes.py`.
+        hooks: the gradient hook of each leaf.
+        passing: the last backward pass through the model; set by `passes.py`.
         is_released: whether its model is no longer prepared.
-        is_local: whether steps use this rank's own gradients, and parameters are averaged over the ranks elsewhere.
+        is_local: whether steps use this rank's own gradients, and the caller averages the parameters over the ranks.
     """
 
     def __init__(self, module: nn.Module, world: World, ledger: Ledger, shares_buffers: bool = True) -> None:
@@ -59,9 +59,9 @@ class Engine:
         self._reduced_in: Step | None = None
         self._earlier: dict[torch.Tensor, torch.Tensor] = {}  # gradients of earlier steps, which were not zeroed
         self._stepped: WeakSet[Optimizer] = WeakSet()  # since the last backward pass
-        self._tree: list[nn.Module] = []  # all submodules
-        self._children = [-1]  # their children, by identity
-        self._is_agreed = False  # the ranks have compared their models
+        self._tree: list[nn.Module] = []  # the module and all its submodules
+        self._children = [-1]  # the ids of their children
+        self._is_agreed = False  # whether the ranks have compared their models
         self._known = WeakTensorKeyDictionary(dict.fromkeys(module.parameters()))
         self._trained = self.trained()  # in the last forward pass
 
@@ -70,14 +70,16 @@ class Engine:
         return self.module(*args, **kwargs)
 
     def refresh(self) -> None:
-        """Before a forward pass with gradients: detect parameters that were frozen, unfrozen or added since; added ones
-        get rank zero's values, by a collective."""
+        """Detect parameters that were frozen, unfrozen or added since the last forward pass with gradients.
+
+        Called before each such pass. A change makes it a collective: added parameters get rank zero's values.
+        """
         trained = self.trained()
         if list(map(id, trained)) != list(map(id, self._trained)) and not self._runs_with_others():
             self._trained = trained
             if self._world.comm.size > 1:
                 self._world.comm.announce(f"new buckets for {len(trained)} trained parameters of the {self.name}")
-                self._world.comm.barrier()  # a rank that is alone in this is named here
+                self._world.comm.barrier()  # names the ranks, if only some have detected a change
                 self.adapt([each for each in trained if each not in self._known])
             self._known.update(dict.fromkeys(trained))
 
@@ -87,10 +89,10 @@ class Engine:
         return any(each is not None and not isinstance(each, nn.Parameter) for each in found)
 
     def adapt(self, new: Sequence[torch.Tensor]) -> None:
-        """Record that other parameters are trained from now on.
+        """Adapt to a changed set of trained parameters. A collective.
 
         Args:
-            new: those that did not exist when the model was prepared.
+            new: the parameters that were added; they get rank zero's values.
         """
         for each in new:
             self._world.comm.broadcast(each.detach(), 0)
@@ -102,7 +104,7 @@ class Engine:
             reduces: whether it ends a step.
 
         Raises:
-            RuntimeError: it builds a graph of the gradients, to which those of other ranks are to be added.
+            RuntimeError: it builds a graph of the gradients, but those of other ranks are added outside any graph.
         """
         if torch.is_grad_enabled() and self._world.comm.size > 1:
             raise RuntimeError(
@@ -113,7 +115,7 @@ class Engine:
         if self.is_reduced and self._ledger.is_mean and self._reduced_in is not self._ledger.step:
             self._set_aside()
         elif self.is_reduced and self._ledger.held_factor() not in (0, 1):
-            scale_gradients(self.trained(), 1 / self._ledger.held_factor())  # the further reduction undoes it
+            scale_gradients(self.trained(), 1 / self._ledger.held_factor())  # cancelled by the next reduction
         self.is_held, self.is_reduced = self._world.comm.size > 1 or self._ledger.every > 1, False
         self._stepped.clear()
         self.prepare(reduces and not self.is_local)
@@ -138,13 +140,14 @@ class Engine:
     def finish(self) -> None:
         """Called when a reducing backward pass has ended. A collective."""
         self._settle(self.complete)
-        if self._earlier:  # after torch's own final callback, which may come after this one and leaves the gradients
+        if self._earlier:
+            # torch's own final callback, which assigns `.grad`, may follow this one, but precedes one queued now.
             torch.autograd.Variable._execution_engine.queue_callback(weak_method(self._add_earlier))
         if not self.is_local:
             self.share_buffers()
 
     def share_buffers(self) -> None:
-        """Broadcast the buffers of rank zero, since batch statistics make them differ. A collective."""
+        """Broadcast rank zero's buffers, since batch statistics make them differ between ranks. A collective."""
         if self._shares_buffers and self._world.comm.size > 1 and not self._world.backend.is_lazy:
             buffers = [each for part in self._tree for each in part._buffers.values() if each is not None]
             broadcast_together(buffers, self._world)
@@ -153,12 +156,12 @@ class Engine:
         """Reduce the gradients that a backward pass has not reduced itself.
 
         Raises:
-            RuntimeError: some parameters that the reduction waits for got no gradient.
+            RuntimeError: a parameter that the reduction waits for got no gradient.
         """
         self.reduce_late()
 
     def reduce(self) -> None:
-        """Reduce for a step that finds gradients of this rank alone. A collective."""
+        """Reduce at a step, if the gradients are still those of this rank alone. A collective."""
         self._settle(self.reduce_late)
         self._add_earlier()
 
@@ -170,10 +173,10 @@ class Engine:
         self.is_held, self.is_reduced, self._reduced_in = False, True, self._ledger.step
 
     def adopt(self, part: float) -> None:
-        """Reduce gradients that were not left by a backward pass, but assigned from `torch.autograd.grad`.
+        """Reduce gradients that were assigned, for example from `torch.autograd.grad`, not left by a backward pass.
 
         Args:
-            part: that of their batch, as in `Claim.part`.
+            part: the part of their batch, see `Claim.part`.
         """
         self._world.comm.announce(f"gradients that were assigned, or stepped on before, of {self._ledger.place()}")
         scale_gradients(self.trained(), part)
@@ -182,7 +185,7 @@ class Engine:
         self.reduce()
 
     def reduce_late(self, parameters: Sequence[torch.Tensor] | None = None) -> None:
-        """Reduce the gradients of these parameters together; None means all parameters."""
+        """Reduce the gradients of these parameters together; None means all trained parameters."""
         ledger = self._ledger
         if not self._is_agreed and self._world.comm.size > 1:
             check_agreement(self.trained(), self._world)
@@ -206,12 +209,12 @@ class Engine:
         self._earlier.clear()
 
     def has_assigned(self, optimizer: Optimizer) -> bool:
-        """Whether there are gradients that no backward pass has computed since that optimizer's last step."""
+        """Whether `.grad` holds gradients that no backward pass has left since that optimizer's last step."""
         is_left = self.begun.step is not None and optimizer not in self._stepped
         return self._world.comm.size > 1 and not is_left and any(each.grad is not None for each in self.trained())
 
     def note_step(self, optimizer: Optimizer) -> None:
-        """Record that the optimizer is stepping on the present gradients."""
+        """Record that the optimizer is stepping on the current gradients."""
         self._stepped.add(optimizer)
         self._ledger.close(optimizer)
 
@@ -219,9 +222,9 @@ class Engine:
         """Record that the optimizer has stepped."""
 
     def trained(self) -> list[torch.Tensor]:
-        """The parameters that require gradients; not the replacements of `torch.func.functional_call`.
+        """The parameters that require gradients, without the replacements of `torch.func.functional_call`.
 
-        Used in each forward pass, so the tree of modules is traversed only after it has changed.
+        Called in each forward pass, so the tree of modules is traversed only after it has changed.
         """
         if [id(child) for each in self._tree for child in each._modules.values()] != self._children:
             self._tree = list(self.module.modules())
@@ -232,20 +235,20 @@ class Engine:
         return list(once.values())
 
     def leaves(self) -> list[torch.Tensor]:
-        """The tensors at which gradients arrive in a backward pass, and hooks see them."""
+        """The tensors at which the gradients of a backward pass arrive, and which get the hooks."""
         return self._trained
 
     def named_leaves(self) -> dict[str, torch.Tensor]:
-        """The same by their names in the module. A collective."""
+        """The same tensors, by their names in the module. A collective."""
         return {name: each for name, each in self.module.named_parameters() if each.requires_grad}
 
     def take_up(self, begun: Begun) -> None:
-        """Continue in the middle of a step, with its gradients so far in `.grad`."""
+        """Resume in the middle of a step, with its gradients so far in `.grad`."""
         self.is_held, self.is_reduced, self.begun = True, False, begun
 
 
 def is_left_at(leaf: torch.Tensor) -> bool:
-    """Whether the running backward pass leaves a gradient in this leaf's `.grad`."""
+    """Whether the running backward pass accumulates a gradient in this leaf's `.grad`."""
     try:
         return bool(torch._C._will_engine_execute_node(get_gradient_edge(leaf).node))
     except RuntimeError:
@@ -253,9 +256,9 @@ def is_left_at(leaf: torch.Tensor) -> bool:
 
 
 def is_taken_from(leaf: torch.Tensor) -> bool:
-    """Whether the running backward pass is `torch.autograd.grad` with respect to this leaf, among others."""
+    """Whether the running backward pass is `torch.autograd.grad` with respect to leaves that include this one."""
     try:
         torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
-    except RuntimeError:  # torch cannot tell for such a leaf
+    except RuntimeError:  # torch refuses the query for such a leaf
         return True
     return False

@@ -50,19 +50,21 @@ class FSDPStrategy(Strategy):
 
 
 class FSDPEngine(Engine):
-    """
-    Gradients arrive at the whole parameters, which exist while the model runs, never at the module's own.
+    """Runs the module sharded by FSDP2.
 
-    A second backward pass, through gradients computed by `torch.autograd.grad`, can be detected only by the gradients
-    of the model's inputs; all of the model is gathered when it begins.
+    The gradients of a loss arrive at the whole parameters, which exist while the model runs. Only those of a penalty on
+    the parameters arrive at the module's own, sharded ones.
+
+    A second backward pass, through gradients computed by `torch.autograd.grad`, can be detected only at the gradients
+    of the model's inputs; the entire model is gathered when it begins.
 
     Args:
         module, world, ledger: as for `Engine`; the world consists of processes.
-        options: those of the strategy.
+        options: the strategy's options.
     """
 
     def __init__(self, module: nn.Module, world: World, ledger: Ledger, options: FSDP) -> None:
-        name = type(module).__name__  # torch replaces its class
+        name = type(module).__name__  # before `fully_shard` replaces its class
         sharded: Any = shard(module, world, options)
         super().__init__(sharded, world, ledger)
         self._sharded, self.name = sharded, name
@@ -70,13 +72,13 @@ class FSDPEngine(Engine):
         self._whole = whole_parameters(sharded)
         self._parts = list(sharded.parameters())
         self._known.update(dict.fromkeys(self._whole))  # these replace the module's own while it runs
-        self._entries = WeakTensorKeyDictionary()  # inputs that have announced their gradients already
+        self._entries = WeakTensorKeyDictionary()  # inputs that already have the hook `_leave`
         self._memory, self._gradients = Rebinding(self._parts), Rebinding(())
         for each in self._parts:
             if each.requires_grad:
                 each.register_hook(weak_method(self._arrive_at_part))
         self._backward_pass = -1  # the last one that was announced
-        self._is_reducing = False  # a backward pass, unless it failed
+        self._is_reducing = False  # during a reducing backward pass, and after one that failed
         sharded.register_forward_hook(weak_method(self._watch), prepend=True)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -118,7 +120,7 @@ class FSDPEngine(Engine):
             )
 
     def _leave(self, gradient: torch.Tensor) -> None:
-        """Called with the gradient of an input; if it has its own graph, another backward pass begins with it."""
+        """Handle the gradient of an input; if it has a graph, a second backward pass can begin at it."""
         if torch.is_grad_enabled() and gradient.requires_grad:
             gradient.register_hook(weak_method(self._gather))
 
@@ -128,7 +130,10 @@ class FSDPEngine(Engine):
             unit.unshard()
 
     def _arrive_at_part(self, _: torch.Tensor) -> None:
-        """Refuse a penalty on the parameters, which is complete on all ranks, and would count once per microbatch."""
+        """Refuse a penalty on the parameters while microbatches accumulate.
+
+        Its gradient is complete on every rank, and would count in each microbatch.
+        """
         if self._ledger.every > 1:
             raise RuntimeError(
                 f"a penalty on the parameters of the {self.name} has a backward pass of its own, and under "
@@ -137,7 +142,8 @@ class FSDPEngine(Engine):
             )
 
     def refresh(self) -> None:
-        """
+        """Check that no parameters were added.
+
         Raises:
             RuntimeError: parameters were added, which are not sharded.
         """
@@ -178,7 +184,7 @@ class FSDPEngine(Engine):
             scale_sums(self._units, self._ledger.factor())
 
     def complete(self) -> None:
-        """The backward pass has reduced, or torch's final callback, which may still follow, will do so."""
+        """Queue the check of the reduction, since torch's final callback, which may reduce, may still follow."""
         torch.autograd.Variable._execution_engine.queue_callback(weak_method(self._check_reduced))
 
     def _check_reduced(self) -> None:
@@ -208,7 +214,7 @@ class FSDPEngine(Engine):
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._memory.check("fsdp")
         self._gradients.check("fsdp", "grad.data")
-        self._sharded.reshard()  # what a forward pass has gathered, and no backward pass has released, is outdated
+        self._sharded.reshard()  # gathered parameters that no backward pass has released are outdated
 
 
 def _with_gradients(values: Any) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""How DistributedDataParallel sends gradients: torch's communication hooks by name, applied after the weights.
+"""torch's communication hooks for DistributedDataParallel, by name, applied to weighted gradients.
 
 torch's hooks compute the mean over the ranks. If rank r's gradient is first multiplied by scale_r * size, the result is
 the sum over r of scale_r g_r, in each of the formats:
@@ -12,10 +12,10 @@ the sum over r of scale_r g_r, in each of the formats:
 *Threads:* a backward pass runs the hook in its own thread, one bucket after the other.
 
 Invariants:
-1. All buckets of a backward pass are multiplied by one factor, which is requested by the first one. DDP sends buckets
-   in the order of their indices, from 0.
-2. With post-local SGD each rank, or machine, steps by its weighted gradients: after one step of plain SGD, the mean of
-   the parameters is the result of a step by the weighted sum.
+1. All buckets of a backward pass are multiplied by the same factor, which is computed for the first one: DDP sends
+   buckets in the order of their indices, from 0.
+2. With post-local SGD each rank, or machine, steps on its weighted gradients: after one step of plain SGD, the mean of
+   the parameters equals the result of a step on the weighted sum.
 """
 
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with the classes themselves.
@@ -76,7 +76,7 @@ def attach_hook(
         finish: called when the last bucket of a backward pass is sent.
 
     Returns:
-        For "post_local_sgd" the function that averages the parameters, to be called after each step; otherwise None.
+        For "post_local_sgd" the averager, whose `average_parameters` is to be called after each step; otherwise None.
 
     Raises:
         ValueError: the hook or option does not exist, or an option's value or the model is unsuitable. In a backward
@@ -102,7 +102,7 @@ def attach_hook(
         if gradients.is_complex():
             _refuse_complex()
         scale_in_place(gradients, factor)
-        # Half precision and low ranks are for dense gradients; of a sparse one only its rows are sent.
+        # Half precision and low ranks support only dense gradients; of a sparse one the rows that it has are sent.
         is_dense = gradients.layout is torch.strided or name == "post_local_sgd"
         sent = hook(state, bucket) if is_dense else allreduce_hook(group, bucket)
         if finish is not None and bucket.is_last():
@@ -135,7 +135,7 @@ def _check_real(ddp: DistributedDataParallel) -> None:
 
 
 def _refuse_complex() -> NoReturn:
-    """Newer versions put pairs of real numbers into the bucket."""
+    """Refuse a complex bucket; newer versions of torch put pairs of real numbers into it instead."""
     raise ValueError(
         f"torch {torch.__version__} reduces complex gradients wrongly after a communication hook; use a newer one, or "
         "real parameters and torch.view_as_complex in forward()"
@@ -151,9 +151,12 @@ def _power_sgd(group: dist.ProcessGroup, world: World, **options: Any) -> _Sendi
 
 
 def _power_sgd_in_order(state: PowerSGDState, bucket: GradBucket) -> Sent:
-    """torch's hook issues its second and third collective when the previous one has completed. If a thread of the
-    process group does so, as with gloo, the order of two buckets could differ between ranks, so buckets are sent one at
-    a time; with NCCL, all of them are already in their stream."""
+    """Send one bucket at a time.
+
+    torch's hook issues its second and third collective when the previous one has completed. With gloo a thread of the
+    process group issues them, so the collectives of two buckets could interleave differently on different ranks. With
+    NCCL, all of them are already enqueued on their stream.
+    """
     sent: Sent = powerSGD_hook(state, bucket)
     if not sent.done():
         sent.wait()

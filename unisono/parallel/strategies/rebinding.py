@@ -1,4 +1,4 @@
-"""Whether tensors still have the memory assigned by a strategy, which `p.data = ...` silently replaces."""
+"""Detects assignments `p.data = ...`, which silently replace memory that a strategy continues to use."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from unisono.parallel.parameter_names import name_of
 
 
 class Rebinding:
-    """The current memory of some tensors.
+    """A record of the memory that some tensors have now.
 
     Args:
-        tensors: parameters or gradients; for sharded ones, that of the tensor that contains the shard.
+        tensors: parameters or gradients; of a sharded one, the memory of the tensor that contains the shard counts.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -25,12 +25,13 @@ class Rebinding:
         return len(self._known)
 
     def check(self, strategy: str, attribute: str = "data") -> None:
-        """
+        """Check that the tensors still have the recorded memory.
+
         Args:
-            attribute: the assigned attribute of a parameter, for the message.
+            attribute: the attribute of a parameter that was assigned, for the message.
 
         Raises:
-            RuntimeError: a tensor has other memory.
+            RuntimeError: a tensor has different memory.
         """
         for place, (held, storage) in enumerate(self._known):
             tensor = held()

@@ -1,4 +1,4 @@
-"""Strategies by their names, or by their options."""
+"""Selects a strategy by its name or its options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unisono.strategies import DDP, FSDP, SPMD, Choice, ZeRO1
 from unisono.world import World
 
 STRATEGIES: dict[str, type[Choice]] = {each.name: each for each in (DDP, FSDP, SPMD, ZeRO1)}
-"""Each is the name of a module of this package, imported on demand."""
+"""Options by strategy name, which is also the name of a module of this package, imported on demand."""
 
 
 def options_of(strategy: Any) -> Choice:
@@ -39,5 +39,5 @@ def strategy_class(options: Choice) -> type[Strategy]:
 
 
 def strategy_in(world: World, kind: type[Strategy], ledger: Ledger, options: Choice) -> Strategy:
-    """The strategy in that world: the plain one if torch's engines have nothing to do."""
+    """Create the strategy for that world: the plain one instead of one of torch's if its engine cannot run there."""
     return (kind if world.takes_engines or not kind.is_of_torch else Flat)(world, ledger, options)

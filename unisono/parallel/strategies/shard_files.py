@@ -1,6 +1,6 @@
-"""Files of torch.distributed.checkpoint, which all ranks write concurrently, each its shards of tensors.
+"""Files of torch.distributed.checkpoint: all ranks write concurrently, each its own shards.
 
-*Threads:* `write_shards` runs on each rank's writing thread, which communicates with the others by its own group.
+*Threads:* a `ShardGroup` is used by each rank's writing thread; these threads communicate in their own process group.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SAFE: dict[str, set[str]] = {
 
 
 class ShardGroup:
-    """The ranks' writing threads, as a separate process group. Created by all ranks together."""
+    """A separate process group for the ranks' writing threads. All ranks create it together."""
 
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo")
@@ -40,7 +40,7 @@ class ShardGroup:
         """Write this rank's shards; return when all ranks have. A collective of the writing threads.
 
         Args:
-            parts: the shards by name; whole tensors are on one rank.
+            parts: the shards by name; a whole tensor is passed by one rank only.
             directory: on a file system that all ranks share; it exists on rank zero.
 
         Raises:
@@ -57,7 +57,7 @@ class ShardGroup:
             def write_data(self, *args: Any, **kwargs: Any) -> Any:
                 try:
                     return super().write_data(*args, **kwargs)
-                except RuntimeError as error:  # from a file that cannot be completed, since the disk is full
+                except RuntimeError as error:  # for an incomplete file, when the disk is full
                     raise next((each for each in chain_of(error) if isinstance(each, OSError)), error) from None
 
         try:
@@ -68,7 +68,7 @@ class ShardGroup:
             raise error from None
 
     def abandon(self) -> None:
-        """Called instead of `write` if this rank has failed before, so that the others do not wait for it."""
+        """Release the other ranks from `write`, if this rank has failed before it."""
         self._all_are_ready(False)
 
     def _all_are_ready(self, is_ready: bool) -> bool:
@@ -78,7 +78,7 @@ class ShardGroup:
 
 
 def read_shards(directory: Path) -> dict[str, torch.Tensor]:
-    """The whole tensors, on the host. Called on one rank.
+    """Read the whole tensors into host memory. Called on one rank.
 
     Raises:
         DamagedCheckpointError: the metadata of the files is invalid.
@@ -106,7 +106,7 @@ def read_shards(directory: Path) -> dict[str, torch.Tensor]:
 
 
 class _Metadata(pickle.Unpickler):
-    """Reads torch's metadata, which is a pickle, without executing anything else."""
+    """Reads torch's metadata, which is a pickle, without executing any name that is not allowed."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name in _SAFE.get(module, set()):

@@ -1,6 +1,6 @@
 """FSDP2 with weights: each rank keeps its shard of the parameters, of their gradients and of the optimizer's state.
 
-torch's `fully_shard` does the work: each gradient shard is that of the sum over the ranks, times the factor set by
+torch's `fully_shard` does the work: each gradient shard is a shard of the sum over the ranks, times the factor set by
 `scale_sums`. Gradients of backward passes between `set_requires_gradient_sync(False)` and `(True)` stay whole and
 unscaled, and are reduced with the next ones.
 
@@ -10,7 +10,7 @@ to its backward pass.
 
 torch's modules for this take a second or two to import, so only the functions that need them import them.
 
-*Threads:* the rank's own.
+*Threads:* the rank's own thread.
 
 Invariant: a unit shares no parameter with modules outside of it, since torch would shard the parameter for only one of
 its holders.
@@ -45,16 +45,16 @@ _Classes = Sequence[type[nn.Module]]
 def shard(model: nn.Module, world: World, options: FSDP) -> FSDPModule:
     """Shard a model that has passed `check_shardable`, in place: its parameters become DTensors with the same names.
 
-    All ranks must hold the same parameters before. Existing optimizers refer to parameters that are no longer trained.
+    All ranks must already hold the same parameters. Existing optimizers refer to parameters that are no longer trained.
     A unit must run on all ranks or on none: if control flow differs by rank, choose units that enclose the branch.
 
     Args:
         model: on the world's device; parts on "meta" are initialised unit by unit, with rank zero's values.
-        world: one of processes.
+        world: a world of processes.
         options: `unisono.strategies.FSDP`.
 
     Raises:
-        ValueError: torch is too old to find unused parameters, or the ranks cannot form such groups.
+        ValueError: torch is too old to find unused parameters, or the ranks cannot form the requested groups.
     """
     if options.find_unused_parameters:
         _check_finding()
@@ -63,7 +63,8 @@ def shard(model: nn.Module, world: World, options: FSDP) -> FSDPModule:
 
     mesh = _mesh(world, options)
     precision = MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype)
-    is_moved = options.offload and world.device.type != torch.default_generator.device.type  # otherwise it exists
+    # A rank on the CPU has its parameters in main memory already.
+    is_moved = options.offload and world.device.type != torch.default_generator.device.type
     offload = CPUOffloadPolicy() if is_moved else OffloadPolicy()
     for unit in chosen:
         _fill(unit, world)
@@ -82,13 +83,13 @@ def shard(model: nn.Module, world: World, options: FSDP) -> FSDPModule:
 
 
 def _fill(unit: nn.Module, world: World) -> None:
-    """Initialise tensors on meta with rank zero's values. Only the unit references them; sharding frees them."""
+    """Initialise the unit's "meta" tensors with rank zero's values. Only the unit holds them; sharding frees them."""
     if filled := fill(unit, world.device):
         broadcast_together(filled, world)
 
 
 def _mesh(world: World, options: FSDP) -> DeviceMesh:
-    """The mesh of ranks: groups that each hold all parameters, by the ranks of a group, which shard them."""
+    """The device mesh: one row of ranks for each replica of the parameters; the ranks of a row shard them."""
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
     size, kept = world.world_size // options.replicas, options.reshard_after_forward
@@ -103,8 +104,8 @@ def _mesh(world: World, options: FSDP) -> DeviceMesh:
             "divisor, True or False"
         )
     if options.replicas == 1:
-        # The mesh uses the existing group. In place of a gloo group torch would create another one if there is a GPU:
-        # in some versions of NCCL, which refuses ranks that share the GPU.
+        # Use the existing group. If there is a GPU, torch would create another one in place of a gloo group: in some
+        # versions an NCCL group, which refuses ranks that share the GPU.
         group = torch.distributed.group.WORLD
         assert group is not None
         return DeviceMesh.from_group(group, world.device.type)
@@ -118,7 +119,8 @@ def check_shardable(trained: nn.Module, units: _Classes | None = None) -> None:
         units: as for `shard`.
 
     Raises:
-        ValueError: the model is already sharded, or trained parameters of one unit differ in type.
+        ValueError: the model is already sharded, a layer has sparse gradients, or trained parameters of one unit differ
+            in type.
     """
     if is_sharded(trained):
         raise ValueError(f"the {type(trained).__name__} is already sharded; shard a model once")
@@ -138,7 +140,7 @@ def units_in(model: nn.Module) -> list[FSDPModule]:
 
 
 def scale_sums(units: Iterable[FSDPModule], factor: float) -> None:
-    """Multiply the sums over the ranks in the next reductions; not by 0, when each rank's gradients are zero."""
+    """Multiply the sums over the ranks in the next reductions; a factor of 0 is ignored, since the sums are 0 then."""
     for unit in units:
         unit.set_gradient_divide_factor(1 / factor if factor else 1.0)
 
@@ -149,9 +151,9 @@ _GRAD: Any = torch.Tensor.grad  # the slot that autograd assigns
 class WholeParameter(nn.Parameter):
     """Replaces a sharded parameter while the model runs, and at times between forward and backward.
 
-    Gradients of earlier backward passes belong to the sharded parameter. User code that reads them here, or zeroes them
-    between forward and backward, means those; autograd, and FSDP2 in a backward pass, mean the gradients that arrive at
-    this one.
+    Gradients of earlier backward passes belong to the sharded parameter. Outside of backward passes, where user code
+    reads or zeroes them, `grad` falls back to those, and None clears both. In a backward pass, autograd and FSDP2 use
+    the gradient that arrives at this parameter.
     """
 
     sharded: nn.Parameter
@@ -173,7 +175,7 @@ def _is_in_backward() -> bool:
 
 
 def whole_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The tensors that replace a sharded model's parameters while it runs, always the same. A collective."""
+    """The tensors that replace a sharded model's parameters while it runs, the same in each run. A collective."""
     found: dict[nn.Parameter, None] = {}
     unit: Any
     for unit in units_in(model):
@@ -188,7 +190,7 @@ def whole_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def named_whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The same with their names in the model. A collective."""
+    """The same tensors, by their names in the model. A collective."""
     found: dict[str, torch.Tensor] = {}
     unit: Any
     for unit in units_in(model):
@@ -209,7 +211,7 @@ def is_distributed(tensor: object) -> TypeGuard[DTensor]:
 
 
 def sharded_like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """An optimizer's value per element of a parameter, sharded as the parameter is. A collective if it is sharded."""
+    """Place an optimizer's per-element value on the parameter's device, sharded like it. A collective if sharded."""
     if not is_distributed(parameter) or is_distributed(tensor) or tensor.shape != parameter.shape:
         return tensor.to(parameter.device)
     from torch.distributed.tensor import distribute_tensor
@@ -225,7 +227,7 @@ def with_part(tensor: DTensor, part: torch.Tensor) -> DTensor:
 
 
 def loaded_class(module: str, name: str) -> Any:
-    """For `isinstance`: the class, or none if its module is not imported, so that no instance can exist."""
+    """The class, for `isinstance`; an empty tuple if its module is not imported, so that no instance can exist."""
     return getattr(sys.modules.get(module), name, ())
 
 
@@ -250,7 +252,7 @@ def units_of(model: nn.Module, classes: _Classes | None = None) -> list[nn.Modul
 
     units: list[nn.Module] = []
     taken: set[nn.Parameter] = set()
-    for module in reversed(list(model.modules())):  # each before those that contain it
+    for module in reversed(list(model.modules())):  # inner modules first
         own = [parameter for parameter in module.parameters() if parameter not in taken]
         has_forward = not isinstance(module, nn.ModuleList | nn.ModuleDict)
         if module is not model and own and has_forward and is_wanted(module, own) and keeps_to_itself(module, own):
@@ -268,8 +270,8 @@ def clip_grad_norm(
 ) -> torch.Tensor:
     """Scale the gradients so that their norm, over all parameters and ranks, is at most `max_norm`.
 
-    Like torch's `clip_grad_norm_`, for reduced gradients, whole or sharded. For sharded ones it is a collective: each
-    rank calls it, with the same parameters.
+    Like torch's `clip_grad_norm_`, for reduced gradients, whole or sharded. For sharded or sparse ones it is a
+    collective: each rank calls it, with the same parameters.
 
     Args:
         norm_type: the order of the norm, which may be infinity.
@@ -280,7 +282,7 @@ def clip_grad_norm(
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     for parameter in parameters:
-        if parameter.grad is not None and is_sparse(parameter.grad):  # torch has no norm for them
+        if parameter.grad is not None and is_sparse(parameter.grad):  # each row once; torch has no norm for these
             parameter.grad = parameter.grad.coalesce()
     if not any(is_distributed(parameter) or is_sparse(parameter.grad) for parameter in parameters):
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
@@ -292,7 +294,7 @@ def clip_grad_norm(
     of_whole = _norm([values_of(gradient) for gradient in whole], norm_type, world)
     norms = world.comm.all_gather(_norm(shards, norm_type, world))
     sharing = max((each.device_mesh.size(-1) for each in gradients if is_distributed(each)), default=0)
-    norms = [*norms[:sharing], of_whole]  # those of the first group, since all groups have the same
+    norms = [*norms[:sharing], of_whole]  # the norms of one replica: all replicas have the same shards
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as in torch
     for each in (*shards, *whole):
@@ -301,15 +303,15 @@ def clip_grad_norm(
 
 
 def _norm(tensors: Sequence[torch.Tensor], norm_type: float, world: World) -> torch.Tensor:
-    """The norm of all of them; 0 if a rank's shards are empty."""
+    """The norm of all tensors together; 0 if all of them are empty, as a rank's shards may be."""
     found = [each for each in tensors if each.numel()]
-    if not found:  # torch's zero would be copied from main memory, with a sync
+    if not found:  # torch would copy its zero from main memory, with a sync
         return torch.zeros((), dtype=torch.float64, device=world.device)
     return torch.nn.utils.get_total_norm(found, norm_type).to(world.device, torch.float64)
 
 
 def _own_parameters(chosen: Sequence[nn.Module]) -> list[tuple[nn.Module, list[nn.Parameter]]]:
-    """For each unit, the parameters that no inner unit has."""
+    """For each unit, its parameters that belong to no inner unit."""
     taken: set[nn.Parameter] = set()
     found = []
     for unit in chosen:

@@ -10,7 +10,7 @@ from unisono.world import World
 
 
 class SPMDStrategy(Flat):
-    """The compiler inserts the reductions; here it is a world of one."""
+    """The compiler inserts the reductions, so this package runs it as a world of one."""
 
     name = "spmd"
 

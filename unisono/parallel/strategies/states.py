@@ -1,14 +1,14 @@
 """Checkpoints in torch's plain form, from any strategy into any other one.
 
-A model's state has the names of the user's module and whole tensors; an optimizer's state is that of
-`optimizer.state_dict()` of the plain optimizer, with parameters numbered in its order. So a state saved by FSDP on four
-ranks loads into a script on a laptop, and vice versa.
+A model's state has the names of the user's module and whole tensors. An optimizer's state is what `state_dict()` of the
+plain optimizer returns, with parameters numbered in its order. So a state saved by FSDP on four ranks loads into a
+script on a laptop, and vice versa.
 
-Every rank calls these functions; rank zero has the file. When saving, it gets the whole state, in host memory, and the
-others get an empty dict. When loading, its state is sent to the others one tensor at a time, and each tensor is sharded
-on arrival; the arguments of the others are ignored.
+Every rank calls these functions; rank zero has the file. When saving, rank zero gets the whole state, in host memory;
+the other ranks get an empty dict. When loading, rank zero's state is broadcast one tensor at a time, and each tensor is
+sharded on arrival; the states passed by other ranks are ignored.
 
-*Threads:* a rank's own; as for any collective.
+*Threads:* the rank's own thread, as for any collective.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Copy = Callable[[torch.Tensor], torch.Tensor]
 def model_state(model: nn.Module, world: World | None = None, copy: Copy | None = None) -> dict[str, Any]:
     """The model's plain `state_dict`: whole tensors on the host, names without the prefixes of wrappers.
 
-    Tied parameters are one tensor in it. Buffers are those of rank zero.
+    Tied parameters share one tensor in it. Buffers are rank zero's.
 
     Args:
         model: plain, wrapped, compiled or sharded.
@@ -84,7 +84,7 @@ def optimizer_state(
 
     Args:
         optimizer: plain, for a sharded model, or a ZeroRedundancyOptimizer.
-        models: the models with its parameters.
+        models: the models that own its parameters.
         world: None uses the current one.
         copy: as for `model_state`.
 
@@ -113,12 +113,12 @@ def optimizer_state(
 
 
 def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The parameter groups of a plain state; copies."""
+    """Copies of the optimizer's parameter groups, in the form of a plain state."""
     return deepcopy(numbered(optimizer.param_groups))
 
 
 def model_parts(model: nn.Module, world: World) -> dict[str, Any]:
-    """This rank's part of a plain state that all ranks write: its shards, and on rank zero the whole tensors."""
+    """This rank's part of a plain state that all ranks write: its shards; on rank zero also the whole tensors."""
     state = {plain_name(model, name): value for name, value in model.state_dict().items()}
     return {name: value for name, value in state.items() if world.rank == 0 or is_distributed(value)}
 
@@ -138,7 +138,7 @@ def load_optimizer_state(
 
     Args:
         optimizer, models, world: as for `optimizer_state`.
-        state: that of an optimizer for the same parameters in the same groups.
+        state: the state of an optimizer for the same parameters in the same groups.
 
     Raises:
         ValueError: it is not such a state, or its groups differ; raised on every rank. Or as for `optimizer_state`.
@@ -175,7 +175,7 @@ def plain_name(model: nn.Module, name: str) -> str:
 
 
 def _whole(value: Any, world: World, copy: Copy | None = None) -> Any:
-    """A copy in rank zero's host memory; of a sharded tensor the whole one, by a collective."""
+    """Copy a value to rank zero's host memory; other ranks get None. A collective for a sharded tensor."""
     if is_distributed(value):
         value = value.full_tensor()
     if world.rank != 0:
@@ -189,7 +189,7 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _cut_like(like: torch.Tensor, value: Any) -> Any:
-    """This rank's shard of a whole tensor for `like`, if that is sharded; all ranks keep step counts."""
+    """This rank's shard of a whole tensor, if `like` is sharded; scalars, such as step counts, stay whole."""
     if not is_distributed(like) or not isinstance(value, torch.Tensor) or value.ndim == 0:
         return value
     from torch.distributed.tensor import distribute_tensor
@@ -199,15 +199,15 @@ def _cut_like(like: torch.Tensor, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Form:
-    """A tensor to be received."""
+    """The form of a tensor to be received."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
 def broadcast_entries(entries: Mapping[K, Any], world: World, root: int = 0) -> Iterator[tuple[K, Any]]:
-    """Send the entries of that rank to each rank, one by one. Tensors arrive on the rank's device; scalars, such as
-    step counts, where they were."""
+    """Broadcast the entries of rank `root`, one by one. Tensors arrive on the receiving rank's device; scalars, such as
+    step counts, keep their device."""
 
     def form(value: Any) -> Any:
         return _Form(value.shape, value.dtype) if isinstance(value, torch.Tensor) and value.ndim else value
@@ -229,7 +229,7 @@ def _entries_of(optimizer: Optimizer, whole: Optimizer) -> dict[tuple[int, str],
 
 
 def _flat(state: Mapping[str, Any]) -> dict[tuple[int, str], Any]:
-    """The values, by the parameter's position and their names."""
+    """The values of a plain state, by the parameter's position and the name of the value."""
     order = [number for group in state["param_groups"] for number in group["params"]]
     places = {number: place for place, number in enumerate(order)}
     return {
@@ -238,7 +238,7 @@ def _flat(state: Mapping[str, Any]) -> dict[tuple[int, str], Any]:
 
 
 def by_parameter(entries: Mapping[tuple[int, str], Any]) -> dict[int, dict[str, Any]]:
-    """An optimizer's values, in the form of a plain state."""
+    """Group an optimizer's values by parameter, as in a plain state."""
     state: dict[int, dict[str, Any]] = {}
     for (number, name), value in entries.items():
         state.setdefault(number, {})[name] = value

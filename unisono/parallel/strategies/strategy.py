@@ -1,6 +1,6 @@
-"""Strategy: chooses how prepared models and optimizers reduce, so that the ranks train as one.
+"""Strategy: determines how gradients are reduced, and what each rank keeps of prepared models and optimizers.
 
-A strategy is a file that ends with `strategy_class = ...`, and a name in `selection.py`.
+A strategy is a module that ends with `strategy_class = ...`, and that `selection.py` lists by name.
 tests/contract/test_strategy.py runs the same tests for each of them.
 """
 
@@ -23,9 +23,10 @@ from unisono.world import World
 
 
 class Strategy(ABC):
-    """
+    """Wraps models and optimizers so that all ranks train the same model.
+
     Args:
-        world: that of the rank.
+        world: the rank's world.
         ledger: provides the weights of the rank's gradients.
         options: an object of `unisono.strategies` that has passed `check_options`.
 
@@ -33,7 +34,7 @@ class Strategy(ABC):
         name: the name by which users choose it.
         is_of_torch: whether it uses one of torch's engines, which need several processes; elsewhere the plain strategy
             is used.
-        is_needed: whether no other strategy may replace it among processes.
+        is_needed: whether no other strategy may replace it in a world of processes.
         fills: whether `wrap_model` accepts a model on the device "meta".
     """
 
@@ -55,7 +56,7 @@ class Strategy(ABC):
 
     @classmethod
     def enter(cls, backend: Backend, device: torch.device) -> None:
-        """Called in a world of one before the first work on the device. Raises ValueError if it is not supported."""
+        """Prepare a world of one, before the first work on the device. Raises ValueError if that is not supported."""
 
     def check(self, each: nn.Module | Optimizer) -> None:
         """Check that a model or an optimizer is supported; nothing is changed.
@@ -69,14 +70,14 @@ class Strategy(ABC):
 
     @abstractmethod
     def wrap_model(self, module: nn.Module) -> Engine:
-        """The engine of the module, with the parameters of rank zero on all ranks. A collective."""
+        """Create the engine of the module; all ranks get rank zero's parameters. A collective."""
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer that replaces this one, usually itself."""
         return optimizer
 
     def check_clipping(self) -> None:
-        """Refuse to clip by a common norm of the ranks, if there is none. Raises ValueError."""
+        """Refuse clipping by norm if the ranks' gradients have no common norm. Raises ValueError."""
 
 
 def _check_plain(model: nn.Module) -> None:

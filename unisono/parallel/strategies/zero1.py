@@ -1,9 +1,9 @@
 """ZeRO-1: each rank keeps the optimizer state for its part of the parameters, steps these, and broadcasts them.
 
-torch's `ZeroRedundancyOptimizer` does the work. This module adds the conversion of an existing optimizer, with its
-groups and its state, and the conversion of a plain state into the part that a rank keeps.
+torch's `ZeroRedundancyOptimizer` does the work. This module converts an existing optimizer, with its groups and its
+state, and extracts from a plain state the part that a rank keeps.
 
-*Threads:* the rank's own.
+*Threads:* the rank's own thread.
 """
 
 from __future__ import annotations
@@ -57,52 +57,49 @@ class ZeRO1Strategy(DDPStrategy):
         return sharded
 
     def _announce(self, prepared: Callable[[], Optimizer | None], optimizer: Optimizer, *_: Any) -> None:
-        if optimizer is prepared():  # the hooks belong to the user's optimizer, which may be prepared again
-            self.world.comm.announce(
-                f"the end of {self.ledger.place()}"
-            )  # the ranks broadcast the parameters that they have stepped
+        if optimizer is prepared():  # the hooks are shared with the user's optimizer, which may be prepared again
+            # At the end of the step, each rank broadcasts the parameters that it has stepped.
+            self.world.comm.announce(f"the end of {self.ledger.place()}")
 
 
 def shard_optimizer(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
-    """An optimizer of the same class, groups and state for the same parameters, with its state divided by ranks.
+    """Create an optimizer of the same class, groups and state, with its state divided among the ranks.
 
     It replaces the given one, and its steps call the hooks of that one; schedulers must use the new one.
 
     Args:
-        optimizer: one that has passed `check_divisible`; the same on each rank. Its state is moved to the new one.
+        optimizer: has passed `check_divisible`; the same on each rank. Its state is moved to the new one.
 
     Raises:
         TypeError: its class cannot be constructed from its groups.
     """
     parameters = parameters_of(optimizer)
-    # If they may be contiguous, each rank's are sent in one piece; other memory formats would be lost by that.
+    # Contiguous parameters are sent in one piece for each rank, which would lose other memory formats.
     shares_memory = all(parameter.is_contiguous() for parameter in parameters)
     sharded = _made_like(optimizer, shares_memory)
     load_local(sharded, optimizer.state_dict())
     optimizer.state.clear()
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        setattr(
-            sharded, hooks, getattr(optimizer, hooks)
-        )  # the same dictionaries, so that handles can still remove their hooks
+        # The same dictionaries, so that handles can still remove their hooks.
+        setattr(sharded, hooks, getattr(optimizer, hooks))
     if shares_memory:
         sharded.register_step_post_hook(_MemoryCheck(sharded))
     return sharded
 
 
 class _MemoryCheck:
-    """After each step: check that the parameters have the memory that the ranks have exchanged."""
+    """A hook that checks after each step that the parameters still have the memory that the ranks exchange."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = ref(optimizer)  # the hooks belong to the user's optimizer, which may be prepared again
+        self._optimizer = ref(optimizer)  # the hooks are shared with the user's optimizer, which may be prepared again
         self._layout = _layout_of(optimizer)
         self._memory = Rebinding(parameters_of(optimizer))
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
         if optimizer is not self._optimizer():
             return
-        if (
-            _layout_of(optimizer) != self._layout
-        ):  # after another group, or an unfrozen layer, torch has rebuilt the layout of all of them
+        if _layout_of(optimizer) != self._layout:
+            # A group was added, or a layer unfrozen: torch has rebuilt the memory of all parameters.
             self._layout, self._memory = _layout_of(optimizer), Rebinding(parameters_of(optimizer))
         self._memory.check("zero1")
 
@@ -112,14 +109,14 @@ def _layout_of(optimizer: Optimizer) -> list[bool]:
 
 
 def is_divided(optimizer: Optimizer) -> TypeGuard[ZeroRedundancyOptimizer]:
-    """Whether the optimizer's state is divided by ranks."""
+    """Whether the optimizer's state is divided among the ranks."""
     return isinstance(optimizer, loaded_class("torch.distributed.optim", "ZeroRedundancyOptimizer"))
 
 
 def load_local(optimizer: ZeroRedundancyOptimizer, state: Mapping[str, Any]) -> None:
     """Load this rank's part of a whole state in torch's plain form; the parts of other ranks may be missing.
 
-    Its tensors may become the optimizer's own. `optimizer.load_state_dict` would clear the other parts of `state`.
+    The tensors of `state` may become the optimizer's own. `optimizer.load_state_dict` would clear its other parts.
     """
     numbers = {parameter: number for number, parameter in enumerate(parameters_of(optimizer))}
     local = [numbers[parameter] for parameter in parameters_of(optimizer.optim)]
@@ -165,7 +162,7 @@ def check_divisible(optimizer: Optimizer) -> None:
 
 
 def _made_like(optimizer: Optimizer, shares_memory: bool) -> ZeroRedundancyOptimizer:
-    """A new optimizer of the same class and arguments, which the groups contain; without state."""
+    """Create an optimizer of the same class without state; the groups contain its arguments."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     def make(groups: list[dict[str, Any]], **defaults: Any) -> ZeroRedundancyOptimizer:
@@ -175,7 +172,7 @@ def _made_like(optimizer: Optimizer, shares_memory: bool) -> ZeroRedundancyOptim
 
 
 def _make(optimizer: Optimizer, make: Callable[..., T]) -> T:
-    """The result of `make` for copies of the optimizer's groups, and those of its defaults that its class accepts."""
+    """Call `make` with copies of the optimizer's groups, and with those of its defaults that its class accepts."""
     kind = type(optimizer)
     accepted = inspect.signature(kind).parameters
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in accepted.values())
