@@ -64,7 +64,7 @@ class PreparedScheduler:
         if was_asked and before.steps == stepper.taken.steps:
             return
         if isinstance(self.scheduler, ReduceLROnPlateau):
-            args, kwargs = (self._mean_metric(*args, **kwargs),), {}
+            args, kwargs = (self._common_metric(*args, **kwargs),), {}
         units = 1 if loop is None else stepper.taken.since(before, self._unit or "step")
         if self._end is not None and (self._epoch or 0) + units > self._end:
             raise RuntimeError(
@@ -83,7 +83,7 @@ class PreparedScheduler:
         self._unit = unit_of(self.scheduler, Lengths(*lengths), int(self._stepper.every), self._is_later)
         self._end = None if self._unit == "step" else length_of(self.scheduler)
 
-    def _mean_metric(self, metrics: Any, epoch: Any = None) -> float:
+    def _common_metric(self, metrics: Any, epoch: Any = None) -> float:
         """Rank zero's metric, from which those of other ranks may differ only by rounding. A small collective."""
         own, world = float(metrics), self._stepper.world
         if world.world_size == 1:
