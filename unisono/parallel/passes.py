@@ -106,12 +106,14 @@ class Passes:
         """Watch for a backward pass to reach these outputs of the model."""
         if engine.is_released:
             return
+        # Parameters first: a loss may bypass the outputs (a penalty), and its gradients must be scaled as well.
         self.watch_parameters(engine)
         arrive = partial(weak_method(self._arrive), ref(engine), bound)
         found = tensors(outputs)
         for each in found:
             if each.requires_grad:
                 each.register_hook(arrive)
+        # Metrics and a second forward pass on these outputs then find the same batch.
         if bound.batch is not None:
             self._world.state.deliveries.know(found, bound.batch)
 
@@ -123,6 +125,7 @@ class Passes:
         """Watch for gradients to arrive at the model's parameters, and scale them; again, when others train."""
         self._engines[engine] = None
         for each in engine.leaves():
+            # A hook stays for the life of its parameter; a second one would scale twice.
             if each not in engine.hooks:
                 engine.hooks[each] = each.register_hook(partial(weak_method(self._arrive_at_leaf), ref(engine)))
 
@@ -153,6 +156,7 @@ class Passes:
             if weight is not None or batch is not None:
                 named = None if batch is None else Bound(tuple(self._world.state.deliveries.named(batch)))
                 self._begun = self._count(named or self.microbatches.bound, weight, is_told=True)
+                # Scaled here, once; the hooks on the leaves then find a scale of 1.
                 loss = loss if self._begun.scale == 1 else loss * self._begun.scale
                 self._begun.scale = 1.0
             with translate_errors(self._world.comm):
@@ -196,6 +200,7 @@ class Passes:
         Raises:
             ValueError: its batch is not known, and this matters.
         """
+        # Before the claim is entered: a refused pass must leave the ledger unchanged.
         self.microbatches.check_told(bound)
         if weight is None and not self._ledger.is_sum:
             check_counts(bound.candidates, by_part=not self._ledger.is_mean)
@@ -221,10 +226,13 @@ class Passes:
             part = self.microbatches.part(bound)
             if bound.batch is not None and not self._ledger.is_sum and not self.microbatches.is_counted(bound):
                 self._ledger.join(bound.batch)
+        # Zeros, not a product: the mean over no samples is NaN, and NaN * 0 stays NaN.
         if part == 0:
             return torch.zeros_like(gradient)
+        # The first output belonged to a batch of weight 0; the ratio below would divide by it.
         if run.part == 0:  # earlier gradients were set to zero there
             run.part = part
+        # Leaves multiply by the part of the first output, so other outputs are scaled relative to it.
         return None if part == run.part else gradient * (part / run.part)
 
     def _arrive_at_leaf(
@@ -251,7 +259,9 @@ class Passes:
         run: _Run | None = engine.passing
         if run is not None and run.task == task:
             return run
+        # Reentrant checkpointing runs a backward pass inside of the one that has reached the model.
         outer = run if run is not None and run.task in self._running else None  # this one runs inside of it
+        # torch.autograd.grad asks for gradients without leaving them in .grad: nothing to reduce.
         if not any(is_left_at(each) for each in engine.hooks if each.requires_grad):
             run = _Run(task, None)
             if outer is None:
@@ -260,6 +270,7 @@ class Passes:
             return run
         if outer is not None:
             return outer
+        # One loss may pass through several models: the pass is counted once, by the first that it reaches.
         counted = self._running.get(task) or self._begin(task, bound)
         bound = bound or counted.bound
         part = self.microbatches.part(bound) if counted.part is None else counted.part
@@ -274,6 +285,7 @@ class Passes:
         """Count the running backward pass, if `backward` has not."""
         self.went_past = self.went_past or not self._is_called
         counted = self._running[task] = self._begun or self._count(bound or self.microbatches.find(()))
+        # The callback runs only if the pass ends without an error; `bind` drops interrupted ones.
         torch.autograd.Variable._execution_engine.queue_callback(partial(weak_method(self._end), task))
         return counted
 
