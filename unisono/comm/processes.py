@@ -168,6 +168,7 @@ class ProcessCommunicator:
         return self._run(self._call_on("broadcast", tensor, root), send)
 
     def all_gather_object(self, value: Any) -> list[Any]:
+        # Pickled before ranks meet: an object that cannot be pickled is an error on this rank alone.
         data = pack(value)
         return [unpack(each) for each in self._run(Call("all_gather_object"), lambda: self._gather_bytes(data))]
 
@@ -210,6 +211,7 @@ class ProcessCommunicator:
     def abort(self, cause: BaseException) -> None:
         if self._broken is None:
             self._broken = (f"rank {self.rank} failed with {type(cause).__name__}: {cause}", cause)
+            # The store keeps the first failure of all ranks; a later one is a consequence of it.
             if self._store is not None and not self._store.check([_FAILURE]):
                 reason = Outcome.failure(cause, f"rank {self.rank}").to_bytes()
                 self._store.set(_FAILURE, reason)  # type: ignore[arg-type]  # annotated as str, takes bytes
@@ -219,6 +221,7 @@ class ProcessCommunicator:
         if not self._has_left:
             self._has_left = True
             if self._store is not None:
+                # Peers that wait in vain look for this, and report a departure instead of a time-out.
                 self._store.set(_DEPARTED.format(self.rank), "1")
             self._end()
 
@@ -235,6 +238,7 @@ class ProcessCommunicator:
             except UnisonoError:
                 raise
             except RuntimeError as error:
+                # An error of this rank's own device (a device-side assert) is not the fault of a peer.
                 if _is_of_own_device(error):
                     raise
                 if self._broken is None:

@@ -108,6 +108,7 @@ class Group:
 
     def run(self, wake: socket.socket, obey: Callable[[], None]) -> Outcome[list[Any]]:
         """Start the workers and return when all have ended; `obey` is called when `wake` is readable."""
+        # Before the zygote is asked to fork: a worker reads the job in its first lines.
         self._place.write_job(self._job)
         with selectors.DefaultSelector() as self._selector:
             self._zygote = open_group(self._place.directory, self._policy.start_method)
@@ -165,6 +166,7 @@ class Group:
         assert self._zygote is not None
         for rank in self._job.ranks:
             reading, writing = os.pipe()
+            # A worker that writes half a message must not block the loop that watches all of them.
             os.set_blocking(reading, False)
             self.workers.append(worker := Worker(rank, reading))
             self._selector.register(reading, selectors.EVENT_READ, worker)
@@ -175,6 +177,7 @@ class Group:
             except ConnectionError:  # the zygote is gone; its end of file follows
                 break
             finally:
+                # Only the worker may hold the write end: its death is then an end of file here.
                 os.close(writing)
                 self._output.handed_over(rank)
         while any(worker.pid is None and not worker.has_ended for worker in self.workers):
@@ -251,8 +254,10 @@ class Group:
         else:
             worker.outcome = Outcome.from_bytes(message.data, message.buffers)
             is_failure = worker.outcome.error is not None
+            # A rank that has returned makes no more progress, and is no hang.
             self._hang_watch.forget(worker.rank, time.monotonic(), has_returned=not is_failure)
             self._standstill.tell_progress()
+            # An error after our first signal is a consequence of it, and never the first cause.
             worker.was_stopped = is_failure and worker.outcome.at > self._stopped_at
             if is_failure:
                 self._note_failure(worker.outcome.is_secondary)
@@ -287,9 +292,11 @@ class Group:
         for worker in self.workers:
             if not worker.has_ended:
                 if worker.pid is not None:
+                    # Each worker leads a process group, with its loader workers in it.
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.killpg(worker.pid, signal.SIGKILL)
                 self._end(worker, None, "ended because the process that it was forked from died")
+        # Processes that have left these groups still carry the group's directory in their environment.
         kill_marked(psutil.process_iter(), OUTER_DIRECTORY, str(self._place.directory))
 
     def _end(self, worker: Worker, status: int | None, how: str) -> None:
@@ -313,6 +320,7 @@ class Group:
         return f"{place}, {this_process(worker.pid)}, restart {self._job.restart_count}"
 
     def _note_failure(self, is_secondary: bool) -> None:
+        # A secondary failure only reports a broken world: the peer's own error is still on its way.
         if not self._sent:
             self._set_deadline(_SETTLE_S if is_secondary else 0.0)
 
@@ -342,6 +350,7 @@ class Group:
         assert self._zygote is not None
         ranks = [worker.rank for worker in workers]
         message = {"op": "signal", "signal": int(signum), "ranks": ranks, "to_sessions": to_sessions}
+        # If the zygote is gone, its end of file follows, and `_lose_zygote` kills the workers.
         with contextlib.suppress(OSError):
             wire.send(self._zygote, message)
 
