@@ -155,6 +155,7 @@ class Lane:
     def send(self, piece: Piece, asked_at: int, loaded_at: int) -> bool:
         """Put the piece of the next round in, waiting for room; return False if the lane is cancelled."""
         size = nbytes(piece.batch)
+        # Rounds go to the transfer threads in turn and are received in turn, which keeps their order without sorting.
         conveyor = self.conveyors[self.sent % len(self.conveyors)]
         entry = conveyor.entry
         if not self._has_room(size) and not entry.wait_for_room(partial(self._has_room, size)):
@@ -176,6 +177,7 @@ class Lane:
     def close(self, end: Outcome[None]) -> None:
         """Close the lane after the last round: the source has ended, or failed with the error of `end`."""
         for conveyor in self.conveyors:
+            # Each lane raises its own copy: two threads must never raise the same exception object.
             conveyor.entry.close(end if end.error is None else Outcome.failure(copy_error(end.error)))
 
     def _has_room(self, size: int) -> bool:
@@ -185,11 +187,14 @@ class Lane:
             is_full = waiting >= pipeline.most_waiting
         else:
             is_full = sum([len(each.inbox) for each in self.conveyors]) >= pipeline.loader_prefetch_size
+        # One batch may always enter, however large: a bound below the size of a batch would block forever.
         if pipeline.prefetch_bytes is not None and waiting:
             is_full = is_full or self._sent_bytes - self._received_bytes + size > pipeline.prefetch_bytes
         return not is_full or self._failed_at is not None or self._may_overflow()
 
     def _may_overflow(self) -> bool:
+        # One thread may loop over several devices in turn: while it waits at an empty lane, the full one stays full, so
+        # the reader must get past it.
         starved = [lane for lane in self._pipeline.lanes if lane is not self and lane.sent == lane.received]
         waiters = [lane.waiter for lane in starved]
         return any(waiter is not None and (self.owner in (None, waiter) or not self.iterators) for waiter in waiters)
@@ -217,6 +222,7 @@ class Lane:
     def fail(self, number: int, conveyor: Conveyor, end: Outcome[None]) -> None:
         """Note that round `number` cannot be moved: its error closes its conveyor, and later batches are discarded."""
         with self._pipeline.lock:
+            # With several transfer threads a later round may fail first; the loop gets all rounds before the earliest.
             if self._failed_at is None or number < self._failed_at:
                 self._failed_at = number
             for each in self.conveyors:
@@ -269,6 +275,7 @@ class Lane:
 
     def _start_waiting(self) -> None:
         self.waiter = threading.get_ident()
+        # The reader may be blocked at another lane that this thread would empty only later; see `_may_overflow`.
         for lane in self._pipeline.lanes:
             if lane is not self:
                 lane.wake_reader()
