@@ -11,6 +11,7 @@ TESTS  ?= 3
 PYTEST := -m pytest --numprocesses $(TESTS) --dist worksteal
 
 XLA    := .venv-xla
+XLA_PIP = $(XLA)/bin/pip --disable-pip-version-check install --quiet --no-compile --constraint $(XLA)/constraints.txt
 ON_XLA := PJRT_DEVICE=CPU $(XLA)/bin/python $(PYTEST) --backend xla
 
 .PHONY: demo test test-all test-xla gpu-check check docs package bench clean
@@ -75,12 +76,17 @@ $(VENV)/.%: setup.cfg constraints.txt | $(BIN)/python
 	@$(PIP) --editable '.[$*]'
 	@touch $@
 
-# The pair from setup.cfg first: every other torch of the index is as large, and constraints.txt names a newer one.
-$(XLA)/.test: setup.cfg constraints.txt
+# The pair from setup.cfg first: every other torch of the index is as large, and constraints.txt names a newer one. A
+# separate target: it needs nothing of this tree, so it can be installed while tests run.
+$(XLA)/.pair: setup.cfg constraints.txt
 	@echo "installing torch 2.9 and torch-xla 2.9 into $(XLA): 7 GB, a few minutes the first time"
 	@test -x $(XLA)/bin/python || $(PYTHON) -m venv $(XLA)
 	@grep -v '^torch==' constraints.txt > $(XLA)/constraints.txt
-	@$(XLA)/bin/pip --disable-pip-version-check install --quiet --no-compile --constraint $(XLA)/constraints.txt --editable '.[test,xla]'
+	@$(XLA_PIP) $(patsubst %,'%',$(shell sed -n '/^xla =/,/^#/s/^    //p' setup.cfg))
+	@touch $@
+
+$(XLA)/.test: $(XLA)/.pair
+	@$(XLA_PIP) --editable '.[test,xla]'
 	@touch $@
 
 $(BIN)/python:
