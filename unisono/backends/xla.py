@@ -212,6 +212,7 @@ class XlaBackend:
             if isinstance(leaf, torch.nn.Parameter):
                 return torch.nn.Parameter(moved, leaf.requires_grad)
             return moved.as_subclass(type(leaf)).requires_grad_(leaf.requires_grad)
+        # Excludes `mark_step`, whose cut in the middle of a copy would read wrong numbers.
         with self._compiling:
             return send(leaf, device)
 
@@ -267,6 +268,7 @@ class XlaBackend:
 
     def rng_state(self, device: torch.device) -> torch.Tensor:
         seed = self.runtime()._XLAC._xla_get_rng_seed(str(device))
+        # As bytes, like the generator states of other families.
         return torch.tensor([seed], dtype=torch.uint64).view(torch.uint8)
 
     def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
@@ -277,6 +279,7 @@ class XlaBackend:
 
     def memory(self, device: torch.device) -> int:
         if _hardware() == _CPU:
+            # All virtual devices of a process share its memory.
             return int(psutil.Process().memory_info().rss)
         return int(self.runtime()._XLAC._xla_memory_info(str(device))["bytes_used"])
 
@@ -386,6 +389,7 @@ def _fit(leaf: Any) -> Any:
 def _load() -> Any:
     if reason := _missing():
         raise UnisonoError(f"XLA devices cannot be used: {reason}")
+    # Taken before they are set below: a runtime that is running already has not read them.
     lacking = [] if _hardware() != _CPU else [name for name in _SETTINGS if name not in os.environ]
     _prepare_environment()
     before = dict(os.environ)
