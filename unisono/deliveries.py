@@ -198,6 +198,7 @@ class Deliveries:
         loop.kinds.setdefault(batch.counts, batch)
         with self._changing:
             if self._loops[-1:] != [loop]:
+                # `recent` lists the loops by their latest batches.
                 self._loops = [*(each for each in self._loops if each is not loop), loop]
             self.know(values, batch)
             self._received.append(batch)

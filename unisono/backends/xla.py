@@ -301,6 +301,7 @@ class XlaBackend:
         if self._xla is None:
             return {}
         inner = self._xla._XLAC
+        # The number of samples, and their total in nanoseconds.
         compiling = inner._xla_metric_data("CompileTime") or (0, 0)
         return {
             "graphs compiled": inner._xla_counter_value("UncachedCompile") or 0,

@@ -161,6 +161,7 @@ def _take_name(path: Path, new: Path, aside: Path) -> None:
     """Give the new checkpoint its name, and rename the existing one; on failure, restore the existing one."""
     is_replaced = path.exists()
     if is_replaced:
+        # A rename does not replace a directory that is not empty.
         os.rename(path, aside)
     try:
         os.rename(new, path)

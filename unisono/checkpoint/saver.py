@@ -342,6 +342,7 @@ class Saver:
         # On another number of ranks no saved rank corresponds to this one; all take rank zero's state.
         own = ranks[world.rank] if world.rank < len(ranks) and len(ranks) == world.world_size else ranks[0]
         restore(objects, contents.states if contents is not None else {}, facts["others"], own["states"], world)
+        # After everything that may draw random numbers or run a graph.
         restore_generators([each["generators"] for each in ranks], world)
         manifest: Manifest = facts["manifest"]
         if world.rank == 0:

@@ -299,6 +299,7 @@ class ProcessCommunicator:
             mismatch = mismatch_error({**others, self.rank: deed})
             self.abort(mismatch)  # peers that arrived before are waiting in the transport
             raise mismatch
+        # Notes in shared memory have been compared above.
         if not isinstance(self._arrivals, SharedArrivals) and (self._is_checked or isinstance(call, Announcement)):
             self._compare(deed)
 
@@ -322,6 +323,7 @@ class ProcessCommunicator:
         if _SHARED_GPU in str(error):
             advice = "give each rank its own GPU, or pass process_group='gloo'"
             return f"two ranks have the same GPU, which NCCL refuses ({error}); {advice}", error
+        # A failure comes first: its victims leave, too, and note their departure.
         if (failure := self._failure_of_a_peer()) is not None:
             return failure
         with contextlib.suppress(RuntimeError):
@@ -347,6 +349,7 @@ class ProcessCommunicator:
         """End the device's wait if a peer has failed; return whether one has. Runs in the watch's thread."""
         if (failure := self._failure_of_a_peer()) is None:
             return False
+        # The rank's own thread may have aborted first.
         self._broken = self._broken or failure
         error = broken(self.rank, self._last, failure[0])
         error.__cause__ = failure[1]

@@ -133,6 +133,7 @@ class ThreadCommunicator:
         if not compiling.is_inside:
             result, marks = self._meeting.exchange(self.rank, call, given, partial(_combine_with_marks, combine))
         else:
+            # The peers may be waiting at the gate that this thread has passed.
             with compiling.outside():
                 result, marks = self._meeting.exchange(self.rank, call, given, partial(_combine_with_marks, combine))
         for backend, mark in marks:
