@@ -125,6 +125,7 @@ class XlaBackend:
                 "all of them"
             )
         is_open = _hardware() == _CPU and not _missing() and _runtime_module() is None
+        # A number that the user has set is final; one that was set here grows with the devices asked for.
         if is_open and index >= self.device_count() and _virtual_count() in (0, self._asked):
             self._asked = index + 1
             os.environ["CPU_NUM_DEVICES"] = str(self._asked)

@@ -199,7 +199,7 @@ class Saver:
         is_shared = isinstance(chosen.path, Path)  # whether all ranks can write to it, unlike a store
         # Captured: a rank that raised here would leave the others waiting in `_agreed_copy`.
         outcome = Outcome.capture(self._copy, objects, extra, [each["rank"] for each in ranks], copy, is_shared)
-        # Copies to host memory are only submitted so far; training must not change what they still read.
+        # The copies are only submitted so far, and the writer reads host memory without waiting for the device.
         world.backend.synchronize(world.device)
         keep_device_generator(own["generators"], world)
         contents, parts = self._agreed_copy(outcome)

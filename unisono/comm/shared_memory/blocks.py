@@ -26,7 +26,7 @@ from unisono.comm.shared_memory.meeting_point import MeetingPoint
 _SETS = 3
 _SLOT_BYTES = 2**20
 _ALL_SLOTS_BYTES = 2**28
-# Bytes: a cache line, and a multiple of every itemsize, as views of the slots require.
+# Bytes: a cache line, and a multiple of every itemsize.
 _ALIGNMENT = 64
 _KEPT_VIEWS = 256
 _DIRECT_BYTES = 2**15

@@ -108,6 +108,7 @@ class MeetingPoint:
         """Leave, because of a failure or not, and wake the ranks that wait for this one. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
+            # Before the wake-up, after which sleepers look at it.
             self._words[self._state_at[self.rank] // 4] = _BROKEN if is_broken else _LEFT
             for at in self._count_at:  # including those where this process's own threads wait
                 futex.wake(self._address + at)
