@@ -162,6 +162,7 @@ class Deliveries:
             ended = [each for each in self._loops if not each.is_open]
             forgotten = set(ended[:-REMEMBERED])
             self._loops = [loop, *(each for each in self._loops if each not in forgotten)]
+            # Batches of loops that have ended, and only evaluated, wait for no pass.
             untrained = {each for each in ended if not each.is_trained}
             if any(each.loop in untrained for each in self._received):
                 self._received = deque((each for each in self._received if each.loop not in untrained), maxlen=_KEPT)
@@ -197,6 +198,7 @@ class Deliveries:
         loop.kinds.setdefault(batch.counts, batch)
         with self._changing:
             if self._loops[-1:] != [loop]:
+                # `recent` lists the loops by their latest batches.
                 self._loops = [*(each for each in self._loops if each is not loop), loop]
             self.know(values, batch)
             self._received.append(batch)
@@ -219,6 +221,7 @@ class Deliveries:
     def find(self, values: Any) -> list[Batch]:
         """The batches whose memory the tensors share, the latest first; tensors computed from batches have none."""
         known = self._batches_in(values)
+        # Tensors that lie in one batch only decide first; others add a batch only if none of theirs was found.
         found = {batches[0] for batches in known if len(batches) == 1}
         found |= {_oldest_waiting(batches) for batches in known if found.isdisjoint(batches)}
         return sorted(found, key=lambda batch: -batch.at)
@@ -277,6 +280,7 @@ class Deliveries:
         After a loop that has ended with a step, it may be any of the loop's batches, replayed, or data from elsewhere:
         then one batch for each of the different counts, or none if all count the same.
         """
+        # A copy, because loops in other threads may deliver in the meantime.
         unused = [each for each in list(self._received) if each.is_waiting]
         waiting = [each for each in unused if each.loop.is_trained]
         waiting = [each for each in waiting if each.loop.is_open] or waiting

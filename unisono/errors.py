@@ -112,6 +112,7 @@ class WorkerHungError(UnisonoError):
     """
 
     def __init__(self, message: str, ranks: list[int], stacks: dict[int, str]) -> None:
+        # All of them, because pickle rebuilds an exception from its `args`.
         super().__init__(message, ranks, stacks)
         self.ranks = ranks
         self.stacks = stacks

@@ -72,6 +72,7 @@ def all_gather(x: torch.Tensor, dim: int = 0, world: World | None = None) -> tor
     """
     check_tensor(x, "functional.all_gather")
     call = Call.on("functional.all_gather", x, dim)
+    # The communicator's parts are joined along dim 0, so `dim` is moved there and back.
     rows = x.movedim(dim, 0) if x.ndim else x.reshape(1)
     return _forward(_AllGather, call, world, rows).movedim(0, dim if x.ndim else 0)
 

@@ -87,6 +87,7 @@ class Outcome(Generic[T]):
                 f"({type(reason).__name__}: {_text_of(reason)}); return tensors, numbers or other picklable data"
             )
             return self._pack(refusal), []
+        # Pickled twice: `where` and `at` can be read even if the payload cannot be rebuilt.
         return pickle.dumps({"payload": payload, "where": self.where, "at": self.at}), buffers
 
     @staticmethod
@@ -158,8 +159,10 @@ def copy_error(error: BaseException) -> BaseException:
                 break
     if twin is error:
         return error
+    # The copy shares the list of notes, and each thread adds its own.
     if "__notes__" in twin.__dict__:
         twin.__notes__ = list(error.__notes__)
+    # These are not in `__dict__`, so no copy has them.
     twin.__cause__, twin.__suppress_context__ = error.__cause__, error.__suppress_context__
     return twin.with_traceback(error.__traceback__)
 

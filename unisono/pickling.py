@@ -99,6 +99,7 @@ def dumps_call(fn: Callable[..., Any], args: tuple[Any, ...], first: Any = None,
         carried: another object to send; objects that it shares with the call stay shared.
     """
     with io.BytesIO() as file:
+        # One pickler for both dumps: its memo keeps shared objects shared.
         pickler = _ByValue(file)
         pickler.dump(first)
         # The last four are filled while the ones before are pickled.
@@ -164,6 +165,7 @@ class _ByValue(_Pickler):
         self.lines: dict[str, list[str]] = {}
         self._carries_all = carries_all
         self._main = sys.modules["__main__"].__dict__
+        # cloudpickle looks up here, by id, the dict that stands for a function's globals.
         self.globals_ref[id(self._main)] = _MainGlobals()
 
     def reducer_override(self, obj: Any) -> Any:
@@ -185,6 +187,7 @@ class _ByValue(_Pickler):
                 if name.startswith("_") or name in _OF_NOTEBOOKS:
                     continue
                 try:
+                    # A trial, because one global that cannot be pickled must not fail the call.
                     _ByValue(io.BytesIO(), carries_all=False).dump(value)
                 except Exception as error:
                     self.left_out[name] = f"{type(error).__name__}: {error}"
@@ -260,6 +263,7 @@ def _reduced_storage(storage: Any) -> Any:
     if hasattr(storage, "_untyped_storage"):
         return _typed_storage, (storage._untyped_storage, storage.dtype)
     storage = storage.cpu()  # the same object if it is in main memory
+    # An empty storage has no address to take a buffer from.
     return _storage_over, (pickle.PickleBuffer(block_of(storage) if storage.nbytes() else bytearray()),)
 
 

@@ -170,6 +170,7 @@ def _lags(state: _Part, source: frozenset[torch.dtype]) -> bool:
 
 def _convert_module(module: nn.Module, source: frozenset[torch.dtype], target: torch.dtype) -> None:
     own = [part.tensor for part in _module_parts(module, "")]
+    # `_apply` also calls the function for gradients. Reading `.grad` warns unless the tensor is a leaf.
     gradients = [each.grad for each in own if each.is_leaf and each.grad is not None]
     changing = {id(each) for each in [*own, *gradients]}
 

@@ -135,12 +135,14 @@ def shield_loader_workers() -> None:
     global _shields_loader_workers
     if not _shields_loader_workers and hasattr(os, "register_at_fork"):
         _shields_loader_workers = True
+        # Hooks cannot be unregistered, so they are registered once, and decide at each fork.
         os.register_at_fork(before=_begin_fork, after_in_parent=_end_fork, after_in_child=_begin_child)
 
 
 def _note(signum: int, frame: FrameType | None) -> None:
     """The handler of SIGTERM."""
     request()
+    # SIG_DFL and SIG_IGN are not callable.
     if callable(_previous):
         _previous(signum, frame)
 
@@ -159,11 +161,13 @@ def _begin_child() -> None:
     global _is_shielded, _is_heeded
     was_shielded, _is_shielded = _is_shielded, _is_loader_worker(sys._getframe(1))
     if _is_shielded:
+        # SIGTERM stays blocked in all threads of this process, so only `sigwaitinfo` takes it.
         threading.Thread(target=listen_to_parent, name="unisono-sigterm", daemon=True).start()
         return
     if _is_heeded:
         _is_heeded = False
         signal.signal(signal.SIGTERM, _previous)
+    # A child of a shielded loader worker is not shielded, so it must not inherit the blocked signal.
     signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask - ({signal.SIGTERM} if was_shielded else set()))
 
 

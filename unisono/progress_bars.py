@@ -32,6 +32,7 @@ def width_within(columns: int) -> int:
 class PipedBar(tqdm_asyncio):  # type: ignore[misc] # tqdm has no annotations
     """One line that is updated in place. It is erased with leave=False."""
 
+    # Without tqdm's monitor thread: it lowers miniters, which is 1 already.
     monitor_interval = 0
 
     def __init__(self, *args: Any, **options: Any) -> None:

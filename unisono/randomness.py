@@ -24,6 +24,7 @@ _SEEDING_S = 30.0
 
 def seed_of(*place: int | str) -> int:
     """A 63-bit seed for a place, for example (seed, epoch). Hashed, so that the seeds of neighbors are unrelated."""
+    # A text is hashed by SHA-512, alike in every process; `hash` of a text is not.
     return random.Random("/".join(map(str, place))).getrandbits(63)
 
 
@@ -41,6 +42,7 @@ def seed_all(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
+        # numpy's seed has 32 bits.
         numpy.random.seed(seed & 0xFFFFFFFF)
 
 
@@ -101,6 +103,7 @@ def _first_of_numpy() -> float:
 
 def _torch_place() -> list[int]:
     """The position of torch's generator in its cycle: two numbers of its state, changed by every draw."""
+    # After 8 bytes of the initial seed: `left`, `seeded` and `next` of the Mersenne Twister.
     place: list[int] = torch.default_generator.get_state()[8:24].tolist()
     return place
 
@@ -117,6 +120,7 @@ def seeded(seed: int) -> Iterator[None]:
     Raises:
         BusyError: another thread has been in such a block for `_SEEDING_S`.
     """
+    # Looked up once: if the block imports numpy, there is no state of it to restore.
     numpy = sys.modules.get("numpy")
     if not _seeding.acquire(timeout=_SEEDING_S):
         raise BusyError(

@@ -124,6 +124,7 @@ class LoopRows:
     def gather(self, end: int) -> None:
         """Note that a metric was gathered of the batches up to number `end`."""
         self.is_gathered = True
+        # The ungathered batches are always the loop's last ones; this is how many of them `end` covers.
         gathered = end - self.num_batches + sum(run.times for run in self._ungathered)
         while gathered > 0 and self._ungathered:
             run = self._ungathered.popleft()

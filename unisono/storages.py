@@ -55,6 +55,7 @@ class StorageMap(Generic[T]):
         for each in [each for each in notes if begin <= each[0] and each[1] <= end]:
             if not self._is_kept(notes[each]):
                 del notes[each]
+        # The first key is the oldest note.
         if len(notes) >= _STRETCHES:
             del notes[next(iter(notes))]
         notes[stretch] = value

@@ -162,6 +162,7 @@ class DeviceTrack(Track):
         while len(self._stamps) > left:
             (phase, first), (_, second) = self._stamps[0], self._stamps[1]
             took = self._clock.elapsed_ns(first, second)
+            # The device has not reached the second stamp yet.
             if took is None:
                 return
             self._stamps.popleft()
@@ -191,6 +192,7 @@ class Loop:
 
     def abandon(self) -> bool:
         """The loop was left early, as a dropped iterator shows: end it, unless its thread is in another one."""
+        # The garbage collector may drop an iterator in another thread, which must not write to this track.
         is_running = self.track.innermost is self and threading.get_ident() == self._thread
         if is_running:
             self.end()

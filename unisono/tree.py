@@ -235,6 +235,7 @@ def _map_container(node: Any, recurse: Callable[[Any], Any]) -> Any:
     images = [recurse(child) for child in children]
     if _same(children, images):
         return node
+    # A copy rather than a new object, because `__init__` may take other arguments than the fields.
     twin = copy.copy(node)
     for name, image in zip(fields, images, strict=True):
         object.__setattr__(twin, name, image)  # a frozen dataclass refuses the plain assignment

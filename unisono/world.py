@@ -49,6 +49,7 @@ class RankState:
     def part(self, kind: type[T]) -> T:
         """Return the rank's only object of that class; create it at the first call."""
         if kind not in self._parts:
+            # Threads may create it concurrently; the first object is kept.
             self._parts.setdefault(kind, kind())
         found: T = self._parts[kind]
         return found
@@ -132,6 +133,7 @@ def current_world() -> World:
         return world
     if dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
+        # A group that replaces a destroyed one is adopted, too.
         if _adopted is None or _adopted[0]() is not group:
             _adopted = (weakref.ref(group), _adopted_world())
         return _adopted[1]
@@ -155,6 +157,7 @@ def announcement(environ: Mapping[str, str]) -> str | None:
     if is_slurm_step(environ) and _is_several(tasks := environ.get("SLURM_STEP_NUM_TASKS", "1")):
         return f"SLURM_STEP_NUM_TASKS={tasks} is set: srun has started several of these processes"
     pods = environ.get("PET_NNODES", "1")
+    # Elastic launchers also accept a range, such as "1:4".
     if pods not in ("", "1"):
         return f"PET_NNODES={pods} is set: Kubernetes has started several of these pods"
     return None

@@ -152,6 +152,7 @@ def resolve_device(device: str | int | torch.device) -> tuple[Backend, torch.dev
         backend = pick_backend()
         return backend, backend.device(device)
     if isinstance(device, str) and (kind := device.partition(":")[0]) in FOREIGN:
+        # Loading the family registers its name with torch, which `torch.device` needs below.
         get_backend(kind)
     try:
         wanted = torch.device(device)

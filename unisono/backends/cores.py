@@ -148,6 +148,7 @@ def _numa_nodes(root: Path) -> Iterator[tuple[int, set[int]]]:
 
 def _quota_in(directory: Path) -> float:
     with suppress(OSError, ValueError):
+        # Version 2 of control groups; version 1, below, writes -1 for no limit.
         quota, period = (directory / "cpu.max").read_text().split()
         return math.inf if quota == "max" else int(quota) / int(period)
     first, second = read_number(directory / "cpu.cfs_quota_us"), read_number(directory / "cpu.cfs_period_us")

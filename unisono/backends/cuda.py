@@ -58,6 +58,7 @@ class _Clock:
         return event
 
     def elapsed_ns(self, first: torch.cuda.Event, second: torch.cuda.Event) -> int | None:
+        # `elapsed_time` raises while the device has not reached both events.
         return round(first.elapsed_time(second) * 1e6) if first.query() and second.query() else None
 
 
@@ -93,6 +94,7 @@ class CudaBackend(EagerBackend):
         machine.
         """
         chosen = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+        # 0 may also be the default of a process that has chosen no device; then the local rank decides.
         device = self.device(chosen or local_rank % max(1, self.device_count()))
         self.activate(device)
         return device

@@ -125,6 +125,7 @@ class XlaBackend:
                 "all of them"
             )
         is_open = _hardware() == _CPU and not _missing() and _runtime_module() is None
+        # A number that the user has set is final; one that was set here grows with the devices asked for.
         if is_open and index >= self.device_count() and _virtual_count() in (0, self._asked):
             self._asked = index + 1
             os.environ["CPU_NUM_DEVICES"] = str(self._asked)
@@ -212,6 +213,7 @@ class XlaBackend:
             if isinstance(leaf, torch.nn.Parameter):
                 return torch.nn.Parameter(moved, leaf.requires_grad)
             return moved.as_subclass(type(leaf)).requires_grad_(leaf.requires_grad)
+        # Excludes `mark_step`, whose cut in the middle of a copy would read wrong numbers.
         with self._compiling:
             return send(leaf, device)
 
@@ -267,6 +269,7 @@ class XlaBackend:
 
     def rng_state(self, device: torch.device) -> torch.Tensor:
         seed = self.runtime()._XLAC._xla_get_rng_seed(str(device))
+        # As bytes, like the generator states of other families.
         return torch.tensor([seed], dtype=torch.uint64).view(torch.uint8)
 
     def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
@@ -277,6 +280,7 @@ class XlaBackend:
 
     def memory(self, device: torch.device) -> int:
         if _hardware() == _CPU:
+            # All virtual devices of a process share its memory.
             return int(psutil.Process().memory_info().rss)
         return int(self.runtime()._XLAC._xla_memory_info(str(device))["bytes_used"])
 
@@ -298,6 +302,7 @@ class XlaBackend:
         if self._xla is None:
             return {}
         inner = self._xla._XLAC
+        # The number of samples, and their total in nanoseconds.
         compiling = inner._xla_metric_data("CompileTime") or (0, 0)
         return {
             "graphs compiled": inner._xla_counter_value("UncachedCompile") or 0,
@@ -386,6 +391,7 @@ def _fit(leaf: Any) -> Any:
 def _load() -> Any:
     if reason := _missing():
         raise UnisonoError(f"XLA devices cannot be used: {reason}")
+    # Taken before they are set below: a runtime that is running already has not read them.
     lacking = [] if _hardware() != _CPU else [name for name in _SETTINGS if name not in os.environ]
     _prepare_environment()
     before = dict(os.environ)

@@ -68,6 +68,7 @@ def checked_score(score: Any) -> float | None:
     try:
         return None if score is None else float(score)
     except (TypeError, ValueError, RuntimeError):
+        # A tensor of several elements raises RuntimeError.
         raise TypeError(f"score={score!r:.80} is of type {type(score).__name__}; pass one number, or None") from None
 
 

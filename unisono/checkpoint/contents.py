@@ -81,6 +81,7 @@ def _join_parts(contents: Contents, parts: dict[str, torch.Tensor], values: Sequ
         _, rank, rest = name.split("/", 2)
         held[int(rank)][rest] = parts.pop(name)
     for full, each in parts.items():
+        # With its slash, so that model_1 does not take what belongs to model_10.
         name = next(name for name in keys if full.startswith(part_name(name, "")))
         keys[name][_key(full[len(name) + 1 :], contents.kinds[name][0])] = each
     for own in values:
@@ -88,6 +89,7 @@ def _join_parts(contents: Contents, parts: dict[str, torch.Tensor], values: Sequ
             keys[name].update(more)
     for name, (kind, _) in contents.kinds.items():
         if kind == "model":
+            # So far this is the list of names, in the model's order.
             contents.states[name] = {key: keys[name][key] for key in contents.states[name]}
         elif kind == "optimizer":
             contents.states[name]["state"] = by_parameter(dict(sorted(keys[name].items())))

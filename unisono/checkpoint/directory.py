@@ -126,11 +126,13 @@ def commit(place: Place, write: Write, manifest: Manifest, mark: str) -> None:
     Raises:
         OSError: a file cannot be written; what was there before is intact.
     """
+    # Leftovers are recognised by a pid that has ended or is this process's, so saves in progress are listed.
     _under_way.add(mark)
     try:
         _make(place, write, manifest, mark)
     finally:
         _under_way.discard(mark)
+    # Only now, so that `_clear` removes what this save has renamed aside.
     _clear(place, mark)
 
 
@@ -141,6 +143,7 @@ def _make(place: Place, write: Write, manifest: Manifest, mark: str) -> None:
     try:
         files = {name: list(checksum) for name, checksum in write(new).items()}
         created = _created_after_latest(manifest.created, root) if place.is_numbered else manifest.created
+        # The manifest is written last: a directory that has one is complete.
         write_file(new / NAME, replace(manifest, files=files, created=created).to_bytes())
         sync_directory(new)
         _take_name(path, new, root / f".replaced-{path.name}-{mark}")
@@ -148,6 +151,7 @@ def _make(place: Place, write: Write, manifest: Manifest, mark: str) -> None:
         with suppress(OSError):
             remove_directory(new, mark)
         raise
+    # The new name must be on disk before `latest` refers to it.
     sync_directory(root)
     if place.is_numbered:
         replace_file(root / LATEST, path.name.encode(), mark)
@@ -157,6 +161,7 @@ def _take_name(path: Path, new: Path, aside: Path) -> None:
     """Give the new checkpoint its name, and rename the existing one; on failure, restore the existing one."""
     is_replaced = path.exists()
     if is_replaced:
+        # A rename does not replace a directory that is not empty.
         os.rename(path, aside)
     try:
         os.rename(new, path)
@@ -181,6 +186,7 @@ def _clear(place: Place, mark: str) -> None:
     root = place.path.parent
     kept = place.keep if place.is_numbered else None
     older = [path for path in newest_first(root) if _is_ours(path)][kept:] if kept else []
+    # Never the new one, even if checkpoints of a newer version, which sort first, leave no room for it.
     gone = [path for path in older if path != place.path]
     with suppress(OSError):  # another process may remove them, too
         gone += [path for path in root.glob(".*") if _is_left(path, place)]
@@ -202,7 +208,9 @@ def _is_left(path: Path, place: Place) -> bool:
     if _is_only_copy(path, found) and not (place.is_numbered and _NUMBERED.fullmatch(found["of"])):
         return False  # for example of the best model, when another checkpoint next to it was saved
     if found["host"] != platform.node():
+        # Processes of another machine cannot be looked up, so age decides.
         return time.time() - path.stat().st_mtime > _FOREIGN_S
+    # Its own pid: the save has ended, or an earlier process had the same pid.
     return int(found["pid"]) == os.getpid() or not _is_alive(int(found["pid"]))
 
 
@@ -218,6 +226,7 @@ def _is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
+        # It exists, and belongs to another user.
         pass
     return True
 

@@ -39,6 +39,7 @@ def export(path: Location, out: Path, name: str | None = None, file_format: Form
     contents = read_contents(path)
     name = _chosen(contents, name)
     state = contents.states[name]
+    # Under another name first, so that a failure leaves an existing file as it is.
     new = out.with_name(f".{out.name}-{uuid4().hex[:12]}")
     try:
         if file_format == "torch":

@@ -60,6 +60,7 @@ class CheckedFile:
         size = len(rest)
         try:
             while rest:
+                # A write may be short: Linux takes 2 GiB at most.
                 rest = rest[os.write(self._file, rest) :]
         except OSError as error:
             self.failure = self.failure or error
@@ -71,6 +72,7 @@ class CheckedFile:
 
     def close(self) -> None:
         """Close the file once its contents are on disk."""
+        # Taken first: whatever fails below, the descriptor is closed once.
         file, self._file = self._file, -1
         if file >= 0:
             try:
@@ -126,6 +128,7 @@ def make_directories(path: Path) -> None:
     try:
         os.mkdir(path)
     except FileExistsError:
+        # Another process may have created it in the meantime.
         if not path.is_dir():
             raise
     sync_directory(path.parent)
@@ -155,6 +158,7 @@ def remove_directory(path: Path, mark: str) -> None:
     if path.is_symlink():
         path.unlink()
         return
+    # A name with a leading dot is no checkpoint, so a partly removed one is never loaded.
     gone = path if path.name.startswith(".") else path.with_name(f".removing-{path.name}-{mark}")
     if gone != path:
         os.rename(path, gone)

@@ -34,6 +34,7 @@ def generator_states(world: World) -> dict[str, Any]:
     if numpy is not None:
         kind, keys, *place = numpy.random.get_state()
         states["numpy"] = [kind, torch.tensor(keys.astype("int64")), *map(float, place)]
+    # None means that the device draws from torch's generator, which is saved above.
     if world.backend.seeded_state(0, world.device) is not None:
         states["device"] = [world.device.type, world.backend.rng_state(world.device)]
     return states
@@ -55,6 +56,7 @@ def restore_generators(saved: Sequence[Mapping[str, Any]], world: World) -> None
     if world.rank < len(saved):
         _restore(saved[world.rank], world)
         return
+    # Derived from the saved state, so that each resumption continues alike.
     seed = seed_of("resumed", zlib.crc32(bytes(saved[0]["torch"].tolist())), world.rank)
     if _owns_process(world):
         random.seed(seed)

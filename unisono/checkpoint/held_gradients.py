@@ -97,6 +97,7 @@ def _shared_out(
     world.comm.barrier()
     if held is None:
         return {}
+    # Rank zero gets all of them: the mean over the current ranks must equal the mean over the saved ones.
     factor = 1.0 if saved[0]["is_sum"] else world.world_size / len(saved)
     names = dict.fromkeys(name for each in held for name in each)
     return {name: sum(each[name] for each in held if name in each) * factor for name in names}  # type: ignore[misc]
@@ -107,6 +108,7 @@ def _step(saved: Sequence[Mapping[str, Any]], world: World, is_sum: bool) -> Ste
     loop, is_same = Loop(), len(saved) == world.world_size
     step = Step(saved[0]["number"])
     for place, (_, total, is_given, dealt) in enumerate(saved[0]["claims"]):
+        # On another number of ranks rank zero holds all gradients, so it claims all samples.
         samples = saved[world.rank]["claims"][place][0] if is_same else total * (world.rank == 0)
         if dealt is None and not is_given and not is_same:  # not from a loader: each rank's counted as one
             samples, total = 1, world.world_size

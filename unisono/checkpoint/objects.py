@@ -109,12 +109,14 @@ def whole_states(objects: Objects, world: World, copy: Copy) -> dict[str, Any]:
             states[name] = optimizer_state(each, modules, world, copy)
         elif kind == "state":
             states[name] = each.state_dict()  # on every rank: it may be a collective
+    # Only after the loop, in which the states are gathered by collectives.
     if world.rank != 0:
         return {}
     return {name: _plain_state(name, objects[name], state, copy) for name, state in states.items()}
 
 
 def _plain_state(name: str, each: Any, state: Any, copy: Copy) -> Any:
+    # Tensors of models and optimizers were copied when their states were gathered.
     is_copied = kind_of(name, each) != "state"
     return as_plain(state, f"{name}.state_dict()", _as_it_is if is_copied else copy)
 

@@ -141,6 +141,7 @@ def publish(place: Place, write: Write, manifest: Manifest, mark: str) -> None:
     if place.is_numbered:
         with suppress(FileNotFoundError, CheckpointError):
             created = max(created, math.nextafter(_manifest_at(_latest_at(target.parent)).created, math.inf))
+    # The manifest comes last: it makes the uploaded files a checkpoint.
     store.pipe_file(f"{base}/{NAME}", replace(made, files=named, created=created).to_bytes())
     if place.is_numbered:
         store.pipe_file(f"{target.parent.store()[1]}/{LATEST}", target.name.encode())
@@ -153,6 +154,7 @@ def _clear(place: Place, own: str) -> None:
     store, base = target.store()
     try:
         for name in _names_at(store, base):
+            # Files of the checkpoint that was replaced, or of an interrupted upload.
             if name != own and _OWN.fullmatch(name):
                 store.rm(f"{base}/{name}", recursive=True)
         kept = place.keep if place.is_numbered else None
@@ -238,6 +240,7 @@ def _candidates(path: RemotePath) -> list[RemotePath]:
     found = [each for each in newest_first(path) if store.exists(f"{each.store()[1]}/{NAME}")]
     with suppress(FileNotFoundError):
         named = _latest_at(path)
+        # The sort is stable, so the others stay newest first.
         found.sort(key=lambda each: each != named)
     return found
 
@@ -251,6 +254,7 @@ def _latest_at(root: RemotePath) -> RemotePath:
 def _fetch_one(path: RemotePath, into: Path) -> Path:
     store, base = path.store()
     manifest = Manifest.from_bytes(store.cat_file(f"{base}/{NAME}"), into)
+    # The local copy has the names of a local checkpoint, without the upload's own directory.
     plain = {name.partition("/")[2]: checksum for name, checksum in manifest.files.items()}
     for name in manifest.files:
         local = into / name.partition("/")[2]

@@ -182,19 +182,24 @@ class Saver:
         world, comm = self.world, self.world.comm
         score = checked_score(score)
         comm.announce(f"save_state at step {step}")
+        # Without raising: all ranks raise a failure together, after they have exchanged it below.
         self._writer.wait()
         own, failure = self._own_part(objects, extra), taken_failure(self._writer)
         ranks = comm.all_gather_object({"step": step, "failure": encode_error(failure), "rank": own})
         raise_any([each["failure"] for each in ranks], failure)
         check_steps([each["step"] for each in ranks])
+        # All ranks derive the temporary path of their shards from the same mark.
         chosen, mark = agree_on(lambda: (chosen_place(place, score), new_mark()), world)
         if chosen is None:
             return None
         manifest = new_manifest(step, score, world, kinds_of(objects))
+        # The previous save, which was waited for above, no longer reads this memory.
         self._memory.restart()
         copy = self._memory.copy if is_async else host_view
         is_shared = isinstance(chosen.path, Path)  # whether all ranks can write to it, unlike a store
+        # Captured: a rank that raised here would leave the others waiting in `_agreed_copy`.
         outcome = Outcome.capture(self._copy, objects, extra, [each["rank"] for each in ranks], copy, is_shared)
+        # The copies are only submitted so far, and the writer reads host memory without waiting for the device.
         world.backend.synchronize(world.device)
         keep_device_generator(own["generators"], world)
         contents, parts = self._agreed_copy(outcome)
@@ -220,6 +225,7 @@ class Saver:
         held = {} if extra is None or extra.held is None else extra.held
         contents: dict[str, Any] = {"kinds": kinds_of(objects), "ranks": ranks, "held": None}
         if is_shared and self._is_divided(objects):
+            # Created at the first use, by all ranks together: `new_group` is a collective.
             if self._group is None:
                 with suppress_greetings():
                     self._group = ShardGroup()
@@ -236,6 +242,7 @@ class Saver:
         world, found = self.world, []
         for root in range(world.world_size):
             entries = broadcast_entries(held, world, root) if world.world_size > 1 else held.items()
+            # Every rank iterates, since each entry is a broadcast; only rank zero keeps copies.
             found.append({name: copy(each) for name, each in entries if world.rank == 0})
         return found
 
@@ -279,7 +286,9 @@ class Saver:
             nonlocal has_met
             files = {}
             if parts is not None and group is not None:
+                # Before the group meets: the other ranks write into it once they have met.
                 os.mkdir(directory / SHARDS)
+                # From here on a failure reaches the other ranks through the group.
                 has_met = True
                 group.write(parts, directory / SHARDS)
                 files = {f"{SHARDS}/{each.name}": checksum_of(each) for each in (directory / SHARDS).iterdir()}
@@ -290,6 +299,7 @@ class Saver:
             (commit if isinstance(place.path, Path) else publish)(place, write, manifest, mark)
         except BaseException:
             if group is not None and not has_met:
+                # The other ranks are waiting in `group.write` for this one.
                 group.abandon()
             raise
 
@@ -329,8 +339,10 @@ class Saver:
         if world.rank == 0 and (left := [name for name in facts["kinds"] if name not in objects]):
             logger.warning("%s also holds %s, which was not loaded", facts["path"], ", ".join(left))
         ranks = facts["ranks"]
+        # On another number of ranks no saved rank corresponds to this one; all take rank zero's state.
         own = ranks[world.rank] if world.rank < len(ranks) and len(ranks) == world.world_size else ranks[0]
         restore(objects, contents.states if contents is not None else {}, facts["others"], own["states"], world)
+        # After everything that may draw random numbers or run a graph.
         restore_generators([each["generators"] for each in ranks], world)
         manifest: Manifest = facts["manifest"]
         if world.rank == 0:

@@ -127,6 +127,7 @@ class _Description:
         if value is None or kind in (bool, int, str):
             return value
         if kind is float:
+            # Exact, and JSON has neither infinities nor NaN.
             return ["float", value.hex()]
         if kind is complex:
             return ["complex", value.real.hex(), value.imag.hex()]
@@ -141,6 +142,7 @@ class _Description:
         self._within.add(id(value))
         found = self._container(value, where)
         self._within.discard(id(value))
+        # Numbered when it is complete, which is the order in which the reader completes objects.
         self._known[id(value)] = len(self._known)
         self._kept.append(value)
         return found
@@ -177,6 +179,7 @@ class _Description:
         if tensor.is_quantized:
             raise TypeError(f"{where} is quantized; call dequantize() first")
         host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        # By way of bytes, because numpy has no bfloat16.
         raw = memoryview(host.reshape(-1).view(torch.uint8).numpy().data).cast("B") if host.numel() else memoryview(b"")
         place, size = self._size, len(raw)
         self.data += [raw, bytes(_align(size) - size)]
@@ -240,10 +243,12 @@ class _Reader:
             raise ValueError(f"a tensor of shape {shape} has not {size} bytes at {place}")
         host = torch.empty(shape, dtype=found)
         if size:
+            # A writable copy, because `frombuffer` warns about read-only memory.
             raw = torch.frombuffer(bytearray(self._data[place : place + size]), dtype=torch.uint8)
             host.reshape(-1).view(torch.uint8).copy_(raw)
         try:
             tensor = host.to(device if self._device is None else self._device)
+        # A torch without CUDA raises AssertionError.
         except (RuntimeError, AssertionError) as error:
             wanted = device if self._device is None else self._device
             raise CheckpointError(

@@ -32,6 +32,7 @@ class Writer:
     def start(self, save: Callable[[], Any], what: str) -> None:
         """Run a save in a separate thread. No other may be in progress."""
         assert self._thread is None
+        # Not a daemon: the interpreter's exit waits for the save.
         self._thread = threading.Thread(
             target=run_save, args=(save, what, self._ended), name="unisono-checkpoint", daemon=False
         )

@@ -63,6 +63,7 @@ class SharedArrivals:
     def note(self, number: int, deed: str) -> dict[int, str]:
         own = fitted(deed, _NOTE - _HEAD)
         start = self._place(self._rank, number)
+        # While the text is rewritten, the note belongs to no call.
         self._words[start // 8] = 0
         self._bytes[start + _HEAD : start + _HEAD + len(own)] = own
         self._words[start // 8 + 1] = len(own)

@@ -64,6 +64,7 @@ class DeviceWatch:
         """Stop watching. Idempotent; from any thread."""
         self._is_over.set()
         atexit.unregister(self.close)
+        # `end_wait`, which runs on the watch's own thread, may call this.
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -77,6 +78,7 @@ class DeviceWatch:
         if self._is_reached(mark):
             self._awaited, self.num_done, self.is_behind = None, begun, False
             return True
+        # A device that is busy without a collective is computing: it waits for no peer.
         self.is_behind = begun > self.num_done and time.monotonic() - since >= self._patience_s
         return not self._end_wait()
 

@@ -38,7 +38,9 @@ _FOLDS: dict[str, Callable[..., torch.Tensor]] = {
     "xor": torch.bitwise_xor,
 }
 
+# Values of ncclRedOp_t.
 _NCCL_OPS = {"sum": 0, "mean": 0, "product": 1, "max": 2, "min": 3}
+# NCCL has no 16-bit integers, bool or complex numbers.
 _NCCL_TYPES = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.int8, torch.uint8, torch.int32, torch.int64),
@@ -58,6 +60,7 @@ class SharedFold:
         first = self._flat[0]
         self._length = len(first)
         share = -(-self._length // len(tensors))
+        # At most a thread's share, so that each has a block to fold.
         self._block = min(share, BLOCK_BYTES // first.itemsize)
         self._start = 0
         self._taking = threading.Lock()
@@ -123,6 +126,7 @@ def _are_flat(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether each is contiguous and shares its memory with no other, with no conjugation left to apply."""
     if not all(tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg() for tensor in tensors):
         return False
+    # Folded in place, memory that two tensors share would count twice.
     stretches = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors)
     return all(before[1] <= after[0] for before, after in pairwise(stretches))
 

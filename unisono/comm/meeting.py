@@ -68,6 +68,7 @@ class Meeting:
             self._last_calls[rank] = call
             is_last = len(here.calls) == self.size
             if is_last:
+                # The round is complete: from here on neither `leave` nor a break can affect it.
                 self._round = _Round()
             elif self._departed:
                 self._break(_departed_message(self._departed, rank, call), None)
@@ -75,6 +76,7 @@ class Meeting:
             else:
                 self._wait(here, rank, call)
         if is_last:
+            # Outside the lock, which `abort` and `leave` need in the meantime.
             outcome = self._combine(here, combine)
             with self._changed:
                 here.outcome = outcome
@@ -110,6 +112,7 @@ class Meeting:
         if not self._changed.wait_for(is_over, self._timeout.total_seconds()) and len(here.calls) < self.size:
             missing = sorted(set(range(self.size)) - set(here.calls))
             self._break(f"rank {rank} waited {self._timeout} in {call} for ranks {missing}", None)
+        # If the last rank arrived just after the time-out, only the combining remains, which has no limit.
         self._changed.wait_for(is_over)
         if here.outcome is None:
             self._check(rank, call)

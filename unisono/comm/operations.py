@@ -83,6 +83,7 @@ def deed_of(entry: Entry) -> str:
 
 def digest_of(deed: str) -> int:
     """A number below 2**56, the same in every process for equal texts, and different for others."""
+    # 7 bytes, so that a digest and its negative fit into an int64 tensor.
     return int.from_bytes(blake2b(deed.encode(), digest_size=7).digest())
 
 

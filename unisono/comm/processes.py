@@ -58,6 +58,7 @@ R = TypeVar("R")
 
 _TORCH_OPS = {
     "sum": dist.ReduceOp.SUM,
+    # gloo has no average, so the callers divide the sum.
     "mean": dist.ReduceOp.SUM,
     "product": dist.ReduceOp.PRODUCT,
     "min": dist.ReduceOp.MIN,
@@ -108,6 +109,7 @@ class ProcessCommunicator:
         self._last: Entry = Announcement("its first collective")
         self.num_calls = 0
         self._arrivals = arrivals_in(store, self.rank, self.size, is_checked)
+        # The thread that `wake` interrupts when the watch ends the device's wait.
         self._thread = threading.get_ident()
         self._watch: DeviceWatch | None = None
         if store is not None and backend is not None and backend.mark(device) is not None:
@@ -195,6 +197,7 @@ class ProcessCommunicator:
         self._run(call, self._meet)
 
     def announce(self, purpose: str) -> None:
+        # `_run` raises the reason if this rank has left or the world is broken.
         if self._has_left or self._broken is not None or not isinstance(self._arrivals, SharedArrivals):
             self._run(Announcement(purpose), lambda: None)
         else:  # nothing is sent
@@ -236,11 +239,13 @@ class ProcessCommunicator:
                         self._meet()  # a transport with nothing to send does not wait for peers
                     return operation()
             except UnisonoError:
+                # It is a RuntimeError as well, but its message already gives the reason.
                 raise
             except RuntimeError as error:
                 # An error of this rank's own device (a device-side assert) is not the fault of a peer.
                 if _is_of_own_device(error):
                     raise
+                # `abort` or the watch, on another thread, sets the reason before it ends the group.
                 if self._broken is None:
                     self._broken = self._reason(error)
             finally:
@@ -294,17 +299,21 @@ class ProcessCommunicator:
             mismatch = mismatch_error({**others, self.rank: deed})
             self.abort(mismatch)  # peers that arrived before are waiting in the transport
             raise mismatch
+        # Notes in shared memory have been compared above.
         if not isinstance(self._arrivals, SharedArrivals) and (self._is_checked or isinstance(call, Announcement)):
             self._compare(deed)
 
     def _compare(self, deed: str) -> None:
         digest = digest_of(deed)
+        # One reduction yields both bounds: the least of the negated digests is the negated greatest.
         bounds = torch.tensor([digest, -digest], device=self._host)
         dist.all_reduce(bounds, dist.ReduceOp.MIN)
         least, negated_greatest = bounds.tolist()
         if least != -negated_greatest:
+            # All ranks see the same bounds, so all of them enter this gather.
             deeds = [unpack(data) for data in self._gather_bytes(pack(deed))]
             mismatch = mismatch_error(dict(enumerate(deeds)))
+            # No `abort` is needed: every rank has found the mismatch, and none waits in the transport.
             self._broken = (f"{type(mismatch).__name__}: {mismatch}", mismatch)
             raise mismatch
 
@@ -314,6 +323,7 @@ class ProcessCommunicator:
         if _SHARED_GPU in str(error):
             advice = "give each rank its own GPU, or pass process_group='gloo'"
             return f"two ranks have the same GPU, which NCCL refuses ({error}); {advice}", error
+        # A failure comes first: its victims leave, too, and note their departure.
         if (failure := self._failure_of_a_peer()) is not None:
             return failure
         with contextlib.suppress(RuntimeError):
@@ -339,6 +349,7 @@ class ProcessCommunicator:
         """End the device's wait if a peer has failed; return whether one has. Runs in the watch's thread."""
         if (failure := self._failure_of_a_peer()) is None:
             return False
+        # The rank's own thread may have aborted first.
         self._broken = self._broken or failure
         error = broken(self.rank, self._last, failure[0])
         error.__cause__ = failure[1]
@@ -413,4 +424,5 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _write_back(tensor: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
+    # The same memory means that the transport has worked in place.
     return tensor if sent.data_ptr() == tensor.data_ptr() else tensor.copy_(sent)

@@ -45,6 +45,7 @@ def thread_communicators(
         join_devices(tuple(devices), len(devices))
         waits = [partial(backend.synchronize, device) for backend, device in places]
         return [XlaThreads(seat, wait) for seat, wait in zip(seats, waits, strict=True)]
+    # Also for families with different transports, which have main memory in common.
     settles = [partial(backend.mark_step, device) for backend, device in places]
     return [ThroughHostCommunicator(seat, settle) for seat, settle in zip(seats, settles, strict=True)]
 

@@ -29,6 +29,7 @@ def free_reducer(replicated: DistributedDataParallel) -> None:
     A reducer that is the group's last holder joins gloo's threads while it holds the GIL, which these may wait for in
     order to free a tensor (torch 2.13, `Reducer::~Reducer`).
     """
+    # The logger first: it holds the reducer, too.
     for name in ("logger", "reducer"):
         replicated.__dict__.pop(name, None)
 

@@ -74,9 +74,11 @@ class ThreadCommunicator:
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         check_tensor(tensor, "all_gather")
         call = Call.on("all_gather", tensor)
+        # Clones, because after this meeting the ranks may modify their own tensors.
         shown = self.meet(call, tensor, lambda all_: _share(all_) or [each.clone() for each in all_])
         if isinstance(shown, _Shown):
             return self._work(call, lambda: [each.detach().clone() for each in shown])
+        # All ranks get the same clones, so each copies again.
         return [each.to(tensor.device, copy=True) for each in shown]
 
     @torch.no_grad()
@@ -87,6 +89,7 @@ class ThreadCommunicator:
         found = self.meet(call, tensor, lambda all_: _share(all_) or fold(all_, op))
         if isinstance(found, _Shown):
             return self._work(call, lambda: fold([each.chunk(self.size)[self.rank] for each in found], op))
+        # The result is one object for all ranks, so each copies its part.
         part: torch.Tensor = found.chunk(self.size)[self.rank]
         return part.to(tensor.device, copy=True)
 
@@ -95,6 +98,7 @@ class ThreadCommunicator:
         check_tensor(tensor, "broadcast")
         check_root(root, self.size)
         call = Call.on("broadcast", tensor, root)
+        # As in `all_gather`: after this meeting the root may modify its tensor.
         found = self.meet(call, tensor, lambda all_: _share(all_) or all_[root].clone())
         if isinstance(found, _Shown):
             self._work(call, lambda: tensor if self.rank == root else tensor.copy_(found[root]))
@@ -129,6 +133,7 @@ class ThreadCommunicator:
         if not compiling.is_inside:
             result, marks = self._meeting.exchange(self.rank, call, given, partial(_combine_with_marks, combine))
         else:
+            # The peers may be waiting at the gate that this thread has passed.
             with compiling.outside():
                 result, marks = self._meeting.exchange(self.rank, call, given, partial(_combine_with_marks, combine))
         for backend, mark in marks:
@@ -168,6 +173,7 @@ def _combine_with_marks(combine: Callable[[list[Any]], R], given: list[_Given]) 
     for mark, backend, _ in marked:
         backend.wait_ready(mark)
     result = combine([each.value for each in given])
+    # On streams, the mark carries the result, so that `wait_ready` records each rank's use of its memory.
     return result, [(backend, backend.mark(device, result)) for _, backend, device in marked]
 
 

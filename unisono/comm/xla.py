@@ -55,6 +55,7 @@ class _XlaCommunicator(ThroughHostCommunicator[C], ABC):
         dtype = reduction_dtype(tensor.dtype)
         if dtype is None or tensor.is_cpu:
             return super().all_reduce(tensor, op)
+        # Recorded before the cut, so that the graph with the collective contains no conversion.
         own = tensor.detach().to(dtype)
         self._settle()
         reduced = self._together(Call.on("all_reduce", tensor, op), own, op)

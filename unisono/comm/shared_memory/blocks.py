@@ -26,6 +26,7 @@ from unisono.comm.shared_memory.meeting_point import MeetingPoint
 _SETS = 3
 _SLOT_BYTES = 2**20
 _ALL_SLOTS_BYTES = 2**28
+# Bytes: a cache line, and a multiple of every itemsize.
 _ALIGNMENT = 64
 _KEPT_VIEWS = 256
 _DIRECT_BYTES = 2**15
@@ -99,12 +100,15 @@ class Blocks:
         """Each rank folds its part of a block into the first slot; all copy from there after they have met again."""
         folded: tuple[torch.Tensor, torch.Tensor] | None = None
         for block, slots in self._show(deed, flat):
+            # Rounded up: the last ranks' parts may be shorter, or empty.
             share = -(-block.shape[0] // self.size)
             parts = [slot[self.rank * share : (self.rank + 1) * share] for slot in slots]
+            # In place, in rank 0's slot: no other rank reads this part of it before the next meeting.
             fold_into(parts[0], parts, op)
             if folded is not None:  # all have arrived at this meeting, so their parts of the previous block are done
                 folded[0].copy_(folded[1])
             folded = block, slots[0]
+        # The last block has no following meeting in the loop.
         self._here.meet()
         assert folded is not None, "there is one block at least"
         folded[0].copy_(folded[1])
@@ -115,6 +119,7 @@ class Blocks:
         """Yield each block of `flat`, once all ranks have shown theirs, with the blocks that the ranks have shown."""
         length, start = flat.shape[0], 0
         capacity = self._slot_bytes // flat.itemsize
+        # An empty tensor has one empty block, because the ranks meet in any case to compare their calls.
         while start < length or not start:
             block = flat if length <= capacity else flat[start : start + capacity]
             slots = self._slots(flat.dtype, block.shape[0])
@@ -130,6 +135,7 @@ class Blocks:
         """Yield each block of `output`, once all ranks have shown that block of all their parts, with what they have
         shown."""
         length, start = output.shape[0], 0
+        # A slot holds a piece for each rank.
         capacity = self._slot_bytes // output.itemsize // self.size
         while start < length or not start:
             block = output[start : start + capacity]
@@ -152,6 +158,7 @@ class Blocks:
         which = (self._here.turn + 1) % _SETS
         views = self._views.get((dtype, length, which))
         if views is None:
+            # Shapes that differ in every step would otherwise add views without end.
             if len(self._views) >= _KEPT_VIEWS:
                 self._views.clear()
             starts = (

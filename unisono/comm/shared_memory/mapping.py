@@ -102,6 +102,7 @@ def _create(store: Store, rank: int, size: int, num_bytes: int) -> Mapping:
         os.ftruncate(file, PAGE * (size + 1) + num_bytes)
         os.pwrite(file, token, 0)
         mapping = Mapping(file, rank, size, num_bytes)
+    # Announced last: the others open the file as soon as they read this.
     store.set(_PLACE, f"{os.getpid()} {file} {token.hex()}")
     return mapping
 

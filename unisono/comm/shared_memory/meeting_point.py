@@ -30,9 +30,11 @@ from unisono.errors import CollectiveMismatchError
 from unisono.stacks import describe_call, own_frames
 
 _COUNT, _STATE = 0, 4  # offsets of a rank's words in its header
+# Bytes. A rank has two notes in its header page, each preceded by its length.
 _NOTES_AT, _NOTE, _HEAD = 64, 1024, 2
 _OPEN, _LEFT, _BROKEN = 0, 1, 2
 _SPINS = 100
+# A process that dies wakes no sleeper, so a peer's lock and the deadline are checked after each nap.
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.01, 0.1
 _WORD = 2**32
 _REASONS = {_OPEN: "has ended", _LEFT: "has left the group", _BROKEN: "has broken off"}
@@ -74,6 +76,7 @@ class MeetingPoint:
         memory, length = self._mapping.memory, len(own)
         for rank in self._others:
             start = self._count_at[rank] + offset
+            # A note begins with its length, so a longer one of a peer differs in its first bytes.
             if memory[start : start + length] != own:
                 raise self._mismatch(deed, offset)
 
@@ -82,6 +85,7 @@ class MeetingPoint:
         differs."""
         site = describe_call(own_frames())
         self._write(offset, _note_of(f"{deed} from {site}" if site else deed))
+        # All must have written their places before any rank reads them.
         self.meet()
         self.close(is_broken=True)
         return mismatch_error({rank: self._text_of(rank, offset) for rank in range(self.size)})
@@ -104,6 +108,7 @@ class MeetingPoint:
         """Leave, because of a failure or not, and wake the ranks that wait for this one. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
+            # Before the wake-up, after which sleepers look at it.
             self._words[self._state_at[self.rank] // 4] = _BROKEN if is_broken else _LEFT
             for at in self._count_at:  # including those where this process's own threads wait
                 futex.wake(self._address + at)
@@ -139,6 +144,7 @@ class MeetingPoint:
         return memory[start + _HEAD : start + _HEAD + length].decode(errors="replace")
 
     def _has_come(self, rank: int) -> bool:
+        # Modulo the word: counts wrap around, and a peer is at most one meeting ahead.
         return (self._words[self._count_at[rank] // 4] - self.turn) % _WORD < _WORD // 2
 
     def _wait_for(self, rank: int) -> None:
@@ -149,6 +155,7 @@ class MeetingPoint:
         word, address = self._count_at[rank] // 4, self._address + self._count_at[rank]
         deadline, nap_s = time.monotonic() + self._timeout.total_seconds(), _FIRST_NAP_S
         while True:
+            # Read before the check: if the word changes after that, the futex does not sleep.
             seen = self._words[word]
             if self._has_come(rank):
                 return

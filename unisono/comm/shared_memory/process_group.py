@@ -63,6 +63,7 @@ def register() -> None:
 
 
 def _create(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    # The memory is mapped on all ranks or on none, so all take the same branch.
     mapping = map_together(store, rank, size, bytes_of_blocks(size), timeout) if futex.SUPPORTED else None
     if mapping is None:
         return _Gloo(store, rank, size, timeout=timeout)
@@ -105,6 +106,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         return self._gather("all_gather", outputs, inputs, opts)
 
     def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Any:
+        # torch passes no outputs on ranks other than the root.
         return self._gather("gather", outputs or [[]], inputs, opts, opts.rootRank)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
@@ -241,8 +243,10 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
             )
 
     def _run(self, operation: Callable[[], None], result: Any, opts: Any) -> Any:
+        # A callback on the group's own thread does its collective at once: queued, it would wait for that callback.
         if opts is not None and opts.asyncOp and not self._background.is_here and _may_go_on():
             return self._background.begin(Pending(result, lambda: self._unless_broken(operation)))
+        # The order of submission is the same on all ranks, so work in the background must come first.
         self._background.finish()
         self._unless_broken(operation)
         return Done(result)
@@ -283,6 +287,7 @@ def _may_go_on() -> bool:
     """
     if torch._C._current_graph_task_id() != _NO_BACKWARD_PASS:
         return False
+    # Starts past `_run` and its caller; the loop skips what else is of this module.
     frame: FrameType | None = sys._getframe(3)
     while frame is not None and frame.f_globals is globals():
         frame = frame.f_back

@@ -57,6 +57,7 @@ class Pending(dist.Work):
     def do(self) -> None:
         """Do the work, on the thread of the group."""
         self._outcome = Outcome.capture(self._operation)
+        # Before the future: its callbacks run on this thread, and may wait for this work.
         self._is_over.set()
         if self._outcome.error is None:
             self._future.set_result(self._tensors)
