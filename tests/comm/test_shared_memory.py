@@ -316,6 +316,25 @@ def test_subgroups_have_memory_of_their_own_and_nothing_stays_behind():
     assert blocks() == []
 
 
+def test_a_slot_is_not_written_again_while_a_peer_may_read_it_also_where_the_count_of_meetings_wraps():
+    def work(index: int) -> list[int]:
+        group = dist.new_group()
+        blocks = group._blocks
+        here = blocks._here
+        here.turn = 2**32 - 4
+        here._words[here._count_at[index] // 4] = here.turn
+        dist.barrier()  # in another group: both have set their count
+        for length in range(1, 9):
+            tensor = torch.full((length,), float(index))
+            dist.all_reduce(tensor, group=group)
+            assert tensor.tolist() == [1.0] * length
+        return [which for _, _, which in blocks._views]
+
+    for sets in spawn(work, nprocs=2):
+        assert len(sets) == 8
+        assert all(len({*sets[start : start + 3]}) == 3 for start in range(6)), sets
+
+
 def test_a_destroyed_group_gives_its_memory_back():
     def work(index: int) -> list[int]:
         counts = []

@@ -44,7 +44,7 @@ class MeetingPoint:
     """This rank's seat.
 
     Attributes:
-        turn: how many meetings this rank has arrived at.
+        turn: the number of meetings that this rank has arrived at; the memory holds it modulo the word.
     """
 
     def __init__(self, mapping: Mapping, timeout: timedelta) -> None:
@@ -97,8 +97,8 @@ class MeetingPoint:
             DistNetworkError: one is gone, or did not arrive in time; on this rank, and on those that wait with it.
         """
         self._check_open()
-        self.turn = (self.turn + 1) % _WORD
-        self._words[self._count_at[self.rank] // 4] = self.turn
+        self.turn += 1
+        self._words[self._count_at[self.rank] // 4] = self.turn % _WORD
         futex.wake(self._address + self._count_at[self.rank])
         for rank in self._others:
             if not self._has_come(rank):
