@@ -129,8 +129,7 @@ def shield_loader_workers() -> None:
     """Make torch's loader workers that this process forks from now on ignore SIGTERM, except from this process.
 
     If they end with their parent in any case, as in a worker of `spawn`, this can be done long before SIGTERM is
-    heeded,
-    if it ever is: then workers that are running at that time are shielded, too.
+    heeded, if it ever is: then workers that are running at that time are shielded, too.
     """
     global _shields_loader_workers
     if not _shields_loader_workers and hasattr(os, "register_at_fork"):

@@ -87,7 +87,7 @@ class CudaBackend(EagerBackend):
             _leave_captures_alone()
 
     def enter_worker(self, local_rank: int, local_world_size: int) -> torch.device:
-        """The device that the process has chosen by `torch.cuda.set_device`, otherwise that of its local rank.
+        """The device, other than 0, chosen by `torch.cuda.set_device` before; otherwise that of the local rank.
 
         It is one of the devices visible to the process: a launcher may show each rank only its own GPU, which is
         `cuda:0` to all of them, and the code that created the process group may not have said how many ranks are on a
