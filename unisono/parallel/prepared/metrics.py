@@ -1,4 +1,4 @@
-"""Which rows of a tensor count, if its rows are the samples of batches that a loop has received.
+"""Finds the rows of a tensor that count, if its rows are the samples of batches that a loop has received.
 
 The memory of labels, and of outputs of prepared models, identifies their batch (`deliveries.py`); one such tensor
 identifies the batch of the structure that contains it. Tensors computed from them (an argmax, a concatenation) are

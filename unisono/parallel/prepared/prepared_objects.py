@@ -126,7 +126,7 @@ class PreparedObjects:
         return found
 
     def release(self) -> None:
-        """Release everything, so that it can be prepared again."""
+        """Release everything. Models and optimizers can be prepared again."""
         for stepper in self.steppers():
             stepper.release()
             _all_prepared.forget(stepper.optimizer)

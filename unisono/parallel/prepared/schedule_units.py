@@ -8,7 +8,8 @@ use R of them in a round, and k microbatches make a step, so a step consumes up 
     "step"         1: the schedule was built from the number of steps that this run takes
 
 The unit of a schedule is known if all units are equal, or if its length is a multiple of exactly one of the lengths
-from which the script could have built it. Otherwise the user specifies it.
+from which the script could have built it. Otherwise the user specifies it, as for a schedule built from the length of
+the prepared loader if k > 1.
 """
 
 from __future__ import annotations

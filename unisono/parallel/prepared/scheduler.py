@@ -19,8 +19,8 @@ class PreparedScheduler:
     """Behaves like `scheduler` on one device.
 
     Inside a loop, `step` advances as far as the calls on one device would have by then; between loops it advances by
-    one. If the optimizer was called since the last call but took no step (between microbatches, after an overflow), the
-    call does nothing.
+    one. If the optimizer's `step` was called since the last call, but took no step (between microbatches, after an
+    overflow), the call does nothing.
 
     Args:
         scheduler: the scheduler of a prepared optimizer.
@@ -46,7 +46,7 @@ class PreparedScheduler:
 
         Raises:
             RuntimeError: the scheduler was stepped by hand; or, inside a loop, the optimizer's `step` was not called
-                since its last one; or it would pass its end, in a unit that was determined.
+                since the last call; or the schedule would pass its end, in a unit that was determined.
             ValueError: the unit of the schedule is unknown; or the ranks pass different metrics.
         """
         self.check_hand()

@@ -145,7 +145,7 @@ class Stepper:
         """Reduce and unscale the gradients of the whole step; repeated calls before the step do nothing.
 
         Raises:
-            RuntimeError: there is no gradient, or one was computed without the scaler.
+            RuntimeError: none of the parameters has a gradient; or, with a scaler, a backward pass ran without it.
         """
         for engine in self._engines:
             if engine.is_held:

@@ -239,7 +239,7 @@ class Engine:
         return self._trained
 
     def named_leaves(self) -> dict[str, torch.Tensor]:
-        """The same tensors, by their names in the module. A collective."""
+        """The tensors that `leaves` returns, by their names in the module. A collective."""
         return {name: each for name, each in self.module.named_parameters() if each.requires_grad}
 
     def take_up(self, begun: Begun) -> None:

@@ -47,7 +47,7 @@ Sent = torch.futures.Future[torch.Tensor]
 
 
 class _Sending(NamedTuple):
-    """One of torch's hooks, its state, and the averager that follows it."""
+    """One of torch's hooks, its state, and the averager to call after each step, or None."""
 
     hook: Callable[[Any, GradBucket], Sent]
     state: Any
@@ -71,7 +71,7 @@ def attach_hook(
         scale: returns this rank's factor; called once in each reducing backward pass.
         options: "powersgd" has those of torch's PowerSGDState, "post_local_sgd" has `start_localSGD_iter` (100: steps
             before it is local), `period` (4: steps between averages) and `post_local_gradient_allreduce` (within each
-            machine; None does so if there are several).
+            machine; None does so if there are several machines, with several ranks each).
         world: None uses the current one.
         finish: called when the last bucket of a backward pass is sent.
 
@@ -102,7 +102,7 @@ def attach_hook(
         if gradients.is_complex():
             _refuse_complex()
         scale_in_place(gradients, factor)
-        # Half precision and low ranks support only dense gradients; of a sparse one the rows that it has are sent.
+        # Half precision and low ranks support only dense gradients; a sparse one is sent uncompressed.
         is_dense = gradients.layout is torch.strided or name == "post_local_sgd"
         sent = hook(state, bucket) if is_dense else allreduce_hook(group, bucket)
         if finish is not None and bucket.is_last():

@@ -45,7 +45,7 @@ _Classes = Sequence[type[nn.Module]]
 def shard(model: nn.Module, world: World, options: FSDP) -> FSDPModule:
     """Shard a model that has passed `check_shardable`, in place: its parameters become DTensors with the same names.
 
-    All ranks must already hold the same parameters. Existing optimizers refer to parameters that are no longer trained.
+    All ranks must already hold the same parameters. Existing optimizers keep the old ones, which are no longer trained.
     A unit must run on all ranks or on none: if control flow differs by rank, choose units that enclose the branch.
 
     Args:
@@ -190,7 +190,7 @@ def whole_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def named_whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The same tensors, by their names in the model. A collective."""
+    """The tensors that `whole_parameters` returns, by their names in the model. A collective."""
     found: dict[str, torch.Tensor] = {}
     unit: Any
     for unit in units_in(model):

@@ -124,7 +124,7 @@ def model_parts(model: nn.Module, world: World) -> dict[str, Any]:
 
 
 def optimizer_parts(optimizer: Optimizer, world: World) -> dict[tuple[int, str], Any]:
-    """The same for an optimizer, by the parameter's number and the name of the value."""
+    """This rank's part of an optimizer's plain state, by the parameter's number and the name of the value."""
     if is_divided(optimizer):
         return _entries_of(optimizer.optim, optimizer)
     entries = _entries_of(optimizer, optimizer)

@@ -116,7 +116,8 @@ def is_divided(optimizer: Optimizer) -> TypeGuard[ZeroRedundancyOptimizer]:
 def load_local(optimizer: ZeroRedundancyOptimizer, state: Mapping[str, Any]) -> None:
     """Load this rank's part of a whole state in torch's plain form; the parts of other ranks may be missing.
 
-    The tensors of `state` may become the optimizer's own. `optimizer.load_state_dict` would clear its other parts.
+    The tensors of `state` may become the optimizer's own. `optimizer.load_state_dict` is not used, since it would clear
+    the entries of other ranks in `state`.
     """
     numbers = {parameter: number for number, parameter in enumerate(parameters_of(optimizer))}
     local = [numbers[parameter] for parameter in parameters_of(optimizer.optim)]
