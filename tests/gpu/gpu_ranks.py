@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from resnet import resnet50
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -169,6 +170,42 @@ def moving(world: World) -> dict[str, Any]:
         torch.cuda.synchronize()
         seen[shape] = [torch.cuda.max_memory_allocated() >> 20, torch.cuda.max_memory_reserved() >> 20]
     return seen
+
+
+def remembering(world: World) -> dict[str, Any]:
+    """MiB at most allocated by steps of ResNet-50, plain and under ddp; and the largest blocks that are left."""
+    seen: dict[str, Any] = {}
+    images, labels = torch.randn(32, 3, 224, 224, device=world.device), torch.arange(32, device=world.device)
+    for way in ("plain", "ddp"):
+        network: Any = resnet50().to(world.device)
+        optimizer: Any = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+        accelerator = unisono.Accelerator(strategy="ddp")
+        if way == "ddp":
+            network, optimizer = accelerator.prepare(network, optimizer)
+        for step in range(6):
+            if step == 3:  # buckets, the optimizer's states and cuDNN's choices are there
+                torch.cuda.reset_peak_memory_stats()
+                torch.cuda.memory._record_memory_history(max_entries=10_000)
+            optimizer.zero_grad()
+            F.cross_entropy(network(images), labels).backward()
+            optimizer.step()
+        torch.cuda.synchronize()
+        seen[way] = torch.cuda.max_memory_allocated() >> 20
+        blocks = [block for segment in torch.cuda.memory._snapshot()["segments"] for block in segment["blocks"]]
+        torch.cuda.memory._record_memory_history(enabled=None)
+        held = sorted((each for each in blocks if each["state"] == "active_allocated"), key=lambda each: -each["size"])
+        seen["largest"] = [f"{each['size'] >> 20} MiB by {_allocated_by(each)}" for each in held[:5]]
+        accelerator.free_memory()
+        del network, optimizer
+        torch.cuda.empty_cache()
+    return seen
+
+
+def _allocated_by(block: dict[str, Any]) -> str:
+    """The innermost line of Python that is outside of torch, if the history has it."""
+    frames = [each for each in block.get("frames", ()) if each["filename"].endswith(".py")]
+    own = [each for each in frames if "/torch/" not in each["filename"]] or frames
+    return f"{Path(own[0]['filename']).name}:{own[0]['line']}" if own else "an earlier step"
 
 
 def evaluating(world: World) -> dict[str, Any]:
