@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import enum
+import importlib
 import json
 import logging
 import os
@@ -16,6 +18,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from file_faults import at_each_operation, fail_at
 from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode, fitting
 from torch import nn
@@ -408,7 +411,39 @@ def test_metadata_of_parts_that_would_run_code_are_refused(tmp_path: Path) -> No
         (tmp_path / ".metadata").write_bytes(call)
         with pytest.raises(DamagedCheckpointError, match=f"names {module}.{name}, which is not executed"):
             read_shards(tmp_path)
+    call = pickle.dumps(GetAttribute("torch.distributed.checkpoint.metadata", "Metadata", "__init__"))
+    (tmp_path / ".metadata").write_bytes(call)
+    with pytest.raises(DamagedCheckpointError, match=r"'__init__' of .*Metadata'>, which is not an enum"):
+        read_shards(tmp_path)
     assert names_in(tmp_path) == [".metadata"]
+
+
+class GetAttribute:
+    """Pickled as Python 3.11.0 to 3.11.3 pickle the member of an enum."""
+
+    def __init__(self, module: str, owner: str, name: str) -> None:
+        self._found = getattr(importlib.import_module(module), owner), name
+
+    def __reduce__(self) -> Any:
+        return getattr, self._found
+
+
+def test_metadata_of_parts_may_name_members_of_enums_by_getattr(tmp_path: Path, monkeypatch: Any) -> None:
+    parts = {"weight": torch.arange(6.0).reshape(2, 3)}
+    dcp.save(parts, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    kind = "torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"
+    as_now = pickle.loads((tmp_path / ".metadata").read_bytes())
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, enum.Enum):
+                return GetAttribute(*kind, obj.name).__reduce__()
+            return NotImplemented
+
+    with (tmp_path / ".metadata").open("wb") as file:
+        Pickler(file).dump(as_now)
+    assert b"getattr" in (tmp_path / ".metadata").read_bytes()
+    assert torch.equal(read_shards(tmp_path)["weight"], parts["weight"])
 
 
 def test_a_manifest_that_names_files_elsewhere_is_refused(tmp_path: Path) -> None:

@@ -299,6 +299,19 @@ def test_on_one_device_a_schedule_of_a_length_that_may_be_counted_in_two_ways_is
         rates_in(lambda optimizer, loader: CosineAnnealingLR(optimizer, 3 * len(loader)), gradient_accumulation_steps=2)
 
 
+def test_on_one_device_a_schedule_built_from_the_prepared_length_counts_its_batches_where_steps_accumulate():
+    batches = 2 * BATCHES  # no multiple of the 6 steps of an epoch
+    found = rates_in(
+        lambda optimizer, loader: CosineAnnealingLR(optimizer, 2 * len(loader)),
+        "later",
+        epochs=2,
+        gradient_accumulation_steps=3,
+    )
+    plain = plain_rates(lambda optimizer: CosineAnnealingLR(optimizer, batches), batches)
+    ends = [epoch * BATCHES + end for epoch in range(2) for end in (3, 6, 9, 12, 15, 16)]
+    assert found == pytest.approx([plain[end] for end in ends], abs=1e-12)
+
+
 def test_a_schedule_that_was_taken_for_another_is_an_error_when_the_loop_goes_past_its_end():
     def body():
         with pytest.raises(RuntimeError, match="CosineAnnealingLR ends after 16 steps, and the loop con") as error:

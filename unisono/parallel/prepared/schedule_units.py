@@ -9,7 +9,7 @@ use R of them in a round, and k microbatches make a step, so a step consumes up 
 
 The unit of a schedule is known if all units are equal, or if its length is a multiple of exactly one of the lengths
 from which the script could have built it. Otherwise the user specifies it, as for a schedule built from the length of
-the prepared loader if k > 1.
+the prepared loader if R > 1 and k > 1: none of the units is a round of one batch on each rank.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ def unit_of(scheduler: Any, lengths: Lengths, microbatches: int, is_later: bool)
     if is_later:
         counted = {lengths.rounds: "batch", steps: "step"}
     fitting = [unit for epoch, unit in counted.items() if total is not None and total % epoch == 0]
-    if len(fitting) != 1 or (is_later and fitting[0] != "step"):
+    counts_rounds = is_later and lengths.rounds != lengths.batches and fitting != ["step"]
+    if len(fitting) != 1 or counts_rounds:
         raise ValueError(_describe_unknown_unit(scheduler, total, lengths, microbatches))
     return fitting[0]
 
