@@ -26,9 +26,11 @@ def term():
 """
 LOADERS = TERM + dedent(
     """
-    import gc
+    import gc, warnings
     import psutil, torch
     from torch.utils.data import DataLoader, Dataset
+
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)  # from Python 3.12 on
 
     class Numbers(Dataset):
         def __len__(self):

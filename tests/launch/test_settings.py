@@ -71,6 +71,10 @@ HOW: dict[str, tuple[str, str]] = {
         "torch.backends.cudnn.conv.fp32_precision = 'ieee'",
         "torch.backends.cudnn.conv.fp32_precision",
     ),
+    "torch.backends.cudnn.benchmark_limit": (
+        "torch.backends.cudnn.benchmark_limit = 7",
+        "torch.backends.cudnn.benchmark_limit",
+    ),
     "torch.set_flush_denormal": (
         "torch.set_flush_denormal(True)",
         "(torch.tensor(1e-310, dtype=torch.float64, device='cpu') * 1).item() == 0.0",

@@ -154,8 +154,8 @@ class Job:
 
 def versions() -> dict[str, str]:
     """The versions of what a run depends on, by name."""
-    found = {"python": platform.python_version()}
-    for name in ("unisono", "torch", "numpy"):
+    found = {"python": platform.python_version(), "torch": torch.__version__}  # +cpu or +cu130, which metadata lack
+    for name in ("unisono", "numpy"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found

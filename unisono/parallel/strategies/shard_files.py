@@ -110,6 +110,7 @@ class _Metadata(pickle.Unpickler):
     """Reads torch's metadata, which is a pickle, without executing any name that is not allowed."""
 
     def find_class(self, module: str, name: str) -> Any:
+        module = "pathlib" if module == "pathlib._local" else module  # where Python 3.13 has its classes, and no other
         if name in _SAFE.get(module, set()):
             return super().find_class(module, name)
         if (module, name) == ("builtins", "getattr"):  # how Python 3.11.0 to 3.11.3 pickle the member of an enum
@@ -122,5 +123,7 @@ class _Metadata(pickle.Unpickler):
 
 def _member(kind: Any, name: str) -> Any:
     if not isinstance(kind, enum.EnumType):
-        raise DamagedCheckpointError(f"the metadata of a checkpoint asks for {name!r} of {kind!r}, which is not an enum")
+        raise DamagedCheckpointError(
+            f"the metadata of a checkpoint asks for {name!r} of {kind!r}, which is not an enum"
+        )
     return kind[name]
