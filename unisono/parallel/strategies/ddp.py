@@ -119,6 +119,8 @@ class DDPEngine(Engine):
     def prepare(self, reduces: bool) -> None:
         if reduces:
             self._world.comm.announce(f"the gradients of {self._ledger.place()}")
+            # From these outputs DDP finds the unused parameters. Without `find_unused_parameters` it gets none, and
+            # waits for all.
             self._replicated.reducer.prepare_for_backward([each for found in self._outputs for each in found])
             self._is_finished = False
         self._outputs = []
