@@ -245,7 +245,7 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, op: LinearOp, seat: _Seat) -> torch.Tensor:
         ctx.op, ctx.seat = op, seat
-        return seat.comm.all_reduce(_copy(x), op)
+        return seat.comm.all_reduce(_copy(x), op)  # in place
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

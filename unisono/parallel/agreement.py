@@ -74,7 +74,7 @@ def check_replicas(module: nn.Module, every: int = 1, *, buffers: bool = False, 
         raise ValueError(f"every={every} never compares; pass 1 to compare at each call, or a larger number")
     world = world or current_world()
     counts = world.state.part(_Calls)
-    counts[module] = number = counts.get(module, 0) + 1
+    counts[module] = number = counts.get(module, 0) + 1  # counted by each rank alone: all make the same calls
     if number % every == 0:
         named: dict[str, torch.Tensor] = {f"the parameter {name!r}": each for name, each in module.named_parameters()}
         if buffers:

@@ -85,6 +85,7 @@ def compile_module(module: nn.Module, world: World, **options: Any) -> nn.Module
         module.compile(**options)
         assert module._compiled_call_impl is not None
         compiled = module._compiled_call_impl
+    # `nn.Module.__call__` calls this attribute in place of `_call_impl`.
     module._compiled_call_impl = _put_in_gate(module, compiled, family.known, world.device.type)
     return module
 
@@ -223,6 +224,7 @@ def _exact(leaf: Any) -> object:
     if isinstance(leaf, torch.Tensor):
         layout = leaf.stride() if leaf.layout is torch.strided else leaf.layout
         return type(leaf), leaf.dtype, leaf.device, leaf.requires_grad, tuple(leaf.shape), layout
+    # Other objects by their class: they may have no hash, and `known` would keep them alive.
     return leaf if leaf is None or isinstance(leaf, bool | int | float | str) else type(leaf)
 
 

@@ -91,7 +91,7 @@ class DataParallel:
         self._resolved = resolved
         self._threads = ReplicaThreads(len(resolved))
         self._calls: dict[object, None] = {}  # the mark of the running call, then of calls that are being refused
-        self.models = self._replicate(module)
+        self.models = self._replicate(module)  # enters like a call, with the attributes above
         self._contexts = [Context(device) for _, device in resolved]
         self._timelines = [Timeline() for _ in resolved]
         self._randomness = [

@@ -117,6 +117,7 @@ class Microbatches:
         one since the last request; a forward pass alone does not count."""
         is_taken = self._ends_step(has_counted=self._counted_at is not None)
         self.num_asked += 1
+        # After a request, the next backward pass on a batch from elsewhere belongs to another microbatch.
         self._counted_at, self._elsewhere = None, object()
         return is_taken
 

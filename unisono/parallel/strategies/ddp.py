@@ -118,6 +118,7 @@ class DDPEngine(Engine):
 
     def prepare(self, reduces: bool) -> None:
         if reduces:
+            # Ranks that are not at the same place get an error here, where DDP would hang or mix gradients.
             self._world.comm.announce(f"the gradients of {self._ledger.place()}")
             # From these outputs DDP finds the unused parameters. Without `find_unused_parameters` it gets none, and
             # waits for all.
@@ -126,6 +127,7 @@ class DDPEngine(Engine):
         self._outputs = []
 
     def complete(self) -> None:
+        # The last bucket was not sent: it, or one before it, still waits for a gradient.
         if not self._is_finished:
             lacking = [name for each, name in self._names.items() if each.grad is None or not each.requires_grad]
             raise RuntimeError(unused(type(self.module).__name__, lacking))
