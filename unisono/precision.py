@@ -150,6 +150,7 @@ def _check(x: object, content: _Content, source: frozenset[torch.dtype]) -> None
     for part in content.parts:
         if part.tensor.dtype not in source:
             raise ValueError(f"{part}: it is in {word} precision already, and nothing has been converted")
+    # Parameters that are converted in this call, before the optimizer's state.
     accompanied = {id(parameter) for module in content.modules for parameter in module.parameters()}
     for where, optimizer in content.optimizers:
         state = list(_state(optimizer, where))

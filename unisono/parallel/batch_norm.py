@@ -199,7 +199,7 @@ def _gather_statistics(input: torch.Tensor, comm: Communicator, share: float) ->
             f"together, input size {list(input.shape)} on rank {comm.rank}"
         )
     parts = numbers / number
-    # Relative to a rough mean the ranks' means are small numbers, whose sums lose no digits.
+    # Relative to a rough mean the ranks' means are small numbers, whose sum is accurate.
     rough = (parts * means).sum(0)
     offsets = (means - rough) + rests
     offset = (parts * offsets).sum(0)
@@ -265,6 +265,8 @@ class _Normalize(torch.autograd.Function):
             ctx.comm.all_reduce(sums)
             gain = scale if weight is None else scale * weight
             for_input = _input_gradient(gradient, input, mean, scale, gain, sums / number, share)
+        # The gradients of weight and bias stay the rank's own: like all others, they are weighted and summed in the
+        # step.
         wanted = ctx.needs_input_grad[1:3]
         own = [each if is_wanted else None for each, is_wanted in zip((for_weight, for_bias), wanted, strict=True)]
         return for_input, *own, None, None, None, None

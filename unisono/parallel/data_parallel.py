@@ -202,6 +202,7 @@ class DataParallel:
         if first is not mark:
             raise BusyError("this DataParallel is running a loop, and runs one at a time; create another one")
         self._threads.check_idle()
+        # After the mark is set: a lease lasts as long as `is_usable` is False.
         leases.take([device for backend, device in self._resolved if backend.is_lazy], self)
 
     def _run(

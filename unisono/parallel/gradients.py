@@ -161,6 +161,7 @@ def _buckets(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]
 @torch.no_grad()
 def _flatten(bucket: list[torch.Tensor], scale: float, notes: list[float]) -> torch.Tensor:
     """The bucket's gradients, scaled, concatenated in one new vector, followed by the flags."""
+    # Zeros for a missing gradient: the buckets of all ranks must have one layout.
     pieces = [(torch.zeros_like(each) if each.grad is None else each.grad).reshape(-1) for each in bucket]
     flat = torch.cat([*pieces, pieces[0].new_tensor(notes)])
     scale_in_place(flat[: len(flat) - len(notes)], scale)  # `[:-0]` would be empty; the flags are not scaled
@@ -178,6 +179,7 @@ def _unflatten(flat: torch.Tensor, bucket: list[torch.Tensor], present: set[int]
         if parameter.grad is not None and in_place:
             held.append(parameter.grad)
             new.append(piece)
+        # A gradient on some rank becomes one on all, or the ranks' optimizers would step on different parameters.
         elif parameter.grad is not None or id(parameter) in present:
             # A view would keep the memory of the whole bucket as long as one of its gradients exists.
             parameter.grad = piece.clone()

@@ -131,6 +131,7 @@ class Microbatches:
         if has_counted or is_elsewhere or self.is_counted(bound):
             return ledger.is_full()
         count = ledger.count if ledger.step.is_open else 0
+        # The current microbatch is not counted yet: its backward pass is still to come.
         return count + 1 >= ledger.every or (bound.batch is not None and bound.batch.is_last())
 
     def begins_step(self) -> bool:

@@ -86,7 +86,7 @@ class ReplicaGenerators:
     def in_use(self) -> Iterator[None]:
         """Make the calling thread, on the replica's device, draw from them within the block."""
         with own_generator(self.cpu):
-            if self._state is None:
+            if self._state is None:  # a device without a generator of its own
                 yield
                 return
             before = self._backend.rng_state(self._device)

@@ -119,6 +119,7 @@ class Stepper:
         track, before = self.world.timeline.loop(), self.taken.steps
         self.was_skipped = False
         try:
+            # Before anything is changed: a scheduler that was stepped by hand has made this step's learning rate wrong.
             for check in self.checks:
                 check()
             if closure is not None:

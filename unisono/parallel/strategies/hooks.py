@@ -101,6 +101,7 @@ def attach_hook(
         gradients = bucket.buffer()
         if gradients.is_complex():
             _refuse_complex()
+        # Before the hook: the NaN of a rank without samples must be zero when the ranks' gradients are added.
         scale_in_place(gradients, factor)
         # Half precision and low ranks support only dense gradients; a sparse one is sent uncompressed.
         is_dense = gradients.layout is torch.strided or name == "post_local_sgd"

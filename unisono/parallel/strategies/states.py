@@ -56,6 +56,7 @@ def model_state(model: nn.Module, world: World | None = None, copy: Copy | None 
         # `model.state_dict` makes a new tensor for each name, so only the parameters show which names are tied.
         key = id(named.get(name, value))
         if key not in plain:
+            # On every rank: gathering a sharded tensor is a collective.
             plain[key] = _whole(value, world, copy)
         state[plain_name(model, name)] = plain[key]
     return state if world.rank == 0 else {}

@@ -160,6 +160,7 @@ def check_divisible(optimizer: Optimizer) -> None:
                 f"strategy='zero1' divides whole, dense parameters by ranks, and parameter {place} of the {name} is "
                 f"{kind}; let strategy='fsdp' shard a plain model, and the optimizer's state is sharded with it"
             )
+    # A trial: only the constructor shows what it accepts.
     _make(optimizer, type(optimizer))
 
 
