@@ -109,7 +109,7 @@ def unit_of(scheduler: Any, lengths: Lengths, microbatches: int, is_later: bool)
     # Without accumulation both lengths are equal, and the later entry, "batch", replaces the other.
     counted: dict[int, Unit] = {lengths.device_steps(microbatches): "device_step", lengths.batches: "batch"}
     if is_later:
-        # "batch" only marks the other length that fits: no unit counts rounds, so it is refused below.
+        # Of several ranks no unit counts rounds: "batch" only marks that length then, and is refused below.
         counted = {lengths.rounds: "batch", steps: "step"}
     fitting = [unit for epoch, unit in counted.items() if total is not None and total % epoch == 0]
     if len(fitting) != 1 or (is_later and fitting[0] != "step"):
