@@ -113,7 +113,7 @@ if not TYPE_CHECKING:  # for a type checker there are the imports above, and no 
         if name not in _HOME_OF:
             raise AttributeError(f"module 'unisono' has no attribute {name!r}")
         value = getattr(import_module(_HOME_OF[name]), name)
-        globals()[name] = value
+        globals()[name] = value  # from now on found without `__getattr__`
         return value
 
 

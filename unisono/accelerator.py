@@ -133,6 +133,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         total_limit: int | None = None,
         world: World | None = None,
     ) -> None:
+        # What needs no device is checked before `world_on` starts to use one.
         check_arguments(mixed_precision, max_grad_norm, nan_guard)
         check_accumulation(gradient_accumulation_steps)
         check_choices(compile, seed)
@@ -156,6 +157,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         self._trigger = Trigger(self.world)
         self._microbatches = Microbatches(self.world, ledger)
         self._passes = Passes(self._microbatches)
+        # For `unisono.backward`, which may get a loss of this Accelerator's models.
         self.world.state.part(ByHand).trainers.add(self._passes)
         reduced = AUTOCAST.get(mixed_precision)
         self._autocast = None if reduced is None else partial(torch.autocast, self.device.type, reduced)
@@ -240,6 +242,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         self.world.timeline.loop().loss = loss.detach()
         if self.scaler is not None:
             if self._microbatches.begins_step():
+                # All microbatches of a step must have one loss scale, so an update waits for the next step.
                 self.scaler.settle()
             loss = self.scaler.scale(loss)
         self._passes.backward(loss, weight, batch, retain_graph)

@@ -118,7 +118,9 @@ class Loop:
     def use(self, number: int) -> None:
         """Note that a pass with gradients was computed from batch `number`."""
         if not self._last_used:
+            # Decided at the first use: if the loop has ended by then, all its batches were drawn before.
             self.is_listed = not self.is_open
+        # A batch comes back after another one: the next pass over the drawn batches begins.
         if number in self.cycle and number != self._last_used:
             self.cycle.clear()
         self.cycle.add(number)

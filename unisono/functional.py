@@ -222,6 +222,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        # The sum, since the gradient is that of the sum of the ranks' losses.
         return _backward(_ReduceScatter, ctx.seat, gradient, "sum"), None
 
 
@@ -245,7 +246,7 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, op: LinearOp, seat: _Seat) -> torch.Tensor:
         ctx.op, ctx.seat = op, seat
-        return seat.comm.all_reduce(_copy(x), op)
+        return seat.comm.all_reduce(_copy(x), op)  # in place
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -271,6 +272,7 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, root: int, seat: _Seat) -> torch.Tensor:
         ctx.root, ctx.seat = root, seat
+        # The communicator has no reduction to one rank.
         total = seat.comm.all_reduce(_copy(x))
         return total if seat.comm.rank == root else total.zero_()
 

@@ -127,6 +127,7 @@ def _convert(x: T, source: frozenset[torch.dtype], target: torch.dtype) -> T:
     _check(x, content, source)
     for module in content.modules:
         _convert_module(module, source, target)
+    # After the modules: state follows its parameters, and is recognised by lagging in precision.
     for where, optimizer in content.optimizers:
         changing = {id(each.tensor) for each in _state(optimizer, where) if _lags(each, source)}
         _convert_state(optimizer, changing, target)
@@ -149,6 +150,7 @@ def _check(x: object, content: _Content, source: frozenset[torch.dtype]) -> None
     for part in content.parts:
         if part.tensor.dtype not in source:
             raise ValueError(f"{part}: it is in {word} precision already, and nothing has been converted")
+    # Parameters that are converted in this call, before the optimizer's state.
     accompanied = {id(parameter) for module in content.modules for parameter in module.parameters()}
     for where, optimizer in content.optimizers:
         state = list(_state(optimizer, where))
@@ -219,7 +221,7 @@ def _leaves_with_paths(tree: object, where: str) -> Iterator[tuple[str, Any]]:
             for step, child in children:
                 yield from walk(child, where + step)
         elif id(node) not in seen:
-            seen[id(node)] = node
+            seen[id(node)] = node  # held, so that no later node gets its id
             yield where, node
 
     return walk(tree, where)

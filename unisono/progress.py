@@ -33,6 +33,7 @@ def tqdm(iterable: Iterable[Any] | None = None, *args: Any, world: World | None 
     try:
         bars = import_module("unisono.progress_bars")
     except ModuleNotFoundError as error:
+        # Any other missing module is a fault of the installation, which the advice below would hide.
         if (error.name or "").partition(".")[0] != "tqdm":
             raise
         raise ImportError("unisono.tqdm needs tqdm, which is not installed; pip install tqdm", name="tqdm") from error

@@ -59,6 +59,7 @@ class LoopRows:
         """Register a delivered batch: its number of samples, and of the rows after them, which do not count."""
         self.is_told = self.is_told and is_told
         for runs in (self._runs, self._ungathered):
+            # Equal batches are counted in one run, so that an epoch has only a few.
             is_more = bool(runs) and runs[-1][:2] == (samples, samples + repeated)
             runs.append(_Run(samples, samples + repeated, 1 + (runs.pop().times if is_more else 0)))
         if len(self._ungathered) > _KEPT:

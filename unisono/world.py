@@ -268,6 +268,7 @@ def answer_as_one_rank() -> None:
         twice.
     """
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    # A forked worker inherits the process group, whose functions do not read the variables.
     for module in (torch.distributed, getattr(torch.distributed, "distributed_c10d", None)):
         if hasattr(module, "get_rank"):
             module.get_rank, module.get_world_size = _zero, _one  # type: ignore[union-attr]

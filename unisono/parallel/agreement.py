@@ -23,7 +23,7 @@ from unisono.parallel.sparse import remember_sparse
 from unisono.timeline import REDUCE
 from unisono.world import World, current_world
 
-_MANY_WORDS = 4096
+_MANY_WORDS = 4096  # of 8 bytes; with more than these, rows are summed first, which is cheaper than mixing every word
 _ROW = 127  # odd, so that changes of the highest bit in all of its words do not cancel out
 
 
@@ -74,7 +74,7 @@ def check_replicas(module: nn.Module, every: int = 1, *, buffers: bool = False, 
         raise ValueError(f"every={every} never compares; pass 1 to compare at each call, or a larger number")
     world = world or current_world()
     counts = world.state.part(_Calls)
-    counts[module] = number = counts.get(module, 0) + 1
+    counts[module] = number = counts.get(module, 0) + 1  # counted by each rank alone: all make the same calls
     if number % every == 0:
         named: dict[str, torch.Tensor] = {f"the parameter {name!r}": each for name, each in module.named_parameters()}
         if buffers:
@@ -139,7 +139,9 @@ def fingerprint(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.
     Each eight bytes of a small tensor count with their position; those of a large one in sums of about a kilobyte.
     """
     words = [part.to(device) for tensor in tensors for part in _condense(tensor)]
+    # The additional word is for an empty list, which `cat` refuses.
     mixed = torch.cat([*words, torch.zeros(1, dtype=torch.int64, device=device)])
+    # The golden ratio times 2**64, as a signed number: splitmix64's step from one position to the next. int64 wraps.
     mixed += torch.arange(1, len(mixed) + 1, device=device) * -0x61C8864680B583EB
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):  # the finaliser of splitmix64
         mixed ^= mixed >> shift
@@ -151,6 +153,7 @@ def _condense(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The bits of a tensor as vectors of int64: the words themselves, or sums of rows of them if there are many."""
     octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     cut = len(octets) // 8 * 8
+    # `view` to a wider type needs an aligned offset, which a parameter that is a view of a flat buffer may lack.
     whole = octets[:cut].clone() if octets.storage_offset() % 8 else octets[:cut]
     words, rest = whole.view(torch.int64), octets[cut:].to(torch.int64)
     if len(words) <= _MANY_WORDS:
@@ -198,6 +201,7 @@ def _first_difference(named: Mapping[str, torch.Tensor], world: World) -> _Diffe
     ]
     everyone = world.comm.all_gather_object(own)
     total = max(map(len, everyone))
+    # By position, not by name: models of different structure have other names from the first difference on.
     rows = [[held[place] if place < len(held) else None for held in everyone] for place in range(total)]
     differing = [row for row in rows if any(each != row[0] for each in row)]
     groups: dict[tuple[str, str, int, str] | None, list[int]] = {}
@@ -209,8 +213,10 @@ def _first_difference(named: Mapping[str, torch.Tensor], world: World) -> _Diffe
 
 
 def _all_agree(named: Mapping[str, torch.Tensor], world: World) -> bool:
+    # Names, types and shapes, too: equal bits of another shape are a difference.
     forms = zlib.crc32(repr([(name, _form(tensor)) for name, tensor in named.items()]).encode())
     own = fingerprint(list(_read(named, world).values()), _place(world)) ^ forms
+    # The least and the greatest in one reduction: all are equal if these two are. Negating 62 bits cannot overflow.
     least, negated_greatest = world.comm.all_reduce(torch.stack([own, -own]), "min").tolist()
     return bool(least == -negated_greatest)
 

@@ -61,6 +61,7 @@ class _Seat:
         return self
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        # A communicator cannot be pickled. The call on loading returns None: the copy behaves as a plain BatchNorm.
         return _nobody, ()
 
 
@@ -133,6 +134,7 @@ def synchronize_batch_norm(module: nn.Module, world: World, weigh: Callable[[], 
         TypeError: a layer has not received its first batch (LazyBatchNorm), or is of a user-defined class.
     """
     layers = {name: each for name, each in module.named_modules() if isinstance(each, _BatchNorm)}
+    # All layers are checked before the first is changed.
     for name, layer in layers.items():
         _refuse_others(name, layer)
     for layer in layers.values():
@@ -162,6 +164,8 @@ def _normalize(layer: SyncBatchNorm, seat: _Seat, input: torch.Tensor) -> torch.
     share = float(seat.weigh())
     found = _gather_statistics(input.detach(), seat.comm, share)
     _update_running(layer, found)
+    # The weight may change until the backward pass. Whether the batch counts may not: its statistics are left out
+    # already.
     weigh = seat.weigh if share else _weightless
     output: torch.Tensor = _Normalize.apply(input, layer.weight, layer.bias, found, layer.eps, seat.comm, weigh)
     return output
@@ -180,19 +184,22 @@ def _gather_statistics(input: torch.Tensor, comm: Communicator, share: float) ->
         ValueError: all ranks together have fewer than two values per channel.
     """
     own = input.numel() // max(input.shape[1], 1) if share else 0
+    # A rank whose samples do not count sends zeros: it has to take part, and NaN would spoil the statistics of all.
     sent = torch.zeros(4, input.shape[1], dtype=_wide(input.dtype), device=input.device)
     if own:
         sent[0] = own
         sent[1:] = _describe(input.to(sent.dtype), own)
     table = torch.stack(comm.all_gather(sent))
     numbers, means, rests, deviations = table.unbind(1)
-    number = numbers[:, :1].sum()
+    number = numbers[:, :1].sum()  # equal in all channels
+    # `own` first: a rank with two values knows the answer, and reading `number` would wait for the device.
     if own < 2 and number < 2:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got {int(number)} on all {comm.size} ranks "
             f"together, input size {list(input.shape)} on rank {comm.rank}"
         )
     parts = numbers / number
+    # Relative to a rough mean the ranks' means are small numbers, whose sum is accurate.
     rough = (parts * means).sum(0)
     offsets = (means - rough) + rests
     offset = (parts * offsets).sum(0)
@@ -215,6 +222,7 @@ def _update_running(layer: SyncBatchNorm, found: _Statistics) -> None:
     layer.num_batches_tracked.add_(1)
     step = 1 / float(layer.num_batches_tracked) if layer.momentum is None else layer.momentum
     layer.running_mean.lerp_(found.mean.to(layer.running_mean.dtype), step)
+    # Unbiased, as in torch.
     layer.running_var.lerp_((found.deviations / (found.number - 1)).to(layer.running_var.dtype), step)
 
 
@@ -245,6 +253,7 @@ class _Normalize(torch.autograd.Function):
             return *_gradients_with_a_graph(ctx, gradient, input, weight, number), None, None, None, None
         scale = torch.rsqrt(variance + ctx.eps)
         both = (each.to(scale.dtype) for each in (gradient, input))  # not every device family supports mixed types here
+        # Computed even if weight and bias are frozen, since the input's gradient is made from these sums.
         _, for_weight, for_bias = torch.ops.aten.native_batch_norm_backward(
             *both, None, None, None, mean, scale, True, ctx.eps, [False, True, True]
         )  # the sums of dy z and of dy
@@ -256,6 +265,8 @@ class _Normalize(torch.autograd.Function):
             ctx.comm.all_reduce(sums)
             gain = scale if weight is None else scale * weight
             for_input = _input_gradient(gradient, input, mean, scale, gain, sums / number, share)
+        # The gradients of weight and bias stay the rank's own: like all others, they are weighted and summed in the
+        # step.
         wanted = ctx.needs_input_grad[1:3]
         own = [each if is_wanted else None for each, is_wanted in zip((for_weight, for_bias), wanted, strict=True)]
         return for_input, *own, None, None, None, None
@@ -295,6 +306,7 @@ def _gradients_with_a_graph(
     with torch.enable_grad():
         x, wide = input.view_as(input), _wide(input.dtype)
         trained = None if weight is None else weight.view_as(weight)  # not a leaf: its gradient is computed in here
+        # No gradient depends on the value of the bias, so it was not saved.
         bias = None if weight is None else torch.zeros_like(weight).requires_grad_(ctx.needs_input_grad[2])
         over = _all_but_channels(x)
         mean = _Summed.apply(x.to(wide).sum(over), comm) / number

@@ -67,6 +67,7 @@ class CallerState:
 
     def _run(self, body: Callable[[], T]) -> T:
         with ExitStack() as stack:
+            # First, since entering it sets the grad mode as well.
             stack.enter_context(torch.inference_mode(self.is_inference))
             stack.enter_context(torch.set_grad_enabled(self.has_gradients))
             for each in self.autocasts:

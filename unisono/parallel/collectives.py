@@ -110,6 +110,7 @@ def gather_samples(
     Args:
         gather: gathers the tensors of all ranks, which have one shape.
     """
+    # In lock-step, ranks with other structures would gather unrelated leaves together.
     announce_structure(f"all_gather_samples along {dim}", batch, world)
     counts = world.comm.all_gather(torch.tensor([valid_samples], device=HOST))
     numbers = [int(count) for count in counts]
@@ -117,7 +118,7 @@ def gather_samples(
     def gather_leaf(leaf: Any) -> Any:
         own = leaf.narrow(dim, 0, valid_samples)
         missing = list(own.shape)
-        missing[dim] = max(numbers) - valid_samples
+        missing[dim] = max(numbers) - valid_samples  # the ranks' tensors must have one shape
         parts = gather(torch.cat([own, own.new_zeros(missing)], dim))
         return torch.cat([part.narrow(dim, 0, count) for part, count in zip(parts, numbers, strict=True)], dim)
 

@@ -77,6 +77,7 @@ def compile_module(module: nn.Module, world: World, **options: Any) -> nn.Module
         )
     _keep_order()
     families = _families.setdefault(type(module), {})
+    # `setdefault` is atomic: replicas that are compiled at the same time get the same family.
     family = families.setdefault((_structure(module), repr(sorted(options.items()))), _Family())
     if type(module).forward.__module__.startswith("torch."):  # torch does not compile the root frame of its own classes
         compiled = torch.compile(_with_a_frame(module, family), **options)
@@ -84,6 +85,7 @@ def compile_module(module: nn.Module, world: World, **options: Any) -> nn.Module
         module.compile(**options)
         assert module._compiled_call_impl is not None
         compiled = module._compiled_call_impl
+    # `nn.Module.__call__` calls this attribute in place of `_call_impl`.
     module._compiled_call_impl = _put_in_gate(module, compiled, family.known, world.device.type)
     return module
 
@@ -95,6 +97,7 @@ def _with_a_frame(module: nn.Module, family: _Family) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)
 
+    # `replace` makes a copy: all functions that are made here share one code object, and families must not.
     family.code = family.code or call.__code__.replace()
     call.__code__ = family.code
     return call
@@ -128,14 +131,18 @@ def _put_in_gate(
     beside = nullcontext if _is_open() else compiling.inside
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        # A compiled part of a model that is being compiled: its thread holds the gate, whose lock is not reentrant.
         if compiling.is_inside or torch.compiler.is_dynamo_compiling():
             return compiled(*args, **kwargs)
         modes, inputs = _modes(module, device), [*_leaves(args), *_leaves(kwargs)]
         exact = (modes, tuple(map(_exact, inputs)))
         if exact not in known and (general := (modes, tuple(map(_general, inputs)))) not in known:
             with compiling.inside():
+                # Another replica may have compiled it while this one waited.
                 if exact not in known and general not in known:
                     result, has_compiled = _first_call(compiled, args, kwargs)
+                    # If nothing had to be compiled, torch has a graph for all sizes of this kind; otherwise only this
+                    # size is certain.
                     known.add(exact if has_compiled else general)
                     return result
         with beside():
@@ -148,6 +155,7 @@ def _first_call(compiled: Callable[..., Any], args: Any, kwargs: Any) -> tuple[A
     """The result of the call, and whether anything was compiled meanwhile, for this model or another."""
     from torch._dynamo.utils import counters
 
+    # The counter belongs to the process, but others compile only inside the gate, which this thread holds.
     before = counters["frames"]["total"]
     with _backward_at_once():
         result = compiled(*args, **kwargs)
@@ -216,6 +224,7 @@ def _exact(leaf: Any) -> object:
     if isinstance(leaf, torch.Tensor):
         layout = leaf.stride() if leaf.layout is torch.strided else leaf.layout
         return type(leaf), leaf.dtype, leaf.device, leaf.requires_grad, tuple(leaf.shape), layout
+    # Other objects by their class: they may have no hash, and `known` would keep them alive.
     return leaf if leaf is None or isinstance(leaf, bool | int | float | str) else type(leaf)
 
 

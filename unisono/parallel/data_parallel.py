@@ -91,7 +91,7 @@ class DataParallel:
         self._resolved = resolved
         self._threads = ReplicaThreads(len(resolved))
         self._calls: dict[object, None] = {}  # the mark of the running call, then of calls that are being refused
-        self.models = self._replicate(module)
+        self.models = self._replicate(module)  # enters like a call, with the attributes above
         self._contexts = [Context(device) for _, device in resolved]
         self._timelines = [Timeline() for _ in resolved]
         self._randomness = [
@@ -196,11 +196,13 @@ class DataParallel:
         Raises:
             BusyError: another call is running, or was abandoned by its caller; or another object uses a lazy device.
         """
+        # A dict keeps the order of insertion, and inserts atomically: of concurrent calls one is first, and runs.
         self._calls[mark] = None
         first, *_ = self._calls  # also atomic: other calls begin and end meanwhile
         if first is not mark:
             raise BusyError("this DataParallel is running a loop, and runs one at a time; create another one")
         self._threads.check_idle()
+        # After the mark is set: a lease lasts as long as `is_usable` is False.
         leases.take([device for backend, device in self._resolved if backend.is_lazy], self)
 
     def _run(
@@ -239,6 +241,7 @@ class DataParallel:
         """The iterators of a new pass over the loader, for loops in those worlds."""
         with ExitStack() as stack:
             passes = self._passes(loader, fixed_batch_size, batchdim, worlds)
+            # One pass serves all devices and is entered once; only empty loops have one for each device.
             for each in dict.fromkeys(passes):
                 stack.enter_context(each)
             yield [each.per_device_loader(device) for each, device in zip(passes, self.devices, strict=True)]
@@ -277,11 +280,14 @@ class DataParallel:
         failed: list[int] = []
         families = {world.device.type for world in worlds}
         bodies = [
+            # One state for each replica: a copy of the context variables can be entered by one thread at a time.
             _body(part, world, CallerState.of_this_thread(families), generators, self._num_threads, loaders, failed)
             for world, generators in zip(worlds, self._randomness, strict=True)
         ]
 
         def interrupt(error: BaseException) -> None:
+            # The worlds share one meeting, so this wakes all that wait in a collective; `close` wakes those that wait
+            # for data.
             worlds[0].comm.abort(error)
             for each in loaders:
                 each.close()
@@ -290,6 +296,7 @@ class DataParallel:
             with kept_num_threads():
                 outcomes = self._threads.run(bodies, interrupt)
             if failed:
+                # In the order of failure; errors that only report the failure of a peer come last.
                 cause = next((rank for rank in failed if not outcomes[rank].is_secondary), failed[0])
                 outcomes[cause].unwrap()
             return [outcome.unwrap() for outcome in outcomes]
@@ -300,6 +307,7 @@ class DataParallel:
                 # the broken communicator keeps its cause, and with it the batches in the frames of its traceback
                 meet_anew(worlds)
             for world in worlds:
+                # The replicas may differ by now: optimizers that step by hand compare them again.
                 world.state.part(ByHand).agreed.clear()
             add_note_once(error, self._what_is_left())
             raise
@@ -338,6 +346,7 @@ def _body(
     def play() -> T:
         with use_world(world):
             world.backend.activate(world.device)
+            # In each replica, since OpenMP keeps its number for each thread.
             torch.set_num_threads(num_threads)
             with generators.in_use():
                 return part(world.rank)
@@ -345,6 +354,7 @@ def _body(
     def body() -> T:
         try:
             result = caller.run(play)
+            # Replicas that still wait for this one, in a collective that it never reaches, fail instead of hanging.
             world.comm.leave()
             return result
         except BaseException as error:

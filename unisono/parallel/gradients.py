@@ -59,6 +59,7 @@ def reduce_gradients(
     world.comm.announce(f"the gradients of {place}")
     notes = [float(parameter.grad is not None) for parameter in parameters]
     present: set[int] = set()
+    # Sent on their own where reading them from a bucket would wait, and where there is no bucket.
     if world.is_hosted or world.backend.is_accelerated() or not dense:
         present = _ids_with_gradient(world.comm.all_reduce(torch.tensor(notes, device=HOST)), parameters, world)
         notes = []
@@ -128,6 +129,7 @@ def _ids_with_gradient(summed: torch.Tensor, parameters: Sequence[torch.Tensor],
         summed: for each parameter, the number of ranks with a gradient.
     """
     size = world.comm.size
+    # The flags have the type of their bucket. In bfloat16 they count exactly up to 256; only the warning depends on it.
     counts = (summed.real if summed.is_complex() else summed).tolist()
     for parameter, count in zip(parameters, counts, strict=True):
         if 0 < round(count) < size and world.rank == 0 and parameter not in _warned:
@@ -159,9 +161,10 @@ def _buckets(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]
 @torch.no_grad()
 def _flatten(bucket: list[torch.Tensor], scale: float, notes: list[float]) -> torch.Tensor:
     """The bucket's gradients, scaled, concatenated in one new vector, followed by the flags."""
+    # Zeros for a missing gradient: the buckets of all ranks must have one layout.
     pieces = [(torch.zeros_like(each) if each.grad is None else each.grad).reshape(-1) for each in bucket]
     flat = torch.cat([*pieces, pieces[0].new_tensor(notes)])
-    scale_in_place(flat[: len(flat) - len(notes)], scale)
+    scale_in_place(flat[: len(flat) - len(notes)], scale)  # `[:-0]` would be empty; the flags are not scaled
     return flat
 
 
@@ -176,7 +179,9 @@ def _unflatten(flat: torch.Tensor, bucket: list[torch.Tensor], present: set[int]
         if parameter.grad is not None and in_place:
             held.append(parameter.grad)
             new.append(piece)
+        # A gradient on some rank becomes one on all, or the ranks' optimizers would step on different parameters.
         elif parameter.grad is not None or id(parameter) in present:
+            # A view would keep the memory of the whole bucket as long as one of its gradients exists.
             parameter.grad = piece.clone()
     if held:
         torch._foreach_copy_(held, new)

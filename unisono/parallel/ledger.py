@@ -72,6 +72,8 @@ def claim_of(batch: Batch | None, weight: float | torch.Tensor | None, world: Wo
         own = checked_weight(weight)
         if world.comm.size == 1:
             return Claim(own, own, batch, True)
+        # float64, since float32 counts tokens exactly only up to 2**24; on the host, so that reading it waits for no
+        # device.
         total = world.comm.all_reduce(torch.tensor(own, dtype=torch.float64, device=HOST))
         return Claim(own, float(total), batch, True)
     if batch is None or batch.total is None:
@@ -108,6 +110,7 @@ class Crossings:
     """
 
     def __init__(self) -> None:
+        # Readers: `optimizer.backward` (number), `passes.py` (task), steps after a plain loss.backward() (is_held).
         self.number, self.task, self.is_held = 0, -1, False
 
     def note(self) -> None:
@@ -155,6 +158,7 @@ class Step:
     before: Batch | None = None
     claims: dict[object, Claim] = field(default_factory=dict)
     units: dict[Loop, float] = field(default_factory=dict)
+    # Weak: a ledger keeps its last step, and must not keep an optimizer alive that the user has dropped.
     stepped: WeakSet[Optimizer] = field(default_factory=WeakSet)
     is_closed: bool = False
     is_full: bool = False
@@ -167,6 +171,7 @@ class Step:
     @property
     def unit(self) -> float:
         """U; 0 if nothing counts."""
+        # Microbatches in which nothing counts on any rank are passed over: U is a divisor.
         return next((each.total for each in self.claims.values() if each.total), 0.0)
 
     @property
@@ -214,10 +219,11 @@ class Ledger:
             return claim_of(batch, weight, world)
         if weight is not None:
             raise ValueError("loss_reduction='sum' adds losses as they are; leave out weight=, or use 'mean'")
-        return Claim(0 if batch is not None and not batch.samples else 1, self._size, batch)
+        return Claim(0 if batch is not None and not batch.samples else 1, self._size, batch)  # a part of 0 or 1
 
     def accumulate(self, every: int) -> None:
         """Set the number of microbatches per step, from the next step on: one that has begun is not affected."""
+        # With every=1 each backward pass is a batch: several before a step add up their means, as in a plain script.
         self._next = (every, every > 1)
         if not self.step.is_open:
             self.every, self.is_mean = self._next
@@ -237,8 +243,12 @@ class Ledger:
                 by the user's numbers.
         """
         step = self.step
+        # A new microbatch after the last one of a step that was not taken abandons that step. With every=1 each
+        # microbatch is the last one, and further ones are added until an optimizer steps.
         if key not in step.claims and (not step.is_open or (step.is_full and self.is_mean)):
             step = self._begin(step.following())
+        # A second loss of a microbatch, or a second pass through its graph: entered twice, its samples would count
+        # twice.
         known = step.claims.get(key)
         if known is not None:
             if (known.samples, known.total) != (claim.samples, claim.total):
@@ -247,6 +257,7 @@ class Ledger:
                     "have one weight, so add them up, each in its proportion, and call backward once"
                 )
             return
+        # Samples and the user's numbers, such as tokens, have different units: their sum W would mean nothing.
         if self.is_mean and any(each.is_given != claim.is_given for each in step.claims.values()):
             raise ValueError(
                 "one microbatch of this step has a weight of its own, another one has none; pass backward(..., "
@@ -270,6 +281,7 @@ class Ledger:
         claim, first = next(reversed(self.step.claims.values())), self.step.unit
         total = float(batch.total or self._size)
         unit = self.step.units.setdefault(batch.loop, total)
+        # The ratios total / unit and claim.total / first, cross-multiplied: counts are integers, so this is exact.
         if self.is_mean and total * first != claim.total * unit:
             raise ValueError(
                 "one backward pass of an accumulation has losses of two loaders, whose batches differ in size from "
@@ -288,13 +300,14 @@ class Ledger:
 
     def held_factor(self) -> float:
         """Return the factor of a further reduction in the same step for gradients that were reduced before."""
+        # Reduced gradients are equal on all ranks, so that the sum over the ranks multiplies them by the size.
         return self.factor() * self._size
 
     def part(self) -> float:
         """Return this rank's fraction of the samples of the step: the weight of its loss in the sum over the ranks."""
         claims = list(self.step.claims.values())
         if self.is_sum:
-            return float(claims[-1].samples) if claims else 1.0
+            return float(claims[-1].samples) if claims else 1.0  # 0 for a batch that only repeats others
         counted = claims if self.is_mean else claims[-1:]
         total = sum(each.total for each in counted)
         return sum(each.samples for each in counted) / total if total else 1 / self._size
@@ -324,6 +337,7 @@ class Ledger:
         """
         step = self.step
         if step.is_open and not step.is_full:
+            # `is_last` may wait for the loader, so it is asked only where the count does not decide.
             step.is_full = self.count >= self.every or (step.last is not None and step.last.is_last())
         return step.is_full or not step.is_open
 
@@ -333,6 +347,8 @@ class Ledger:
         self.step.is_closed = True
         for claim in self.step.claims.values():
             if claim.batch is not None:
+                # After the end of a loop, a spent batch is no longer assumed to be the source of a tensor
+                # (`Deliveries.candidates`).
                 claim.batch.is_spent = True
 
     def clear(self) -> None:

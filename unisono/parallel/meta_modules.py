@@ -43,6 +43,7 @@ def fill(module: nn.Module, device: torch.device) -> list[torch.Tensor]:
         The initialised tensors, with values drawn by this rank.
     """
     filled: dict[torch.Tensor, torch.Tensor] = {}
+    # A list, since the filled parts could not be found again: they have nothing on meta.
     parts = [part for part in _inner_first(module) if _of_own(part)]
     for part in parts:
         for held in (part._parameters, part._buffers):

@@ -117,6 +117,7 @@ class Microbatches:
         one since the last request; a forward pass alone does not count."""
         is_taken = self._ends_step(has_counted=self._counted_at is not None)
         self.num_asked += 1
+        # After a request, the next backward pass on a batch from elsewhere belongs to another microbatch.
         self._counted_at, self._elsewhere = None, object()
         return is_taken
 
@@ -130,6 +131,7 @@ class Microbatches:
         if has_counted or is_elsewhere or self.is_counted(bound):
             return ledger.is_full()
         count = ledger.count if ledger.step.is_open else 0
+        # The current microbatch is not counted yet: its backward pass is still to come.
         return count + 1 >= ledger.every or (bound.batch is not None and bound.batch.is_last())
 
     def begins_step(self) -> bool:

@@ -29,7 +29,7 @@ def reduce_nested(values: Any, reduction: ReduceOp, scale: float, world: World) 
     _enter(f"reduce with {reduction!r}", values, world, "all_reduce")
 
     def reduced(each: torch.Tensor) -> torch.Tensor:
-        result = all_reduce(each.detach().clone(), reduction, world)
+        result = all_reduce(each.detach().clone(), reduction, world)  # works in place
         return result if scale == 1 else result * scale
 
     return tree_map(reduced, values)
@@ -42,6 +42,7 @@ def pad_nested(values: Any, dim: int, pad_index: float, pad_first: bool, world: 
     if not padded:
         return values
     sizes = all_reduce(torch.tensor([each.shape[dim] for each in padded], device=HOST), "max", world).tolist()
+    # By identity, since `leaves` and `tree_map` visit a tensor that occurs twice once.
     largest = dict(zip(map(id, padded), sizes, strict=True))
 
     def pad(each: torch.Tensor) -> torch.Tensor:

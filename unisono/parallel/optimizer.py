@@ -50,6 +50,7 @@ class ByHand:
     def __init__(self) -> None:
         self.agreed: WeakSet[Optimizer] = WeakSet()
         self.brings_batches = False
+        # Weak: an Accelerator that the user has dropped must not claim the losses of its models.
         self.trainers: WeakSet[Passes] = WeakSet()
         self.ledger: Ledger | None = None
         self.taken: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
@@ -97,12 +98,13 @@ def backward(
     world = world or current_world()
     hand = world.state.part(ByHand)
     trainers = list(hand.trainers)
+    # A prepared model has its own hooks at its parameters: those below would scale its gradients a second time.
     trained = set(_leaves(loss)) if trainers else set()
     for each in trainers:
         if each.has(trained):
             each.backward(loss, weight, batch)
             return
-    world.timeline.loop().loss = loss.detach()
+    world.timeline.loop().loss = loss.detach()  # for the heartbeat; it must not keep the graph alive
     deliveries, ledger = world.state.deliveries, hand.ledger_of(world)
     candidates = deliveries.candidates() if batch is None else deliveries.named(batch)
     if batch is None and weight is None:
@@ -111,18 +113,23 @@ def backward(
     if found is not None:
         deliveries.use(found)
     claim = claim_of(found, weight, world)
+    # Batches from elsewhere cannot be distinguished, so each backward pass counts as a new microbatch.
     ledger.enter(claim, found or object())
     part, crossings = claim.part(world.comm.size), world.state.part(Crossings)
     factor, before = part * ledger.scale(claim), crossings.number
     left_at = _leaves(loss) if factor != 1 or world.comm.size > 1 else []
     if world.comm.size > 1:
+        # Before the pass: one that fails halfway has left gradients as well.
         unreduced.update((each, True) for each in left_at)
+    # At the leaves, not by scaling the loss: the mean over no samples is NaN, and NaN times 0 stays NaN.
     hooks = [each.register_hook(partial(scaled, factor)) for each in left_at if factor != 1]
     try:
         loss.backward()
     finally:
+        # A hook that stayed would also scale the next backward pass.
         for hook in hooks:
             hook.remove()
+    # Only now is it known whether the pass went through `unisono.functional`.
     if crossings.number != before:
         refuse_crossed(part)
 
@@ -179,6 +186,7 @@ def optimizer_step(
                 arguments["closure"] = _reducing(optimizer, arguments["closure"], weight, world)
             else:
                 reduce_held(optimizer, world, weight)
+                # All ranks skip the step, or none does: the totals are equal on all of them.
                 if _is_counted(optimizer, hand) and ledger.is_empty:
                     track.count("skipped steps")
                     return None
@@ -208,6 +216,7 @@ def reduce_held(
     """
     hand = world.state.part(ByHand)
     if batches is None:
+        # Also where `backward` has counted: the call moves the mark up to which the optimizer has taken batches.
         batches = _batches_to_step_on(optimizer, hand, world)
     if _is_counted(optimizer, hand):
         if weight is not None:
@@ -220,6 +229,7 @@ def reduce_held(
         claim = _claim_of_all(batches, world) if weight is None else claim_of(None, weight, world)
         if world.state.part(Crossings).is_held:
             refuse_crossed(claim.part(world.comm.size))
+        # n / N without the factor R: the ranks' gradients are added, not averaged.
         part = factor = claim.part(1)
         place = f"a step on {name_batches(batches)}" if batches else "a step"
     parameters = trained_parameters(optimizer)
@@ -259,6 +269,7 @@ def _claim_of_all(batches: Sequence[Batch], world: World) -> Claim:
     for each in batches:
         each.is_spent = True
         first = batches[0]
+        # The parts n / N, cross-multiplied, which is exact for counts.
         if each.samples * (first.total or 0) != first.samples * (each.total or 0):
             raise ValueError(
                 f"the gradients may be of several batches, of which this rank had different parts ({first.samples} of "
@@ -279,6 +290,7 @@ def check_once(optimizer: Optimizer, parameters: Sequence[torch.Tensor], world: 
     if world.comm.size == 1 or optimizer in agreed:
         return
     check_agreement(parameters, world)
+    # Only after the comparison has succeeded: after an error the next step compares again.
     agreed.add(optimizer)
     if optimizer not in prepared:
         warn_of_foreign_batches(world, "optimizer_step", "DeviceLoader(loader) cuts it")
@@ -307,6 +319,7 @@ def _reducing(
 ) -> Callable[[], Any]:
     """A closure for `optimizer`, each call of which is a separate step."""
     hand = world.state.part(ByHand)
+    # Once for all calls of the closure: a second look would find no batches that are new for this optimizer.
     batches = _batches_to_step_on(optimizer, hand, world)
 
     def compute() -> Any:
@@ -328,6 +341,7 @@ def reducing(closure: Callable[[], Any], reduce: Callable[[], float], world: Wor
         loss = torch.as_tensor(closure(), device=world.device).detach()
         with world.timeline.loop().span(REDUCE):
             part = reduce()
+            # The loss of a rank without samples may be NaN, which a product with 0 would not clear.
             return world.comm.all_reduce(loss * part if part else torch.zeros_like(loss))
 
     return reduced
@@ -336,11 +350,13 @@ def reducing(closure: Callable[[], Any], reduce: Callable[[], float], world: Wor
 def _leaves(loss: torch.Tensor) -> list[torch.Tensor]:
     """The tensors in which the backward pass of the loss accumulates gradients."""
     found: list[torch.Tensor] = []
+    # A loop, not a recursion: the graph may be deeper than Python's stack.
     seen, left = {loss.grad_fn}, [loss.grad_fn]
     while left:
         node = left.pop()
         if node is None:
             continue
+        # AccumulateGrad, autograd's node for a leaf, holds the leaf as `variable`.
         if isinstance(leaf := getattr(node, "variable", None), torch.Tensor):
             found.append(leaf)
         new = {each for each, _ in node.next_functions if each not in seen}

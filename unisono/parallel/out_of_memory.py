@@ -96,6 +96,7 @@ def find_executable_batch_size(
                 result, reason = _attempt(function, tried[-1], args, kwargs)
                 if not _failed_anywhere(reason, tried[-1], world):
                     return result
+                # This rank may have succeeded where another has failed; its result occupies memory as well.
                 del result
                 gc.collect()  # a device's allocator releases its free memory itself before it fails
                 world.state.restart()
@@ -114,6 +115,7 @@ def _attempt(function: Callable[..., Any], size: int, args: Any, kwargs: Any) ->
         if not is_out_of_memory(error):
             raise
         _let_go(error)
+        # The text alone: the error's traceback would keep the tensors of the attempt alive.
         return None, str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 

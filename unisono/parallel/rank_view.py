@@ -102,6 +102,7 @@ def _first_alone(is_first: bool, world: World) -> Iterator[None]:
     if not is_first:
         barrier(world)
     yield
+    # Not in a `finally`: after an error of a first rank the others must not enter their blocks.
     if is_first:
         barrier(world)
 

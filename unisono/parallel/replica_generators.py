@@ -52,6 +52,7 @@ _installing = threading.Lock()
 @contextmanager
 def own_generator(generator: torch.Generator) -> Iterator[None]:
     """Make the calling thread draw from this generator, of the CPU, within the block."""
+    # `cache` alone lets two threads that come first both register the kernels.
     with _installing:
         is_installed = _is_installed()
     if not is_installed:
@@ -85,7 +86,7 @@ class ReplicaGenerators:
     def in_use(self) -> Iterator[None]:
         """Make the calling thread, on the replica's device, draw from them within the block."""
         with own_generator(self.cpu):
-            if self._state is None:
+            if self._state is None:  # a device without a generator of its own
                 yield
                 return
             before = self._backend.rng_state(self._device)
@@ -202,12 +203,13 @@ def _kernel(overload: Any, place: int, below: Any) -> Callable[..., Any]:
     def kernel(keys: Any, *args: Any, **named: Any) -> Any:
         given = args[place] if len(args) > place else named.get("generator")
         own = _own() if given is None or given._cdata == default else None
+        # On an accelerator the device's own generator draws, to which `in_use` gives the replica's state.
         if own is not None and _device(args, named) == own.device:
             if len(args) > place:
                 args = (*args[:place], own, *args[place + 1 :])
             else:
                 named["generator"] = own
-        return overload.redispatch(keys & below, *args, **named)
+        return overload.redispatch(keys & below, *args, **named)  # below this key, or the kernel would call itself
 
     return kernel
 

@@ -65,6 +65,7 @@ def reduce_sparse(parameter: torch.Tensor, world: World, factor: float) -> None:
         own = own.coalesce() if is_sparse(own) else own
         count = own._nnz() if is_sparse(own) else _DENSE
     counts = [int(each) for each in world.comm.all_gather(torch.tensor([count], device=HOST))]
+    # Every rank has all counts, so all take the same branch.
     if _DENSE in counts:
         dense = torch.zeros_like(parameter) if own is None else own.to_dense()
         parameter.grad = world.comm.all_reduce(dense)
@@ -76,8 +77,10 @@ def reduce_sparse(parameter: torch.Tensor, world: World, factor: float) -> None:
                 parameter.shape,
                 check_invariants=False,
             )
+        # Transposed, since `_gather` pads along dim 0.
         rows = _gather(own._indices().t(), counts, world).t()
         values = _gather(own._values(), counts, world)
+        # `coalesce` adds up the rows that several ranks have.
         parameter.grad = torch.sparse_coo_tensor(rows, values, parameter.shape, check_invariants=False).coalesce()
 
 

@@ -52,6 +52,7 @@ def should_stop(*, world: World | None = None) -> bool:
     preemption.heed()
     stop = world.state.part(_Stop)
     if stop.is_agreed:
+        # All ranks agreed in the same call, so all of them leave out the reduction from then on.
         return True
     with world.timeline.loop().span(REDUCE):
         asked = torch.tensor(int(preemption.is_requested()), dtype=torch.int32, device=HOST)

@@ -33,6 +33,7 @@ def announce_structure(
     """
     described = _describe(values, describe_tensor or _without_sizes)
     if len(described) > _SHOWN:
+        # The checksum stands for the part that is cut off, so that a difference there is found, too.
         described = f"{described[:_SHOWN]}... ({zlib.crc32(described.encode()):08x})"
     world.comm.announce(f"{name} of {described}")
 

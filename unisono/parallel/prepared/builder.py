@@ -73,6 +73,7 @@ class Builder:
             fill(module, self.world.device)
         if self.is_synchronized:
             module = synchronize_batch_norm(module, self.world, self.passes.weight)
+        # After the move, which may replace the parameters by others, without their hooks.
         if self._guard is not None:
             self._guard.watch(module)
         if self.compiles is not False:

@@ -103,7 +103,7 @@ def check_reduction(loss_reduction: Any) -> None:
 
 
 def check_scaler(options: Any, precision: str) -> None:
-    known = list(inspect.signature(GradScaler).parameters)[1:]
+    known = list(inspect.signature(GradScaler).parameters)[1:]  # without the device
     unknown = [name for name in options or () if name not in known]
     if options and precision != "fp16":
         raise ValueError(f"scaler_options={options!r} are for mixed_precision='fp16', and it is {precision!r}")

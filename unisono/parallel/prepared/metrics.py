@@ -146,11 +146,13 @@ def _compare(count: int, known: list[Batch], recent: list[Loop], world: World) -
         ValueError: the batches that some rank has identified count differently.
     """
     found = [each.rows.fitting(count) for each in recent]
+    # The ranks may remember different numbers of loops, and what they send must have one size.
     found += [[]] * (REMEMBERED - len(found))
     batches = [rows[-1].batches if rows else 0 for rows in found]
     are_new = [bool(rows) and rows[-1].is_new for rows in found]
     state = len({batch.samples for batch in known})  # 0 if none is identified; more than 1 is an error
     is_told = not recent or recent[0].rows.is_told
+    # One reduction gives the least of each number, and the greatest of those that are sent negated.
     told = [min(state, 1), -state, is_told, *batches]
     told += [*(-each for each in batches), *are_new, *(-len(rows) for rows in found)]
     least, most, are_told, *others = world.comm.all_reduce(torch.tensor(told, device=HOST), "min").tolist()

@@ -55,6 +55,8 @@ class PreparedObjects:
         places = Places([*self.modules(), *modules])
         for place, (where, each) in enumerate(flat):
             self._check(where, each, [other for _, other in flat[:place]], [other for _, other in flat], places)
+        # Models first: a move may replace the parameters that optimizers hold. Schedulers last: they follow optimizers,
+        # which strategy "zero1" replaces.
         made: dict[int, Any] = {id(each): self._add_model(each) for each in modules}
         for _, each in flat:
             if isinstance(each, Optimizer):

@@ -102,11 +102,14 @@ def unit_of(scheduler: Any, lengths: Lengths, microbatches: int, is_later: bool)
         ValueError: the unit is unknown; the message names the lengths.
     """
     steps = lengths.steps(microbatches)
+    # All units are equal then: the number of device steps lies between these two.
     if lengths.batches == steps:
         return "step"
     total = length_of(scheduler)
+    # Without accumulation both lengths are equal, and the later entry, "batch", replaces the other.
     counted: dict[int, Unit] = {lengths.device_steps(microbatches): "device_step", lengths.batches: "batch"}
     if is_later:
+        # Of several ranks no unit counts rounds: "batch" only marks that length then, and is refused below.
         counted = {lengths.rounds: "batch", steps: "step"}
     fitting = [unit for epoch, unit in counted.items() if total is not None and total % epoch == 0]
     counts_rounds = is_later and lengths.rounds != lengths.batches and fitting != ["step"]

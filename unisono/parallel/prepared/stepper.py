@@ -83,6 +83,7 @@ class Stepper:
         self._guard = guard
         self._is_unscaled = self._is_inside = False
         self._plain_step, self._plain_zero = optimizer.step, optimizer.zero_grad
+        # What others have patched on the instance, such as a scheduler's counter of steps, for `release` to restore.
         self._own = {name: vars(optimizer)[name] for name in ("step", "zero_grad") if name in vars(optimizer)}
         step, zero = _methods(self)
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # a scheduler created earlier has marked it
@@ -118,6 +119,7 @@ class Stepper:
         track, before = self.world.timeline.loop(), self.taken.steps
         self.was_skipped = False
         try:
+            # Before anything is changed: a scheduler that was stepped by hand has made this step's learning rate wrong.
             for check in self.checks:
                 check()
             if closure is not None:
@@ -150,9 +152,11 @@ class Stepper:
         for engine in self._engines:
             if engine.is_held:
                 engine.reduce()
+            # With accumulation, assigned gradients belong to no counted microbatch; `_skip` refuses them.
             elif self._ledger.every == 1 and engine.has_assigned(self.optimizer):
                 self._passes.adopt(engine)
         check_presence(trained_parameters(self.optimizer))
+        # Once per step: clipping by the user may have unscaled them already.
         if self._scaler is not None and not self._is_unscaled:
             if self._passes.went_past:
                 raise RuntimeError(
@@ -183,6 +187,7 @@ class Stepper:
 
     def forget(self) -> None:
         """Record that the gradients are zero."""
+        # An optimizer that zeroes gradients within its own step, such as SAM, is still in that step.
         if not self._is_inside:
             if self._guard is not None:
                 self._guard.forget(trained_parameters(self.optimizer))
@@ -219,6 +224,7 @@ class Stepper:
         self._microbatches.warn_of_unknown_ends()
         skips = self._microbatches.skips
         skips[self.optimizer] = count = skips.get(self.optimizer, 0) + 1
+        # One of `every` requests in a row must be on the last microbatch.
         if count >= now.every:
             if not now.count and any(each.grad is not None for each in trained_parameters(self.optimizer)):
                 raise RuntimeError(
@@ -239,7 +245,7 @@ class Stepper:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers
         try:
             if closure is not None:
-                arguments["closure"] = closure
+                arguments["closure"] = closure  # reduces and finishes the gradients in each of its calls
             else:
                 self._finish()
             if self._scaler is not None:
@@ -258,7 +264,7 @@ class Stepper:
             by_hand.warn_of_foreign_batches(self.world, "optimizer.step()", "prepare(loader) cuts it")
         parameters = trained_parameters(self.optimizer)
         if self._guard is not None:
-            self._guard.check(parameters)
+            self._guard.check(parameters)  # before clipping, which would spread one NaN to all gradients
         if self._max_grad_norm is not None:
             clip_grad_norm(parameters, self._max_grad_norm, world=self.world)
 
@@ -327,6 +333,7 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
         return
     places = {id(each) for each in own}
     for engine, asked in suspects:
+        # Among the engines are those of other ranks' threads, whose parameters are others.
         if engine.is_released or not any(id(each) in places for each in engine.module.parameters()):
             continue
         is_plain = optimizer not in by_hand.prepared and not _is_stepping(engine)
@@ -350,6 +357,7 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
                 "reduces them"
             )
         if is_plain:
+            # An optimizer that is not prepared has no stepper, which would note it.
             engine.note_step(optimizer)
 
 

@@ -118,12 +118,16 @@ class DDPEngine(Engine):
 
     def prepare(self, reduces: bool) -> None:
         if reduces:
+            # Ranks that are not at the same place get an error here, where DDP would hang or mix gradients.
             self._world.comm.announce(f"the gradients of {self._ledger.place()}")
+            # From these outputs DDP finds the unused parameters. Without `find_unused_parameters` it gets none, and
+            # waits for all.
             self._replicated.reducer.prepare_for_backward([each for found in self._outputs for each in found])
             self._is_finished = False
         self._outputs = []
 
     def complete(self) -> None:
+        # The last bucket was not sent: it, or one before it, still waits for a gradient.
         if not self._is_finished:
             lacking = [name for each, name in self._names.items() if each.grad is None or not each.requires_grad]
             raise RuntimeError(unused(type(self.module).__name__, lacking))

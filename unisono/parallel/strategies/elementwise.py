@@ -58,6 +58,7 @@ def check_elementwise(optimizer: Optimizer, strategy: str, is_declared: bool, ta
 
 def _kind(optimizer: Optimizer) -> type[Optimizer] | None:
     """The class of torch.optim that defines the optimizer's `step`; None if it is defined elsewhere."""
+    # torch wraps the `step` of a class when its first optimizer is created.
     step = inspect.unwrap(type(optimizer).step)
     for kind in vars(torch.optim).values():
         if inspect.isclass(kind) and issubclass(kind, Optimizer) and inspect.unwrap(kind.step) is step:

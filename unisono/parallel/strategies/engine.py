@@ -60,7 +60,7 @@ class Engine:
         self._earlier: dict[torch.Tensor, torch.Tensor] = {}  # gradients of earlier steps, which were not zeroed
         self._stepped: WeakSet[Optimizer] = WeakSet()  # since the last backward pass
         self._tree: list[nn.Module] = []  # the module and all its submodules
-        self._children = [-1]  # the ids of their children
+        self._children = [-1]  # the ids of their children; [-1] equals no list of them
         self._is_agreed = False  # whether the ranks have compared their models
         self._known = WeakTensorKeyDictionary(dict.fromkeys(module.parameters()))
         self._trained = self.trained()  # in the last forward pass
@@ -116,6 +116,7 @@ class Engine:
             self._set_aside()
         elif self.is_reduced and self._ledger.held_factor() not in (0, 1):
             scale_gradients(self.trained(), 1 / self._ledger.held_factor())  # cancelled by the next reduction
+        # A single rank that does not accumulate has a factor of 1: its `.grad` is the step's at once.
         self.is_held, self.is_reduced = self._world.comm.size > 1 or self._ledger.every > 1, False
         self._stepped.clear()
         self.prepare(reduces and not self.is_local)
@@ -167,6 +168,7 @@ class Engine:
 
     def _settle(self, reduce: Callable[[], None]) -> None:
         if self.is_local:
+            # No sum over the ranks follows, so the factor is without 1 / R.
             scale_gradients(self.trained(), self._ledger.held_factor())
         else:
             reduce()
@@ -180,6 +182,7 @@ class Engine:
         """
         self._world.comm.announce(f"gradients that were assigned, or stepped on before, of {self._ledger.place()}")
         scale_gradients(self.trained(), part)
+        # From here on they count as left by a backward pass, so that `has_assigned` does not find them again.
         self.begun = Begun(self._ledger.step)
         self._stepped.clear()
         self.reduce()
@@ -189,7 +192,7 @@ class Engine:
         ledger = self._ledger
         if not self._is_agreed and self._world.comm.size > 1:
             check_agreement(self.trained(), self._world)
-            self._is_agreed = True
+            self._is_agreed = True  # after the comparison: an error leaves it to be repeated
         reduced = self.trained() if parameters is None else parameters
         reduce_gradients(reduced, self._world, ledger.factor(), ledger.place(), is_part=True)
 
@@ -215,6 +218,7 @@ class Engine:
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Record that the optimizer is stepping on the current gradients."""
+        # Gradients that it finds again before the next backward pass count as assigned (`has_assigned`).
         self._stepped.add(optimizer)
         self._ledger.close(optimizer)
 

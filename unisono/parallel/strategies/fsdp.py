@@ -89,6 +89,7 @@ class FSDPEngine(Engine):
                 with translate_errors(self._world.comm):
                     return self.module(*args, **kwargs)
             finally:
+                # FSDP2 keeps the root's parameters gathered for the backward pass, which does not come.
                 self._sharded.reshard()
         entries = _with_gradients((args, kwargs))
         for each in entries:
@@ -170,6 +171,7 @@ class FSDPEngine(Engine):
 
     def _announce(self, _: torch.Tensor | None = None) -> None:
         backward_pass = torch._C._current_graph_task_id()
+        # Each output calls this, and the pass is announced once.
         if backward_pass != self._backward_pass:
             self._backward_pass = backward_pass
             self._world.comm.announce(f"a backward pass of the {self.name}")
@@ -190,8 +192,9 @@ class FSDPEngine(Engine):
     def _check_reduced(self) -> None:
         """Refuse a backward pass that has not reached an output, where torch's reduction begins."""
         self._is_reducing = False
+        # In a backward pass `grad` is what arrived at the whole parameter, which FSDP2 removes when it reduces.
         if any(each.grad is not None for each in self._whole):
-            for each in self._whole:
+            for each in self._whole:  # or it would be added to the next pass's
                 each.grad = None
             raise RuntimeError(
                 f"the loss depends on parameters of the {self.name} and on none of its outputs, and strategy='fsdp' "

@@ -101,10 +101,12 @@ def attach_hook(
         gradients = bucket.buffer()
         if gradients.is_complex():
             _refuse_complex()
+        # Before the hook: the NaN of a rank without samples must be zero when the ranks' gradients are added.
         scale_in_place(gradients, factor)
         # Half precision and low ranks support only dense gradients; a sparse one is sent uncompressed.
         is_dense = gradients.layout is torch.strided or name == "post_local_sgd"
         sent = hook(state, bucket) if is_dense else allreduce_hook(group, bucket)
+        # Sent, not reduced: DDP waits for the results when the backward pass ends.
         if finish is not None and bucket.is_last():
             finish()
         return sent
@@ -172,6 +174,7 @@ def _post_local_sgd(
 ) -> _Sending:
     local = world.local_world_size
     if post_local_gradient_allreduce is None:
+        # On a single machine the subgroup would be the whole world, and nothing would be local.
         post_local_gradient_allreduce = 1 < local < world.world_size
     subgroup = None
     if post_local_gradient_allreduce:
@@ -180,6 +183,7 @@ def _post_local_sgd(
                 f"post_local_gradient_allreduce needs machines with equally many ranks, and this one has {local} of "
                 f"{world.world_size}; pass post_local_gradient_allreduce=False"
             )
+        # A collective: each rank creates all groups. They are of consecutive ranks, as those of a machine are.
         subgroup, _ = dist.new_subgroups(local)
     averager = PeriodicModelAverager(period, start_localSGD_iter, group)
     state = PostLocalSGDState(group, subgroup, start_localSGD_iter, post_local_gradient_allreduce)

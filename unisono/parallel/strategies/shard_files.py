@@ -48,6 +48,7 @@ class ShardGroup:
             CheckpointError: rank zero could not begin.
             Exception: a rank could not write; raised on all of them.
         """
+        # A rank that has failed before calls `abandon` instead, and `save` would wait for it.
         if not self._all_are_ready(True):
             raise CheckpointError(f"rank zero could not begin to write {directory}; its own error says why")
         from torch.distributed.checkpoint.api import CheckpointException

@@ -58,6 +58,7 @@ def shard(model: nn.Module, world: World, options: FSDP) -> FSDPModule:
     """
     if options.find_unused_parameters:
         _check_finding()
+    # Inner units first: `fully_shard` of a module takes all parameters that belong to no unit yet.
     chosen = [*units_of(model, options.units), model]
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -75,7 +76,9 @@ def shard(model: nn.Module, world: World, options: FSDP) -> FSDPModule:
             mp_policy=precision,
             offload_policy=offload,
         )
+        # Otherwise torch multiplies within the collective (PREMUL_SUM), which gloo does not support.
         sharded.set_force_sum_reduction_for_comms(True)
+    # torch's default is the mean over the ranks; the weights make it a sum.
     scale_sums(units_in(model), 1.0)
     if options.find_unused_parameters:
         sharded.set_reduce_scatter_unused_params(True)
@@ -179,10 +182,11 @@ def whole_parameters(model: nn.Module) -> list[nn.Parameter]:
     found: dict[nn.Parameter, None] = {}
     unit: Any
     for unit in units_in(model):
+        # Read while sharded: below, the unit's parameters have the same names and are whole.
         sharded = dict(unit.named_parameters())
         unit.unshard()
         for name, each in unit.named_parameters():
-            if not is_distributed(each):
+            if not is_distributed(each):  # those of inner units are still sharded, and come with their own unit
                 each.__class__, each.sharded = WholeParameter, sharded[name]
                 found[each] = None
         unit.reshard()
@@ -238,6 +242,7 @@ def units_of(model: nn.Module, classes: _Classes | None = None) -> list[nn.Modul
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             holders.setdefault(parameter, []).append(module)
+        # Models keep their repeated blocks in one of these.
         if isinstance(module, nn.Sequential | nn.ModuleList):
             elements.update(module)
 
@@ -254,6 +259,7 @@ def units_of(model: nn.Module, classes: _Classes | None = None) -> list[nn.Modul
     taken: set[nn.Parameter] = set()
     for module in reversed(list(model.modules())):  # inner modules first
         own = [parameter for parameter in module.parameters() if parameter not in taken]
+        # FSDP2 gathers a unit when its `forward` is called.
         has_forward = not isinstance(module, nn.ModuleList | nn.ModuleDict)
         if module is not model and own and has_forward and is_wanted(module, own) and keeps_to_itself(module, own):
             units.append(module)
@@ -298,12 +304,13 @@ def clip_grad_norm(
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as in torch
     for each in (*shards, *whole):
-        each.mul_(factor.to(each.device))
+        each.mul_(factor.to(each.device))  # with offload the shards are in main memory
     return total
 
 
 def _norm(tensors: Sequence[torch.Tensor], norm_type: float, world: World) -> torch.Tensor:
     """The norm of all tensors together; 0 if all of them are empty, as a rank's shards may be."""
+    # torch's infinity norm of an empty shard raises, on that rank alone.
     found = [each for each in tensors if each.numel()]
     if not found:  # torch would copy its zero from main memory, with a sync
         return torch.zeros((), dtype=torch.float64, device=world.device)

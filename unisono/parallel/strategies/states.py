@@ -53,8 +53,10 @@ def model_state(model: nn.Module, world: World | None = None, copy: Copy | None 
     plain: dict[int, Any] = {}
     state = {}
     for name, value in model.state_dict().items():
+        # `model.state_dict` makes a new tensor for each name, so only the parameters show which names are tied.
         key = id(named.get(name, value))
         if key not in plain:
+            # On every rank: gathering a sharded tensor is a collective.
             plain[key] = _whole(value, world, copy)
         state[plain_name(model, name)] = plain[key]
     return state if world.rank == 0 else {}
@@ -72,6 +74,7 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], world: World | 
     names = {plain_name(model, name): name for name in own}
     loaded = {}
     for name, value in broadcast_entries(state, world):
+        # Names that the model lacks are passed on, for `load_state_dict` to refuse on every rank.
         known = names.get(name, name)
         loaded[known] = _cut_like(own[known], value) if is_distributed(own.get(known)) else value
     model.load_state_dict(loaded)
@@ -109,6 +112,7 @@ def optimizer_state(
         entries = {key: _whole(value, world, copy) for key, value in _entries_of(optimizer, optimizer).items()}
     if world.rank != 0:
         return {}
+    # Sorted by parameter, as in a plain state: the entries of a divided optimizer have come rank by rank.
     return {"state": by_parameter(dict(sorted(entries.items()))), "param_groups": groups_of(optimizer)}
 
 
@@ -147,12 +151,14 @@ def load_optimizer_state(
     _check_owned(optimizer, models)
     world.comm.announce("load_state_dict(optimizer)")
     is_given = world.rank == 0 and "param_groups" in state
+    # What is no state is broadcast as None, so that all ranks raise.
     groups = world.comm.broadcast_object(numbered(state["param_groups"]) if is_given else None)
     _check_groups(groups, optimizer)
     parameters = parameters_of(optimizer)
     kept = set(parameters_of(optimizer.optim) if is_divided(optimizer) else parameters)
     entries = {}
     for (number, name), value in broadcast_entries(_flat(state) if world.rank == 0 else {}, world):
+        # Every rank receives each value; with ZeRO-1 only the rank that steps the parameter keeps it.
         if parameters[number] in kept:
             entries[number, name] = _cut_like(parameters[number], value)
     loaded = {"state": by_parameter(entries), "param_groups": groups}
@@ -185,7 +191,7 @@ def _whole(value: Any, world: World, copy: Copy | None = None) -> Any:
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     host = tensor.detach().cpu()
-    return host.clone() if host.data_ptr() == tensor.data_ptr() else host
+    return host.clone() if host.data_ptr() == tensor.data_ptr() else host  # `cpu` does not copy what is there already
 
 
 def _cut_like(like: torch.Tensor, value: Any) -> Any:
@@ -194,6 +200,7 @@ def _cut_like(like: torch.Tensor, value: Any) -> Any:
         return value
     from torch.distributed.tensor import distribute_tensor
 
+    # None: each rank has the whole value already, and cuts its shard without communication.
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
@@ -231,6 +238,7 @@ def _entries_of(optimizer: Optimizer, whole: Optimizer) -> dict[tuple[int, str],
 def _flat(state: Mapping[str, Any]) -> dict[tuple[int, str], Any]:
     """The values of a plain state, by the parameter's position and the name of the value."""
     order = [number for group in state["param_groups"] for number in group["params"]]
+    # The numbers of a state are only names: its entries belong to the parameters in the order of its groups.
     places = {number: place for place, number in enumerate(order)}
     return {
         (places[number], name): value for number, values in state["state"].items() for name, value in values.items()

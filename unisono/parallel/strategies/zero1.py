@@ -78,6 +78,7 @@ def shard_optimizer(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
     shares_memory = all(parameter.is_contiguous() for parameter in parameters)
     sharded = _made_like(optimizer, shares_memory)
     load_local(sharded, optimizer.state_dict())
+    # The whole state, if the user's optimizer kept it, would occupy the memory that is saved.
     optimizer.state.clear()
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         # The same dictionaries, so that handles can still remove their hooks.
@@ -159,6 +160,7 @@ def check_divisible(optimizer: Optimizer) -> None:
                 f"strategy='zero1' divides whole, dense parameters by ranks, and parameter {place} of the {name} is "
                 f"{kind}; let strategy='fsdp' shard a plain model, and the optimizer's state is sharded with it"
             )
+    # A trial: only the constructor shows what it accepts.
     _make(optimizer, type(optimizer))
 
 
