@@ -133,6 +133,20 @@ def test_a_second_call_of_the_replicas_compiles_nothing():
     assert backend.counts == (1, 1)
 
 
+def test_numbers_that_are_equal_and_of_other_types_are_compiled_for_themselves():
+    signatures = [compilation._exact(each) for each in (1, True, 1.0, "1", None)]
+    assert len(set(signatures)) == 5
+
+
+def test_replicas_share_one_frame_and_other_models_have_their_own():
+    linear, other = nn.Linear(2, 2), nn.Linear(3, 3)
+    family = compilation._Family()
+    frames = [compilation._with_a_frame(each, family) for each in (linear, copy.deepcopy(linear))]
+    assert frames[0].__code__ is frames[1].__code__
+    assert compilation._with_a_frame(other, compilation._Family()).__code__ is not frames[0].__code__
+    torch.testing.assert_close(frames[0](torch.ones(2)), linear(torch.ones(2)))
+
+
 def test_evaluation_and_training_are_graphs_of_their_own_each_compiled_once():
     backend = Counting()
     replicas = DataParallel(Net(), FOUR)

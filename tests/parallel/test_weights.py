@@ -57,6 +57,29 @@ def test_microbatches_without_a_loader_count_the_same(mode):
         assert found == pytest.approx([mean, mean + 0.5, mean + 1.0])
 
 
+class Keeping(torch.autograd.Function):
+    """Keeps its input under the name that torch's own nodes use for the parameter of a leaf."""
+
+    @staticmethod
+    def forward(ctx, inputs):
+        ctx.variable = inputs
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def test_a_tensor_that_a_function_of_the_users_keeps_is_not_weighted_for_itself(mode):
+    def body():
+        weight, optimizer = one()
+        backward(Keeping.apply(weight * 2).sum(), weight=1.0 + current_world().rank)
+        optimizer_step(optimizer)
+        return weight.grad.item()
+
+    assert mode.run(body) == [pytest.approx(2.0)] * mode.ranks
+
+
 def test_given_weights_take_the_place_of_samples(mode):
     def body():
         weight, optimizer = one()

@@ -27,8 +27,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from types import CodeType
-from typing import Any
+from types import CodeType, FunctionType
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -46,7 +46,8 @@ class _Family:
 
     def __init__(self) -> None:
         self.known: set[object] = set()
-        self.code: CodeType | None = None
+        # `replace` makes a copy: the functions of `_frame` share one code object, and families must not.
+        self.code: CodeType = _frame(nn.Identity()).__code__.replace()
 
 
 _families: WeakKeyDictionary[type[nn.Module], dict[object, _Family]] = WeakKeyDictionary()
@@ -93,14 +94,16 @@ def compile_module(module: nn.Module, world: World, **options: Any) -> nn.Module
 def _with_a_frame(module: nn.Module, family: _Family) -> Callable[..., Any]:
     """The module's call in a frame that torch compiles. Torch stores compiled code with the frame's code object, which
     is therefore the same for all replicas, and another one for other modules."""
+    call = _frame(module)
+    call.__code__ = family.code
+    return call
 
+
+def _frame(module: nn.Module) -> FunctionType:
     def call(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)
 
-    # `replace` makes a copy: all functions that are made here share one code object, and families must not.
-    family.code = family.code or call.__code__.replace()
-    call.__code__ = family.code
-    return call
+    return cast(FunctionType, call)
 
 
 def _keep_order() -> None:
@@ -224,8 +227,9 @@ def _exact(leaf: Any) -> object:
     if isinstance(leaf, torch.Tensor):
         layout = leaf.stride() if leaf.layout is torch.strided else leaf.layout
         return type(leaf), leaf.dtype, leaf.device, leaf.requires_grad, tuple(leaf.shape), layout
-    # Other objects by their class: they may have no hash, and `known` would keep them alive.
-    return leaf if leaf is None or isinstance(leaf, bool | int | float | str) else type(leaf)
+    # With its class, since 1 == True == 1.0. Other objects by their class alone: they may have no hash, and `known`
+    # would keep them alive.
+    return (type(leaf), leaf) if leaf is None or isinstance(leaf, bool | int | float | str) else type(leaf)
 
 
 def _general(leaf: Any) -> object:

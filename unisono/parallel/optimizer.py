@@ -357,8 +357,9 @@ def _leaves(loss: torch.Tensor) -> list[torch.Tensor]:
         if node is None:
             continue
         # AccumulateGrad, autograd's node for a leaf, holds the leaf as `variable`.
-        if isinstance(leaf := getattr(node, "variable", None), torch.Tensor):
-            found.append(leaf)
+        # The name is checked, since the node of a user's Function may have an attribute `variable` of its own.
+        if node.name() == "torch::autograd::AccumulateGrad":
+            found.append(getattr(node, "variable"))  # noqa: B009 - which torch does not annotate
         new = {each for each, _ in node.next_functions if each not in seen}
         seen |= new
         left.extend(new)

@@ -121,7 +121,9 @@ def _attempt(function: Callable[..., Any], size: int, args: Any, kwargs: Any) ->
 
 def _let_go(error: BaseException | None) -> None:
     """Clear the local variables of the calls that the error passed through, and those of its causes."""
-    while error is not None:
+    seen = set()
+    while error is not None and id(error) not in seen:  # an error may be its own cause
+        seen.add(id(error))
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 

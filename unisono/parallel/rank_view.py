@@ -80,7 +80,7 @@ class RankView:
 
         Raises:
             TypeError: the inputs are none of these.
-            ValueError: lengths in a dict differ; or `apply_padding` is set and there is no element.
+            ValueError: lengths in a dict differ.
         """
         yield split_between(inputs, self.world, apply_padding)
 

@@ -249,6 +249,20 @@ def test_the_guard_sees_an_overflow_of_the_sum():
         optimizer.step()
 
 
+def test_under_fsdp_the_guard_names_the_parameter_and_claims_nothing_of_single_ranks():
+    def body():
+        accelerator, network = Accelerator(strategy="fsdp", nan_guard=True), model()
+        network, optimizer = accelerator.prepare(network, sgd(network.parameters()))
+        scale = torch.nan if accelerator.world.rank else 1.0
+        accelerator.backward((network(torch.ones(1, 5).double()) * scale).sum())
+        with pytest.raises(NonFiniteGradientError) as error:
+            optimizer.step()
+        return str(error.value)
+
+    for told in PROCESSES_2.run(body):
+        assert "the gradient of '0.weight' is not finite in the sum over the ranks; no step was taken" in told
+
+
 def test_a_rank_that_weighs_nothing_may_have_a_loss_that_is_no_number():
     def body():
         weight = nn.Parameter(torch.ones(2).double())

@@ -265,7 +265,7 @@ def test_names_options_and_types_that_do_not_fit_are_told():
                 hooked(name, dtype=dtype, **options)
             told.append(str(error.value))
         with pytest.raises(ValueError) as error:
-            uneven = dataclasses.replace(current_world(), world_size=3, local_world_size=2)
+            uneven = dataclasses.replace(current_world(), local_world_size=1 + current_world().rank)
             ddp = DistributedDataParallel(network())
             attach_hook(ddp, "post_local_sgd", own_share, {"post_local_gradient_allreduce": True}, world=uneven)
         return [*told, str(error.value)]
@@ -278,5 +278,5 @@ def test_names_options_and_types_that_do_not_fit_are_told():
         assert "matrix_approximation_rank, start_powerSGD_iter" in unknown
         assert "'0.weight' is torch.complex128" in complex_numbers
         assert "start_localSGD_iter, period, post_local_gradient_allreduce" in post_local
-        assert "this one has 2 of 3" in uneven
+        assert "the ranks' machines have [1, 2]" in uneven
     assert hook_names() == [None, "fp16", "bf16", "powersgd", "post_local_sgd"]

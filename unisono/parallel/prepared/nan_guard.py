@@ -68,11 +68,14 @@ class NanGuard:
             return
         told = self._world.comm.all_gather_object((own[:1], summed[:1]))
         ranks = [rank for rank, (name, _) in enumerate(told) if name]
+        name = next((name for _, names in told for name in names), "")
         if ranks:
             where = f"{told[ranks[0]][0][0]} is not finite on {name_ranks(ranks)}; no step was taken; look at its batch"
-        else:
-            name = next(name for _, names in told for name in names)
+        elif found:
             where = f"{name} is finite on each rank, and not in the sum over them; no step was taken; look at the loss"
+        else:
+            # fsdp replaces the parameters, and reduces their gradients within the backward pass.
+            where = f"{name} is not finite in the sum over the ranks; no step was taken; look at the batch of each rank"
         raise NonFiniteGradientError(
             f"the gradient of {where} and at the learning rate, or find the operation with "
             "torch.autograd.detect_anomaly()"

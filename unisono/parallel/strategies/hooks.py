@@ -172,16 +172,17 @@ def _post_local_sgd(
     period: int = 4,
     post_local_gradient_allreduce: bool | None = None,
 ) -> _Sending:
-    local = world.local_world_size
+    sizes = world.comm.all_gather_object(world.local_world_size)
+    local = max(sizes)
     if post_local_gradient_allreduce is None:
         # On a single machine the subgroup would be the whole world, and nothing would be local.
         post_local_gradient_allreduce = 1 < local < world.world_size
     subgroup = None
     if post_local_gradient_allreduce:
-        if world.world_size % local:
+        if min(sizes) < local:
             raise ValueError(
-                f"post_local_gradient_allreduce needs machines with equally many ranks, and this one has {local} of "
-                f"{world.world_size}; pass post_local_gradient_allreduce=False"
+                "post_local_gradient_allreduce needs machines with equally many ranks, and the ranks' machines have "
+                f"{sizes}; pass post_local_gradient_allreduce=False"
             )
         # A collective: each rank creates all groups. They are of consecutive ranks, as those of a machine are.
         subgroup, _ = dist.new_subgroups(local)
