@@ -517,8 +517,9 @@ def test_an_error_that_was_handled_holds_the_dataset_no_longer():
     gone = weakref.ref(dataset)
     gc.disable()
     try:
-        with raises_coded():
+        with contextlib.suppress(CodedError):  # a context manager made of a generator keeps the error in Python 3.13
             list(DeviceLoader(DataLoader(dataset, batch_size=2)))
+            pytest.fail("no CodedError was raised")
         del dataset
         join_own_threads()
         assert gone() is None
