@@ -39,6 +39,10 @@ BOTH = pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str)
         ({"max_grad_norm": 0}, ValueError, "max_grad_norm=0 removes every gradient"),
         ({"max_grad_norm": "1"}, TypeError, "max_grad_norm='1' is of type str"),
         ({"max_grad_norm": float("nan")}, ValueError, "max_grad_norm=nan"),
+        *(
+            ({name: "yes"}, TypeError, f"{name}='yes' is of type str; pass True or False")
+            for name in ("cpu", "device_placement", "sync_batchnorm", "nan_guard")
+        ),
         ({"strategy": "dp"}, ValueError, "strategy='dp' does not exist; choose one of ddp, fsdp, spmd, zero1"),
         ({"strategy": 3}, TypeError, "strategy=3 is of type int; pass a name, or one of DDP, FSDP, SPMD, ZeRO1"),
         ({"strategy": DDP(comm_hook="fp4")}, ValueError, "comm_hook='fp4' does not exist; choose one of None, 'fp16'"),

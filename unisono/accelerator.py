@@ -40,6 +40,7 @@ from unisono.parallel.prepared.checks import (
     check_features,
     check_reduction,
     check_scaler,
+    check_switches,
     world_on,
 )
 from unisono.parallel.prepared.metrics import valid_rows
@@ -137,6 +138,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         check_arguments(mixed_precision, max_grad_norm, nan_guard)
         check_accumulation(gradient_accumulation_steps)
         check_choices(compile, seed)
+        check_switches(cpu=cpu, device_placement=device_placement, sync_batchnorm=sync_batchnorm, nan_guard=nan_guard)
         check_scaler(scaler_options, mixed_precision)
         check_unit(schedule_unit)
         check_reduction(loss_reduction)

@@ -331,7 +331,7 @@ def test_tensors_keep_type_layout_and_values(tmp_path: Path, is_async: bool) -> 
 
 def test_where_there_is_none_that_is_told(tmp_path: Path) -> None:
     assert load(tmp_path / "none", must_exist=False, model=nn.Linear(2, 2)) is None
-    with pytest.raises(NoCheckpointError, match=r"there is no checkpoint at .*none"):
+    with pytest.raises(NoCheckpointError, match=r"no checkpoint at .*none; to begin without one, pass must_exist"):
         load(tmp_path / "none", model=nn.Linear(2, 2))
 
 

@@ -70,6 +70,11 @@ def test_what_cannot_be_exported_is_told(tmp_path: Path, capsys: pytest.CaptureF
     assert "safetensors files hold tensors only" in refused("--object", "optimizer", "--format", "safetensors")
 
 
+def test_show_says_that_there_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "show", str(tmp_path / "nowhere")]) == 1
+    assert f"there is no checkpoint at {tmp_path / 'nowhere'}" in capsys.readouterr().err
+
+
 def test_show_lists_them_and_finds_the_damaged_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in (1, 2):
         save(tmp_path / f"checkpoint_{number}", step=number, model=nn.Linear(2, 2))

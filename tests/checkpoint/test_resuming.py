@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_4, Mode
+from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_4, Mode, fitting
 from resumable import EPOCHS, SAMPLES, Ledger, Points, Run, assert_each_once, drawn_batch, leave_after
 from torch import nn
 from torch.nn import functional as F
@@ -248,3 +248,21 @@ def test_sigterm_to_a_worker_ends_all_with_one_checkpoint_from_which_they_go_on(
     assert_each_once(own, EPOCHS)
     assert own.losses == ledger.losses
     torch.testing.assert_close(resumed, weights, **EXACTLY)
+
+
+@pytest.mark.parametrize("mode", fitting(SOLO, PROCESSES_2), ids=str)
+def test_an_optimizer_that_was_not_prepared_is_not_left_out_in_silence(mode: Mode, tmp_path: Path) -> None:
+    def body() -> list[str]:
+        accelerator = Accelerator(project_dir=tmp_path)
+        optimizer = torch.optim.SGD((network := nn.Linear(2, 1)).parameters(), lr=0.1, momentum=0.9)
+        model = accelerator.prepare(network)
+        accelerator.save_state()  # it has not stepped
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+        with pytest.raises(RuntimeError, match=r"leave out the SGD that has stepped for the Linear, .*; prepare it"):
+            accelerator.save_state()
+        accelerator.register_for_checkpointing(optimizer)
+        accelerator.save_state()
+        return sorted(each.name for each in (tmp_path / "checkpoints").glob("checkpoint_*"))
+
+    assert mode.run(body) == [["checkpoint_0", "checkpoint_1"]] * mode.ranks

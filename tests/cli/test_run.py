@@ -445,6 +445,7 @@ def test_what_cannot_be_run_is_refused_before_anything_starts(run, script, argum
     ("arguments", "words"),
     [
         (["-n", "0", "t.py"], "'0' is neither an integer of at least 1, nor auto, gpu or cpu"),
+        (["-n", "two", "t.py"], "'two' is neither an integer of at least 1, nor auto, gpu or cpu"),
         (["--num-threads", "0", "t.py"], "'0' is not an integer of at least 1"),
         (["--nproc_per_nod", "2", "t.py"], "usage: unisono run"),
         (["--restarts", "2", "t.py"], "unisono run: error: unrecognized arguments: --restarts"),

@@ -93,11 +93,23 @@ def test_a_mismatch_reads_as_a_sentence():
         "ranks [0, 2] called barrier() while rank 1 called all_reduce(float32[10], 'sum') and rank 3 called "
         "broadcast_object(1); every rank must "
     )
-    step = Announcement("the gradients of step 4")
-    assert str(mismatch_of(step, barrier)) == (
-        "rank 0 came to the gradients of step 4 while rank 1 called barrier(); every rank must take the same steps on "
-        "the same rounds: skip a batch, or leave a loop, on all ranks or on none, and loop over each loader equally "
-        "often, in the same order"
+    steps = [Announcement(f"the gradients of step 4 (batch 5 of its loop, round 0000000{round})") for round in "ab"]
+    assert str(mismatch_of(steps[0], barrier)) == (
+        "rank 0 came to the gradients of step 4 (batch 5 of its loop) while rank 1 called barrier(); every rank must "
+        "make the same calls and take the same steps, in the same order: make a call that all ranks must make outside "
+        "of `if is_rank_zero():`, and leave a loop on all ranks or on none"
+    )
+    rule = (
+        "every rank must take the same steps on the same rounds: skip a batch, or leave a loop, on all ranks or on "
+        "none, and loop over each loader equally often, in the same order"
+    )
+    assert str(mismatch_of(steps[0], Announcement("the gradients of step 5"))) == (
+        "rank 0 came to the gradients of step 4 (batch 5 of its loop) while rank 1 came to the gradients of step 5; "
+        + rule
+    )
+    assert str(mismatch_of(*steps, steps[0])) == (
+        "ranks [0, 1, 2] came to the gradients of step 4 (batch 5 of its loop) while ranks [0, 2] and rank 1 are in "
+        "different loops, or loop over different loaders; " + rule
     )
 
 

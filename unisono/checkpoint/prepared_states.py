@@ -59,6 +59,7 @@ class PreparedStates:
 
     def save(self, directory: str | os.PathLike[str] | None, score: float | None, is_async: bool) -> Location | None:
         """See `Accelerator.save_state`."""
+        self._check_optimizers()
         place = self._next_place if directory is None else Place(location(directory))
         if is_async:
             self._poll_in_steps()
@@ -92,6 +93,21 @@ class PreparedStates:
     def close(self) -> None:
         """Wait for the save in progress, and raise its error if it failed."""
         self._saver.close()
+
+    def _check_optimizers(self) -> None:
+        """Refuse to leave out the state of an optimizer that trains one of the models.
+
+        Raises:
+            RuntimeError: there is such an optimizer.
+        """
+        for engine in self._engines():
+            for each in engine.strangers:
+                if not any(each is other for other in self._registered):
+                    raise RuntimeError(
+                        f"save_state would leave out the {type(each).__name__} that has stepped for the {engine.name}, "
+                        "since it was not prepared, and a resumed run would lose its state; prepare it, or pass it to "
+                        "register_for_checkpointing"
+                    )
 
     def _step(self) -> int:
         return max((each.taken.steps for each in self._prepared.steppers()), default=0)

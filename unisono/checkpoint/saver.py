@@ -326,9 +326,9 @@ class Saver:
             nonlocal contents
             try:
                 contents = read_contents(path)
-            except NoCheckpointError:
+            except NoCheckpointError as error:
                 if must_exist:
-                    raise
+                    raise NoCheckpointError(f"{error}; to begin without one, pass must_exist=False") from error
                 return None
             return _facts(contents)
 

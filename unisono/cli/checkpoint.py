@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from unisono.errors import CheckpointError, DamagedCheckpointError
+from unisono.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError
 
 _EXAMPLES = """
 examples:
@@ -49,6 +49,8 @@ def show(arguments: argparse.Namespace) -> int:
     from unisono.checkpoint.directory import numbered_in
     from unisono.checkpoint.manifest import verify
 
+    if not arguments.path.exists():
+        return _refuse(NoCheckpointError(f"there is no checkpoint at {arguments.path}"))
     paths = [path for _, path in sorted(numbered_in(arguments.path))] or [arguments.path]
     damaged = False
     for path in paths:

@@ -193,13 +193,23 @@ def mismatch_error(deeds: Mapping[int, str]) -> CollectiveMismatchError:
         groups.setdefault(deed, []).append(rank)
     first, *others = (f"{name_ranks(ranks)} {deed}" for deed, ranks in groups.items())
     rule = "call the same collectives in the same order with the same shapes and types"
-    if any(_OF_A_STEP.search(deed) for deed in groups):
+    are_of_steps = [bool(_OF_A_STEP.search(deed)) for deed in groups]
+    if all(are_of_steps):
         rule = (
             "take the same steps on the same rounds: skip a batch, or leave a loop, on all ranks or on none, and loop "
             "over each loader equally often, in the same order"
         )
+    elif any(are_of_steps):
+        rule = (
+            "make the same calls and take the same steps, in the same order: make a call that all ranks must make "
+            "outside of `if is_rank_zero():`, and leave a loop on all ranks or on none"
+        )
     elif _differ_in_rows(groups):
         rule += "; all_gather_samples, and functional.all_gather_samples, use different numbers of rows"
+    if len(set(short.values())) == 1:
+        apart = " and ".join(map(name_ranks, groups.values()))
+        first = f"{name_ranks(sorted(deeds))} {short[min(deeds)]}"
+        others = [f"{apart} are in different loops, or loop over different loaders"]
     return CollectiveMismatchError(f"{first} while {' and '.join(others)}; every rank must {rule}")
 
 

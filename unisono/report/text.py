@@ -1,11 +1,15 @@
-"""A report as a table in a terminal. Needs the extra "report" (rich)."""
+"""A report as a table in a terminal. The extra "report" (rich) draws it with lines and colours."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from unisono.report.summary import CAUSES, Report, label
 from unisono.timeline import PHASES
+
+_TITLE = "Where the time went"
+_CAPTION = "moving runs in the background, concurrently with the others"
 
 
 def print_report(report: Report) -> None:
@@ -13,47 +17,57 @@ def print_report(report: Report) -> None:
 
     Args:
         report: the report that `gather_report` returns on rank zero.
-
-    Raises:
-        ImportError: rich is not installed; the message has the pip command.
     """
     try:
-        from rich.box import SIMPLE_HEAD
         from rich.console import Console
-        from rich.table import Table
-    except ImportError as error:
-        raise ImportError("print_report draws with rich: pip install 'unisono[report]'") from error
-    table = Table(  # no vertical lines: it has to fit into 80 columns, the width used if the terminal's is unknown
-        title="Where the time went",
-        caption="moving runs in the background, concurrently with the others",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
-    )
-    table.add_column("rank", no_wrap=True)
-    for phase in PHASES:
-        table.add_column(
-            label(phase).replace(" for", "\nfor").replace("loop ", "loop\n"), justify="right", no_wrap=True
-        )
-    named = report.named_phases
-    if named:  # one column for all of them: their names may be of any length
-        table.add_column("named", justify="right", no_wrap=True)
-    for name in ("seconds", "samples"):
-        table.add_column(name, justify="right")
-    for each in report.ranks:
-        shares = [each.share(phase) for phase in PHASES] + ([sum(map(each.share, named))] if named else [])
-        table.add_row(
-            f"{each.rank} {each.device}", *map("{:.1%}".format, shares), f"{each.loop_seconds:.2f}", f"{each.samples:,}"
-        )
+    except ImportError:
+        print(_TITLE, _plain_table(report), _CAPTION, "", *_lines(report), sep="\n")
+        return
     console = Console()
-    console.print(table)
-    console.print(f"{report.samples_per_second:,.0f} samples/s over {len(report.ranks)} rank(s)")
+    console.print(_rich_table(report))
     for line in _lines(report):
         console.print(line, highlight=False)
 
 
+def _rows(report: Report) -> list[list[str]]:
+    """The rows of the table, from its headings on, which may have several lines."""
+    phases = [label(phase).replace(" for", "\nfor").replace("loop ", "loop\n") for phase in PHASES]
+    named = report.named_phases
+    # One column for all named phases: their names may be of any length.
+    rows = [["rank", *phases, *(["named"] if named else []), "seconds", "samples"]]
+    for each in report.ranks:
+        shares = [each.share(phase) for phase in PHASES] + ([sum(map(each.share, named))] if named else [])
+        percents = map("{:.1%}".format, shares)
+        rows.append([f"{each.rank} {each.device}", *percents, f"{each.loop_seconds:.2f}", f"{each.samples:,}"])
+    return rows
+
+
+def _rich_table(report: Report) -> Any:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    # No vertical lines: it has to fit into 80 columns, the width used if the terminal's is unknown.
+    table = Table(title=_TITLE, caption=_CAPTION, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    headings, *rows = _rows(report)
+    for place, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if place else "left", no_wrap=place < len(headings) - 2)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _plain_table(report: Report) -> str:
+    headings, *rows = _rows(report)
+    upper, lower = zip(*(("\n" + each).rsplit("\n", 1) for each in headings), strict=True)
+    lines = [[each.strip() for each in upper], list(lower), *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    padded = ([cell.rjust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
+    return "\n".join("  ".join([line[0].strip().ljust(widths[0]), *line[1:]]) for line in padded)
+
+
 def _lines(report: Report) -> Iterator[str]:
     """The lines below the table."""
+    yield f"{report.samples_per_second:,.0f} samples/s over {len(report.ranks)} rank(s)"
     yield report.verdict
     if report.ranks:
         rate = sum(each.bytes_per_second for each in report.ranks) / 1e6

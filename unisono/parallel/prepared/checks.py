@@ -74,6 +74,12 @@ def check_choices(compile: Any, seed: Any) -> None:
         raise TypeError(f"seed={seed!r} is of type {type(seed).__name__}; pass an integer, or None")
 
 
+def check_switches(**switches: Any) -> None:
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}={value!r} is of type {type(value).__name__}; pass True or False")
+
+
 def check_accumulation(steps: Any) -> None:
     if isinstance(steps, bool) or not isinstance(steps, int):
         raise TypeError(f"gradient_accumulation_steps={steps!r} is of type {type(steps).__name__}; pass an integer")

@@ -358,6 +358,7 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
             )
         if is_plain:
             # An optimizer that is not prepared has no stepper, which would note it.
+            engine.strangers.add(optimizer)
             engine.note_step(optimizer)
 
 

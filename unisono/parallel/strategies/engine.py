@@ -45,6 +45,7 @@ class Engine:
         hooks: the gradient hook of each leaf.
         passing: the last backward pass through the model; set by `passes.py`.
         is_released: whether its model is no longer prepared.
+        strangers: the optimizers that have stepped on its parameters without being prepared.
         is_local: whether steps use this rank's own gradients, and the caller averages the parameters over the ranks.
     """
 
@@ -55,6 +56,7 @@ class Engine:
         self.is_released = self.is_local = False
         self.hooks: dict[torch.Tensor, RemovableHandle] = {}
         self.passing: Any = None
+        self.strangers: WeakSet[Optimizer] = WeakSet()
         self._world, self._ledger, self._shares_buffers = world, ledger, shares_buffers
         self._reduced_in: Step | None = None
         self._earlier: dict[torch.Tensor, torch.Tensor] = {}  # gradients of earlier steps, which were not zeroed
