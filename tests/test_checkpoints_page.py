@@ -17,6 +17,7 @@ from unisono import Accelerator, Checkpointer, DeviceLoader, backward, current_w
 
 PAGE = (Path(__file__).parent.parent / "docs" / "checkpoints.md").read_text()
 BLOCKS: list[str] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+STOPPED, BY_HAND = 2, 3
 SAMPLES = 106
 
 
@@ -40,13 +41,13 @@ class Counts:
         self.right, self.seen = state["right"], state["seen"]
 
 
-def names(path: Path, leave_after: int | None, is_by_hand: bool) -> dict[str, Any]:
-    """What a block of the page finds; the network raises in the forward pass after so many."""
+def names(path: Path, leave_after: int | None, number: int) -> dict[str, Any]:
+    """What a block of the page finds; the network raises in the forward pass after so many, or a stop is asked for."""
     torch.manual_seed(0)
     with HOST:
         x, y = torch.randn(SAMPLES, 8), torch.randint(3, (SAMPLES,))
         model = nn.Linear(8, 3)
-    if is_by_hand:
+    if number == BY_HAND:
         model.to(current_world().device)
     passes = 0
 
@@ -56,7 +57,13 @@ def names(path: Path, leave_after: int | None, is_by_hand: bool) -> dict[str, An
         if passes == leave_after:
             raise LeftError
 
-    model.register_forward_pre_hook(count)
+    def is_asked() -> bool:
+        nonlocal passes
+        passes += 1
+        return passes == leave_after
+
+    if number != STOPPED:
+        model.register_forward_pre_hook(count)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     data = TensorDataset(x, y)
     return {
@@ -72,13 +79,14 @@ def names(path: Path, leave_after: int | None, is_by_hand: bool) -> dict[str, An
         "optimizer": optimizer,
         "optimizer_step": optimizer_step,
         "path": path,
+        "should_stop": is_asked,
         "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9),
         "test_loader": DataLoader(data, 24 // world_size()),
     }
 
 
 def run_block(number: int, path: Path, leave_after: int | None = None) -> dict[str, Any]:
-    scope = names(path, leave_after, is_by_hand=number == 2)
+    scope = names(path, leave_after, number)
     exec(compile(BLOCKS[number], f"docs/checkpoints.md, block {number}", "exec"), scope)
     return scope
 
@@ -90,12 +98,12 @@ def state_of(scope: dict[str, Any]) -> tuple[torch.Tensor, dict[str, int]]:
 
 @pytest.mark.any_family
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
-@pytest.mark.parametrize(("number", "leave_after"), [(0, 8), (1, 8), (2, 4)])
+@pytest.mark.parametrize(("number", "leave_after"), [(0, 8), (1, 8), (STOPPED, 8), (BY_HAND, 4)])
 def test_each_block_goes_on_where_it_was_left(mode: Mode, number: int, leave_after: int, tmp_path: Path) -> None:
-    if mode is THREADS_2 and number == 2:
+    if mode is THREADS_2 and number == BY_HAND:
         pytest.skip("a network that stops amid a step leaves the other replica waiting at another place")
     whole = mode.run(lambda: state_of(run_block(number, tmp_path / "whole")))
-    with pytest.raises(LeftError):
+    with pytest.raises(SystemExit if number == STOPPED else LeftError):
         mode.run(lambda: run_block(number, tmp_path / "parts", leave_after))
     parts = mode.run(lambda: state_of(run_block(number, tmp_path / "parts")))
     for (weights, counts), (expected, wanted) in zip(parts, whole, strict=True):
@@ -105,6 +113,8 @@ def test_each_block_goes_on_where_it_was_left(mode: Mode, number: int, leave_aft
 
 
 def test_there_are_the_blocks_that_are_run() -> None:
-    assert len(BLOCKS) == 3
+    assert len(BLOCKS) == 4
+    assert "if should_stop():" in BLOCKS[STOPPED]
+    assert "optimizer_step(optimizer)" in BLOCKS[BY_HAND]
     assert "must_exist=False)  # resume the latest, if there is one" in BLOCKS[0]
     assert "score=accuracy(model))  # save the best model" in BLOCKS[0]
