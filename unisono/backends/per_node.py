@@ -19,8 +19,10 @@ def workers_per_node(word: str, family: str | None = None) -> tuple[int, str]:
         family: the device family, if one was named.
 
     Raises:
-        ValueError: "gpu", but there is no accelerator.
+        ValueError: there is no such word; or "gpu", but there is no accelerator.
     """
+    if word not in WORDS:
+        raise ValueError(f"--nproc-per-node: {word!r} is neither an integer of at least 1, nor auto, gpu or cpu")
     named = NAMES if family is None else (family,)
     if word != CPU:
         for backend in map(get_backend, named):

@@ -170,8 +170,8 @@ def node_range(text: str) -> tuple[int, int]:
 
 
 def _workers(text: str) -> int | str:
-    if text in ("auto", "gpu", "cpu"):
-        return text  # resolved later, where torch has been imported
+    if text.isalpha():
+        return text  # auto, gpu or cpu: checked and resolved later, where torch has been imported
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is neither an integer of at least 1, nor auto, gpu or cpu")
     return int(text)
