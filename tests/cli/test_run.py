@@ -418,6 +418,7 @@ def test_the_exit_code_tells_of_a_stop(tmp_path, how, signum, code):
         (["train.py:main"], "'train.py:main': train is a module, and no package with 'train.py'; .* is train:function"),
         (["-m", "train.py"], "'train.py': train is a module, .*; a script runs without -m"),
         (["-m", "nowhere"], "'nowhere': there is no module 'nowhere'"),
+        (["-n", "two", "train.py"], "'two' is neither an integer of at least 1, nor auto, gpu or cpu"),
         (["--nproc-per-node", "gpu", "--backend", "cpu", "train.py"], "this machine has no accelerator of cpu"),
         (["--pin-cores", "-n", "4000", "--backend", "cpu", "train.py"], "4000 workers cannot have a CPU of their own"),
         (["--backend", "abacus", "train.py"], "backend 'abacus' does not exist; choose one of"),
@@ -445,7 +446,6 @@ def test_what_cannot_be_run_is_refused_before_anything_starts(run, script, argum
     ("arguments", "words"),
     [
         (["-n", "0", "t.py"], "'0' is neither an integer of at least 1, nor auto, gpu or cpu"),
-        (["-n", "two", "t.py"], "'two' is neither an integer of at least 1, nor auto, gpu or cpu"),
         (["--num-threads", "0", "t.py"], "'0' is not an integer of at least 1"),
         (["--nproc_per_nod", "2", "t.py"], "usage: unisono run"),
         (["--restarts", "2", "t.py"], "unisono run: error: unrecognized arguments: --restarts"),
