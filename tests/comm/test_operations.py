@@ -108,8 +108,8 @@ def test_a_mismatch_reads_as_a_sentence():
         + rule
     )
     assert str(mismatch_of(*steps, steps[0])) == (
-        "ranks [0, 1, 2] came to the gradients of step 4 (batch 5 of its loop) while ranks [0, 2] and rank 1 are in "
-        "different loops, or loop over different loaders; " + rule
+        "ranks [0, 1, 2] came to the gradients of step 4 (batch 5 of its loop), but ranks [0, 2] and rank 1 are in "
+        "different loops or loaders; " + rule
     )
 
 

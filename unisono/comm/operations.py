@@ -206,11 +206,11 @@ def mismatch_error(deeds: Mapping[int, str]) -> CollectiveMismatchError:
         )
     elif _differ_in_rows(groups):
         rule += "; all_gather_samples, and functional.all_gather_samples, use different numbers of rows"
+    found = f"{first} while {' and '.join(others)}"
     if len(set(short.values())) == 1:
         apart = " and ".join(map(name_ranks, groups.values()))
-        first = f"{name_ranks(sorted(deeds))} {short[min(deeds)]}"
-        others = [f"{apart} are in different loops, or loop over different loaders"]
-    return CollectiveMismatchError(f"{first} while {' and '.join(others)}; every rank must {rule}")
+        found = f"{name_ranks(sorted(deeds))} {short[min(deeds)]}, but {apart} are in different loops or loaders"
+    return CollectiveMismatchError(f"{found}; every rank must {rule}")
 
 
 def _differ_in_rows(deeds: Iterable[str]) -> bool:
