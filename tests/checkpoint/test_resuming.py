@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from unisono import Accelerator, current_world, should_stop, spawn
-from unisono.errors import StoppedError, WorkerDiedError
+from unisono.errors import CheckpointError, StoppedError, WorkerDiedError
 from unisono.strategies import FSDP
 
 PROCESSES_4 = Mode("processes", 4)
@@ -259,7 +259,7 @@ def test_an_optimizer_that_was_not_prepared_is_not_left_out_in_silence(mode: Mod
         accelerator.save_state()  # it has not stepped
         accelerator.backward(model(torch.ones(1, 2)).sum())
         optimizer.step()
-        with pytest.raises(RuntimeError, match=r"leave out the SGD that has stepped for the Linear, .*; prepare it"):
+        with pytest.raises(CheckpointError, match=r"leave out the SGD that has stepped for the Linear, .*; prepare it"):
             accelerator.save_state()
         accelerator.register_for_checkpointing(optimizer)
         accelerator.save_state()

@@ -52,7 +52,8 @@ class CheckpointMethods:
         Raises:
             CollectiveMismatchError: other ranks do not save, or are at another step.
             OSError: the checkpoint cannot be written; what was there before is intact.
-            CheckpointError: gradients are reduced, but no step has been taken with them yet.
+            CheckpointError: gradients are reduced, but no step has been taken with them yet; or an optimizer that has
+                stepped for a prepared model was neither prepared nor registered.
             TypeError: a state is not plain data.
         """
         with self.world.timeline.loop().named(SAVE):

@@ -17,6 +17,7 @@ from unisono.checkpoint.objects import kind_of
 from unisono.checkpoint.remote import Location, location
 from unisono.checkpoint.remote import numbered_in as numbered_at
 from unisono.checkpoint.saver import Extra, Loaded, Saver
+from unisono.errors import CheckpointError
 from unisono.parallel.microbatches import Microbatches
 from unisono.parallel.prepared.prepared_objects import PreparedObjects
 from unisono.parallel.prepared.scaler import LossScaler
@@ -98,12 +99,12 @@ class PreparedStates:
         """Refuse to leave out the state of an optimizer that trains one of the models.
 
         Raises:
-            RuntimeError: there is such an optimizer.
+            CheckpointError: there is such an optimizer.
         """
         for engine in self._engines():
             for each in engine.strangers:
                 if not any(each is other for other in self._registered):
-                    raise RuntimeError(
+                    raise CheckpointError(
                         f"save_state would leave out the {type(each).__name__} that has stepped for the {engine.name}, "
                         "since it was not prepared, and a resumed run would lose its state; prepare it, or pass it to "
                         "register_for_checkpointing"
