@@ -69,8 +69,10 @@ class Channel(Generic[T]):
         """
         while not self._is_cancelled:
             with self._lock:
+                # `cancel` acquires no lock, so it may run during this check.
                 if has_room():
                     return not self._is_cancelled
+                # Under the lock of the check, so that a receipt before `wait` rings for this sender.
                 self._room_bell.expect()
             self._room_bell.wait()
         return False
@@ -88,6 +90,7 @@ class Channel(Generic[T]):
     def close(self, end: Outcome[None]) -> None:
         """Close the sending end: with the end, or with the error that follows what was sent. The first call counts."""
         with self._lock:
+            # Stored before the flag is checked, as in `send`: a concurrent `cancel` clears it, or is seen here.
             self._end = self._end or end
             if self._is_cancelled:
                 self._end = None
@@ -104,6 +107,7 @@ class Channel(Generic[T]):
         while True:
             with self._lock:
                 try:
+                    # Tried rather than tested: `cancel` may empty the queue between a test and this line.
                     item = self._items.popleft()
                 except IndexError:
                     pass
@@ -130,6 +134,7 @@ class Channel(Generic[T]):
 
         May be called from any thread, at any moment.
         """
+        # The flag comes first: a sender that appends after `clear` sees it, and clears again.
         self._is_cancelled = True
         self._items.clear()
         self._end = None  # an error's traceback keeps its frames' objects alive, such as loader workers
@@ -154,6 +159,7 @@ class _Bell:
     """Wakes the threads that wait at one end. A spurious ring is harmless: a woken thread checks again."""
 
     def __init__(self) -> None:
+        # The `put` of a SimpleQueue is reentrant: a garbage collection within it may call `cancel`, which rings too.
         self._rings: SimpleQueue[None] = SimpleQueue()
         self._expected = 0
 

@@ -67,6 +67,7 @@ class DeviceIterator:
         lane = self._lane
         track = lane.timeline.loop()
         loop, received = self._loop, self._received  # another thread may close this iterator, and end both
+        # A track belongs to a thread, so an iterator that is handed to another one begins a loop there.
         if loop is None or received is None or loop.track is not track:
             own = weakref.ref(self)
             received = self._deliveries.begin(partial(_is_last, own), partial(_lengths, own))
@@ -75,6 +76,7 @@ class DeviceIterator:
             track.switch(FETCH)
         began, queued = track.since, lane.sent - lane.received
         try:
+            # Before the wait, so that a lazy device executes the step meanwhile.
             lane.backend.mark_step(lane.device)
             ahead, self._ahead = self._ahead, None
             delivery = self._receive() if ahead is None else ahead.unwrap()
@@ -114,6 +116,7 @@ class DeviceIterator:
         if self._ahead is None:
             with self._loop.track.span(FETCH):
                 try:
+                    # Kept for the next `__next__`: the loop is still at the batch before it.
                     self._ahead = Outcome(value=self._receive())
                 except Exception as error:
                     self._ahead = Outcome.failure(error)
@@ -151,6 +154,7 @@ class DeviceIterator:
         if self._received is not None:
             self._deliveries.end(self._received)
             self._received = None
+        # False in another thread, whose track is not to be written to: the loop's own thread ends it.
         if self._loop is not None and self._loop.abandon():
             self._loop = None
 

@@ -82,6 +82,7 @@ class Fetcher:
         """
         if self._draws is False:
             watch = Watch(mixed(request.seed, request.start))
+            # An error may come from numbers drawn without this sample's seed, so it counts only if nothing was drawn.
             made = Outcome.capture(self._make, request, False)
             if not watch.is_drawn_from():
                 return made.unwrap()
@@ -96,6 +97,7 @@ class Fetcher:
     def _seed(self, request: Request, place: int) -> None:
         if self._draws is None:
             self._see_draws()
+        # A repeated sample gets the seed of the one that it repeats.
         seed = mixed(request.seed, request.start + place % request.own * request.step)
         seed_all(seed)
         if self._draws is None:
@@ -179,6 +181,7 @@ def _rows(dataset: Any, indices: Sequence[Any]) -> list[torch.Tensor]:
     while type(dataset) is Subset:
         dataset, indices = dataset.dataset, [dataset.indices[index] for index in indices]
     places = torch.as_tensor(indices, device=torch.default_generator.device)
+    # Booleans, for example, are indices to a list, but a mask to a tensor.
     if places.dtype != torch.int64 or places.ndim != 1:
         raise TypeError("these are no plain indices")
     return [tensor[places] for tensor in dataset.tensors]

@@ -39,8 +39,9 @@ from unisono.backends.seeding import seeding_locks
 from unisono.errors import BusyError
 from unisono.loaders import fetcher
 
+# Seconds to wait for the report of each fork.
 _PATIENCE_S = (1.0, 2.0, 4.0, 8.0, 15.0)  # a slow machine may exceed the first ones, without harm
-_LOCK_S = 1.0
+_LOCK_S = 1.0  # for each lock
 _STACK_S = 2.0
 _SIGNAL = getattr(signal, "SIGRTMIN", 34) + 9  # used by no other component
 _LAST = "_worker_loop"
@@ -62,6 +63,7 @@ class Worker(_Process):  # type: ignore[misc]
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self._cell = mmap.mmap(-1, 8)  # both processes see it
+        # Opened before the fork, so both processes share the file and its offset.
         self.stacks = tempfile.TemporaryFile()  # noqa: SIM115 - it is closed with this
 
     @property
@@ -86,13 +88,16 @@ class Worker(_Process):  # type: ignore[misc]
         """Acquire once each lock that is needed before the user's code runs, report, and begin."""
         with torch.storage._share_memory_lock:
             torch.storage._share_memory_map.clear()  # left by threads that do not exist here
+        # These acquire the generators' locks; the seeds do not matter, since torch seeds each worker again.
         torch.manual_seed(0)
         if (numpy := sys.modules.get("numpy")) is not None:
             numpy.random.seed(0)
         for stream in (sys.stdout, sys.stderr):
             if stream is not None and not stream.closed:
+                # Acquires the stream's lock, which a thread that printed may have held.
                 stream.flush()
         fetcher.at = memoryview(self._cell).cast("q")
+        # Before the report: without a handler, the signal would end the worker.
         faulthandler.register(_SIGNAL, self.stacks, all_threads=False)
         os.write(self._report, b".")
         os.close(self._report)
@@ -115,6 +120,7 @@ def stack_of(worker: Any) -> str:
     """The current stack of a loader worker, as lines to append to a message; empty if unknown."""
     if not isinstance(worker, Worker) or not worker.is_alive():
         return ""
+    # The worker shares the offset, so its next stack begins at 0, too.
     worker.stacks.seek(0)
     worker.stacks.truncate()
     os.kill(worker.pid, _SIGNAL)
@@ -161,9 +167,11 @@ def _fork_in_time(process: Any, patience_s: float) -> Any:
         _forking = threading.get_ident()
         popen = Popen(process)
         _forking = None
+        # Closed before the wait, so that the death of the worker, which holds the other copy, ends the wait, too.
         os.close(writing)
         writing = -1
         if select.select([reading], [], [], patience_s)[0]:
+            # Cleared, so that `finally` does not kill it.
             popen, begun = None, popen
             return begun
         return None
@@ -187,8 +195,10 @@ def _locks() -> Iterator[Any]:
 
 def _hold_locks() -> None:
     """Run before the fork of a loader worker; no other thread runs Python code between the last line and the fork."""
+    # The hooks run at each fork of the process, also at those of other threads and libraries.
     if _forking != threading.get_ident():
         return
+    # A lock that stays busy is left out: the worker then does not report if it inherits it, and is forked again.
     _held.extend(lock for lock in _locks() if lock.acquire(timeout=_LOCK_S))
     torch.default_generator.get_state()  # waits for the generator's lock, which cannot be held across the fork
 

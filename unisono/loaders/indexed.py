@@ -118,6 +118,7 @@ class IndexedSource:
             else:
                 own_seed = seed_of(self.seed, epoch, "workers", rule.kept[0] + rule.shard)
                 pieces = _serve_pass(self._pool, jobs, len(rule.kept), own_seed)
+            # Last: after an error, the same pass can be begun again.
             self.epoch, self._offset = epoch + 1, 0
         return Begun(epoch, {"offset": offset}, pieces)
 
@@ -189,10 +190,12 @@ def _jobs(batches: Batches, rule: Rule, start: int, epoch: int, seed: int, left_
     for dealt in dealt_rounds:
         position = {"offset": dealt.stop * rule.shards}
         ends = [(batch[0], batch[-1]) for batch in dealt.batches if batch]
+        # Only other processes can be in another round; with shards, the ranks' indices differ anyway.
         mark = mark_of(epoch, dealt.start, ends) if rule.shards == 1 and rule.count > len(rule.kept) else 0
         jobs = []
         for place in rule.kept:
             part = dealt.parts[place]
+            # With shards, no rank knows the size of the whole round.
             total = part.total if rule.shards == 1 else None
             claim = Claim(part.samples, total, mark, part.repeated, len(dealt.batches))
             jobs.append(_Job(_request(dealt, part, rule, epoch, seed), claim, position))
@@ -229,6 +232,7 @@ def _serve_pass(pool: WorkerPool, rounds_of_jobs: Iterator[list[_Job]], width: i
     def pieces(batches: Iterator[Any]) -> Iterator[list[Piece]]:
         group = []
         for batch in batches:
+            # Batches arrive in the order of their requests, which are drawn ahead.
             group.append(asked.popleft().piece(batch))
             if len(group) == width:
                 yield group
@@ -238,6 +242,7 @@ def _serve_pass(pool: WorkerPool, rounds_of_jobs: Iterator[list[_Job]], width: i
 
     def describe(place: int) -> str:
         indices = asked[0].request.indices
+        # The place may be left from the worker's previous batch, which may have been larger.
         return f"the sample with index {indices[min(place, len(indices) - 1)]!r}"
 
     return pieces(pool.serve(seed, requests(), describe=describe))

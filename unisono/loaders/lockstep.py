@@ -95,6 +95,7 @@ class Lockstep:
         self._rule = rule
         self._dim = dim
         self._ahead = ahead
+        # The position is the same on every rank, and a rank's trail is not.
         self._position = {name: value for name, value in begun.position.items() if name != "trail"}
         self._own: deque[Delivery] = deque()
         self._rounds: deque[list[_Ready | None]] = deque()
@@ -118,6 +119,7 @@ class Lockstep:
         if self._end is not None:
             raise _bare(self._end)
         try:
+            # Batches of rounds that were agreed on before are here already: there is no wait to divide.
             stamps: Any = Stamps() if self._rounds else self._meet()
             return self._take(self._rounds.popleft(), stamps)
         except Exception as error:
@@ -157,6 +159,7 @@ class Lockstep:
             ready_at = perf_counter_ns()
             stamps = self._own[0].stamps if self._own else Stamps()
             offers: list[_Offer] = self._world.comm.all_gather_object(self._offer(error))
+            # Only after the exchange, in which the peers learn of it: without this rank's offer they would wait.
             if error is not None:
                 raise error
         finally:
@@ -169,6 +172,7 @@ class Lockstep:
         for place in range(min(len(offer.batches) for offer in going)):
             self._rounds.append([offer.batches[place] if offer.batches else None for offer in offers])
         self._position = {**self._position, "by": going[0].by, "mark": going[0].mark}
+        # All ranks decide this from the same offers, so either all or none take part in the broadcast.
         if not all(offer.has_sample for offer in offers):
             self._share_sample(next(rank for rank, offer in enumerate(offers) if offer.batches))
         return _Met(stamps, ready_at)
@@ -176,6 +180,7 @@ class Lockstep:
     def _fill(self) -> Exception | None:
         """Receive the batches that are ready, at least one. Return the source's error if it has no batch before it."""
         try:
+            # Beyond the first, only batches that are in the lane already: the peers must not wait for more.
             while not self._own or (len(self._own) < self._ahead and self._lane.sent > self._lane.received):
                 self._own.append(self._lane.receive())
                 if self._spare is None:
@@ -183,6 +188,7 @@ class Lockstep:
         except EndOfChannel:
             return None
         except Exception as error:
+            # With batches before it, the error waits: the lane raises it again at the next call.
             return None if self._own else error
         return None
 
@@ -196,6 +202,7 @@ class Lockstep:
             size, trail = Size(each.claim.samples, untold=untold), each.position.get("trail")
             batches.append(_Ready(size, own, each.position["last"][rank], trail))
         failure = f"{type(error).__name__}: {error}" if error is not None else None
+        # Who cuts is known only after the stream's first sample, which the position of a batch includes.
         known = self._own[0].position if self._own else self._position
         start, workers = self._position["offset"], self._position["layers"][-1][1]
         return _Offer(start, batches, self._spare is not None, failure, known["by"], workers, known["mark"] or 0)
@@ -238,6 +245,7 @@ class Lockstep:
         if world.rank == root:
             assert self._spare is not None
             self._lane.backend.wait_ready(self._spare.token)
+            # Via the host: a pickled tensor would name the root's device, and each rank moves it to its own.
             to_cpu = lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
             sample = tree_map(to_cpu, self._spare.batch), self._own[0].claim.samples, self._spare.claim.is_told
         batch, size, is_told = world.comm.broadcast_object(sample, root)

@@ -93,6 +93,7 @@ def _until(items: Iterator[Any], samples: int | None) -> Iterator[Any]:
     if samples is None:
         yield from items
         return
+    # The count is checked first: an item that is drawn and not yielded would be lost to the caller.
     while samples > 0 and (item := next(items, _END)) is not _END:
         yield item
         samples -= len(item) if isinstance(item, list) else 1
@@ -131,6 +132,7 @@ class _Draw:
                 length = samples = self._length
             source = map(read, sampler)
             drawn = list(islice(_until(source, samples), length))
+            # One index beyond the length shows whether the sampler continues.
             more = list(islice(source, 1))
         return drawn if not more else chain(drawn, more, source)
 

@@ -19,6 +19,7 @@ from unisono.outcome import Outcome
 from unisono.tree import leaves
 
 _MANY = 16  # tensors of a batch: each takes a descriptor in the worker, one in the parent, and more in transit
+# A view as another type must begin at a whole element; 64 is also torch's own alignment on the CPU.
 _ALIGNED = 64  # bytes
 
 _SENDABLE = (int, float, str, bytes, bool, type(None))
@@ -46,6 +47,7 @@ class Merged:
         found: list[tuple[_Slot, torch.Tensor]] = []
         self._batch = _slots_of(batch, found)
         size = found[-1][0].end if found else 0
+        # On the CPU even if the user has set another default device.
         self._whole = torch.empty(size, dtype=torch.uint8, device=torch.default_generator.device).share_memory_()
         for slot, tensor in found:
             slot.of(self._whole).copy_(tensor)
@@ -107,10 +109,12 @@ class Packed:
     """
 
     def __init__(self, value: Any = None, whose: str = "", error: Exception | None = None) -> None:
+        # The first byte says what follows: "=" a pickled batch, "!" an outcome with an error.
         self._data = b"" if error is not None else b"="
         try:
             if error is None:
                 stream = io.BytesIO()
+                # The pickler of torch's queues, for which tensors are registered to go through shared memory.
                 ForkingPickler(stream, pickle.HIGHEST_PROTOCOL).dump(value)
                 self._data += stream.getbuffer()
         except Exception as reason:

@@ -182,6 +182,7 @@ class ParallelLoader:
         return DeviceIterator(self, lane, world, partial(self._receive, place), partial(self._state_of, lane))
 
     def _receive(self, place: int) -> Delivery:
+        # Without the lock, which each batch would pay for; `_begin` checks again.
         if not self._receivers:
             self._begin()
         return self._receivers[place]()
@@ -200,8 +201,10 @@ class ParallelLoader:
             if self._world.rank == 0:
                 tell_of_repetition(self._loader, self._source, self._bookmark)
             begun = self._source.begin(self._rule, self._pipeline.count_left_out)
+            # Without the pieces, whose generator holds the dataset and the loader workers.
             self._begun = begun._replace(pieces=iter(()))
             self._bookmark.open(self._begun, self._progress())
+            # `_receivers` is assigned last and whole: `_receive` reads it without the lock.
             if self._prefetch[0]:
                 self._pipeline.start(begun.pieces)
                 self._receivers = [self._receiver(lane, self._begun) for lane in lanes]
@@ -215,6 +218,7 @@ class ParallelLoader:
         )
 
     def __copy__(self) -> ParallelLoader:
+        # `copy.copy` would otherwise call `__reduce_ex__`, which refuses.
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         return twin
@@ -234,6 +238,7 @@ class ParallelLoader:
         if not self._source.is_uneven:
             return lane.receive
         _, device_prefetch_size, prefetch_bytes, _ = self._prefetch
+        # What Lockstep holds has left the lane, and is no longer counted by its bound on bytes.
         ahead = device_prefetch_size if prefetch_bytes is None else 1
         return Lockstep(lane, self._world, self._rule, self._batchdim, ahead, begun).receive
 
@@ -364,6 +369,7 @@ class DeviceLoader:
     ) -> None:
         world = world or current_world()
         self._device = world.device if device is None else device
+        # Each loop is an `again()` of it, so its source and its bookmark last for all of them.
         self._never_begun = ParallelLoader(
             loader,
             [self._device],
@@ -404,6 +410,7 @@ class DeviceLoader:
     def __iter__(self) -> DeviceIterator:
         """Return the next loop. It counts as an epoch once it draws a batch: some progress bars call `iter` twice."""
         source = self._never_begun._loader
+        # A SampleGenerator is an iterator, too, but can be looped over again: its `iter` returns another one.
         if isinstance(source, Iterator) and iter(source) is source and any(each.rounds for each in self._loops):
             raise RuntimeError(
                 f"this DeviceLoader was looped over before, and its source, a {type(source).__name__}, yields its "
@@ -420,6 +427,7 @@ class DeviceLoader:
 
     def __getattr__(self, name: str) -> Any:
         """The attributes of the user's DataLoader (`dataset`, `batch_size`, ...), unchanged: they are for all ranks."""
+        # If `__init__` has failed, `_never_begun` is missing, and reading it here would recurse.
         if name in _TOLD and "_never_begun" in self.__dict__:
             return getattr(self._never_begun._loader, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

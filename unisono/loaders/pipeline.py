@@ -49,7 +49,7 @@ from unisono.tree import nbytes
 
 OTHER = 0  # no thread's identifier: stands for a thread that has not received here yet
 
-_EXIT_S = 5.0
+_EXIT_S = 5.0  # per thread; a source that blocks must not hold up the exit forever
 
 _started: WeakSet[Pipeline] = WeakSet()
 
@@ -129,6 +129,7 @@ class Lane:
         self.device = device
         self.backend = backend
         self.timeline = timeline
+        # With None, one thread may drain all lanes in turn, so a lane in which no thread has received yet may overflow.
         self.owner: int | None = OTHER if has_own_thread else None  # the thread that last received here
         self.waiter: int | None = None  # the thread that waits here with nothing in transit
         self.iterators: set[int] = set()  # the ids of the iterators that receive here
@@ -141,6 +142,7 @@ class Lane:
         self._failed_at: int | None = None  # the first round that could not be moved
         count = 1 if self.is_direct else pipeline.transfer_threads
         self._takes_turns = threading.Lock() if count > 1 else None
+        # Over several conveyors, the length of one channel does not show whether half of the lane is empty.
         refill_at = pipeline.refill_at(self.is_direct) if count == 1 else (None, None)
         self.conveyors = [Conveyor(self, first, pipeline.lock, self.is_direct, refill_at) for first in range(count)]
         entries, outboxes = [each.entry for each in self.conveyors], [each.outbox for each in self.conveyors]
@@ -158,10 +160,13 @@ class Lane:
         # Rounds go to the transfer threads in turn and are received in turn, which keeps their order without sorting.
         conveyor = self.conveyors[self.sent % len(self.conveyors)]
         entry = conveyor.entry
+        # Checked without the lock first: only this thread takes up room.
         if not self._has_room(size) and not entry.wait_for_room(partial(self._has_room, size)):
             return False
+        # `_has_room` is True after a failure, too, so that the reader does not wait for room that never comes.
         if self._failed_at is not None:
             return False
+        # `asked_at` is 0 if no other lane can have held up the reader: `divide` then finds no time for peers.
         sent_at = perf_counter_ns() if asked_at else loaded_at
         item: Any = Loaded(piece, self.sent, size, Stamps(asked_at, loaded_at, sent_at))
         if self.is_direct:
@@ -186,6 +191,7 @@ class Lane:
         if self.is_direct:
             is_full = waiting >= pipeline.most_waiting
         else:
+            # Only the inboxes: how many batches are moved ahead is bounded by the transfers, in `may_move`.
             is_full = sum([len(each.inbox) for each in self.conveyors]) >= pipeline.loader_prefetch_size
         # One batch may always enter, however large: a bound below the size of a batch would block forever.
         if pipeline.prefetch_bytes is not None and waiting:
@@ -226,6 +232,7 @@ class Lane:
             if self._failed_at is None or number < self._failed_at:
                 self._failed_at = number
             for each in self.conveyors:
+                # The reader waits at an inbox, other transfers at their outboxes; the failure lets all of them pass.
                 each.inbox.wake_sender()
                 each.outbox.wake_sender()
         conveyor.outbox.close(end)
@@ -262,6 +269,7 @@ class Lane:
 
     def leave(self, iterator: int) -> None:
         """Note that an iterator is gone; from any thread, at any moment."""
+        # No lock: `__del__` calls this, and a garbage collection may run it in a thread that holds the lock.
         self.iterators.discard(iterator)
         for conveyor in self.conveyors:
             conveyor.entry.wake_sender_unlocked()
@@ -346,6 +354,7 @@ class Pipeline:
         for place, lane in enumerate(self.lanes):
             bodies += lane.threads(place)
         self.threads = bodies
+        # Before the start: after an interrupt within it, `_end_all` still finds the threads that run.
         _started.add(self)
         try:
             start_threads(bodies)
@@ -377,6 +386,7 @@ class Pipeline:
 @atexit.register
 def _end_all() -> None:
     """Wait at exit: a thread that is still in torch when the interpreter ends would abort the process."""
+    # All are stopped before one is awaited, so that they end concurrently.
     for pipeline in list(_started):
         pipeline.stop()
     for pipeline in list(_started):
@@ -395,6 +405,7 @@ def read(source: Iterator[list[Piece]], pipeline: Pipeline) -> None:
             loaded_at = perf_counter_ns()
             has_taker = False
             for lane, piece in zip(lanes, pieces, strict=True):
+                # Not `or`, which would skip the lanes after the first that takes its piece.
                 has_taker |= lane.send(piece, pipeline.asked_at, loaded_at)
             if not has_taker:
                 break
@@ -419,6 +430,7 @@ def transfer(lane: Lane, conveyor: Conveyor) -> None:
             lane.backend.activate(lane.device)
             while (loaded := _take(conveyor)) is not None:
                 number = loaded.number
+                # The outbox may stay open: the lane is cancelled, or its loop ends at the earlier round that failed.
                 if not outbox.wait_for_room(partial(lane.may_move, number)) or lane.has_failed_before(number):
                     break
                 with track.span(MOVE):

@@ -74,8 +74,10 @@ def tell_of_repetition(loader: Iterable[Any], source: Source, bookmark: Bookmark
     if not is_indexed(loader) and not is_stream(loader):
         return
     before = _bookmarks.get(loader)
+    # A bookmark lives as long as the loaders that read by it, so its end shows theirs.
     _bookmarks[loader] = weakref.ref(bookmark)
     epoch, position = source.next_position()
+    # The call comes first, since it also records this reader.
     is_made_again = _is_dataset_read_again(loader, source, bool(epoch)) or (before is not None and before() is None)
     if is_made_again and not epoch and not position["offset"] and source.order != "SequentialSampler":
         _say_repetition()
@@ -111,6 +113,7 @@ def _is_dataset_read_again(loader: DataLoader[Any], source: Source, is_later: bo
     while type(dataset) is Subset:  # a fold, created again like its DataLoader
         dataset = dataset.dataset
     try:
+        # If the dataset is known, the new entry is discarded, and its weak reference never calls `_forget`.
         known = _first_epochs.setdefault(id(dataset), _FirstEpochs(dataset))
     except TypeError:  # a list, for example, which cannot be referenced weakly
         return False

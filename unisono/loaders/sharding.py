@@ -245,6 +245,7 @@ def _part_of_unknown_size(sizes: Sequence[Size], rank: int, count: int) -> Part:
 def _sharing(batches: int, rank: int, count: int) -> tuple[int, int, int]:
     """Return the batch that a rank shares, the first rank that shares it, and the one after the last."""
     batch = rank * batches // count
+    # `-(-a // b)` rounds up: the first rank with this batch, and the first with the next one.
     return batch, -(-batch * count // batches), -(-(batch + 1) * count // batches)
 
 
@@ -285,6 +286,7 @@ def rounds(
             unknown size.
     """
     source = iter(batches)
+    # A resumed epoch began with a batch that is not seen here; a full one, unless its size was saved.
     reference = first or (nominal if start else None)
     largest = nominal or first or 0
     while group := list(islice(source, rule.batches)):
@@ -365,6 +367,7 @@ def cut(dealt: Round[Any], rank: int, dim: int, mark: int = 0) -> Piece:
 
 def mark_of(*content: Any) -> int:
     """Return a mark of a round, from values that are the same on all ranks: 32 bits of a hash of their text."""
+    # Not `hash`, which differs between processes for texts.
     return zlib.crc32(repr(content).encode())
 
 

@@ -70,6 +70,7 @@ class Room:
         needed = self._in_flight * nbytes
         if self._free is None:
             return
+        # The batches that wait are copied out if it is tight, so only those in flight can still fill it.
         self.is_tight = needed + self._waiting * nbytes > self._free
         if needed > self._free:
             logger.warning(

@@ -191,6 +191,7 @@ class PlainSource:
         done = position["offset"] // rule.shards
         if self._is_stateful and "loader" in position:
             try:
+                # A copy: the loader may keep and modify it, and the pass's own position still refers to it.
                 self._loader.load_state_dict(copy.deepcopy(position["loader"]))
             except AssertionError as error:
                 raise StateError(
@@ -233,10 +234,12 @@ class ItemSource(PlainSource):
         Raises:
             StateError: the position does not say how many items precede it, or there are fewer.
         """
+        # What is a batch here is one sample for the inner source.
         self._items.seek(epoch, {"offset": position.get("batches", 0)}, Rule())
         super().seek(epoch, position, rule)
 
     def _open(self, epoch: int, position: State, rule: Rule) -> Iterator[Loaded]:
+        # The position counts here, not that of the inner source, which advances by itself.
         self._items.seek(epoch, {"offset": position["batches"]}, Rule())
         pieces = self._items.begin(Rule(), lambda samples: None).pieces
         return ((piece.batch, None) for (piece,) in pieces)

@@ -130,6 +130,7 @@ class PartReader(IterableDataset[Packed]):
         self.dataset = dataset
         self.size = size
         self.cut = cut
+        # On the CPU even if the user has set another default device.
         self.cell = torch.tensor([cut.epoch], device=torch.default_generator.device).share_memory_()
         self._collate = collate
         self._drop_last = drop_last
@@ -137,11 +138,13 @@ class PartReader(IterableDataset[Packed]):
     def __iter__(self) -> Iterator[Packed]:
         info: Any = get_worker_info()
         try:
+            # Persistent workers keep the cut that they were started with; the cell holds the epoch of the current pass.
             for made in self.made(replace(self.cut, epoch=int(self.cell)), info.worker, info):
                 if can_surely_be_sent(made.batch) and has_many(made.batch):
                     made = made._replace(batch=Merged(made.batch))
                 yield Packed(made, f"samples of a stream, read for part {made.part},")
         except Exception as error:
+            # Yielded, not raised: torch would send it as text, and lose its type.
             yield Packed(error=error)
 
     def made(self, cut: Cut, worker: int = 0, asked: AskedInfo | None = None) -> Iterator[Made]:
@@ -204,6 +207,7 @@ class StreamStart:
         use_worker_info(AskedInfo(worker, number, row, info.seed, self._reader.dataset))
         if cut.by == "stride":
             answer_as_one_rank()
+        # Different in each worker, for the user's function; `_Part` seeds all alike before the stream is opened.
         seed_all(mixed(seed_of(cut.seed, "workers"), part))
         if self._init is not None:
             self._init(number)
@@ -235,6 +239,7 @@ class _Part:
         self.trail: Trail | None = (0, 0) if cut.by == "stride" and not self._is_restored else None
         self._is_buffered = has_shuffle_buffer(getattr(dataset, "_ex_iterable", None))
         if asked is not None:
+            # Before `iter`, in which many datasets shuffle: the stride needs the same order in all parts.
             seed_all(self._seed)
         if callable(getattr(dataset, "set_epoch", None)):
             dataset.set_epoch(cut.epoch)
@@ -273,6 +278,7 @@ class _Part:
         name = next((name for name, owner in owners.items() if is_stateful(owner)), None)
         if name is None or self._is_buffered:
             return None
+        # Copied: a dataset may return its live state, which changes as reading continues.
         own = {} if self._has_ended else {name: copy.deepcopy(owners[name].state_dict())}
         return {**own, "index": self.index, "counts": list(self._counts)}
 
@@ -283,6 +289,7 @@ class _Part:
         self.index, self._counts = state["index"], list(state["counts"])
         if "dataset" in state:
             self._dataset.load_state_dict(copy.deepcopy(state["dataset"]))
+        # With neither, the part had ended when the state was saved.
         source: Any = iter(self._dataset) if {"dataset", "iterator"} & state.keys() else iter(())
         if "iterator" in state:
             source.load_state_dict(copy.deepcopy(state["iterator"]))
@@ -300,6 +307,7 @@ class _Part:
         by: Cutter = "worker" if was_asked else self._cut.by
         if not self._has_begun:
             self._has_begun = True
+            # 0 stands for "not read", so a hash of 0 becomes 1.
             self.by, self.mark = by, 0 if self._is_restored else mark_of(glimpse(sample)) or 1
             self.trail = self.trail if by == "stride" else None
             check_layers(self._cut, by)
@@ -314,11 +322,14 @@ class _Part:
         """Whether sample `number` of the stream belongs to this part and was not taken before."""
         cut = self._cut
         if self.by in ("worker", "caller"):
+            # All of the stream is this part's own, and a restored iterator already begins after what was taken.
             return self._is_restored or number >= cut.layers[-1].taken[self._part]
         for place, layer in enumerate(cut.layers):
             first, row = (
                 (0, layer.ranks * layer.workers) if self.by == "stride" else (cut.rank * layer.workers, layer.workers)
             )
+            # Each layer numbers the samples that the layers before it left over; of a row of n, part p took numbers p,
+            # p + n, and so on.
             number, self._counts[place] = self._counts[place], self._counts[place] + 1
             if number // row < layer.taken[first + number % row]:
                 return False
@@ -335,6 +346,7 @@ def check_layers(cut: Cut, by: Cutter) -> None:
     before = next((layer for layer in cut.layers if any(layer.taken)), None)
     if before is None:
         return
+    # A stream that the dataset cut for a rank is cut by stride among its workers, so their number may change.
     numbers = {(layer.ranks, layer.workers if by != "dataset" else cut.workers) for layer in cut.layers}
     if by == cut.layers_by and (by == "stride" or numbers == {(cut.ranks, cut.workers)}):
         return

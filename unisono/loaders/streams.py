@@ -49,6 +49,7 @@ from unisono.randomness import seed_of
 
 logger = logging.getLogger(__name__)
 
+# Parameter names that are known to mean the number of parts, and the index of one.
 _NUMBERS = {"num_shards", "num_parts", "num_splits", "shards", "parts", "world_size", "count", "n"}
 _INDICES = {"index", "shard_index", "shard_id", "rank", "shard", "part", "i"}
 
@@ -133,6 +134,7 @@ class StreamSource:
         """This rank's stream, and what cuts it; `before` is what cut it at the beginning of this epoch."""
         if rule.is_cut:
             return dataset, "caller"
+        # An epoch begun by stride goes on by stride: parts that the dataset cuts hold other samples.
         if self._ranks == 1 or before == "stride":
             return dataset, "stride"
         if getattr(dataset, "_distributed", None) is not None:  # by datasets.distributed.split_dataset_by_node
@@ -170,6 +172,7 @@ class StreamSource:
             check_layers(cut, by)
         else:
             states = {int(part): state for part, state in position.get("states", {}).items()}
+            # Workers deliver in turn, worker 0 first: with the part after the last delivered one, it keeps the order.
             cut = replace(cut, states=states, shift=(position["last"][self._rank] + 1) % self._workers)
         if any(cut.is_begun(part) and part not in cut.states for part in map(cut.part, range(self._workers))):
             logger.warning(
@@ -208,6 +211,7 @@ class _Taken:
         self._rank = cut.rank
         self._taken = list(taken)
         is_same = cut.is_resumed and len(start["layers"]) == len(cut.layers)
+        # At a beginning, as if the last worker had just delivered, so that worker 0 is next.
         self._lasts: list[int] = start["last"] if is_same else [cut.workers - 1] * cut.ranks
         self._last = self._lasts[cut.rank]
         self._by: Cutter = cut.layers_by if cut.is_resumed else cut.by
@@ -235,6 +239,7 @@ class _Taken:
                     f"{self._whole} are wanted; pass tail='split' (the default), 'drop' or 'pad'"
                 )
             self._by = made.by
+            # Without a number of samples, the batch is one item of the stream, which counts items.
             self._taken[made.part] += made.samples or 1
             self._last = made.part % self._workers
             if made.state is not None:

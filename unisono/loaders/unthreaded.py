@@ -30,6 +30,7 @@ class Unthreaded:
     def receive(self) -> Delivery:
         """Return the next batch; as `Lane.receive`."""
         if self._lane.is_cancelled:
+            # Frees the dataset and its workers: `close` cannot, since this thread may be reading.
             self._source = iter(())
             raise ClosedError("the loader was closed, so it yields no more batches")
         if self._end is not None:

@@ -36,11 +36,11 @@ from unisono.outcome import Outcome, chain_of
 from unisono.randomness import notice_who_asks
 from unisono.tree import leaves, tree_map
 
-_BUSY_S = 10.0
-_LOOK_S = 0.25
-_LONG_S = 30.0
-_ENDING_S = 1.0
-_WAITING = 16
+_BUSY_S = 10.0  # the longest wait for another thread to finish with the persistent workers
+_LOOK_S = 0.25  # between two checks on the workers, while no batch arrives
+_LONG_S = 30.0  # until a wait is logged
+_ENDING_S = 1.0  # for a worker whose socket is closed to end
+_WAITING = 16  # batches
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +117,7 @@ class WorkerPool:
         self._generator = torch.Generator()  # the DataLoader draws its workers' seeds from it
         self._requests = _NextPass()
         self._turn = _Turn() if loader.persistent_workers else None
+        # Not passed to the DataLoader: `_Wait` applies it, and can say which sample is being read.
         self._timeout_s: float = loader.timeout
         self._room = Room(loader.num_workers, loader.prefetch_factor, _WAITING)
         self._loader: DataLoader[Any] = DataLoader(
@@ -124,6 +125,7 @@ class WorkerPool:
             batch_size=None,
             sampler=self._requests if has_requests else None,
             num_workers=loader.num_workers,
+            # torch's default for batch_size=None would convert arrays to tensors.
             collate_fn=_as_it_is,
             worker_init_fn=start,
             multiprocessing_context=context_of(loader.multiprocessing_context),
@@ -150,6 +152,7 @@ class WorkerPool:
         """
         wait = _Wait(self._timeout_s, self._turn, describe)
         if self._turn is not None:
+            # Before the lock is acquired: the pass that holds it notices within `_LOOK_S`, and releases it.
             self._turn.owner = wait
         with wait.turn():
             before()
@@ -317,6 +320,7 @@ def _look_often(values: Any, wait: _Wait) -> None:
         signal_handling._remove_worker_pids(id(values))  # type: ignore[attr-defined]
         values._worker_pids_set = False
     itself = weakref.ref(values)  # a strong reference would be a cycle
+    # From the class: persistent workers keep one iterator, on which a later pass must not wrap this wrapper.
     look = type(values)._try_get_data
 
     def try_get_data(timeout: float = _LOOK_S) -> Any:
@@ -363,5 +367,6 @@ def _free(error: BaseException) -> None:
         traceback.clear_frames(each.__traceback__)
 
 
+# A function of the module, since spawned workers have to unpickle it.
 def _as_it_is(data: Any) -> Any:
     return data

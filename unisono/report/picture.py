@@ -37,6 +37,7 @@ def save_picture(report: Report, losses: Sequence[float], path: str | Path) -> P
     curve, shares = figure.subplots(1, 2, width_ratios=(3, 2))
 
     curve.plot(range(1, len(losses) + 1), losses, color=_COLOURS[COMPUTE], linewidth=1)
+    # A log axis without a positive value has no range.
     scale = "log" if any(loss > 0 for loss in losses) else "linear"
     curve.set(title="Loss", xlabel="step", ylabel="mean loss of the global batch", yscale=scale)
     curve.grid(alpha=0.3)

@@ -248,6 +248,7 @@ def summarise(world: World | None = None) -> RankSummary:
     tracks, samples = world.timeline.tracks(), own_samples(world.rank)
     counts: Counter[str] = Counter()
     for track in tracks:
+        # Copied at once: helper threads add keys during the iteration.
         counts.update(track.counts.copy())
     seconds, waited = _seconds(tracks)
     return RankSummary(
@@ -268,6 +269,7 @@ def summarise(world: World | None = None) -> RankSummary:
         nbytes=counts["bytes"],
         mean_queue=counts["queued"] / counts["batches"] if counts["batches"] else 0.0,
         peak_rss=max((sample.rss for sample in samples), default=0),
+        # Without the first sample, whose 0 only says that nothing precedes it.
         mean_cpu_percent=fmean(sample.cpu_percent for sample in samples[1:]) if samples[1:] else 0.0,
         is_accelerated=world.backend.is_accelerated(),
         counters=world.backend.counters(),

@@ -76,6 +76,7 @@ class JsonLines:
         text = json.dumps(record, default=str, allow_nan=False)
         line = b"\n" * self._is_torn + text.encode() + b"\n"
         self._is_torn = True
+        # FileIO is not buffered, and may write only a part.
         while line:
             line = line[self._file.write(line) :]
         self._is_torn = False
@@ -85,6 +86,7 @@ def _create(directory: Path) -> tuple[Path, FileIO]:
     for number in count(1):
         path = directory / ("metrics.jsonl" if number == 1 else f"metrics-{number}.jsonl")
         with suppress(FileExistsError):
+            # "x" creates the file or fails, so runs that start at once do not share one.
             return path, FileIO(path, "xb")
     raise AssertionError("unreachable")
 

@@ -92,6 +92,7 @@ class Trackers:
         if self._is_main_process:
             self._check_open("log")
             plain, number = plain_values(values), plain_step(step)
+            # A copy for each, which a user's tracker may modify.
             _for_each(self.opened, lambda tracker: tracker.log(dict(plain), number))
 
     def get(self, name: str, unwrap: bool) -> Any:
@@ -107,6 +108,7 @@ class Trackers:
 
     def close(self) -> None:
         """See `Accelerator.end_training`."""
+        # Emptied first: after a tracker's error, another call must not close the others twice.
         opened, self.opened = self.opened, []
         self._has_ended = self._has_ended or bool(opened)
         _for_each(opened, lambda tracker: tracker.close())
