@@ -182,6 +182,7 @@ def clock() -> Iterator[Finding]:
     )
     if sys.platform != "linux":
         return
+    # The buffer is larger than any `struct timex`; its zeros mean that nothing is to be changed.
     answer = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(512))
     if answer == _TIME_ERROR and not Path("/run/systemd/timesync/synchronized").exists():
         advice = "start chrony or systemd-timesyncd where logs of several machines are compared; one needs none"

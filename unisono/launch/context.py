@@ -95,6 +95,7 @@ def _interrupt_asks(supervisor: Supervisor) -> Iterator[None]:
     """Let the first Ctrl-C ask workers that heed a stop to do so; if no worker heeds it, and the second time,
     interrupt."""
     before = signal.getsignal(signal.SIGINT)
+    # Python sets handlers only in the main thread, and one that the program has set must stay.
     if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
         yield
         return
@@ -103,7 +104,7 @@ def _interrupt_asks(supervisor: Supervisor) -> Iterator[None]:
     def handle(signum: int, frame: FrameType | None) -> None:
         nonlocal was_asked
         if was_asked or not supervisor.heeds_stop():
-            signal.default_int_handler(signum, frame)
+            signal.default_int_handler(signum, frame)  # raises KeyboardInterrupt
         was_asked = True
         supervisor.ask_to_stop()
         with suppress(OSError):
@@ -136,11 +137,13 @@ def _sigterm_asks(supervisor: Supervisor) -> Iterator[None]:
                 before(signum, frame)
         else:
             supervisor.note_end("SIGTERM")
+            # By the signal itself, so that the parent sees SIGTERM as the cause of the end.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, handle)
     try:
+        # The request may have come before this handler was set.
         if is_heeding and preemption.is_requested():
             supervisor.ask_to_stop()
         yield

@@ -31,6 +31,7 @@ def suppress_greetings() -> Iterator[None]:
         yield
         return
     with tempfile.TemporaryFile() as kept:
+        # gloo writes from C++, so the descriptor is replaced; replacing `sys.stdout` would not be enough.
         os.dup2(kept.fileno(), _STDOUT)
         try:
             yield

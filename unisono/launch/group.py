@@ -149,6 +149,7 @@ class Group:
 
     def give_up(self, reason: Outcome[Any], within_s: float = 0.0) -> None:
         """End the group for a reason outside it; a failure of one of its own workers takes precedence."""
+        # A primary cause replaces a secondary one, which only reports a broken world.
         if self._reason is None or self._reason.is_secondary:
             self._reason = reason
         if not self._sent:
@@ -180,6 +181,7 @@ class Group:
                 # Only the worker may hold the write end: its death is then an end of file here.
                 os.close(writing)
                 self._output.handed_over(rank)
+        # A worker that could not be started has ended without a pid.
         while any(worker.pid is None and not worker.has_ended for worker in self.workers):
             self._step()
         self._on_started()
@@ -231,6 +233,7 @@ class Group:
                 is_open = worker.inbox.read(worker.pipe)
                 for message in worker.inbox.take():
                     self._take(worker, message)
+                # The outcome is the last message. A child of the worker may still hold the write end.
                 if not is_open or worker.outcome is not None:
                     self._close_pipe(worker)
 
@@ -243,6 +246,7 @@ class Group:
             self._monitor.tell_pulse(worker.rank, pulse)
         elif kind is Kind.HEEDS_STOP:
             worker.heeds_stop = True
+            # The request came before this worker could be asked: SIGTERM would have ended it.
             if self._is_stop_wanted:
                 self._signal(signal.SIGTERM, [worker], to_sessions=False)
         elif kind is Kind.BEGUN:
@@ -285,6 +289,7 @@ class Group:
         started."""
         assert self._zygote is not None
         self._selector.unregister(self._zygote)
+        # No worker can tell why: the zygote has failed in its own start.
         if all(worker.pid is None for worker in self.workers):
             raise UnisonoError(
                 "the process that workers are forked from ended before it forked one; its output is above"
@@ -303,11 +308,15 @@ class Group:
         self._read(worker)  # what it wrote before it ended is still in the pipe
         worker.has_ended = True
         if worker.outcome is None:
+            # With an outcome, it was forgotten when that arrived.
             self._hang_watch.forget(worker.rank, time.monotonic())
+            # A signal that we have not sent is a cause of its own, even while the group is being stopped.
             is_foreign = status is not None and status < 0 and -status not in self._sent
             worker.was_stopped = bool(self._sent) and not is_foreign
+            # Only an unexplained SIGKILL can be the out-of-memory killer's.
             is_killed = status == -signal.SIGKILL and not worker.was_stopped
             memory = self._oom_watch.verdict(self._monitor.curve(worker.rank)) if is_killed else ""
+            # A write to shared memory raises SIGBUS when /dev/shm is full.
             memory = describe_mapped_memory() if status == -signal.SIGBUS else memory
             worker.outcome = Outcome.failure(death(worker, status, how, memory), self._where(worker))
             if not worker.was_stopped:  # a transport's abort is explained by what its peers report
@@ -329,6 +338,7 @@ class Group:
 
     def _set_deadline(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
+        # The earlier one counts: a primary failure ends the wait that a secondary one has begun.
         self._deadline = deadline if self._deadline is None else min(deadline, self._deadline)
 
     def _send_next_signal(self) -> None:
@@ -340,9 +350,11 @@ class Group:
             # answered.
             is_deaf = signum == signal.SIGTERM and not self._was_stopped
             deaf = [worker for worker in self.workers if worker.heeds_stop and is_deaf]
+            # Both are recorded: a death by a signal in `_sent` was caused by us.
             self._sent += [signum, signal.SIGKILL] if deaf else [signum]
             self._signal(signal.SIGKILL, deaf)
             self._signal(signum, [worker for worker in self.workers if worker not in deaf])
+            # For the next signal, SIGKILL, if there is one left.
             self._set_deadline(self._policy.grace_s)
 
     def _signal(self, signum: int, workers: list[Worker], to_sessions: bool = True) -> None:
@@ -358,6 +370,7 @@ class Group:
         """Close our end, and wait for the zygote to close its own, which means that no worker is left."""
         assert self._zygote is not None
         with self._zygote, contextlib.suppress(OSError, EOFError):
+            # Only the write side: the end of file from the zygote is what this waits for.
             self._zygote.shutdown(socket.SHUT_WR)
             while True:
                 wire.receive(self._zygote)

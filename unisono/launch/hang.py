@@ -148,7 +148,9 @@ def _doing(rank: int, pulses: Mapping[int, Pulse], stacks: Mapping[int, str]) ->
     frames = frames_of(main_stack(stacks.get(rank, "")))
     inner = dropwhile(lambda frame: frame.file.endswith(_DISPATCH), frames)
     inside = takewhile(lambda frame: any(part in frame.file for part in _WAITS_IN), inner)
+    # torch wraps its collectives in a logging decorator, whose function is named `wrapper`.
     names = [frame.name for frame in inside if frame.name != "wrapper"]
+    # The innermost frame is first, so the last of these is the call that the program has made.
     return describe_call(frames) or f"{names[-1]}()" if names else ""
 
 
@@ -160,6 +162,7 @@ def _place(stacks: str) -> str:
     frames = frames_of(main_stack(stacks))
     if not frames:
         return "does not report where it is: it is stopped, or its stack could not be read"
+    # Frames of the standard library and of installed packages are skipped, if others remain.
     ours = [frame for frame in frames if "/lib/python" not in frame.file] or frames
     return f"is in {next((frame for frame in ours if frame.is_users), ours[0])}"
 
@@ -185,5 +188,6 @@ def _stack_to_user_function(stacks: str) -> str:
     """The main thread's stack down to the user's function."""
     lines = main_stack(stacks).splitlines()
     ours = next((place for place, line in enumerate(lines) if "/unisono/launch/worker.py" in line), len(lines))
+    # The first line is faulthandler's header.
     lines = lines[1:ours]
     return "\n".join(f"  {line}" for line in lines[:_STACK_LINES]) or "  it did not report its stack"

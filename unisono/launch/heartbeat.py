@@ -74,6 +74,7 @@ class HeartbeatSender:
         if self._awaited is None:
             loss = next((track.loss for track in tracks if track.loss is not None), None)
             self._awaited = loss, backend.mark(self._world.device)
+        # The mark was made after the loss was read, so once it is reached the loss has been computed.
         loss, mark = self._awaited
         if backend.is_reached(mark):
             self._awaited, self._loss = None, None
@@ -84,6 +85,7 @@ class HeartbeatSender:
 
 def _beat(world: World, reporter: Reporter, interval_s: float, is_over: threading.Event) -> None:
     """Body of the pulse's thread."""
+    # The current device is a property of a thread.
     world.backend.activate(world.device)
     told: Pulse | None = None
     taker = HeartbeatSender(world)

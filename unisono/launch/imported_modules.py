@@ -57,6 +57,7 @@ class ModuleFacts:
 
 def describe_modules() -> dict[str, ModuleFacts]:
     """The user's modules that this process has imported, by name."""
+    # Copied: other threads may import meanwhile.
     modules = [(name, module) for name, module in list(sys.modules.items()) if _is_users(name, module)]
     return {name: describe_module(module) for name, module in modules}
 
@@ -69,6 +70,7 @@ def describe_module(module: ModuleType) -> ModuleFacts:
         if name.startswith("_") or isinstance(value, ModuleType):
             continue
         if isinstance(value, FunctionType | type):
+            # Imported from another module, which is compared itself: here only its name counts.
             if value.__module__ != module.__name__:
                 values[name] = f"{value.__module__}.{value.__qualname__}"
             elif has_own_text:
@@ -222,6 +224,7 @@ def _digest_of_code(code: CodeType) -> str:
 
 
 def _repr_of(constant: Any) -> str:
+    # The order of a frozenset depends on the process's hash seed.
     return repr(sorted(map(repr, constant))) if isinstance(constant, frozenset) else repr(constant)
 
 

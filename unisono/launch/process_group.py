@@ -48,6 +48,7 @@ def join(
     """
     device = backend.enter_worker(place.local_rank, place.local_world_size)
     try:
+        # Before the process group exists: gloo reads the variable when it creates its device.
         _name_interface(place)
         store = _store_of(place, timeout)
         with suppress_greetings():
@@ -82,6 +83,7 @@ def join(
 def depart(world: World, error: BaseException | None = None) -> None:
     """Leave the joined world, or break it because of `error`; never raises. Idempotent."""
     global _kept
+    # Cleared first, so a second call does not sign off twice.
     store, _kept = _kept, None
     with contextlib.suppress(RuntimeError):  # the store may be gone with its host
         if error is not None:
@@ -99,7 +101,7 @@ def _go_last(store: dist.distributed_c10d.Store, world: World, patience_s: float
     deadline = time.monotonic() + patience_s
     while world.rank == 0 and gone < world.world_size and time.monotonic() < deadline:
         time.sleep(0.005)  # Store.wait would print warnings on a timeout, which follows if a peer was killed
-        gone = store.add("unisono/gone", 0)
+        gone = store.add("unisono/gone", 0)  # reads the counter
 
 
 def _name_interface(place: Place) -> None:

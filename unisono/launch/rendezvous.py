@@ -79,6 +79,7 @@ def rendezvous() -> Iterator[Rendezvous]:
         sweep(Path(parent))
     directory = tempfile.mkdtemp(prefix=f"unisono-{depth + 1}-", dir=parent)
     with contextlib.ExitStack() as stack:
+        # Errors are ignored: the zygote, or a sweep, may be removing it at the same time.
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
         _own(Path(directory), stack)
         yield Rendezvous(Path(directory))
@@ -112,6 +113,7 @@ def _is_deserted(directory: Path) -> bool:
     """Whether the owner of a group's directory is dead; OSError if the directory has no owner file (yet)."""
     import fcntl
 
+    # The kernel releases a lock when its holder dies, however it dies; a recorded pid could be reused.
     with (directory / "owner").open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

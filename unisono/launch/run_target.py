@@ -107,6 +107,7 @@ def run_target(rank: int, target: Target) -> None:
             return
         _set_first_path(os.getcwd())
         if target.is_module:
+            # `alter_sys` makes the module the `__main__` of `sys.modules`, as `python -m` does.
             runpy.run_module(target.name, run_name="__main__", alter_sys=True)
         else:
             find_function(target.name)(rank)

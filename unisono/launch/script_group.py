@@ -31,6 +31,7 @@ def let_scripts_initialise() -> None:
     Destroying that group does not hang while models that it has reduced still exist.
     """
     free_reducers_before_groups()
+    # Weak: a reference would keep the group alive after the script has destroyed it.
     ours = weakref.ref(dist.group.WORLD)
     store = dist.distributed_c10d._get_default_store()
     rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -91,6 +91,7 @@ def _set_limits(limits: dict[str, tuple[int, int]]) -> None:
 
 def _set_warning_filters(filters: list[Any]) -> None:
     warnings.filters[:] = filters  # type: ignore[index] # typeshed has it as a Sequence
+    # Python caches which warnings were shown, and drops that cache only if it knows of the change.
     warnings._filters_mutated()  # type: ignore[attr-defined]
 
 

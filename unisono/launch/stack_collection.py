@@ -85,6 +85,7 @@ class StackCollection:
         for rank in (before.pulses.keys() if before is not None else set()) - word.pulses.keys():
             self._watch.forget(rank, now)
         self._watch.returned.update(word.returned)
+        # A counter, as machines see only the latest word of one another.
         if word.num_asks > (0 if before is None else before.num_asks) and self._due is None:
             self._begin(now, running)
         if self._stacks is not None and self._is_answered():
@@ -114,6 +115,7 @@ class StackCollection:
     def _begin(self, now: float, running: Sequence[Worker]) -> None:
         self._due = now + _STACKS_S
         paths = {worker.rank: stacks_path(self._directory, worker.rank) for worker in running}
+        # Each request appends to these files; what comes after this size is the answer to this one.
         self._sizes = {rank: path.stat().st_size for rank, path in paths.items() if path.exists()}
         self._cpu_s = _cpu_seconds(running)
         self._ask(list(running))
@@ -127,6 +129,7 @@ class StackCollection:
         }
 
     def _judge(self, now: float, running: Sequence[Worker], stacks: dict[int, str]) -> WorkerHungError | None:
+        # A rank may have moved since the stacks were requested, so both limits are checked again.
         watch = self._watch
         is_over, is_in_doubt = (at is not None and now >= at for at in (watch.deadline(), watch.doubt()))
         if not is_over and not is_in_doubt:

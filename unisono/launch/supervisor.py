@@ -172,6 +172,7 @@ class Supervisor:
         with self._lock:
             self._readings.append(has_read)
         with contextlib.suppress(OSError):
+            # The socket is closed once the job has ended; the request is then void.
             self._wake_w.send(b"!")
             has_read.wait(_READING_S)
 
@@ -222,8 +223,10 @@ class Supervisor:
     def _run_group(self, place: Rendezvous, restart_count: int) -> Outcome[list[Any]]:
         samples = place.directory / "samples" if self._run is None else self._run.samples
         job = replace(self._job, private=str(place.directory), samples=str(samples))
+        # With an address, the agent has set the store and the restart count for all machines.
         if not job.address:
             job = replace(job, store=str(place.store), restart_count=restart_count)
+        # Each attempt has its own; its samples are appended to those of the earlier ones.
         monitor = Monitor(samples)
         output = Output(self._policy.output, self._run)
         watch = HangWatch(self._policy.hang_timeout_s, job.timeout.total_seconds(), self._others is None)
@@ -239,6 +242,8 @@ class Supervisor:
 
     def _obey(self) -> None:
         assert self._group is not None
+        # Read before the lists are taken: a request made meanwhile sends another byte. One made between two
+        # groups is obeyed by the next.
         self._wake_r.recv(4096)
         with self._lock:
             requests, self._requests = self._requests, []
@@ -262,10 +267,12 @@ class Supervisor:
 def _supervise(supervisor: Supervisor) -> None:
     """Body of the supervisor's thread: every end of the job becomes its verdict."""
     with supervisor._lock:
+        # Under the lock, as in `_ask`: a start that was interrupted either runs in full or not at all.
         supervisor._has_begun = not supervisor._has_ended.is_set()
     if supervisor._has_begun:
         watched = Outcome.capture(supervisor._watch)
         supervisor._verdict = watched.value or Outcome(error=watched.error)
+    # Also if no group was started: `pids` must not wait forever.
     supervisor._has_started.set()
     supervisor._has_ended.set()
 

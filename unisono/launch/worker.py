@@ -169,6 +169,7 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
     try:
         job: Job = pickle.loads(Path(job_file).read_bytes())
         place = job.place_of(rank)
+        # Before files and threads are created: umask, limits and affinity apply to those made later.
         _report_refused(adopt_settings(job.process, PROCESS), reporter)
         _adopt_caller(job, place)
         world = _join_world(job, place)
@@ -180,13 +181,16 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
         let_scripts_initialise()
         with beating(world, reporter, job.pulse_s):
             outcome = Outcome.capture(_call, job, world, reporter)
+            # Inside the block, so threads that `fn` has left running still count as progress.
             if outcome.error is None:
                 threading._shutdown()  # type: ignore[attr-defined] # joins non-daemon threads, as any exit does
     except BaseException as error:
         outcome = Outcome.failure(error)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # fn has ended, and that is reported first
+    # StoppedError is a SystemExit, too, but reports an agreed stop.
     if isinstance(outcome.error, SystemExit) and not isinstance(outcome.error, StoppedError):
         outcome = Outcome.failure(exit_error(outcome.error, rank))
+    # Decided on the original error, which `translate_error` may replace.
     is_secondary = outcome.is_secondary or tells_of_a_peer(outcome.error)
     if world is not None and outcome.error is not None:
         outcome = replace(outcome, error=translate_error(outcome.error, world.comm))
@@ -200,12 +204,14 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
     if preemption.is_agreed():
         reporter.send(Kind.STOPPED)
     reporter.send(Kind.OUTCOME, *replace(outcome, where=where, is_secondary=is_secondary).to_buffers())
+    # The default action works inside native code, where a handler in Python would not run.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(_LEAVE_S)  # kills this process if its transport waits for a peer, so that neither is held up
     with contextlib.suppress(Exception):
         if world is not None:
             depart(world, outcome.error)
         if world is not None and outcome.error is None:
+            # Exit functions may take longer; the supervisor limits them.
             signal.alarm(0)
             atexit._run_exitfuncs()  # what fn has registered, and what has to be flushed
     os._exit(int(is_failure))
@@ -250,14 +256,17 @@ def _call(job: Job, world: World, reporter: Reporter) -> Any:
         ) from error
     finally:
         _is_loading = False
+    # Once per machine is enough: its ranks import the same files.
     if world.local_rank == 0:
         compare_modules(pickle.loads(job.modules), lambda text: reporter.send(Kind.NOTE, text.encode()))
+    # Sent after the imports, whose duration the supervisor reports as a slow start.
     reporter.send(Kind.BEGUN)
     with _explaining_missing(loaded.left_out):
         return loaded.fn(world.rank, *loaded.args)
 
 
 def _adopt_settings(settings: Settings, world: World, reporter: Reporter) -> None:
+    # First: it also reseeds the CPU's generator, whose exact state is among the settings.
     if world.backend.moves_in_background:  # it has its own generator, which may not even exist in the caller
         torch.manual_seed(settings.seed)
     _report_refused(adopt_settings(settings.values, {**INTERPRETER, **SWITCHES}), reporter)
@@ -307,6 +316,7 @@ def _adopt_caller(job: Job, place: Place) -> None:
     encoding, errors = sys.stdout.encoding, sys.stdout.errors
     sys.stdout = open(1, "w", 1, encoding, errors, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", 1, encoding, "backslashreplace", closefd=False)  # noqa: SIM115
+    # stderr is a pipe here, so the width of the terminal cannot be queried.
     terminal.set_columns(job.columns)
     faulthandler.enable(2)
     faulthandler.register(signal.SIGUSR1, 2, all_threads=True)

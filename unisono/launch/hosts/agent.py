@@ -174,6 +174,7 @@ class Agent(SimpleElasticAgent):
         self.verdict: Outcome[Any] = Outcome()
         self.was_asked = False
         self._job = job
+        # Torch's agents restart the workers of all machines; a supervisor would restart only its own.
         self._policy = replace(policy, max_restarts=0)
         self._options = options
         self._run_directory = run
@@ -246,9 +247,11 @@ class Agent(SimpleElasticAgent):
             store=f"unisono/ranks/{name}",
             environ={**self._job.environ, **_variables_of_group(group, self._options)},
         )
+        # A loss in an earlier round does not concern the machines that have met in this one.
         self._lost = ""
         # set before words can arrive
         self._supervisor = Supervisor(job, self._policy, self._run_directory, self.others)
+        # Before the workers start: their first report must belong to this round.
         self.others.begin_round(name, group.group_rank, group.group_world_size)
         self._supervisor.start()
         return dict(enumerate(self._supervisor.pids()))
@@ -265,10 +268,13 @@ class Agent(SimpleElasticAgent):
                 values = {each.global_rank: None for each in group.workers}
                 return RunResult(WorkerState.SUCCEEDED, values) if self.others.are_done() else self._wait()
         else:
+            # Before anything that waits: the other machines end their workers on it.
             self.others.say(verdict=verdict.to_bytes())
             self.verdict = self._first_cause(verdict) if verdict.is_secondary else verdict
+        # A restart would undo the request.
         if self.was_asked:
             raise SignalException("the workers failed while stopping early", signal.SIGTERM)
+        # False sets it to 0, which makes torch's agent fail instead of restarting.
         self._remaining_restarts *= self._supervisor.may_restart(self.verdict.error)
         if self._remaining_restarts > 0:
             restart_count = group.spec.max_restarts - self._remaining_restarts + 1
@@ -311,6 +317,7 @@ def _run(agent: Agent, options: MachineOptions) -> Outcome[Any]:
     except SignalException as stop:
         logger.warning("stopped by %s", stop.sigval.name)
         its_end = UnisonoError(f"the agent on {platform.node()} was stopped by {stop.sigval.name}")
+        # The workers of the other machines wait for ours in collectives.
         agent.others.say(verdict=Outcome.failure(its_end).to_bytes())
         return Outcome(error=SystemExit(128 + stop.sigval))
     except (RendezvousError, TimeoutError, dist.DistError) as error:

@@ -76,6 +76,7 @@ class JointReturn:
             BrokenWorldError: a rank has failed, or did not return in time.
         """
         own = self.comm.num_calls
+        # Atomic: the first rank back writes, and each later one reads that rank's entry.
         rank, entered = _parse_return(self._store.compare_set(self._first, "", f"{self.comm.rank} {own}"))
         if entered != own:
             self.tell(

@@ -131,6 +131,7 @@ class OtherMachines:
     def begin_round(self, name: str, number: int, count: int) -> None:
         """Begin a round: the agents have met and start workers. Takes this machine's number, and the number of
         machines."""
+        # A new object, not a change of the old one, which the first thread may be reading.
         self._round = _Round(f"unisono/machines/{name}", count, Word(number))
         if self._threads[0].ident is None:
             self._answered_at = time.monotonic()
@@ -204,6 +205,7 @@ class OtherMachines:
         is_over = False
         while not is_over:
             self._has_news.wait(self._beat_s)
+            # Cleared before the word is sent, so that later news cause another turn.
             self._has_news.clear()
             is_over = self._is_over.is_set()  # read first, so that the last words are still sent
             if (current := self._round) is not None:
@@ -211,11 +213,13 @@ class OtherMachines:
                     current.own = replace(current.own, beats=current.own.beats + 1)
                 store.set(f"{current.name}/{current.own.machine}", current.own.to_text())
                 self._listen(store, current)
+            # Reached only if the store has answered.
             self._answered_at = time.monotonic()
 
     def _listen(self, store: dist.distributed_c10d.Store, current: _Round) -> None:
         for number in set(range(current.count)) - {current.own.machine}:
             key = f"{current.name}/{number}"
+            # `get` alone would wait until the key exists.
             word = Word.from_text(store.get(key)) if store.check([key]) else None
             before, _ = current.heard.get(number, (None, 0.0))
             if word != before or number not in current.heard:
@@ -229,6 +233,7 @@ class OtherMachines:
             if now - self._answered_at > self._patience_s:
                 host, port = self._endpoint
                 self._on_cut_off(f"the machine that serves {host}:{port} {self._silence()}, or that of this machine is")
+            # A copy: the first thread adds entries meanwhile.
             for number, (word, since) in list(self._round.heard.items() if self._round is not None else ()):
                 is_leaving = word is not None and word.is_leaving  # the others learn of it from its workers
                 if not is_leaving and now - since > self._patience_s:

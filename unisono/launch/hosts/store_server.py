@@ -44,6 +44,7 @@ def serve_store(host: str, port: int, timeout: timedelta, is_alone: bool = False
         backlog=socket.SOMAXCONN,
         dualstack_ipv6=not address and is_six,
     )
+    # The store owns the descriptor from here on.
     return dist.TCPStore(  # type: ignore[attr-defined]
         host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
     )

@@ -49,6 +49,7 @@ def kill_tree(process: psutil.Process) -> None:
     """SIGKILL a process and all its descendants in any session; itself first, or it would notice the death of a
     child."""
     with contextlib.suppress(psutil.Error):
+        # The list is complete before the first kill: descendants of a dead process are no longer found from it.
         for victim in [process, *process.children(recursive=True)]:
             with contextlib.suppress(psutil.Error):
                 victim.kill()

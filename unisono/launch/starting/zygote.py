@@ -96,6 +96,7 @@ class Zygote:
         self.groups: dict[int, _Group] = {}  # by the socket's descriptor
         self.selector = selectors.DefaultSelector()
         self.children_r, self.children_w = os.pipe()
+        # `signal.set_wakeup_fd` refuses a blocking descriptor.
         for end in (self.children_r, self.children_w):
             os.set_blocking(end, False)
         # A second sign of the caller's end: a process that it has forked may hold its end of the control socket open.
@@ -107,9 +108,11 @@ class Zygote:
     def serve(self) -> NoReturn:
         """Fork and reap until the caller is gone."""
         signal.set_wakeup_fd(self.children_w, warn_on_full_buffer=False)
+        # Python writes to the wake-up descriptor only for signals that have a handler in Python.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())  # undo what the caller's thread had blocked
         while True:
+            # Without pending idle work there is no timeout, so an idle zygote never wakes.
             ready = self.selector.select(_IDLE_S if self.idle_work and self.forks_before_work <= 0 else None)
             if not ready:
                 self._begin_work()
@@ -135,6 +138,7 @@ class Zygote:
         except EOFError:
             return False
         if "preload" in message:
+            # The caller's path may have changed since it started this process.
             sys.path[:] = message["path"]
             self._preload(message["preload"])
             return True
@@ -148,8 +152,9 @@ class Zygote:
         imported."""
         if self.working is not None:
             self.working.join()
-        self.is_frozen = False
+        self.is_frozen = False  # the next fork freezes the new objects, too
         for name in modules:
+            # Counted by the system: `threading` does not know the threads of native libraries.
             threads = psutil.Process().num_threads()
             try:
                 importlib.import_module(name)
@@ -173,7 +178,9 @@ class Zygote:
             self._prepare(message["family"])
             self._fork(group, message["rank"], message["job"], fds)
         elif message["op"] == "signal":
+            # These pids have not been waited for, so even that of a dead worker is not another process's.
             for pid in (pid for pid, rank in group.ranks.items() if rank in message["ranks"]):
+                # A request to stop is for the worker alone: its loader workers must go on until it has stopped.
                 send = kill_session if message["to_sessions"] else os.kill
                 send(pid, message["signal"])
 
@@ -197,11 +204,13 @@ class Zygote:
             pid = os.fork()
             if pid == 0:
                 self._become_worker(rank, job, fds)
+            # A child that has already ended cannot be missed here: children are reaped only in `serve`, on this thread.
             group.ranks[pid] = rank
             _tell(group, {"op": "forked", "rank": rank, "pid": pid})
         except OSError as error:
             _tell(group, {"op": "error", "rank": rank, "text": f"{error}; {_limit_met(error)}".rstrip("; ")})
         finally:
+            # Only the parent gets here: the child leaves by `os._exit` or `exec`.
             for fd in fds:
                 os.close(fd)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
@@ -211,13 +220,14 @@ class Zygote:
         if self.working is not None:
             self.working.join()
             self.working = None
-            self.is_frozen = False
+            self.is_frozen = False  # what the thread has imported is not frozen yet
         if not self.is_frozen:
             self.is_frozen = True
             for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
                 # otherwise each worker would undo these imports at its end, which takes milliseconds
                 finalizer.atexit = False
             gc.freeze()  # collections never write to existing objects, so their pages stay shared
+            # Imports had turned it off; workers inherit the setting.
             gc.enable()
             self._remember()
 
@@ -235,14 +245,18 @@ class Zygote:
             die_with_parent(signal.SIGKILL)
             if os.getppid() != zygote:  # it died before the signal was requested
                 os._exit(1)
+            # The pipe is shared with the zygote, which this worker's signals would otherwise wake.
             signal.set_wakeup_fd(-1)
             for signum in (signal.SIGCHLD, *_STOPPING):
                 signal.signal(signum, signal.SIG_DFL)
+            # With the defaults set: a signal sent since the fork takes effect now.
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
+            # Closed without unregistering anything: the epoll object is shared, and the zygote would lose its entries.
             self.selector.close()
             for fd in (self.children_r, self.children_w, self.caller_fd):
                 if fd >= 0:
                     os.close(fd)
+            # The caller takes the end of these streams as the zygote's end, so no worker may hold a copy.
             for sock in (self.control, *(group.sock for group in self.groups.values())):
                 sock.close()
             reports, stdout, stderr = fds
@@ -257,6 +271,7 @@ class Zygote:
                     f"from unisono.launch.worker import run_worker; run_worker({rank}, {job!r}, {reports})"
                 )
                 command = [*interpreter_command(), "-c", start]
+                # The exec keeps the pid, the session and the parent-death signal.
                 os.execv(command[0], command)
             from unisono.launch.worker import run_worker
 
@@ -268,9 +283,11 @@ class Zygote:
 
     def _reap(self) -> None:
         with contextlib.suppress(BlockingIOError):
+            # Pending SIGCHLDs merge into one, so all children that have ended are taken below.
             os.read(self.children_r, 4096)
         with contextlib.suppress(ChildProcessError):
             if hasattr(os, "waitid"):
+                # WNOWAIT leaves a zombie: its pid, also its session's, is not reused before the session is killed.
                 while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                     kill_session(found.si_pid, signal.SIGKILL)
                     self._bury(*os.waitpid(found.si_pid, 0))
@@ -282,6 +299,7 @@ class Zygote:
 
     def _bury(self, pid: int, status: int) -> None:
         group = next((group for group in self.groups.values() if pid in group.ranks), None)
+        # No group: an orphan of a worker, which this process has adopted as the subreaper.
         rank = group.ranks.pop(pid) if group is not None else None
         self._kill_strays()
         if group is not None:
@@ -295,6 +313,7 @@ class Zygote:
 
     def _close(self, group: _Group) -> None:
         """The caller has closed the group: kill everything that belongs to it."""
+        # The tree includes what has left the session; the session includes what has lost its parent.
         for pid in group.ranks:
             with contextlib.suppress(psutil.Error):
                 kill_tree(psutil.Process(pid))
@@ -305,7 +324,9 @@ class Zygote:
         self._kill_strays()
         with contextlib.suppress(psutil.Error):  # strays of this group, if another group has workers
             kill_marked(psutil.Process().children(recursive=True), OUTER_DIRECTORY, group.directory)
+        # No process of the group is left that could create files in it.
         shutil.rmtree(group.directory, ignore_errors=True)
+        # Before the socket is closed: its `fileno()` is -1 afterwards.
         self.selector.unregister(group.sock.fileno())
         del self.groups[group.sock.fileno()]
         group.sock.close()
@@ -315,6 +336,7 @@ class Zygote:
         bury_children()
         for group in self.groups.values():
             shutil.rmtree(group.directory, ignore_errors=True)
+        # A normal exit would join the thread that does the idle work.
         os._exit(0)
 
 
@@ -346,12 +368,14 @@ def _import_optimizers() -> None:
 
 def main(control_fd: int, caller: int, start_method: str) -> NoReturn:
     """Run the zygote on its end of the control socket; `caller` is the pid of the calling process."""
+    # Before the first fork: only later orphans are adopted.
     become_reaper()
     name_process("unisono-zygote")
     # signals sent to the whole group are meant for the workers; the zygote ends with its caller
     for signum in _STOPPING:
         signal.signal(signum, signal.SIG_IGN)
     control = socket.socket(fileno=control_fd)
+    # If the caller is gone, its pid may be another process's by the time the pidfd is opened.
     if os.getppid() != caller:
         sys.exit("the process that started this zygote is gone")
     if start_method == "zygote":

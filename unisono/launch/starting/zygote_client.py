@@ -46,7 +46,9 @@ class ZygoteClient:
         environ.pop(VARIABLE, None)  # otherwise the zygote would start one of its own
         if start_method == "zygote":  # OpenBLAS would start threads when NumPy is imported, which do not survive a fork
             environ["OPENBLAS_NUM_THREADS"] = "1"
+        # Our copy of its end is closed at once: it would hide the zygote's death from us.
         with theirs:
+            # Under `_lock`, which our at-fork hook acquires: Popen runs such hooks only if it has a preexec_fn.
             self._process = Popen(
                 [*interpreter_command(), "-c", start],
                 pass_fds=[theirs.fileno()],
@@ -70,6 +72,7 @@ class ZygoteClient:
         """Open a new group and return its socket; `directory` is removed when the socket closes. ConnectionError if the
         zygote has exited."""
         ours, theirs = wire.socket_pair()
+        # As above: `ours` must see the end of the stream when the zygote closes its end, or dies.
         with theirs:
             wire.send(self._control, {"directory": str(directory)}, (theirs.fileno(),))
         _sockets.add(ours)
@@ -143,6 +146,7 @@ def open_group(directory: Path, start_method: str) -> socket.socket:
         UnisonoError: the zygote cannot be started; it has printed the reason to stderr.
     """
     with _lock:
+        # A zygote may die between the check and the request; if a fresh one does, another would, too.
         for _ in range(2):
             client = _running_client(start_method)
             with contextlib.suppress(ConnectionError):
@@ -180,6 +184,7 @@ def zygote_pid(start_method: str = "zygote") -> int | None:
 
 def _forget_in_child() -> None:
     """Close the sockets in a fork of the caller: the zygote notices the caller's death by their end of stream."""
+    # Dropped, not closed: `close` would wait for a process that is the parent's child.
     _clients.clear()
     for sock in list(_sockets):
         sock.close()

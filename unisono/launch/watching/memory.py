@@ -85,6 +85,7 @@ def _kills(paths: Iterable[Path]) -> int | None:
     for path in paths:
         with suppress(OSError, ValueError):
             for line in path.read_text().splitlines():
+                # With the space: version 1 also has `oom_kill_disable`.
                 if line.startswith("oom_kill "):
                     return int(line.split()[1])
     return None
@@ -104,6 +105,7 @@ def _story(curve: Sequence[Sample]) -> str:
         return f"its own memory had not grown, so something else has used up the memory{_last_seen(curve)}"
     near = lowest + _NEAR * (last - lowest)
     grown = curve[max(place for place, sample in enumerate(curve) if sample.rss <= near) :]
+    # At least two: the last sample has grown, so it comes after the last one near the lowest.
     count = min(_SHOWN, len(grown))
     points = [grown[place * (len(grown) - 1) // (count - 1)].rss for place in range(count)]
     seconds = grown[-1].at - grown[0].at

@@ -144,6 +144,7 @@ class Monitor:
         self._is_closed.set()
         with self._lock:
             thread, self._thread = self._thread, None
+        # Joined without the lock, which the thread may be waiting for.
         if thread is not None:
             thread.join()
 
@@ -153,6 +154,7 @@ class Monitor:
         with self._lock:
             living = {each.rank: each for each in self._watched.values() if each.process is not None}
             pulses = self._pulses.copy()
+        # Measured without the lock: `watch` and `curve` run on the supervisor's thread and must not wait.
         trees = _trees(each.process for each in living.values() if each.process is not None)
         samples = {}
         for rank, each in living.items():
@@ -163,10 +165,12 @@ class Monitor:
             else:
                 samples[rank] = _with_pulse(sample, pulses[rank]) if rank in pulses else sample
         if time.monotonic() >= self._pss_due:
+            # CPU time, not wall time: waiting for the GIL does not load a core.
             spent = time.thread_time()
             samples = {rank: replace(each, pss=_pss(trees[each.pid])) for rank, each in samples.items()}
             rest = max(_PSS_EVERY * self._interval_s, _REST * (time.thread_time() - spent))
             self._pss_due = time.monotonic() + rest
+        # `living` holds what was measured: a worker that has replaced one of them meanwhile starts with no samples.
         with self._lock:
             for rank, sample in samples.items():
                 living[rank].curve.append(sample)
@@ -182,6 +186,7 @@ class Monitor:
                 file.write(lines)
         except OSError as error:
             logger.warning("samples of the workers are no longer written to %s: %s", self._path, error)
+            # Reported once; the curves in memory still serve the error messages.
             self._path = None
 
 
@@ -275,6 +280,7 @@ def _with_pulse(sample: Sample, pulse: Pulse) -> Sample:
 def _look(process: psutil.Process) -> _Use | None:
     try:
         with process.oneshot():
+            # Compares creation times, so a reused pid is not taken for the same process.
             if not process.is_running():
                 return None
             rss, times, io = process.memory_info().rss, process.cpu_times(), None
@@ -283,6 +289,7 @@ def _look(process: psutil.Process) -> _Use | None:
                 io = counters.read_bytes, counters.write_bytes
     except (psutil.Error, OSError):
         return None
+    # Children that were waited for have left the tree, but their CPU time was the worker's.
     ended = getattr(times, "children_user", 0.0) + getattr(times, "children_system", 0.0)
     return _Use(times.user + times.system + ended, rss, io)
 

@@ -84,6 +84,7 @@ class _Source:
             for piece in self.splitter.feed(data):
                 self._add(self.live, piece)
                 self.release_at = None
+            # With `describe`, a fragment would become an object of its own.
             if self.splitter.held and self.release_at is None and self.describe is None:
                 self.release_at = time.monotonic() + _HOLD_S
 
@@ -182,6 +183,7 @@ class Output:
         path = None if self._run is None else self._run.log(rank, name)
         reading, writing = os.pipe()
         ends.append(writing)
+        # Not the write end: the worker would have to handle EAGAIN.
         os.set_blocking(reading, False)
         describe = partial(describe_line, rank, name) if self._options.is_json else None
         source = _Source(reading, prefix, live if self._is_shown(rank) else None, path, describe)
@@ -208,6 +210,7 @@ class Output:
             self._drain(source)
         for live in self._lives:
             live.end_line()
+        # Past the deadline `_turn` no longer waits, so this goes on only while the streams accept data.
         while any(live.pending for live in self._lives) and (self._turn() or not self._is_over()):
             pass
 
@@ -229,6 +232,7 @@ class Output:
         with selectors.PollSelector() as selector:  # unlike epoll, it supports regular files
             selector.register(self._wake_r, selectors.EVENT_READ)
             for source in self._sources:
+                # An unread pipe fills up and blocks its writer, which is what limits the pending output.
                 if not source.is_held_up():
                     selector.register(source.fd, selectors.EVENT_READ, source)
             for live in self._lives:
@@ -279,6 +283,7 @@ class Output:
     def _open_log(self, source: _Source) -> None:
         if source.path is not None:
             try:
+                # Appending: a restarted group and `RunDirectory.append` write to the same file.
                 source.log = os.open(source.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
             except OSError as error:
                 self._complain(source.path, error)
