@@ -772,6 +772,26 @@ def test_batches_of_many_tensors_do_not_use_up_the_descriptors():
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+def test_descriptors_suffice_however_many_batches_may_wait():
+    class Pair(Numbers):
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+            return torch.full((1,), index), torch.zeros(1)
+
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(256, 2 * psutil.Process().num_fds()), before[1]))
+    try:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        loader = DeviceLoader(DataLoader(Pair(limit), 1, num_workers=1), loader_prefetch_size=limit)
+        iterator = iter(loader)
+        first = next(iterator)
+        pipeline = iterator._lane._pipeline
+        while any(thread.is_alive() for thread in pipeline.threads) and iterator._lane.sent < limit:
+            threading.Event().wait(0.01)
+        assert [int(each[0]) for each in (first, *iterator)] == list(range(limit))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
 def test_a_loader_that_collates_by_its_own_method_is_garbage_when_it_is_dropped():
     class Own(DataLoader):
         def __init__(self, dataset: Dataset) -> None:
@@ -809,6 +829,16 @@ def many_of(samples: list[int]) -> dict[str, Any]:
     kinds = (torch.float64, torch.bool, torch.complex64, torch.int16)
     tensors = [torch.tensor([[sample, place % 2]]).to(kinds[place % 4]) for sample in samples for place in range(80)]
     return {"first": tensors[:100], "rest": (tensors[100:], torch.empty(0, 3), torch.tensor(samples[0]), "word", None)}
+
+
+def strided_of(samples: list[int]) -> list[torch.Tensor]:
+    return [torch.zeros(1, 3, 2, 2).to(memory_format=torch.channels_last) + sample for sample in samples * 20]
+
+
+def test_many_tensors_keep_their_strides():
+    (found,) = DeviceLoader(DataLoader(range(1), 1, num_workers=1, collate_fn=strided_of))
+    assert len(found) == 20
+    assert all(each.is_contiguous(memory_format=torch.channels_last) for each in found)
 
 
 class Numbered(IterableDataset):

@@ -463,6 +463,12 @@ def test_a_report_of_a_run_without_loops_divides_nothing_by_zero() -> None:
     assert report.verdict.startswith("it is unknown")
 
 
+def test_processes_of_two_machines_may_have_the_same_pid() -> None:
+    ranks = [replace(each, host=f"node{each.rank}", counters={"graphs compiled": 2}) for each in a_report().ranks]
+    assert Report(ranks).counters == {"graphs compiled": 4}
+    assert Report([replace(each, host="node0") for each in ranks]).counters == {"graphs compiled": 2}
+
+
 def test_a_missing_extra_is_told_with_the_pip_line(tmp_path: Path) -> None:
     script = """
 import sys

@@ -108,7 +108,7 @@ def _run_on_machines(
 
     family = pick_backend(parsed.backend)
     group_backend(family, parsed.process_group)
-    count = check_nprocs(_number_from(parsed, place, "nproc"), family)
+    count = check_nprocs(_number_from(parsed, place, "nproc"), family, parsed.process_group)
     policy = make_policy(
         count=None,
         grace_s=parsed.grace or 25.0,

@@ -127,8 +127,8 @@ def stack_of(worker: Any) -> str:
     deadline = time.monotonic() + _STACK_S
     while time.monotonic() < deadline:
         time.sleep(0.01)
-        worker.stacks.seek(0)
-        text = worker.stacks.read().decode(errors="replace")
+        # Not by the file's offset, which the worker shares and may be writing at.
+        text = os.pread(worker.stacks.fileno(), 1 << 20, 0).decode(errors="replace")
         if _LAST in text:  # the loop that every loader worker is in
             lines = text[: text.index(_LAST)].splitlines()[1:-1]
             return ", in (most recent call first):\n" + "\n".join(_without_ours(lines))

@@ -97,8 +97,10 @@ def _apart(batch: Any, whole: torch.Tensor) -> Any:
 
 
 def has_many(batch: Any) -> bool:
-    """Whether the batch has so many tensors that it should be merged, if `can_surely_be_sent`."""
-    return sum(isinstance(leaf, torch.Tensor) for leaf in leaves(batch)) > _MANY
+    """Whether the batch has so many tensors that it should be merged, if `can_surely_be_sent`; and they stay what they
+    are: of their strides, devices and quantisation nothing is sent."""
+    found = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
+    return len(found) > _MANY and all(each.is_cpu and each.is_contiguous() and not each.is_quantized for each in found)
 
 
 class Packed:

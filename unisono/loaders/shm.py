@@ -52,6 +52,7 @@ class Room:
         self._waiting = waiting
         self._free: int | None = None
         self._has_checked = False
+        self._needed = 0  # by the batches in transit
         self.is_tight = False
 
     def look(self) -> None:
@@ -67,7 +68,7 @@ class Room:
         self._has_checked = True
         tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and has_storage(leaf)]
         nbytes = sum(leaf.nbytes for leaf in tensors if leaf.is_shared())
-        needed = self._in_flight * nbytes
+        self._needed = needed = self._in_flight * nbytes
         if self._free is None:
             return
         # The batches that wait are copied out if it is tight, so only those in flight can still fill it.
@@ -79,6 +80,19 @@ class Room:
                 *(SHM, _megabytes(self._free), self._in_flight, _megabytes(nbytes), self._num_workers),
                 *(_megabytes(needed), _WAY_OUT),
             )
+
+    def is_running_out(self) -> bool:
+        """Whether less is free now than the batches in transit may need."""
+        found = _free_and_size()
+        return found is not None and found[0] < self._needed
+
+
+def num_open_files() -> int:
+    """The number of descriptors that this process has open; 0 where that is unknown."""
+    try:
+        return len(os.listdir("/proc/self/fd"))
+    except OSError:
+        return 0
 
 
 def share(batch: Any) -> None:

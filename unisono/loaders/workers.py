@@ -31,7 +31,7 @@ from unisono.errors import BusyError, describe_exit
 from unisono.loaders.fetcher import Fetcher, Request, few
 from unisono.loaders.forked_workers import context_of, one_at_a_time, stack_of
 from unisono.loaders.packing import Merged, Packed, can_surely_be_sent, has_many
-from unisono.loaders.shm import Room, explain, share, why_full
+from unisono.loaders.shm import Room, explain, num_open_files, share, why_full
 from unisono.outcome import Outcome, chain_of
 from unisono.randomness import notice_who_asks
 from unisono.tree import leaves, tree_map
@@ -260,7 +260,7 @@ class Served:
         self._values = values
         self._wait = wait
         self._room = room
-        self._is_freed: bool | None = None
+        self._num_served, self._is_freed = 0, False
 
     def __iter__(self) -> Served:
         return self
@@ -283,12 +283,17 @@ class Served:
     def _free_shared_memory(self, value: Any) -> Any:
         """The batch, copied out of shared memory if the batches that wait for the loop would exhaust that.
 
-        Up to `_WAITING` may wait. They may also exhaust the file descriptors, since each shared tensor holds one.
+        They may also exhaust the file descriptors, since each shared tensor holds one. It is unknown how many may wait,
+        so the first batch decides for `_WAITING` of them, and each `_WAITING`-th one for as many more.
         """
-        if self._is_freed is None:
+        if not self._is_freed and self._num_served % _WAITING == 0:
             limit = math.inf if resource is None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-            tensors = sum(isinstance(leaf, torch.Tensor) for leaf in leaves(value))
-            self._is_freed = self._room.is_tight or tensors * _WAITING > limit / 2
+            needed = _WAITING * sum(isinstance(leaf, torch.Tensor) for leaf in leaves(value))
+            if self._num_served == 0:
+                self._is_freed = self._room.is_tight or needed > limit / 2
+            else:
+                self._is_freed = self._room.is_running_out() or num_open_files() + needed > limit * 3 / 4
+        self._num_served += 1
         if not self._is_freed:
             return value
         return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, value)

@@ -9,6 +9,7 @@ peers in two places: for the reader that it shares with them, and where gradient
 from __future__ import annotations
 
 import os
+import platform
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -74,6 +75,7 @@ class RankSummary:
             monitored.
         mean_cpu_percent: the mean CPU usage of these processes, in percent of one core.
         is_accelerated: whether the rank computes on a device other than the CPU.
+        host: the name of its machine.
         counters: the counters of the device's runtime in this process: graphs compiled, for example.
         spans: by track, "loop" and the helpers'; the latest `MAX_SPANS` of each, on the clock of its machine.
     """
@@ -97,6 +99,7 @@ class RankSummary:
     peak_rss: int = 0
     mean_cpu_percent: float = 0.0
     is_accelerated: bool = False
+    host: str = ""
     counters: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -175,7 +178,7 @@ class Report:
     def counters(self) -> dict[str, int]:
         """The counters of the devices' runtimes, summed over all processes."""
         # ranks that are threads of one process report the same counters
-        by_process = {each.pid: each.counters for each in self.ranks}
+        by_process = {(each.host, each.pid): each.counters for each in self.ranks}
         total: Counter[str] = Counter()
         for counted in by_process.values():
             total.update(counted)
@@ -272,6 +275,7 @@ def summarise(world: World | None = None) -> RankSummary:
         # Without the first sample, whose 0 only says that nothing precedes it.
         mean_cpu_percent=fmean(sample.cpu_percent for sample in samples[1:]) if samples[1:] else 0.0,
         is_accelerated=world.backend.is_accelerated(),
+        host=platform.node(),
         counters=world.backend.counters(),
     )
 

@@ -110,8 +110,7 @@ class JointReturn:
         with contextlib.suppress(RuntimeError):  # the store may be gone with its host
             # annotated as str, but accepts bytes
             data: Any = Outcome.failure(error, f"rank {self.comm.rank}").to_bytes()
-            if not self._store.check([self._trouble]):
-                self._store.set(self._trouble, data)
+            self._store.compare_set(self._trouble, "", data)
 
     def _wait_told(self) -> None:
         """Wait until all are back, or a rank has reported trouble."""

@@ -85,6 +85,7 @@ class Zygote:
 
     def __init__(self, control: socket.socket, caller: int, start_method: str) -> None:
         self.control = control
+        self.pid = os.getpid()
         self.start_method = start_method
         self.idle_work: list[Callable[[], None]] = []  # still to be done when idle
         if start_method == "zygote":
@@ -240,10 +241,9 @@ class Zygote:
     def _become_worker(self, rank: int, job: str, fds: list[int]) -> NoReturn:
         """In the child: cut all ties to the zygote except the parent-death signal, then run the worker."""
         try:
-            zygote = os.getppid()
             os.setsid()
             die_with_parent(signal.SIGKILL)
-            if os.getppid() != zygote:  # it died before the signal was requested
+            if os.getppid() != self.pid:  # it died before the signal was requested
                 os._exit(1)
             # The pipe is shared with the zygote, which this worker's signals would otherwise wake.
             signal.set_wakeup_fd(-1)
@@ -381,4 +381,8 @@ def main(control_fd: int, caller: int, start_method: str) -> NoReturn:
     if start_method == "zygote":
         gc.disable()  # until the first fork: collections would take a fifth of the import time, without any benefit
         importlib.import_module("unisono.launch.worker")
-    Zygote(control, caller, start_method).serve()
+    try:
+        zygote = Zygote(control, caller, start_method)
+    except ProcessLookupError:  # it ended while torch was imported
+        sys.exit("the process that started this zygote is gone")
+    zygote.serve()
