@@ -11,11 +11,11 @@ import psutil
 import pytest
 import torch
 from faults import SOON_S, Script, stand_still, survivors
+from recorded_runs import read_run
 
 from unisono import preemption
 from unisono.errors import StoppedError, WorkerDiedError
 from unisono.launch.spawn import spawn
-from unisono.launch.watching.run_directory import read_run
 from unisono.parallel.stopping import should_stop
 from unisono.world import current_world
 

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import os
 import sys
-from types import SimpleNamespace
+from collections import OrderedDict
+from enum import Flag
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 from faults import Script
 
-from unisono.launch.imported_modules import ModuleFacts, compare_modules, describe_module, describe_modules
+from unisono.launch.imported_modules import (
+    ModuleFacts,
+    compare_modules,
+    describe_module,
+    describe_modules,
+    is_users_file,
+)
 
 CONFIG = """
 RATE = 0.1
@@ -155,6 +164,59 @@ def test_what_cannot_be_compared_is_left_out(monkeypatch):
     for value in (object(), [object()], endless, list(range(20_000))):
         monkeypatch.setattr(module, "looked_at", value, raising=False)
         assert "looked_at" not in describe_module(module).values
+
+
+class Lazy(OrderedDict[str, int]):
+    """Importing what it names takes seconds, and fails, as in transformers."""
+
+    def items(self) -> Any:
+        raise ImportError("a library that is not installed")
+
+    values = __iter__ = items  # type: ignore[assignment]
+
+
+class Proxy:
+    """Of an object that exists while a request is served, say."""
+
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError("outside of a request")
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError("outside of a request")
+
+
+class Mode(Flag):
+    SLOW = 1
+    LOUD = 2
+
+
+def test_objects_are_described_without_calling_their_own_code(monkeypatch):
+    module = sys.modules[__name__]
+    monkeypatch.setattr(module, "lazy", Lazy(a=1), raising=False)
+    monkeypatch.setattr(module, "proxy", Proxy(), raising=False)
+    monkeypatch.setattr(module, "mode", Mode.SLOW | Mode.LOUD, raising=False)
+    first = describe_module(module).values
+    assert (first["lazy"], first["mode"]) == ("{'a': 1}", "Mode(3)")
+    assert "proxy" not in first
+    assert ~Mode.SLOW & Mode.LOUD, "which the members keep"
+    assert describe_module(module).values == first
+
+
+def test_names_that_a_lazy_module_has_fetched_are_no_change():
+    module = ModuleType("lazy")
+    module.__getattr__ = lambda name: Flag  # type: ignore[method-assign]
+    before = describe_module(module)
+    module.Flag = module.another  # type: ignore[attr-defined]
+    assert describe_module(module) == before
+
+
+def test_a_folder_of_installed_packages_is_not_the_program(tmp_path, monkeypatch):
+    for folder in ("installed/library-1.0.dist-info", "installed/library", "own"):
+        (tmp_path / folder).mkdir(parents=True)
+        monkeypatch.syspath_prepend(str(tmp_path / folder.partition("/")[0]))
+    assert not is_users_file(str(tmp_path / "installed" / "library" / "module.py"))
+    assert is_users_file(str(tmp_path / "own" / "module.py"))
 
 
 def test_a_difference_names_the_first_globals_and_counts_the_rest():

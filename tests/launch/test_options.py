@@ -12,11 +12,11 @@ import sys
 import pytest
 import torch
 from faults import Script
+from recorded_runs import read_run
 
 from unisono.backends.cores import fair_num_threads, usable_cores
 from unisono.errors import WorkerDiedError
 from unisono.launch.spawn import spawn
-from unisono.launch.watching.run_directory import read_run
 from unisono.world import current_world
 
 

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 from unisono import DataParallel, DeviceLoader, ParallelLoader
-from unisono.errors import BusyError, StateError, StateLengthError, StateSeedError, StateVersionError
+from unisono.errors import BusyError, ClosedError, StateError, StateLengthError, StateSeedError, StateVersionError
 from unisono.randomness import seed_of
 
 SAMPLES = 23
@@ -296,6 +296,31 @@ def test_epochs_advance_by_themselves_and_jump_when_told():
         with pytest.raises(error, match="epoch="):
             loader.set_epoch(wrong)
     assert loader.epoch == 41
+
+
+@pytest.mark.parametrize("make", [shuffled, lambda: list(torch.arange(SAMPLES).split(2))], ids=["dataset", "iterable"])
+@pytest.mark.parametrize("before", [0, 3], ids=["new", "resumed"])
+def test_a_loop_whose_threads_could_not_be_started_has_drawn_nothing_and_is_tried_again(monkeypatch, make, before):
+    whole = DeviceLoader(make(), seed=5)
+    first = take(whole, before)
+    state, rest = whole.state_dict(), take(resumed([DeviceLoader(make(), seed=5)], whole.state_dict())[0])
+    assert len(first) == before
+
+    [loader] = resumed([DeviceLoader(make(), seed=5)], state)
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", refuse_to_start)
+        attempt = iter(loader)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            next(attempt)
+    with pytest.raises(ClosedError):
+        next(attempt)
+    assert loader.state_dict() == state
+    assert counted([take(loader)]) == counted([rest])
+    assert loader.epoch == 1
+
+
+def refuse_to_start(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
 
 
 # Several devices of one process.

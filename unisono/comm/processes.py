@@ -214,10 +214,10 @@ class ProcessCommunicator:
     def abort(self, cause: BaseException) -> None:
         if self._broken is None:
             self._broken = (f"rank {self.rank} failed with {type(cause).__name__}: {cause}", cause)
-            # The store keeps the first failure of all ranks; a later one is a consequence of it.
-            if self._store is not None and not self._store.check([_FAILURE]):
+            if self._store is not None:
                 reason = Outcome.failure(cause, f"rank {self.rank}").to_bytes()
-                self._store.set(_FAILURE, reason)  # type: ignore[arg-type]  # annotated as str, takes bytes
+                # The store keeps the first failure of all ranks; a later one is a consequence of it.
+                self._store.compare_set(_FAILURE, "", reason)  # type: ignore[arg-type]  # annotated as str, takes bytes
             self._end(is_broken=True)
 
     def leave(self) -> None:

@@ -17,9 +17,12 @@ import os
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
 from functools import cache
 from hashlib import blake2b
+from pathlib import Path, PurePath
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -64,22 +67,24 @@ def describe_modules() -> dict[str, ModuleFacts]:
 
 def describe_module(module: ModuleType) -> ModuleFacts:
     values, codes = {}, {}
+    # A lazy module gets its names when they are used, in each process others.
+    is_lazy = type(module) is not ModuleType or "__getattr__" in vars(module)
     # Another kind of loader (such as pytest's) changes the source that it loads, in this process only.
     has_own_text = type(getattr(module, "__loader__", None)) is importlib.machinery.SourceFileLoader
     for name, value in list(vars(module).items()):
-        if name.startswith("_") or isinstance(value, ModuleType):
+        kind = type(value)  # `isinstance` would ask a proxy for its object's class
+        if name.startswith("_") or issubclass(kind, ModuleType):
             continue
-        if isinstance(value, FunctionType | type):
+        if issubclass(kind, FunctionType | type):
             # Imported from another module, which is compared itself: here only its name counts.
             if value.__module__ != module.__name__:
-                values[name] = f"{value.__module__}.{value.__qualname__}"
+                if not is_lazy:
+                    values[name] = f"{value.__module__}.{value.__qualname__}"
             elif has_own_text:
                 codes[name] = _digest_of(value)
             continue
-        try:
+        with suppress(Exception):  # `_NotPlainError`, and whatever a proxy raises for its attributes
             values[name] = _text_of(value, [_MAX_ITEMS], _MAX_DEPTH)
-        except _NotPlainError:
-            continue
     return ModuleFacts(values, codes)
 
 
@@ -180,30 +185,42 @@ def _is_users(name: str, module: object) -> bool:
 @cache
 def is_users_file(file: str) -> bool:
     """Whether a file is part of the program rather than of an installed package."""
-    return os.path.isabs(file) and not file.startswith(_INSTALLED) and not any(each in file for each in _PACKAGES)
+    if not os.path.isabs(file) or file.startswith(_INSTALLED) or any(each in file for each in _PACKAGES):
+        return False
+    return not any(file.startswith(each + os.sep) and _holds_packages(each) for each in sys.path if each)
+
+
+@cache
+def _holds_packages(directory: str) -> bool:
+    """Whether pip has installed packages there (`pip install --target`)."""
+    return next(Path(directory).glob("*.dist-info"), None) is not None
 
 
 def _text_of(value: Any, left: list[int], depth: int) -> str:
-    """A text that is equal in two processes if the value is; `left` counts the items that may still be visited."""
+    """A text that is equal in two processes if the value is; `left` counts the items that may still be visited.
+
+    The values' own methods are not called: those of a lazy mapping may import a whole library.
+    """
+    kind = type(value)
     left[0] -= 1
     if left[0] < 0 or depth < 0:
         raise _NotPlainError
-    if type(value) in _PLAIN:
+    if kind in _PLAIN or issubclass(kind, PurePath):
         return repr(value)
-    if isinstance(value, os.PathLike):
-        return repr(os.fspath(value))
-    if isinstance(value, Mapping):
-        items = [(_text_of(key, left, depth - 1), _text_of(each, left, depth - 1)) for key, each in value.items()]
+    if issubclass(kind, dict):
+        items = [(_text_of(key, left, depth - 1), _text_of(each, left, depth - 1)) for key, each in dict.items(value)]
         return "{" + ", ".join(f"{key}: {each}" for key, each in items) + "}"
-    if type(value) in (list, tuple):
+    if kind in (list, tuple):
         return "[" + ", ".join(_text_of(each, left, depth - 1) for each in value) + "]"
-    if type(value) in (set, frozenset):
+    if kind in (set, frozenset):
         return "{" + ", ".join(sorted(_text_of(each, left, depth - 1) for each in value)) + "}"
+    if issubclass(kind, Enum):  # whose members also hold what Python has computed of them
+        return f"{kind.__qualname__}({_text_of(value._value_, left, depth - 1)})"
     held = getattr(value, "__dict__", None)
-    if not isinstance(held, dict) or not held or isinstance(value, type):
+    if not isinstance(held, dict) or not held or issubclass(kind, type):
         raise _NotPlainError
     inner = ", ".join(f"{name}={_text_of(each, left, depth - 1)}" for name, each in held.items())
-    return f"{type(value).__qualname__}({inner})"
+    return f"{kind.__qualname__}({inner})"
 
 
 def _digest_of(value: FunctionType | type) -> str:

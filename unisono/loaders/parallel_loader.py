@@ -194,22 +194,31 @@ class ParallelLoader:
         """Start the pass, if it has not begun."""
         if self._is_closed:
             raise ClosedError("this ParallelLoader is closed, after its one pass; again() returns the next one")
-        lanes = self._pipeline.lanes
         with self._starting:
             if self._receivers:
                 return
             if self._world.rank == 0:
                 tell_of_repetition(self._loader, self._source, self._bookmark)
-            begun = self._source.begin(self._rule, self._pipeline.count_left_out)
-            # Without the pieces, whose generator holds the dataset and the loader workers.
-            self._begun = begun._replace(pieces=iter(()))
-            self._bookmark.open(self._begun, self._progress())
-            # `_receivers` is assigned last and whole: `_receive` reads it without the lock.
-            if self._prefetch[0]:
-                self._pipeline.start(begun.pieces)
-                self._receivers = [self._receiver(lane, self._begun) for lane in lanes]
-            else:
-                self._receivers = [Unthreaded(lanes[0], begun.pieces).receive]
+            try:
+                self._start()
+            except BaseException:
+                if self._begun is not None:
+                    # No batch was delivered, so the epoch that was to begin is still the next one.
+                    self._source.seek(self._begun.epoch, self._begun.position, self._rule)
+                    self._is_closed = True
+                raise
+
+    def _start(self) -> None:
+        begun = self._source.begin(self._rule, self._pipeline.count_left_out)
+        # Without the pieces, whose generator holds the dataset and the loader workers.
+        self._begun = begun._replace(pieces=iter(()))
+        self._bookmark.open(self._begun, self._progress())
+        # `_receivers` is assigned last and whole: `_receive` reads it without the lock.
+        if self._prefetch[0]:
+            self._pipeline.start(begun.pieces)
+            self._receivers = [self._receiver(lane, self._begun) for lane in self._pipeline.lanes]
+        else:
+            self._receivers = [Unthreaded(self._pipeline.lanes[0], begun.pieces).receive]
 
     def __iter__(self) -> Any:
         raise TypeError(

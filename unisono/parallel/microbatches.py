@@ -170,10 +170,11 @@ class Microbatches:
         if is_unknown and not self._has_warned and self.world.rank == 0:
             self._has_warned = True
             logger.warning(
-                "gradient_accumulation_steps=%d, and the batches come from no prepared loader: nothing says where a "
-                "loop ends, so that what is left of it at its end is not stepped on, and forward passes distinguish "
-                "one microbatch from the next; prepare(loader), or let each batch's lines run in "
-                "`with accelerator.accumulate():`",
+                "gradient_accumulation_steps=%d, and the batches come from no prepared loader, or no prepared model is "
+                "called: nothing says where a loop ends, so that what is left of it at its end is not stepped on, and "
+                "forward passes distinguish one microbatch from the next; prepare(loader), say "
+                "model.mark_forward_method(name) if the loop calls a method of the model, or let each batch's lines "
+                "run in `with accelerator.accumulate():`",
                 self.ledger.every,
             )
 

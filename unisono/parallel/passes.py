@@ -24,7 +24,7 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 
@@ -64,13 +64,17 @@ class _Run:
 
     Attributes:
         task: autograd's number of the backward pass.
-        counted: None if nothing arrives in `.grad`.
+        bound: the batch that the first output carried; None if the pass has bypassed the outputs.
+        counted: None if nothing arrives in `.grad`, or not yet.
         part: that of the batch that came first.
+        is_mixed: whether outputs of another batch passed before the pass was counted.
     """
 
     task: int
-    counted: _Pass | None
+    bound: Bound | None
+    counted: _Pass | None = None
     part: float = 1.0
+    is_mixed: bool = False
 
 
 class Passes:
@@ -91,6 +95,8 @@ class Passes:
         self._is_called = False  # `backward`, and it runs
         self._begun: _Pass | None = None  # by `backward`, with the user's weight and batch
         self._running: dict[int, _Pass] = {}  # by autograd's number
+        # Those that have not ended: autograd drops a pass's callback when it ends, with or without an error.
+        self._open: WeakValueDictionary[int, Callable[[], None]] = WeakValueDictionary()
         self._engines: WeakKeyDictionary[Engine, None] = WeakKeyDictionary()  # in the order of their first passes
 
     def bind(self, values: Any, syncs: bool = True) -> Bound:
@@ -220,6 +226,7 @@ class Passes:
             return None
         run = self._run(model, bound)
         if run.counted is None:
+            run.is_mixed |= run.bound is None or run.bound.batch is not bound.batch
             return None
         part = run.part
         if run.counted.part is None:
@@ -260,34 +267,53 @@ class Passes:
         if run is not None and run.task == task:
             return run
         # Reentrant checkpointing runs a backward pass inside of the one that has reached the model.
-        outer = run if run is not None and run.task in self._running else None  # this one runs inside of it
+        outer = run if run is not None and run.task in self._open else None
         # torch.autograd.grad asks for gradients without leaving them in .grad: nothing to reduce.
         if not any(is_left_at(each) for each in engine.hooks if each.requires_grad):
-            run = _Run(task, None)
+            run = _Run(task, bound)
             if outer is None:
                 engine.passing = run
+                self._watch_end(task)  # if all parameters are in reentrant checkpoints, they are reached from these
             engine.pass_by()
             return run
-        if outer is not None:
-            return outer
+        if outer is None:
+            outer = _Run(task, bound)
+        if outer.counted is None:
+            self._count_run(engine, outer)
+        return outer
+
+    def _count_run(self, engine: Engine, run: _Run) -> None:
+        """Count a backward pass that leaves gradients at the model's parameters."""
         # One loss may pass through several models: the pass is counted once, by the first that it reaches.
-        counted = self._running.get(task) or self._begin(task, bound)
-        bound = bound or counted.bound
-        part = self.microbatches.part(bound) if counted.part is None else counted.part
-        run = engine.passing = _Run(task, counted, part)
+        counted = self._running.get(run.task)
+        told = counted or self._begun
+        if run.is_mixed and (told is None or told.part is None):
+            raise RuntimeError(
+                f"outputs of the {engine.name} from several batches met in one backward pass, and all parameters that "
+                "it has reached are in checkpoints with use_reentrant=True, so their weights cannot be applied; pass "
+                "use_reentrant=False, or call backward() for the loss of each batch"
+            )
+        counted = counted or self._begin(run.task, run.bound)
+        bound = run.bound or counted.bound
+        run.counted, run.part = counted, self.microbatches.part(bound) if counted.part is None else counted.part
+        engine.passing = run
         engine.begun = Begun(self._ledger.step, self._ledger.count, self.microbatches.num_asked)
         if reduces := counted.is_reducing and bound.syncs:
             counted.engines.append(ref(engine))
         engine.begin(reduces)
-        return run
 
     def _begin(self, task: int, bound: Bound | None) -> _Pass:
         """Count the running backward pass, if `backward` has not."""
         self.went_past = self.went_past or not self._is_called
         counted = self._running[task] = self._begun or self._count(bound or self.microbatches.find(()))
-        # The callback runs only if the pass ends without an error; `bind` drops interrupted ones.
-        torch.autograd.Variable._execution_engine.queue_callback(partial(weak_method(self._end), task))
+        self._watch_end(task)
         return counted
+
+    def _watch_end(self, task: int) -> None:
+        """Have `_end` called at the end of the running backward pass, unless it ends with an error."""
+        if task not in self._open:
+            self._open[task] = ending = partial(weak_method(self._end), task)
+            torch.autograd.Variable._execution_engine.queue_callback(ending)
 
     def _end(self, task: int) -> None:
         """Finish a backward pass that has ended without an error."""

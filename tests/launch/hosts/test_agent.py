@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 from agents import agent, free_port, kill_all
 from faults import SOON_S, Ear, Script
+from recorded_runs import read_run
 
 from unisono.cli.main import main
 from unisono.errors import BrokenWorldError
@@ -25,7 +26,6 @@ from unisono.launch.hosts.addresses import address_towards, interface_of, is_thi
 from unisono.launch.hosts.agent import MachineOptions, rendezvous_settings
 from unisono.launch.hosts.endpoint import local_address, serves_endpoint, split_endpoint, wait_served
 from unisono.launch.hosts.other_machines import OtherMachines, Word, _Round
-from unisono.launch.watching.run_directory import read_run
 from unisono.outcome import Outcome
 
 pytestmark = [

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from faults import Script
+from recorded_runs import read_run
 
 from unisono.backends.cpu import CpuBackend
 from unisono.errors import StoppedError, WorkerDiedError
@@ -20,7 +21,6 @@ from unisono.launch.heartbeat import HeartbeatSender
 from unisono.launch.spawn import spawn
 from unisono.launch.watching import clock
 from unisono.launch.watching.json_lines import describe_line
-from unisono.launch.watching.run_directory import read_run
 from unisono.parallel.optimizer import backward
 from unisono.world import solo_world, use_world
 

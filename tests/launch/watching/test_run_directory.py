@@ -13,8 +13,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from recorded_runs import read_run
 
-from unisono.launch.watching.run_directory import RunDirectory, read_run
+from unisono.launch.watching.run_directory import RunDirectory
 
 
 def test_a_run_is_named_by_time_and_process_and_latest_leads_to_it(tmp_path):

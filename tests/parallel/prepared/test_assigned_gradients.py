@@ -59,6 +59,21 @@ def test_models_that_run_with_other_parameters_weigh_their_own_gradients_once(mo
     compare(mode, {each.__name__: each for each in (learned_to_learn, with_first_order_steps)})
 
 
+@pytest.mark.parametrize("grad", [True, False], ids=["training", "evaluating"])
+def test_under_fsdp_it_is_an_error_since_torch_would_use_its_own(grad: bool) -> None:
+    def body() -> str:
+        network: Any = Accelerator(strategy="fsdp").prepare(model())
+        others = {name: 2 * each.detach() for name, each in network.named_parameters()}
+        with pytest.raises(RuntimeError) as error, torch.set_grad_enabled(grad):
+            functional_call(network, others, (torch.ones(1, 5, dtype=torch.float64),))
+        network(torch.ones(1, 5, dtype=torch.float64))  # with its own, as before
+        return str(error.value)
+
+    for told in PROCESSES_2.run(body):
+        assert "is called with another 'weight' of its " in told
+        assert "use strategy='ddp'" in told
+
+
 def assign(network: Any, batch: Any) -> None:
     own = list(network.parameters())
     for each, gradient in zip(own, torch.autograd.grad(mean_loss(network, batch), own), strict=True):

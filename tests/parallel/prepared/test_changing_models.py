@@ -226,3 +226,47 @@ def test_gradients_that_are_never_zeroed_add_up_over_the_steps(mode: Mode, strat
         lambda: never_zeroed(Accelerator(strategy=strategy, gradient_accumulation_steps=accumulate), loader_of(23, 2))
     )
     assert_all_are([each for each in ranks if each], never_zeroed(Plain(), loader_of(23, 2 * mode.ranks * accumulate)))
+
+
+class Looked(nn.Module):
+    """Rows of a table, which the first inputs choose."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 2, dtype=torch.float64, **options)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.table((inputs.abs() * 3).long().clamp(max=8)).mean(1)
+
+
+def shortened_after_each_step(accelerator: Any, loader: DataLoader[Any]) -> State:
+    network: Any = seeded(Looked())
+    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
+    for inputs, targets, _ in loader:
+        accelerator.backward(F.mse_loss(network(inputs), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            weight = network.table.weight
+            weight.mul_((0.5 / weight.norm(2, 1, True)).clamp(max=1))
+    return whole(accelerator, network)
+
+
+@EVERYWHERE
+def test_rows_that_a_forward_pass_shortens_are_refused_on_several_ranks_and_the_way_out_is_one(
+    mode: Mode, strategy: str
+) -> None:
+    def body() -> str:
+        accelerator = Accelerator(strategy=strategy)
+        accelerator.prepare(nn.Sequential(Looked(max_norm=1.0).requires_grad_(False), nn.Linear(2, 2)))  # not trained
+        try:
+            accelerator.prepare(Looked(max_norm=0.5))
+        except ValueError as error:
+            return str(error)
+        return "nothing"
+
+    for said in mode.run(body):
+        assert ("has max_norm=0.5, so a forward pass shortens the rows" in said) == (mode.ranks > 1)
+        assert ("weight.mul_((0.5 / weight.norm(2, 1, True)).clamp(max=1))" in said) == (mode.ranks > 1)
+    ranks = mode.run(lambda: shortened_after_each_step(Accelerator(strategy=strategy), loader_of(23, 3)))
+    assert_all_are([each for each in ranks if each], shortened_after_each_step(Plain(), loader_of(23, 3 * mode.ranks)))

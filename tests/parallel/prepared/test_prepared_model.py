@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from modes import PROCESSES_2, SOLO, THREADS_2
 from torch import nn
+from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from twin import compare, loader_of, mean_loss, model, sgd
+from torch.utils.data import DataLoader
+from twin import Plain, State, assert_all_are, compare, loader_of, mean_loss, model, seeded, sgd
 
 from unisono import Accelerator
 
@@ -143,6 +146,86 @@ def test_a_sharded_model_says_how_to_have_a_copy():
     for told in PROCESSES_2.run(body):
         assert "a copy of the prepared Sequential was asked for" in told
         assert "model, average = accelerator.prepare(model, average)" in told
+
+
+class Coder(nn.Module):
+    """Whose loop calls its two halves, as many autoencoders' do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = model(), nn.Linear(2, 5).double()
+        self.seen: list[torch.dtype] = []
+
+    def encode(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.encoder(inputs))
+
+    def decode(self, codes: torch.Tensor) -> torch.Tensor:
+        decoded: torch.Tensor = self.decoder(codes)
+        self.seen.append(decoded.dtype)
+        return decoded
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.decode(self.encode(inputs))
+
+
+def by_halves(accelerator: Any, loader: DataLoader[Any]) -> State:
+    coder: Any = seeded(Coder())
+    coder, optimizer, loader = accelerator.prepare(coder, sgd(coder.parameters()), loader)
+    if isinstance(accelerator, Accelerator):
+        coder.mark_forward_method("encode")
+        coder.mark_forward_method(coder.decode)
+    for inputs, *_ in loader:
+        accelerator.backward(F.mse_loss(coder.decode(coder.encode(inputs)), inputs))
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        codes = coder.encode(torch.ones(1, 5, dtype=torch.float64))
+        assert torch.equal(coder.decode(codes), coder(torch.ones(1, 5, dtype=torch.float64)))
+    return accelerator.state_dict(coder) if isinstance(accelerator, Accelerator) else coder.state_dict()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("mode", "strategy"),
+    [(SOLO, "ddp"), (THREADS_2, "ddp"), *((PROCESSES_2, each) for each in ("ddp", "zero1", "fsdp"))],
+    ids=lambda each: str(each),
+)
+def test_methods_that_are_marked_train_as_calls_of_the_model_do(mode, strategy, accumulate):
+    def body() -> State:
+        return by_halves(Accelerator(strategy=strategy, gradient_accumulation_steps=accumulate), loader_of(23, 3))
+
+    expected = by_halves(Plain(), loader_of(23, 3 * accumulate * mode.ranks))
+    assert_all_are([each for each in mode.run(body) if each], expected)
+
+
+def test_under_fsdp_a_method_that_is_not_marked_says_how_to_mark_it():
+    def body() -> str:
+        coder = Accelerator(strategy="fsdp").prepare(Coder())
+        with pytest.raises(RuntimeError) as error:
+            coder.encode(torch.ones(1, 5, dtype=torch.float64))
+        return str(error.value)
+
+    for told in PROCESSES_2.run(body):
+        assert told.startswith(
+            "encode() was called on the Coder by itself, and strategy='fsdp' gathers parameters only "
+        )
+        assert told.partition("\n")[0].endswith("say model.mark_forward_method('encode')")
+
+
+def test_a_method_that_is_marked_runs_with_autocast_and_keeps_its_name():
+    coder = Accelerator(mixed_precision="bf16").prepare(Coder().float())
+    assert coder.decode(torch.ones(1, 2)).dtype == torch.float32
+    coder.mark_forward_method("decode")
+    assert coder.decode(codes=torch.ones(1, 2)).dtype == torch.float32
+    assert coder.seen == [torch.float32, torch.bfloat16]
+    assert coder.decode.__name__ == "decode"
+
+
+@pytest.mark.parametrize("name", ["forward", "parameters", "seen", "nothing", len])
+def test_what_is_no_method_of_the_module_is_not_marked(name):
+    coder = Accelerator().prepare(Coder())
+    with pytest.raises(ValueError, match=r"the Coder has no method '\w+' of its own; pass the name of one"):
+        coder.mark_forward_method(name)
 
 
 def test_unwrap_gives_the_module_and_leaves_others():

@@ -129,28 +129,103 @@ class Checkpointed(Units):
         return self.parts[2](hidden)
 
 
-def checkpointed(accelerator: Any, loader: DataLoader[Any]) -> State:
-    network: Any = seeded(Checkpointed().double())
+class AllCheckpointed(Units):
+    """No parameter is outside of a checkpoint, as with adapters in the blocks of a frozen model."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = inputs.clone().requires_grad_()
+        for part in self.parts:
+            hidden = checkpoint(lambda each, part=part: torch.tanh(part(each)), hidden, use_reentrant=True)
+        return hidden
+
+
+def checkpointed(
+    accelerator: Any, loader: DataLoader[Any], kind: type[Units] = Checkpointed, loss: Callable[..., Any] = mean_loss
+) -> State:
+    network: Any = seeded(kind().double())
     network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
     for batch in loader:
-        accelerator.backward(mean_loss(network, batch))
+        accelerator.backward(loss(network, batch))
         optimizer.step()
         optimizer.zero_grad()
     return whole(network)
 
 
+def in_halves(network: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+    """The whole model is checkpointed, once for each half of the batch."""
+    halves = [checkpoint(network, each, use_reentrant=True) for each in batch[0].requires_grad_().tensor_split(2)]
+    return F.mse_loss(torch.cat(halves), batch[1])
+
+
+CHECKPOINTED = pytest.mark.parametrize(
+    ("kind", "loss"),
+    [(Checkpointed, mean_loss), (AllCheckpointed, mean_loss), (Units, in_halves)],
+    ids=["a part", "all parts", "the model"],
+)
+
+
+@CHECKPOINTED
 @pytest.mark.parametrize("accumulate", [1, 2])
 @STRATEGIES
-def test_a_backward_pass_inside_of_another_one_is_a_part_of_it(strategy: str, accumulate: int) -> None:
-    ranks = in_workers(
-        lambda: checkpointed(Accelerator(strategy=strategy, gradient_accumulation_steps=accumulate), loader_of(23, 3))
-    )
-    assert_all_are(ranks, checkpointed(Plain(), loader_of(23, 6 * accumulate)))
+def test_a_backward_pass_inside_of_another_one_is_a_part_of_it(
+    strategy: str, accumulate: int, kind: type[Units], loss: Callable[..., Any]
+) -> None:
+    def body() -> State:
+        accelerator = Accelerator(strategy=strategy, gradient_accumulation_steps=accumulate)
+        return checkpointed(accelerator, loader_of(23, 3), kind, loss)
+
+    assert_all_are(in_workers(body), checkpointed(Plain(), loader_of(23, 6 * accumulate), kind, loss))
 
 
-def test_it_is_so_on_threads() -> None:
-    ranks = THREADS_2.run(lambda: checkpointed(Accelerator(), loader_of(23, 3)))
-    assert_all_are(ranks, checkpointed(Plain(), loader_of(23, 6)))
+@CHECKPOINTED
+def test_it_is_so_on_threads(kind: type[Units], loss: Callable[..., Any]) -> None:
+    ranks = THREADS_2.run(lambda: checkpointed(Accelerator(), loader_of(23, 3), kind, loss))
+    assert_all_are(ranks, checkpointed(Plain(), loader_of(23, 6), kind, loss))
+
+
+def test_batches_that_meet_before_a_checkpoint_reaches_parameters_are_refused() -> None:
+    class Bypassed(AllCheckpointed):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            # The last of the forward passes comes first in the backward pass, and reaches no parameters.
+            return super().forward(inputs) if self.training else inputs.clone().requires_grad_()[:, :2]
+
+    def body() -> str:
+        accelerator = Accelerator()
+        network: Any = seeded(Bypassed().double())
+        network, _, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(23, 3))
+        first, second, *_ = loader
+        loss = mean_loss(network, first)
+        network.eval()
+        with pytest.raises(RuntimeError) as error:
+            accelerator.backward(loss + mean_loss(network, second))
+        return str(error.value)
+
+    for each in in_workers(body):
+        assert "outputs of the Bypassed from several batches met in one backward pass" in each
+        assert "pass use_reentrant=False, or call backward() for the loss of each batch" in each
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_a_backward_pass_that_failed_is_none_that_the_next_one_is_a_part_of(strategy: str) -> None:
+    def body() -> State:
+        network, optimizer, loader = prepared(accelerator := Accelerator(strategy=strategy), loader_of(23, 3))
+        for batch in loader:
+            outputs = network(batch[0])
+            failing = outputs.register_hook(fail)
+            loss = F.mse_loss(outputs, batch[1])
+            with pytest.raises(ValueError, match="once"):
+                accelerator.backward(loss, retain_graph=True)
+            failing.remove()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return whole(network)
+
+    assert_all_are(in_workers(body), steps(straight)(Plain(), loader_of(23, 6)))
+
+
+def fail(_: torch.Tensor) -> None:
+    raise ValueError("once")
 
 
 def upstream(accelerator: Any, loader: DataLoader[Any]) -> State:

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from unisono.comm.folding import fold_into
 from unisono.comm.operations import Call, deed_of
 from unisono.comm.shared_memory import futex
 from unisono.comm.shared_memory.blocks import Blocks, bytes_of_blocks
@@ -85,7 +86,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         if any(tensor.is_sparse for tensor in tensors):
             return self._by_gloo(*range(self.size())).allreduce(tensors, opts)
-        op = _op_of(opts)
+        op = _op_of(opts, tensors)
         deeds = [_describe_call("all_reduce", tensor, op) for tensor in tensors]
         return self._in_place(tensors, opts, lambda number, flat: self._blocks.all_reduce(deeds[number], flat, op))
 
@@ -93,7 +94,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         return self.allreduce(tensors, opts)
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
-        op, root = _op_of(opts), opts.rootRank
+        op, root = _op_of(opts, tensors), opts.rootRank
         deeds = [_describe_call("reduce", tensor, f"{op} to {root}") for tensor in tensors]
         return self._in_place(tensors, opts, lambda number, flat: self._blocks.reduce(deeds[number], flat, op, root))
 
@@ -119,7 +120,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         return self._gather("all_gather_single", pieces, inputs, opts)
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Any:
-        op = _op_of(opts)
+        op = _op_of(opts, outputs)
         deeds = [_describe_call("reduce_scatter", output, op) for output in outputs]
         parts = [[_flat(part) for part in each] for each in inputs]
         for output, each in zip(outputs, parts, strict=True):
@@ -303,11 +304,26 @@ def _describe_call_on(name: str, shape: tuple[int, ...], dtype: torch.dtype, arg
     return deed_of(Call(name, tuple(shape), dtype, argument))
 
 
-def _op_of(opts: Any) -> str:
+def _op_of(opts: Any, tensors: Sequence[torch.Tensor]) -> str:
+    """The operation, which torch must have for these tensors: an error within the collective breaks the group."""
     op = _ReduceOp.SUM if opts is None else opts.reduceOp.op
     if op not in _OPS:
         raise TypeError(f"the process group {NAME!r} has no {op}; it has {', '.join(_OPS.values())}")
+    for tensor in tensors:
+        if reason := _why_not(_OPS[op], tensor.dtype):
+            raise TypeError(f"the process group {NAME!r} cannot reduce {tensor.dtype} by {_OPS[op]!r}: {reason}")
     return _OPS[op]
+
+
+@lru_cache
+def _why_not(op: str, dtype: torch.dtype) -> str:
+    """Why tensors of this type cannot be folded by this operation; empty if they can."""
+    try:
+        part = torch.ones(1, dtype=dtype, device=_HOST)
+        fold_into(torch.empty_like(part), [part, part], op)
+    except (RuntimeError, TypeError) as error:
+        return str(error)
+    return ""
 
 
 def _given_options(opts: Any) -> tuple[Any, ...]:

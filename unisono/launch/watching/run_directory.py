@@ -2,7 +2,8 @@
 
     <log_dir>/latest -> 2026-11-21_174601_4242       the run that was begun last, where links can be made
     <log_dir>/2026-11-21_174601_4242/                UTC, and the pid of the calling process
-        run.json                                     what the run is, and its state; replaced as a whole
+        run.json                                     what the run is, and its state; replaced as a whole. After a kill
+                                                     of the calling process the state stays "running"
         events.jsonl                                 what happened to its workers, one event per line
         samples.jsonl                                what its monitor measured, one sample per line
         rank-0.stdout, rank-0.stderr, ...            what the workers wrote, byte for byte
@@ -24,7 +25,6 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
@@ -130,39 +130,6 @@ class RunDirectory:
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning("%s is incomplete from here on, the run continues: %s", self.path, error)
-
-
-@dataclass(frozen=True)
-class RecordedRun:
-    """What a run directory contains.
-
-    Attributes:
-        facts: of `run.json`: what the run is, `state`, `started_at`, `ended_at` (ISO, UTC; None while it runs). A run
-            whose calling process was killed stays "running" permanently.
-        events, samples: in the order in which they were written.
-    """
-
-    path: Path
-    facts: dict[str, Any]
-    events: list[dict[str, Any]]
-    samples: list[dict[str, Any]]
-
-
-def read_run(path: str | Path) -> RecordedRun:
-    """Read a run directory, possibly of a running one; FileNotFoundError if there is no `run.json`."""
-    path = Path(path)
-    facts = json.loads((path / "run.json").read_text(encoding="utf-8"))
-    return RecordedRun(path, facts, _read_lines(path / "events.jsonl"), _read_lines(path / "samples.jsonl"))
-
-
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file, if it exists; an incomplete line is skipped."""
-    found = []
-    with contextlib.suppress(FileNotFoundError):
-        for line in path.read_bytes().splitlines():
-            with contextlib.suppress(ValueError):  # not JSON, or not UTF-8
-                found.append(json.loads(line))
-    return [line for line in found if isinstance(line, dict)]
 
 
 def _make_unique(parent: Path, part: str) -> Path:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial, update_wrapper, wraps
 from typing import Any
 
 import torch
@@ -37,6 +39,7 @@ class PreparedModel(nn.Module):
         self._autocast = autocast
         self._syncs = True
         self._steppers: list[Stepper] = []
+        self._forward_methods: set[str] = set()
         self.training = engine.module.training
         passes.watch_parameters(engine)
         self.module = engine.module  # last: from here on, attributes are set on the module
@@ -50,14 +53,37 @@ class PreparedModel(nn.Module):
         """Record that an optimizer of this model's parameters is prepared."""
         self._steppers.append(stepper)
 
+    def mark_forward_method(self, method: str | Callable[..., Any]) -> None:
+        """Let a method of the module run as the module itself does when called.
+
+        That is, with autocast, bound to its batch, and with the parameters gathered, which strategy="fsdp" needs. Of
+        methods that call one another, mark those that the loop calls.
+
+        Args:
+            method: its name, or the method.
+
+        Raises:
+            ValueError: the module has no such method of its own.
+        """
+        name = method if isinstance(method, str) else getattr(method, "__name__", repr(method))
+        if not _is_own_method(getattr(self.module, name, None), name):
+            raise ValueError(
+                f"the {self.engine.name} has no method {name!r} of its own; pass the name of one that computes outputs "
+                "from inputs, besides forward, such as 'encode'"
+            )
+        self._forward_methods.add(name)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(None, *args, **kwargs)
+
+    def _run(self, method: str | None, *args: Any, **kwargs: Any) -> Any:
         inputs = (*args, kwargs) if kwargs else args
         bound = None
         if torch.is_grad_enabled():
             self.engine.refresh()
             bound = self._passes.bind(inputs, self._syncs)
         with nullcontext() if self._autocast is None else self._autocast():
-            result = self.engine.run(args, kwargs)
+            result = self.engine.run(args, kwargs, method)
         if self._autocast is not None:
             result = tree_map(_in_full, result)
         if bound is not None:
@@ -86,7 +112,28 @@ class PreparedModel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("module"), name)
+            module: Any = super().__getattr__("module")
+        value = getattr(module, name)
+        if name in self._forward_methods:
+            return update_wrapper(partial(self._run, name), value)
+        return self._explained(name, value) if self.engine.gathers and _is_own_method(value, name) else value
+
+    def _explained(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """The method, where torch's error for parameters that are not gathered says what to do."""
+
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(*args, **kwargs)
+            except RuntimeError as error:
+                if "mixed torch.Tensor and DTensor" not in str(error):
+                    raise
+                raise RuntimeError(
+                    f"{name}() was called on the {self.engine.name} by itself, and strategy='fsdp' gathers parameters "
+                    f"only while the model is called; after prepare(), say model.mark_forward_method({name!r})"
+                ) from error
+
+        return call
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set the attribute on the module, so that its forward pass sees it."""
@@ -120,6 +167,11 @@ class PreparedModel(nn.Module):
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         return self.module.named_buffers(*args, **kwargs)
+
+
+def _is_own_method(value: Any, name: str) -> bool:
+    """Whether this attribute of a module is a method that its class adds to those of `nn.Module`."""
+    return inspect.ismethod(value) and not hasattr(nn.Module, name)
 
 
 def _in_full(leaf: Any) -> Any:

@@ -104,13 +104,13 @@ class DDPEngine(Engine):
         if any(each.requires_grad for each in self.module.parameters()):
             self._wrap()
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None = None) -> Any:
         if not torch.is_grad_enabled():
-            return super().run(args, kwargs)
+            return super().run(args, kwargs, method)
         if not self._is_finished and torch._C._current_graph_task_id() < 0:  # not in a checkpoint's recomputation
             raise RuntimeError(failed_before(self.name))
         with self._replicated.no_sync():
-            result = self._replicated(*args, **kwargs)
+            result = self._replicated(*args, **kwargs) if method is None else super().run(args, kwargs, method)
         if self._finds_unused:
             found = [each for each in tensors(result) if each.requires_grad]
             self._outputs = [*self._outputs[1 - _FORWARD_PASSES :], found]

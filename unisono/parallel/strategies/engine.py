@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -38,6 +38,7 @@ class Engine:
         shares_buffers: whether rank zero's buffers are broadcast after each reducing backward pass.
 
     Attributes:
+        gathers: whether the module's parameters are whole only while it runs.
         name: the name of the module's class.
         is_held: whether a backward pass has left gradients of this rank alone in `.grad`.
         is_reduced: whether the current gradients are reduced over the ranks.
@@ -48,6 +49,8 @@ class Engine:
         strangers: the optimizers that have stepped on its parameters without being prepared.
         is_local: whether steps use this rank's own gradients, and the caller averages the parameters over the ranks.
     """
+
+    gathers: ClassVar[bool] = False
 
     def __init__(self, module: nn.Module, world: World, ledger: Ledger, shares_buffers: bool = True) -> None:
         self.module, self.name = module, type(module).__name__
@@ -67,9 +70,10 @@ class Engine:
         self._known = WeakTensorKeyDictionary(dict.fromkeys(module.parameters()))
         self._trained = self.trained()  # in the last forward pass
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The forward pass."""
-        return self.module(*args, **kwargs)
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None = None) -> Any:
+        """The forward pass: a call of the module, or of one of its methods."""
+        call = self.module if method is None else getattr(self.module, method)
+        return call(*args, **kwargs)
 
     def refresh(self) -> None:
         """Detect parameters that were frozen, unfrozen or added since the last forward pass with gradients.

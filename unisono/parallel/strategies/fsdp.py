@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,6 +65,8 @@ class FSDPEngine(Engine):
         options: the strategy's options.
     """
 
+    gathers = True
+
     def __init__(self, module: nn.Module, world: World, ledger: Ledger, options: FSDP) -> None:
         name = type(module).__name__  # before `fully_shard` replaces its class
         sharded: Any = shard(module, world, options)
@@ -72,6 +76,8 @@ class FSDPEngine(Engine):
         self._whole = whole_parameters(sharded)
         self._parts = list(sharded.parameters())
         self._known.update(dict.fromkeys(self._whole))  # these replace the module's own while it runs
+        self._places = [(each, name) for each in sharded.modules() for name, _ in each.named_parameters(recurse=False)]
+        self._held = {id(each) for each in (*self._whole, *self._parts)}
         self._entries = WeakTensorKeyDictionary()  # inputs that already have the hook `_leave`
         self._memory, self._gradients = Rebinding(self._parts), Rebinding(())
         for each in self._parts:
@@ -80,14 +86,21 @@ class FSDPEngine(Engine):
         self._backward_pass = -1  # the last one that was announced
         self._is_reducing = False  # during a reducing backward pass, and after one that failed
         sharded.register_forward_hook(weak_method(self._watch), prepend=True)
+        from torch.distributed.fsdp import register_fsdp_forward_method
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # FSDP2 gathers parameters in calls of the module and of this function, which runs its other methods.
+        sharded._run_gathered = weak_method(self._run_gathered)
+        register_fsdp_forward_method(sharded, "_run_gathered")
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None = None) -> Any:
+        call = self.module if method is None else partial(self._sharded._run_gathered, getattr(self.module, method))
         self._memory.check("fsdp")
+        self._refuse_replaced()
         self._world.comm.announce(f"a forward pass of the {self.name}")  # gathers parameters
         if not torch.is_grad_enabled():
             try:
                 with translate_errors(self._world.comm):
-                    return self.module(*args, **kwargs)
+                    return call(*args, **kwargs)
             finally:
                 # FSDP2 keeps the root's parameters gathered for the backward pass, which does not come.
                 self._sharded.reshard()
@@ -96,11 +109,26 @@ class FSDPEngine(Engine):
             if each not in self._entries:  # a trained prompt, for example, is an input repeatedly
                 self._entries[each] = each.register_hook(weak_method(self._leave))
         with translate_errors(self._world.comm):
-            result = self.module(*args, **kwargs)
+            result = call(*args, **kwargs)
         for each in _with_gradients(result) if not entries else ():
             if each.grad_fn is not None:
                 each.grad_fn.register_prehook(weak_method(self._refuse_graph))
         return result
+
+    def _run_gathered(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        self._watch(self._sharded, args, result)
+        return result
+
+    def _refuse_replaced(self) -> None:
+        """Refuse a pass with other parameters, in whose place FSDP2 would put its own."""
+        for module, name in self._places:
+            if id(module._parameters.get(name)) not in self._held:
+                raise RuntimeError(
+                    f"the {self.name} is called with another {name!r} of its {type(module).__name__} than the one that "
+                    "was prepared (by torch.func.functional_call, or an assignment), and strategy='fsdp' would compute "
+                    "with the prepared one; use strategy='ddp'"
+                )
 
     def pass_by(self) -> None:
         """Refuse a pass that computes the gradients of parameters."""

@@ -67,6 +67,8 @@ class Strategy(ABC):
         if isinstance(each, nn.Module):
             _check_plain(each)
             check_fillable(each)
+            if self.world.comm.size > 1:
+                _check_norms(each)
 
     @abstractmethod
     def wrap_model(self, module: nn.Module) -> Engine:
@@ -95,6 +97,18 @@ def _check_plain(model: nn.Module) -> None:
             raise ValueError(_SHARDED.format(type(model).__name__, where, "FullyShardedDataParallel"))
     if is_sharded(model):
         raise ValueError(_SHARDED.format(type(model).__name__, "it, or a part of it,", "torch's fully_shard"))
+
+
+def _check_norms(model: nn.Module) -> None:
+    """Refuse layers that change their parameters in a forward pass, in which each rank has other samples."""
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None and part.weight.requires_grad:
+            raise ValueError(
+                f"the {type(model).__name__} cannot be prepared for several ranks: its layer {name!r} has "
+                f"max_norm={part.max_norm}, so a forward pass shortens the rows that it looks up, and these differ by "
+                "rank; make it without max_norm, and shorten all rows after optimizer.step(): with torch.no_grad(): "
+                f"weight.mul_(({part.max_norm} / weight.norm({part.norm_type:g}, 1, True)).clamp(max=1))"
+            )
 
 
 _SHARDED = (
