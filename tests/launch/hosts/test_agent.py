@@ -590,15 +590,16 @@ def test_each_machine_keeps_the_files_of_a_run_under_the_ranks_of_the_whole_worl
     for rank, (code, output, _) in enumerate(watched("stand", *options)):
         assert code == 1
         assert output.startswith(f"[rank {rank}] from {rank}")
-    runs = {path.name: read_run(path) for path in (tmp_path / "logs").iterdir() if not path.is_symlink()}
-    assert len(runs) == 2
-    for run in runs.values():
+    directories = [path for path in (tmp_path / "logs").iterdir() if not path.is_symlink()]
+    assert len(directories) == 2
+    for directory in directories:
+        run = read_run(directory)
         rank = run.events[0]["ranks"][0]
         host = ("one", "two")[rank]
-        names = {path.name for path in run.path.iterdir()}
+        names = {path.name for path in directory.iterdir()}
         assert names == {"run.json", "events.jsonl", "samples.jsonl", f"rank-{rank}.stdout", f"rank-{rank}.stderr"}
-        assert (run.path / f"rank-{rank}.stdout").read_text() == f"from {rank} {host}\n"
-        errors = (run.path / f"rank-{rank}.stderr").read_text()  # killed, or woken by the end of the other
+        assert (directory / f"rank-{rank}.stdout").read_text() == f"from {rank} {host}\n"
+        errors = (directory / f"rank-{rank}.stderr").read_text()  # killed, or woken by the end of the other
         assert "WorkerDiedError" in errors or "BrokenWorldError" in errors
         assert (run.facts["state"], run.facts["exit_code"], run.facts["num_machines"]) == ("failed", 1, [2, 2])
         assert [each["event"] for each in run.events] == ["started", "failed", "finished"]
