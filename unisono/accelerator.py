@@ -342,6 +342,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             ValueError: the number of rows matches no recent batches; or it matches several, of which different rows
                 count.
             TypeError: as for `unisono.all_gather_samples`.
+            CollectiveMismatchError: the ranks received these batches in different rounds; or they make different calls.
         """
         kept, count = valid_rows(values, valid_samples, self.world)
         with torch.no_grad():

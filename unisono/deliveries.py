@@ -100,6 +100,7 @@ class Loop:
         is_listed: whether all batches were drawn before the first was used.
         cycle: the numbers of the batches that were used; restarted when one is used again.
         kinds: the first batch with each of the different counts.
+        mark: of the batch that was delivered last.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class Loop:
         lengths: Callable[[], tuple[int, int] | None] = lambda: None,
     ) -> None:
         self.ends_here, self.lengths = ends_here, lengths
+        self.mark = 0
         self.rows = LoopRows()
         self.is_evaluation = self.is_open = True
         self.is_listed = False
@@ -198,6 +200,7 @@ class Deliveries:
         loop.is_evaluation = loop.is_evaluation and not torch.is_grad_enabled()
         batch = Batch(loop, samples, total, mark, repeated, dealt, is_told)
         loop.kinds.setdefault(batch.counts, batch)
+        loop.mark = mark
         with self._changing:
             if self._loops[-1:] != [loop]:
                 # `recent` lists the loops by their latest batches.

@@ -28,7 +28,9 @@ HOST = torch.default_generator.device
 of its work."""
 
 _OF_A_STEP = re.compile(r"\bof step |\ba step on |\bpass of the ")
+# Shown only if nothing else differs.
 _ROUND = re.compile(r", round [0-9a-f]{8}")
+_SETTINGS = re.compile(r"( with weights [0-9a-f]+ loaded)?( at lr \S+)?$")
 _GATHERED = re.compile(r"\ball_gather\((?P<type>\w+)\[(?P<rows>\d+)(?P<row>[\d, ]*)\]")
 _IN_PLACE = ("all_reduce", "broadcast")
 
@@ -173,7 +175,7 @@ def departure(last_deeds: Mapping[int, str]) -> str:
     """Describe which ranks have left and, if that is known, the last action of each."""
     names = ", ".join(map(str, sorted(last_deeds)))
     has = f"rank {names} has left this world" if len(last_deeds) == 1 else f"ranks {names} have left this world"
-    deeds = {_ROUND.sub("", deed) for deed in last_deeds.values() if deed}
+    deeds = {_SETTINGS.sub("", _ROUND.sub("", deed)) for deed in last_deeds.values() if deed}
     if len(last_deeds) > 1 or not deeds:
         return has
     return f"{has} after it {deeds.pop()}: it returned, or left its loop, while others continue; end loops on all ranks"
@@ -186,15 +188,23 @@ def mismatch_error(deeds: Mapping[int, str]) -> CollectiveMismatchError:
         deeds: of each rank that has arrived, as `deed_of` returns it.
     """
     groups: dict[str, list[int]] = {}
-    short = {rank: _ROUND.sub("", deed) for rank, deed in deeds.items()}
-    if len(set(short.values())) > 1:  # the difference is visible without them
+    without_rounds = {rank: _ROUND.sub("", deed) for rank, deed in deeds.items()}
+    short = {rank: _SETTINGS.sub("", deed) for rank, deed in without_rounds.items()}
+    if have_other_settings := len(set(without_rounds.values())) > len(set(short.values())) == 1:
+        deeds = without_rounds
+    elif len(set(short.values())) > 1:  # the difference is visible without them
         deeds = short
     for rank, deed in sorted(deeds.items()):
         groups.setdefault(deed, []).append(rank)
     first, *others = (f"{name_ranks(ranks)} {deed}" for deed, ranks in groups.items())
     rule = "call the same collectives in the same order with the same shapes and types"
     are_of_steps = [bool(_OF_A_STEP.search(deed)) for deed in groups]
-    if all(are_of_steps):
+    if have_other_settings:
+        rule = (
+            "step the scheduler, set learning rates, and load states after prepare(), alike and at the same time: not "
+            "under `if is_rank_zero():`"
+        )
+    elif all(are_of_steps):
         rule = (
             "take the same steps on the same rounds: skip a batch, or leave a loop, on all ranks or on none, and loop "
             "over each loader equally often, in the same order"
@@ -207,7 +217,7 @@ def mismatch_error(deeds: Mapping[int, str]) -> CollectiveMismatchError:
     elif _differ_in_rows(groups):
         rule += "; all_gather_samples, and functional.all_gather_samples, use different numbers of rows"
     found = f"{first} while {' and '.join(others)}"
-    if len(set(short.values())) == 1:
+    if len(set(without_rounds.values())) == 1:
         apart = " and ".join(map(name_ranks, groups.values()))
         found = f"{name_ranks(sorted(deeds))} {short[min(deeds)]}, but {apart} are in different loops or loaders"
     return CollectiveMismatchError(f"{found}; every rank must {rule}")

@@ -25,6 +25,8 @@ n and N come with the batch, from the loader; or from the user, who counts token
 from __future__ import annotations
 
 import math
+import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import WeakSet
@@ -36,6 +38,7 @@ from unisono.comm.operations import HOST
 from unisono.deliveries import Batch, Loop, name_batches
 from unisono.world import World
 
+_SHOWN = 3  # learning rates; more are compared by a checksum
 _ROUNDING = 1e-9  # of a part, if all ranks have given the same weight
 
 
@@ -182,6 +185,20 @@ class Step:
     def following(self) -> Step:
         """Return the step after this one; or its replacement, if no optimizer has stepped."""
         return Step(self.number + bool(self.claims and self.is_closed), self.last)
+
+
+def describe_rates(optimizers: Iterable[Optimizer]) -> str:
+    """The learning rates that are plain numbers, to be compared by the ranks, which step with them."""
+    # To six digits: hosts may compute the cosine of a schedule differently in the last one.
+    rates = [f"{group['lr']:.6g}" for each in optimizers for group in each.param_groups if _is_number(group.get("lr"))]
+    shown = list(dict.fromkeys(rates))
+    if len(shown) > _SHOWN:
+        shown = [*shown[:_SHOWN], f"{zlib.crc32(repr(rates).encode()):08x}"]
+    return f" at lr {'/'.join(shown)}" if shown else ""
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)
 
 
 class Ledger:

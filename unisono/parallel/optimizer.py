@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from unisono.deliveries import Batch, check_counts, name_batches
 from unisono.parallel.agreement import check_agreement
 from unisono.parallel.gradients import reduce_gradients, scaled
-from unisono.parallel.ledger import Claim, Crossings, Ledger, claim_of, refuse_crossed
+from unisono.parallel.ledger import Claim, Crossings, Ledger, claim_of, describe_rates, refuse_crossed
 from unisono.parallel.parameter_names import trained_parameters
 from unisono.parallel.passes import Passes
 from unisono.timeline import REDUCE, STEP
@@ -233,7 +233,7 @@ def reduce_held(
         part = factor = claim.part(1)
         place = f"a step on {name_batches(batches)}" if batches else "a step"
     parameters = trained_parameters(optimizer)
-    reduce_gradients(parameters, world, factor, place)
+    reduce_gradients(parameters, world, factor, place + describe_rates([optimizer]))
     for each in parameters:
         unreduced.pop(each, None)
     return part

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from modes import PROCESSES_2, THREADS_2, THREADS_3, Mode
+from torch import nn
 from twin import Case, loader_of, mean_loss, model, sgd
 
 from unisono import Accelerator, all_gather, barrier, rank
@@ -62,6 +63,34 @@ def calls_a_barrier(training: Training, batch: Any) -> str:
 
 def gathers_something(training: Training, batch: Any) -> str:
     all_gather(torch.ones(3))
+    return GOES_ON
+
+
+def sets_a_learning_rate(training: Training, batch: Any) -> str:
+    training.optimizer.param_groups[0]["lr"] = 0.25
+    return GOES_ON
+
+
+def steps_a_scheduler(training: Training, batch: Any) -> str:
+    torch.optim.lr_scheduler.ExponentialLR(training.optimizer, 0.5).step()
+    return GOES_ON
+
+
+def loads_an_optimizer_of_another_rate(training: Training, batch: Any) -> str:
+    parameters = [nn.Parameter(each) for each in training.network.state_dict().values()]
+    training.optimizer.load_state_dict(torch.optim.SGD(parameters, lr=0.25).state_dict())
+    return GOES_ON
+
+
+def loads_other_weights(training: Training, batch: Any) -> str:
+    training.network.load_state_dict({name: each / 2 for name, each in training.network.state_dict().items()})
+    return GOES_ON
+
+
+def evaluates_other_weights(training: Training, batch: Any) -> str:
+    own = {name: each.clone() for name, each in training.network.state_dict().items()}
+    loads_other_weights(training, batch)
+    training.network.load_state_dict(own)
     return GOES_ON
 
 
@@ -173,3 +202,37 @@ def test_what_ranks_do_in_step_is_no_mismatch_however_they_do_it() -> None:
         return number
 
     assert PROCESSES_2.run(body) == [12, 12]
+
+
+@engines
+@pytest.mark.parametrize("deed", [sets_a_learning_rate, steps_a_scheduler])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_rank_with_another_learning_rate_is_named_with_it(
+    mode: Mode, strategy: str, deed: Deed, accumulate: int
+) -> None:
+    told = lost(mode, deed, strategy, accumulate)
+    rate, other = (0.1, 0.25) if deed is sets_a_learning_rate else (0.1, 0.05)
+    assert f" at lr {rate}" in told
+    assert f" at lr {other}" in told
+    assert "every rank must step the scheduler, set learning rates, and load states after prepare(), alike" in told
+
+
+@pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
+def test_an_optimizer_that_one_rank_has_loaded_is_noticed_by_its_learning_rate(mode: Mode) -> None:
+    assert "at lr 0.25" in lost(mode, loads_an_optimizer_of_another_rate, "ddp")
+
+
+WHOLE = [each for each in ENGINES if each[1] != "fsdp"]
+
+
+@pytest.mark.parametrize(("mode", "strategy"), WHOLE, ids=[f"{mode}-{name}" for mode, name in WHOLE])
+def test_weights_that_one_rank_alone_has_loaded_are_an_error_at_its_next_step(mode: Mode, strategy: str) -> None:
+    told = lost(mode, loads_other_weights, strategy)
+    assert "weights" in told
+    assert "loaded" in told
+    assert "every rank must step the scheduler, set learning rates, and load states after prepare(), alike" in told
+
+
+@pytest.mark.parametrize(("mode", "strategy"), WHOLE, ids=[f"{mode}-{name}" for mode, name in WHOLE])
+def test_a_rank_may_load_other_weights_to_evaluate_them_and_its_own_again(mode: Mode, strategy: str) -> None:
+    mode.run(lambda: train(evaluates_other_weights, strategy, 1))

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from twin import loader_of, model, sgd
 
 from unisono import Accelerator, DeviceLoader, SampleGenerator
+from unisono.errors import CollectiveMismatchError
 from unisono.world import solo_world, use_world
 
 MODES = [SOLO, THREADS_2, THREADS_3, THREADS_4, PROCESSES_2]
@@ -448,3 +449,20 @@ def test_what_is_left_of_a_loop_is_not_taken_for_an_earlier_loop_of_which_nothin
         return len(first)
 
     assert THREADS_2.run(body) == [20, 20]
+
+
+@pytest.mark.parametrize("gathers", ["labels", "computed"])
+def test_a_loop_of_one_rank_alone_makes_the_next_metric_an_error(gathers):
+    def body():
+        accelerator = Accelerator()
+        loader = accelerator.prepare(numbers(12, 3))
+        if accelerator.is_main_process:
+            next(iter(loader))
+        with torch.no_grad(), pytest.raises(CollectiveMismatchError) as caught:
+            for batch in loader:
+                accelerator.gather_for_metrics(batch if gathers == "labels" else batch + 1)
+        return str(caught.value)
+
+    for rank, message in enumerate(PROCESSES_2.run(body)):
+        assert message.startswith(f"rank {rank} gathers the samples of a batch for a metric")
+        assert "every rank must loop over each prepared loader equally often" in message

@@ -15,6 +15,7 @@ import torch
 
 from unisono.comm.operations import HOST
 from unisono.deliveries import REMEMBERED, Batch, Loop
+from unisono.errors import CollectiveMismatchError
 from unisono.rows import Rows
 from unisono.tree import leaves, tree_map
 from unisono.world import World
@@ -41,14 +42,16 @@ def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[An
             consecutive batches; if they match several, or two loops, of which different rows count; or if the loop's
             batches have no known size. Also if the tensors differ in their number of rows.
         TypeError: a value is not a tensor with rows.
+        CollectiveMismatchError: the ranks received those batches in different rounds.
     """
     if valid_samples is not None:
         return values, valid_samples
     count = _num_rows(values)
     deliveries = world.state.deliveries
     known, recent = deliveries.find_rows(values, count), deliveries.recent()
-    is_known, is_told, fitting = _compare(count, known, recent, world)
+    is_known, is_told, are_same, fitting = _compare(count, known, recent, world)
     if is_known:
+        _check_rounds(are_same, world)
         for batch in known:
             batch.loop.rows.gather(batch.number)
         return _counted_rows(values, range(known[0].samples), count)
@@ -84,6 +87,7 @@ def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[An
             f"values with {count} samples may be those of several loops, and {counts} of them count here; gather the "
             "outputs of a loop before the next one begins, or pass valid_samples"
         )
+    _check_rounds(all(each.is_same for each in best), world)
     best[0].loop.rows.gather(best[0].rows.end if len(best) == 1 else 0)
     return _counted_rows(values, best[0].rows.counted, count)
 
@@ -94,12 +98,14 @@ class _Fit(NamedTuple):
     Attributes:
         is_new: whether no metric was gathered of these batches, on any rank.
         is_ambiguous: whether, on some rank, other batches of the loop match, too, and different rows of them count.
+        is_same: whether the loop's last batch is of the same round on all ranks.
     """
 
     loop: Loop
     rows: Rows
     is_new: bool
     is_ambiguous: bool
+    is_same: bool
 
 
 def _counted_rows(values: Any, counted: Sequence[int], count: int) -> tuple[Any, int]:
@@ -136,9 +142,10 @@ def _num_rows(values: Any) -> int:
     return rows.pop()
 
 
-def _compare(count: int, known: list[Batch], recent: list[Loop], world: World) -> tuple[bool, bool, list[_Fit]]:
+def _compare(count: int, known: list[Batch], recent: list[Loop], world: World) -> tuple[bool, bool, bool, list[_Fit]]:
     """Whether every rank has identified the batch; whether the batches of the last loop have known sizes on every rank;
-    and the loops that match on all ranks, latest first. A small collective.
+    whether the identified batches are of the same round; and the loops that match on all ranks, latest first. A small
+    collective.
 
     A loop matches if some of its batches have that many rows, the same number of batches on each rank.
 
@@ -147,33 +154,50 @@ def _compare(count: int, known: list[Batch], recent: list[Loop], world: World) -
     """
     found = [each.rows.fitting(count) for each in recent]
     # The ranks may remember different numbers of loops, and what they send must have one size.
-    found += [[]] * (REMEMBERED - len(found))
+    missing = REMEMBERED - len(found)
+    found += [[]] * missing
     batches = [rows[-1].batches if rows else 0 for rows in found]
     are_new = [bool(rows) and rows[-1].is_new for rows in found]
+    marks = [each.mark for each in recent] + [0] * missing
     state = len({batch.samples for batch in known})  # 0 if none is identified; more than 1 is an error
     is_told = not recent or recent[0].rows.is_told
+    mark = known[0].mark if known else 0
     # One reduction gives the least of each number, and the greatest of those that are sent negated.
-    told = [min(state, 1), -state, is_told, *batches]
-    told += [*(-each for each in batches), *are_new, *(-len(rows) for rows in found)]
-    least, most, are_told, *others = world.comm.all_reduce(torch.tensor(told, device=HOST), "min").tolist()
+    told = [min(state, 1), -state, is_told, mark, -mark, *batches, *(-each for each in batches), *are_new]
+    told += [*(-len(rows) for rows in found), *marks, *(-each for each in marks)]
+    least, most, are_told, least_mark, most_mark, *others = world.comm.all_reduce(
+        torch.tensor(told, device=HOST), "min"
+    ).tolist()
     if most < -1:
         counts = " or ".join(str(batch.samples) for batch in known)
         raise ValueError(
             f"values with {count} samples belong to several batches, of which, on this rank or another, different rows "
             f"count (here {counts}); gather those of each batch separately, or pass valid_samples"
         )
-    least_batches, most_batches, new, answers = (
+    least_batches, most_batches, new, answers, least_marks, most_marks = (
         others[start : start + REMEMBERED] for start in range(0, len(others), REMEMBERED)
     )
     return (
         least > 0,
         bool(are_told),
+        least_mark == -most_mark,
         [
-            _Fit(loop, rows[-1], bool(new[place]), answers[place] < -1)
+            _Fit(loop, rows[-1], bool(new[place]), answers[place] < -1, least_marks[place] == -most_marks[place])
             for place, (loop, rows) in enumerate(zip(recent, found, strict=False))
             if rows and least_batches[place] == -most_batches[place]
         ],
     )
+
+
+def _check_rounds(are_same: bool, world: World) -> None:
+    """Refuse rows of batches that the ranks received in different rounds: some samples would count twice, others not at
+    all."""
+    if not are_same:
+        raise CollectiveMismatchError(
+            f"rank {world.rank} gathers the samples of a batch for a metric, and another rank those of a batch of "
+            "another round; every rank must loop over each prepared loader equally often, in the same order: under "
+            "`if is_rank_zero():`, loop over a loader that is not prepared"
+        )
 
 
 def _best(fitting: list[_Fit], newest: Loop | None) -> list[_Fit]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 from torch.optim import Optimizer
@@ -96,6 +96,7 @@ class Stepper:
     def train(self, engine: Engine) -> None:
         """Record that a model with some of the optimizer's parameters is prepared."""
         self._engines.append(engine)
+        engine.optimizers.append(ref(self.optimizer))
 
     def release(self) -> None:
         """Restore the optimizer's own methods."""

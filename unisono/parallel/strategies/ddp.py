@@ -119,7 +119,7 @@ class DDPEngine(Engine):
     def prepare(self, reduces: bool) -> None:
         if reduces:
             # Ranks that are not at the same place get an error here, where DDP would hang or mix gradients.
-            self._world.comm.announce(f"the gradients of {self._ledger.place()}")
+            self._world.comm.announce(f"the gradients of {self.place()}")
             # From these outputs DDP finds the unused parameters. Without `find_unused_parameters` it gets none, and
             # waits for all.
             self._replicated.reducer.prepare_for_backward([each for found in self._outputs for each in found])

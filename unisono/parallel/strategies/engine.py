@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import nn
@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from unisono.parallel.agreement import broadcast_together, check_agreement
+from unisono.comm.operations import HOST
+from unisono.parallel.agreement import broadcast_together, check_agreement, fingerprint
 from unisono.parallel.gradients import reduce_gradients, scale_gradients
-from unisono.parallel.ledger import Ledger, Step
+from unisono.parallel.ledger import Ledger, Step, describe_rates
 from unisono.parallel.weak_methods import weak_method
 from unisono.world import World
 
@@ -46,6 +47,7 @@ class Engine:
         hooks: the gradient hook of each leaf.
         passing: the last backward pass through the model; set by `passes.py`.
         is_released: whether its model is no longer prepared.
+        optimizers: the prepared optimizers of its parameters, in the order of preparation.
         strangers: the optimizers that have stepped on its parameters without being prepared.
         is_local: whether steps use this rank's own gradients, and the caller averages the parameters over the ranks.
     """
@@ -60,6 +62,7 @@ class Engine:
         self.hooks: dict[torch.Tensor, RemovableHandle] = {}
         self.passing: Any = None
         self.strangers: WeakSet[Optimizer] = WeakSet()
+        self.optimizers: list[ref[Optimizer]] = []
         self._world, self._ledger, self._shares_buffers = world, ledger, shares_buffers
         self._reduced_in: Step | None = None
         self._earlier: dict[torch.Tensor, torch.Tensor] = {}  # gradients of earlier steps, which were not zeroed
@@ -69,11 +72,31 @@ class Engine:
         self._is_agreed = False  # whether the ranks have compared their models
         self._known = WeakTensorKeyDictionary(dict.fromkeys(module.parameters()))
         self._trained = self.trained()  # in the last forward pass
+        self._before_load: int | None = None  # a fingerprint of the parameters, if others were loaded since
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None = None) -> Any:
         """The forward pass: a call of the module, or of one of its methods."""
         call = self.module if method is None else getattr(self.module, method)
         return call(*args, **kwargs)
+
+    def note_load(self) -> None:
+        """Record that the user is about to load other parameters, perhaps on this rank alone."""
+        # Shards differ by rank, and so would their fingerprints.
+        if self._before_load is None and self._world.comm.size > 1 and not self.gathers:
+            self._before_load = self._fingerprint()
+
+    def _fingerprint(self) -> int:
+        parameters = list(self.module.parameters())
+        return int(fingerprint(parameters, HOST if self._world.backend.is_lazy else self._world.device))
+
+    def place(self) -> str:
+        """The position of this rank, what was loaded since its last step, and its learning rates: all must be equal on
+        all ranks. Between steps, a rank may load other weights to evaluate them, and load its own again."""
+        before, self._before_load = self._before_load, None
+        loaded = ""
+        if before is not None and (now := self._fingerprint()) != before:
+            loaded = f" with weights {now % 2**64:x} loaded"
+        return self._ledger.place() + loaded + describe_rates(filter(None, (each() for each in self.optimizers)))
 
     def refresh(self) -> None:
         """Detect parameters that were frozen, unfrozen or added since the last forward pass with gradients.
@@ -186,7 +209,7 @@ class Engine:
         Args:
             part: the part of their batch, see `Claim.part`.
         """
-        self._world.comm.announce(f"gradients that were assigned, or stepped on before, of {self._ledger.place()}")
+        self._world.comm.announce(f"gradients that were assigned, or stepped on before, of {self.place()}")
         scale_gradients(self.trained(), part)
         # From here on they count as left by a backward pass, so that `has_assigned` does not find them again.
         self.begun = Begun(self._ledger.step)
@@ -200,7 +223,7 @@ class Engine:
             check_agreement(self.trained(), self._world)
             self._is_agreed = True  # after the comparison: an error leaves it to be repeated
         reduced = self.trained() if parameters is None else parameters
-        reduce_gradients(reduced, self._world, ledger.factor(), ledger.place(), is_part=True)
+        reduce_gradients(reduced, self._world, ledger.factor(), self.place(), is_part=True)
 
     def release(self) -> None:
         """Remove the hooks from all gradients."""

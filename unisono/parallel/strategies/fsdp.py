@@ -208,7 +208,7 @@ class FSDPEngine(Engine):
         if self._is_reducing:
             raise RuntimeError(failed_before(self.name))
         self._is_reducing = reduces
-        self._world.comm.announce(f"the backward pass of {self._ledger.place()}")
+        self._world.comm.announce(f"the backward pass of {self.place()}")
         self._sharded.set_requires_gradient_sync(reduces)
         if reduces:
             scale_sums(self._units, self._ledger.factor())
