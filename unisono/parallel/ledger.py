@@ -271,7 +271,9 @@ class Ledger:
             if (known.samples, known.total) != (claim.samples, claim.total):
                 raise ValueError(
                     f"one batch has the weights {known.samples:g} and {claim.samples:g}; several losses of a batch "
-                    "have one weight, so add them up, each in its proportion, and call backward once"
+                    "have one weight, so add them up, each in its proportion, and call backward once; if they are of "
+                    "several batches that come from no prepared loader, let the lines of each run in `with "
+                    "accelerator.accumulate():`"
                 )
             return
         # Samples and the user's numbers, such as tokens, have different units: their sum W would mean nothing.

@@ -93,6 +93,7 @@ class Passes:
         self._world, self._ledger = microbatches.world, microbatches.ledger
         self._crossings = self._world.state.part(Crossings)
         self._is_called = False  # `backward`, and it runs
+        self._has_reached = False  # a model, since the last call of `backward`
         self._begun: _Pass | None = None  # by `backward`, with the user's weight and batch
         self._running: dict[int, _Pass] = {}  # by autograd's number
         # Those that have not ended: autograd drops a pass's callback when it ends, with or without an error.
@@ -150,6 +151,7 @@ class Passes:
 
         Raises:
             TypeError: the loss was computed from the parts of parameters that strategy="fsdp" leaves on each rank.
+            RuntimeError: the loss depends on no prepared model, so that its gradients are this rank's alone.
         """
         if is_distributed(loss):
             raise TypeError(
@@ -157,7 +159,7 @@ class Passes:
                 "the penalty a backward pass of its own, penalty.backward(), or let the optimizer add it "
                 "(weight_decay=)"
             )
-        self._is_called = True
+        self._is_called, self._has_reached = True, False
         try:
             if weight is not None or batch is not None:
                 named = None if batch is None else Bound(tuple(self._world.state.deliveries.named(batch)))
@@ -169,6 +171,12 @@ class Passes:
                 loss.backward(retain_graph=retain_graph)
         finally:
             self._is_called, self._begun = False, None
+        if self._world.comm.size > 1 and not self._has_reached:
+            raise RuntimeError(
+                "accelerator.backward(loss) of a loss that depends on no prepared model: its gradients are this rank's "
+                "alone, and no step would reduce them; compute it by the models that prepare() returned, or call "
+                "loss.backward() for gradients that each rank has of its own"
+            )
 
     def adopt(self, engine: Engine) -> None:
         """Count gradients that were assigned by hand: those of the batch of the last forward pass. A collective.
@@ -262,6 +270,7 @@ class Passes:
         Args:
             bound: the batch that an output carries; None if the pass has bypassed the outputs.
         """
+        self._has_reached = True
         task = torch._C._current_graph_task_id()
         run: _Run | None = engine.passing
         if run is not None and run.task == task:

@@ -190,3 +190,57 @@ def test_an_optimizer_that_was_let_go_of_is_garbage_at_once(mode: Mode) -> None:
             gc.enable()
 
     assert mode.run(body) == [True]
+
+
+@SEVERAL
+def test_a_loss_of_no_prepared_model_is_refused_by_the_accelerators_backward(mode: Mode) -> None:
+    def body() -> None:
+        accelerator, network = Accelerator(), model()
+        [batch, *_] = accelerator.prepare(loader_of(24, 3))
+        with pytest.raises(RuntimeError, match="depends on no prepared model: its gradients are this rank's alone"):
+            accelerator.backward(mean_loss(network, batch))
+        prepared = accelerator.prepare(network)
+        accelerator.backward(mean_loss(prepared, batch))
+
+    mode.run(body)
+
+
+@SEVERAL
+def test_an_optimizer_of_a_model_that_was_left_out_is_told_of_once(mode: Mode, capfd, caplog) -> None:  # type: ignore[no-untyped-def]
+    def body() -> None:
+        accelerator, network = Accelerator(), model()
+        optimizer = sgd(network.parameters())
+        for batch in accelerator.prepare(loader_of(24, 3)):
+            mean_loss(network, batch).backward()
+            optimizer.step()
+
+    mode.run(body)
+    told = caplog.text + capfd.readouterr().err
+    assert told.count("the SGD steps parameters of no prepared model") == 1
+
+
+def test_under_fsdp_an_optimizer_of_the_parameters_before_prepare_is_refused() -> None:
+    def body() -> None:
+        accelerator, network = Accelerator(strategy="fsdp"), model()
+        optimizer = sgd(network.parameters())
+        network, loader = accelerator.prepare(network, loader_of(24, 3))
+        mean_loss(network, next(iter(loader))).backward()
+        with pytest.raises(RuntimeError, match=r"had before prepare\(\), .* so that the model would not change"):
+            optimizer.step()
+
+    PROCESSES_2.run(body)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_a_scheduler_that_is_not_prepared_sets_the_rates_of_the_prepared_optimizer(strategy: str) -> None:
+    def body() -> list[float]:
+        accelerator, network = Accelerator(strategy=strategy), model()  # type: ignore[arg-type]
+        optimizer = sgd(network.parameters())
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        network, stepped = accelerator.prepare(network, optimizer)
+        network(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+        stepped.step()
+        scheduler.step()
+        return [group["lr"] for group in stepped.param_groups]
+
+    assert PROCESSES_2.run(body) == [[0.05], [0.05]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -134,6 +135,33 @@ def test_an_average_of_a_prepared_model_is_plain_and_that_of_one_device(mode):
         return average.state_dict()
 
     compare(mode, {"lines": lines})
+
+
+def test_a_prepared_model_that_is_pickled_says_how_to_save_it():
+    with pytest.raises(TypeError, match=r"save accelerator\.state_dict\(model\)"):
+        torch.save(Accelerator().prepare(Scaled()), io.BytesIO())
+
+
+def test_under_fsdp_a_plain_state_and_parts_taken_outside_say_what_to_do():
+    class Kept(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.state = nn.Linear(5, 2).double(), None
+
+        def forward(self, inputs):
+            return self.linear(inputs) + self.state
+
+    def body():
+        network = Kept()
+        whole = copy.deepcopy(network.state_dict())
+        network = Accelerator(strategy="fsdp").prepare(network)
+        with pytest.raises(RuntimeError, match=r"call accelerator\.load_state_dict\(model, state\) on every rank"):
+            network.load_state_dict(whole)
+        network.module.state = network.linear.bias * 0
+        with pytest.raises(RuntimeError, match=r"make tensors from the inputs \(inputs\.new_zeros"):
+            network(torch.ones(2, 5).double())
+
+    PROCESSES_2.run(body)
 
 
 def test_a_sharded_model_says_how_to_have_a_copy():

@@ -19,6 +19,11 @@ from unisono.parallel.strategies.sharded import is_sharded
 from unisono.tree import tree_map
 
 _REDUCED = (torch.float16, torch.bfloat16)
+_MET_PARTS = (
+    "the forward pass of the {} met a part of a parameter that was taken outside of it, and strategy='fsdp' gathers "
+    "parameters only while the model is called; make tensors from the inputs (inputs.new_zeros(...)), and use "
+    "parameters within forward() alone"
+)
 
 
 class PreparedModel(nn.Module):
@@ -83,7 +88,8 @@ class PreparedModel(nn.Module):
             self.engine.refresh()
             bound = self._passes.bind(inputs, self._syncs)
         with nullcontext() if self._autocast is None else self._autocast():
-            result = self.engine.run(args, kwargs, method)
+            with _explain_parts(_MET_PARTS.format(self.engine.name)) if self.engine.gathers else nullcontext():
+                result = self.engine.run(args, kwargs, method)
         if self._autocast is not None:
             result = tree_map(_in_full, result)
         if bound is not None:
@@ -121,17 +127,15 @@ class PreparedModel(nn.Module):
     def _explained(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         """The method, where torch's error for parameters that are not gathered says what to do."""
 
+        way_out = (
+            f"{name}() was called on the {self.engine.name} by itself, and strategy='fsdp' gathers parameters only "
+            f"while the model is called; after prepare(), say model.mark_forward_method({name!r})"
+        )
+
         @wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            try:
+            with _explain_parts(way_out):
                 return method(*args, **kwargs)
-            except RuntimeError as error:
-                if "mixed torch.Tensor and DTensor" not in str(error):
-                    raise
-                raise RuntimeError(
-                    f"{name}() was called on the {self.engine.name} by itself, and strategy='fsdp' gathers parameters "
-                    f"only while the model is called; after prepare(), say model.mark_forward_method({name!r})"
-                ) from error
 
         return call
 
@@ -156,18 +160,40 @@ class PreparedModel(nn.Module):
             )
         return copy.deepcopy(self.module, memo)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"the prepared {self.engine.name} cannot be pickled, with what connects it to the other ranks; save "
+            "accelerator.state_dict(model), which every rank calls, or pickle accelerator.unwrap_model(model)"
+        )
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self.engine.note_load()
-        return self.module.load_state_dict(*args, **kwargs)
+        way_out = (
+            f"the state is of a whole {self.engine.name}, which strategy='fsdp' has sharded; call "
+            "accelerator.load_state_dict(model, state) on every rank"
+        )
+        with _explain_parts(way_out) if self.engine.gathers else nullcontext():
+            return self.module.load_state_dict(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         return self.module.named_parameters(*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         return self.module.named_buffers(*args, **kwargs)
+
+
+@contextmanager
+def _explain_parts(way_out: str) -> Iterator[None]:
+    """Make torch's error for tensors that met parts of sharded parameters say what to do."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise RuntimeError(way_out) from error
 
 
 def _is_own_method(value: Any, name: str) -> bool:

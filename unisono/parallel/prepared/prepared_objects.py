@@ -174,7 +174,10 @@ class PreparedObjects:
 
     def _add_model(self, module: nn.Module) -> PreparedModel:
         release_engines_of(module)  # of an earlier Accelerator that may not be collected yet
+        before = list(module.parameters())
         model = self._builder.model(module)
+        now = set(model.module.parameters())
+        model.engine.replaced.update((each, True) for each in before if each not in now)
         remember_names(model.module)
         watch(model.engine, self._builder.done_in_steps())
         self._models.append(ref(model))

@@ -12,11 +12,13 @@ Invariants:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -32,15 +34,18 @@ from unisono.parallel.prepared.nan_guard import NanGuard
 from unisono.parallel.prepared.scaler import LossScaler
 from unisono.parallel.prepared.schedule_units import Taken
 from unisono.parallel.strategies.engine import Engine
-from unisono.parallel.strategies.sharded import clip_grad_norm
+from unisono.parallel.strategies.sharded import clip_grad_norm, is_distributed
 from unisono.timeline import REDUCE, STEP
-from unisono.world import World
+from unisono.world import World, current_world
+
+logger = logging.getLogger(__name__)
 
 K = TypeVar("K")
 
 # The engines of all prepared models of this process, each with the settings that only prepared optimizers apply.
 _engines: WeakKeyDictionary[Engine, tuple[str, ...]] = WeakKeyDictionary()
 _steppers: WeakKeyDictionary[Stepper, None] = WeakKeyDictionary()
+_told: WeakSet[Optimizer] = WeakSet()  # those that a warning was about
 
 
 class Stepper:
@@ -329,14 +334,20 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
             f"the {type(optimizer).__name__} steps on gradients that unisono.backward() has left and that are this "
             "rank's alone; call unisono.optimizer_step(optimizer), which reduces them first"
         )
-    suspects = [(engine, _engines.get(engine, ())) for engine in _alive(_engines)]
-    if not suspects:
-        return
+    suspects = [(engine, _engines.get(engine, ())) for engine in _alive(_engines) if not engine.is_released]
     places = {id(each) for each in own}
+    is_ours = optimizer in by_hand.prepared
     for engine, asked in suspects:
+        if any(each in engine.replaced for each in own):
+            raise RuntimeError(
+                f"the {type(optimizer).__name__} steps the parameters that the {engine.name} had before prepare(), "
+                "which has put others in their place, so that the model would not change; prepare(optimizer), together "
+                "with the model, or make it from the parameters of the model that prepare() returned"
+            )
         # Among the engines are those of other ranks' threads, whose parameters are others.
-        if engine.is_released or not any(id(each) in places for each in engine.module.parameters()):
+        if not any(id(each) in places for each in engine.module.parameters()):
             continue
+        is_ours = True
         is_plain = optimizer not in by_hand.prepared and not _is_stepping(engine)
         if asked and is_plain and not engine.is_held:
             raise RuntimeError(
@@ -361,6 +372,28 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
             # An optimizer that is not prepared has no stepper, which would note it.
             engine.strangers.add(optimizer)
             engine.note_step(optimizer)
+    if not is_ours:
+        _warn_if_unreduced(optimizer, own)
+
+
+def _warn_if_unreduced(optimizer: Optimizer, own: Sequence[torch.Tensor]) -> None:
+    """Warn once of an optimizer that steps a model which was left out of `prepare`.
+
+    Not an error: the user may reduce the gradients (DistributedDataParallel), or train a model of each rank's own.
+    """
+    world = current_world()
+    hand = world.state.part(by_hand.ByHand)
+    is_prepared_for = bool(hand.trainers) and not world.state.deliveries.is_unused
+    if world.comm.size == 1 or world.rank != 0 or not is_prepared_for or optimizer in _told or optimizer in hand.agreed:
+        return
+    if any(isinstance(each, nn.Parameter) and each.grad is not None and not is_distributed(each) for each in own):
+        _told.add(optimizer)
+        logger.warning(
+            "the %s steps parameters of no prepared model: nothing here has reduced their gradients, and if nothing "
+            "else does, each rank trains a model of its own; prepare(model, optimizer), or call "
+            "unisono.optimizer_step(optimizer)",
+            type(optimizer).__name__,
+        )
 
 
 def _is_stepping(engine: Engine) -> bool:

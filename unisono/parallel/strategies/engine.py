@@ -48,6 +48,7 @@ class Engine:
         passing: the last backward pass through the model; set by `passes.py`.
         is_released: whether its model is no longer prepared.
         optimizers: the prepared optimizers of its parameters, in the order of preparation.
+        replaced: the parameters that the module had before it was prepared, if it has others now.
         strangers: the optimizers that have stepped on its parameters without being prepared.
         is_local: whether steps use this rank's own gradients, and the caller averages the parameters over the ranks.
     """
@@ -63,6 +64,7 @@ class Engine:
         self.passing: Any = None
         self.strangers: WeakSet[Optimizer] = WeakSet()
         self.optimizers: list[ref[Optimizer]] = []
+        self.replaced = WeakTensorKeyDictionary()
         self._world, self._ledger, self._shares_buffers = world, ledger, shares_buffers
         self._reduced_in: Step | None = None
         self._earlier: dict[torch.Tensor, torch.Tensor] = {}  # gradients of earlier steps, which were not zeroed

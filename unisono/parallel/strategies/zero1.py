@@ -65,7 +65,7 @@ class ZeRO1Strategy(DDPStrategy):
 def shard_optimizer(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
     """Create an optimizer of the same class, groups and state, with its state divided among the ranks.
 
-    It replaces the given one, and its steps call the hooks of that one; schedulers must use the new one.
+    It replaces the given one, has its groups from then on, and its steps call the hooks of that one.
 
     Args:
         optimizer: has passed `check_divisible`; the same on each rank. Its state is moved to the new one.
@@ -80,6 +80,8 @@ def shard_optimizer(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
     load_local(sharded, optimizer.state_dict())
     # The whole state, if the user's optimizer kept it, would occupy the memory that is saved.
     optimizer.state.clear()
+    # A scheduler that is not prepared keeps the user's optimizer, and changes the learning rates there.
+    optimizer.param_groups = sharded.param_groups
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         # The same dictionaries, so that handles can still remove their hooks.
         setattr(sharded, hooks, getattr(optimizer, hooks))
