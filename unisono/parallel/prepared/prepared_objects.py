@@ -22,7 +22,8 @@ from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.repointing import Places
 from unisono.parallel.prepared.schedule_units import Unit
 from unisono.parallel.prepared.scheduler import PreparedScheduler
-from unisono.parallel.prepared.stepper import Stepper, release_engines_of, watch
+from unisono.parallel.prepared.step_checks import release_engines_of, watch
+from unisono.parallel.prepared.stepper import Stepper
 from unisono.parallel.strategies.sharded import clip_grad_norm
 
 

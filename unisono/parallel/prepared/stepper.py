@@ -7,45 +7,34 @@ Invariants:
 1. While microbatches accumulate, `step` and `zero_grad` do nothing.
 2. Either all ranks skip a step, or none does: the decision depends only on reduced gradients, and on numbers that are
    equal on all ranks.
-3. No optimizer, prepared or not, steps on gradients of one rank alone.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import MethodType
-from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, WeakSet, ref
+from typing import Any
+from weakref import WeakKeyDictionary, ref
 
-import torch
-from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from unisono.comm.selection import translate_errors
 from unisono.deliveries import Loop
 from unisono.parallel import optimizer as by_hand
 from unisono.parallel.gradients import check_presence
 from unisono.parallel.ledger import Ledger
-from unisono.parallel.parameter_names import parameters_of, trained_parameters
+from unisono.parallel.parameter_names import trained_parameters
 from unisono.parallel.passes import Passes
 from unisono.parallel.prepared.nan_guard import NanGuard
 from unisono.parallel.prepared.scaler import LossScaler
 from unisono.parallel.prepared.schedule_units import Taken
 from unisono.parallel.strategies.engine import Engine
-from unisono.parallel.strategies.sharded import clip_grad_norm, is_distributed
+from unisono.parallel.strategies.sharded import clip_grad_norm
 from unisono.timeline import REDUCE, STEP
-from unisono.world import World, current_world
+from unisono.world import World
 
-logger = logging.getLogger(__name__)
-
-K = TypeVar("K")
-
-# The engines of all prepared models of this process, each with the settings that only prepared optimizers apply.
-_engines: WeakKeyDictionary[Engine, tuple[str, ...]] = WeakKeyDictionary()
-_steppers: WeakKeyDictionary[Stepper, None] = WeakKeyDictionary()
-_told: WeakSet[Optimizer] = WeakSet()  # those that a warning was about
+steppers: WeakKeyDictionary[Stepper, None] = WeakKeyDictionary()
+"""Those of this process, of all ranks that are its threads."""
 
 
 class Stepper:
@@ -96,7 +85,7 @@ class Stepper:
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
         optimizer.zero_grad = MethodType(zero, optimizer)  # type: ignore[method-assign]
         by_hand.prepared.add(optimizer)
-        _steppers[self] = None
+        steppers[self] = None
 
     def train(self, engine: Engine) -> None:
         """Record that a model with some of the optimizer's parameters is prepared."""
@@ -302,108 +291,6 @@ class Stepper:
         for engine in self._engines:
             engine.note_step(self.optimizer)
         self._microbatches.skips.pop(self.optimizer, None)
-
-
-def watch(engine: Engine, done_in_steps: Sequence[str] = ()) -> None:
-    """Keep every optimizer from stepping on gradients of this model that are those of one rank alone.
-
-    Args:
-        done_in_steps: the requested features that only steps of prepared optimizers apply.
-    """
-    _engines[engine] = tuple(done_in_steps)
-
-
-def _alive(table: WeakKeyDictionary[K, Any]) -> list[K]:
-    """The live keys. Threads of other ranks may add entries meanwhile; copying the references is atomic."""
-    return [each for reference in table.keyrefs() if (each := reference()) is not None]
-
-
-def release_engines_of(module: nn.Module) -> None:
-    """Disable the hooks that an earlier `prepare` has attached to this module, or to a part of it."""
-    own = set(module.parameters())
-    for engine in _alive(_engines):
-        if not engine.is_released and any(each in own for each in engine.module.parameters()):
-            engine.release()
-
-
-def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
-    """Refuse to step on gradients that are not reduced, or not processed as the steps should."""
-    own = parameters_of(optimizer)
-    if by_hand.unreduced and any(each.grad is not None and each in by_hand.unreduced for each in own):
-        raise RuntimeError(
-            f"the {type(optimizer).__name__} steps on gradients that unisono.backward() has left and that are this "
-            "rank's alone; call unisono.optimizer_step(optimizer), which reduces them first"
-        )
-    suspects = [(engine, _engines.get(engine, ())) for engine in _alive(_engines) if not engine.is_released]
-    places = {id(each) for each in own}
-    is_ours = optimizer in by_hand.prepared
-    for engine, asked in suspects:
-        if any(each in engine.replaced for each in own):
-            raise RuntimeError(
-                f"the {type(optimizer).__name__} steps the parameters that the {engine.name} had before prepare(), "
-                "which has put others in their place, so that the model would not change; prepare(optimizer), together "
-                "with the model, or make it from the parameters of the model that prepare() returned"
-            )
-        # Among the engines are those of other ranks' threads, whose parameters are others.
-        if not any(id(each) in places for each in engine.module.parameters()):
-            continue
-        is_ours = True
-        is_plain = optimizer not in by_hand.prepared and not _is_stepping(engine)
-        if asked and is_plain and not engine.is_held:
-            raise RuntimeError(
-                f"the {type(optimizer).__name__} steps for the {engine.name} and was not prepared, so that "
-                f"{' and '.join(asked)} would do nothing: an Accelerator acts in the steps of the optimizers that "
-                "prepare() returns; prepare this one, too"
-            )
-        if engine.is_held:
-            raise RuntimeError(
-                f"the {type(optimizer).__name__} steps on gradients of the {engine.name} that are "
-                "this rank's alone, in the middle of an accumulation or of a backward pass, or after no_sync(); step "
-                "with the optimizer that prepare() has returned, or after the backward pass that ends the step "
-                "(accelerator.sync_gradients)"
-            )
-        if is_plain and engine.has_assigned(optimizer):
-            raise RuntimeError(
-                f"the {type(optimizer).__name__} steps on gradients of the {engine.name} that no backward pass has "
-                "left since its last step: they were assigned, and are this rank's alone; prepare(optimizer), which "
-                "reduces them"
-            )
-        if is_plain:
-            # An optimizer that is not prepared has no stepper, which would note it.
-            engine.strangers.add(optimizer)
-            engine.note_step(optimizer)
-    if not is_ours:
-        _warn_if_unreduced(optimizer, own)
-
-
-def _warn_if_unreduced(optimizer: Optimizer, own: Sequence[torch.Tensor]) -> None:
-    """Warn once of an optimizer that steps a model which was left out of `prepare`.
-
-    Not an error: the user may reduce the gradients (DistributedDataParallel), or train a model of each rank's own.
-    """
-    world = current_world()
-    hand = world.state.part(by_hand.ByHand)
-    is_prepared_for = bool(hand.trainers) and not world.state.deliveries.is_unused
-    if world.comm.size == 1 or world.rank != 0 or not is_prepared_for or optimizer in _told or optimizer in hand.agreed:
-        return
-    if any(isinstance(each, nn.Parameter) and each.grad is not None and not is_distributed(each) for each in own):
-        _told.add(optimizer)
-        logger.warning(
-            "the %s steps parameters of no prepared model: nothing here has reduced their gradients, and if nothing "
-            "else does, each rank trains a model of its own; prepare(model, optimizer), or call "
-            "unisono.optimizer_step(optimizer)",
-            type(optimizer).__name__,
-        )
-
-
-def _is_stepping(engine: Engine) -> bool:
-    """Whether a prepared optimizer's step has called this one, as in SAM, and in ZeRO-1 for the rank's part."""
-    return any(each.is_stepping(engine) for each in _alive(_steppers))
-
-
-# Not a decorator, which would replace the function by a handle: an optimizer's class that is pickled by value includes
-# the hooks of all steps, which are then pickled by name.
-register_optimizer_step_pre_hook(_refuse_step)
 
 
 def _methods(stepper: Stepper) -> tuple[Callable[..., Any], Callable[..., None]]:
