@@ -204,7 +204,8 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         """Release everything that was prepared: what is not referenced elsewhere is freed.
 
         Optimizers step by themselves again, and models and optimizers can be prepared again, by this Accelerator or
-        another one. A model that strategy "fsdp" has sharded stays sharded: make a new one.
+        another one. A model that strategy "fsdp" has sharded stays sharded, and an optimizer loses the state that
+        "zero1" has divided: make new ones, and save `state_dict(optimizer)` before.
         """
         self._prepared.release()
 

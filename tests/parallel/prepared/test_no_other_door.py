@@ -244,3 +244,37 @@ def test_a_scheduler_that_is_not_prepared_sets_the_rates_of_the_prepared_optimiz
         return [group["lr"] for group in stepped.param_groups]
 
     assert PROCESSES_2.run(body) == [[0.05], [0.05]]
+
+
+def test_an_optimizer_whose_state_zero1_has_divided_is_not_prepared_again_without_it() -> None:
+    def train(accelerator: Accelerator, network: Any, optimizer: Any, state: Any = None) -> Any:
+        network, optimizer = accelerator.prepare(network, optimizer)
+        if state is not None:
+            accelerator.load_state_dict(optimizer, state)
+        accelerator.backward(network(torch.ones(2, 5, dtype=torch.float64)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        state = accelerator.state_dict(optimizer)
+        accelerator.free_memory()
+        return state
+
+    def body() -> State:
+        accelerator, network = Accelerator(strategy="zero1"), model()
+        optimizer = sgd(network.parameters())
+        state = train(accelerator, network, optimizer)
+        for kind in ("zero1", "ddp"):
+            with pytest.raises(ValueError, match=r"strategy='zero1' has divided the state of this SGD"):
+                Accelerator(strategy=kind).prepare(network, optimizer)  # type: ignore[arg-type]
+        train(accelerator, network, sgd(network.parameters()), state)
+        return network.state_dict()
+
+    def plainly() -> State:
+        network = model()
+        optimizer = sgd(network.parameters())
+        for _ in range(2):
+            network(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return network.state_dict()
+
+    assert_all_are(PROCESSES_2.run(body), plainly())

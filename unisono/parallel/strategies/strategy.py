@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -20,6 +21,9 @@ from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.sharded import is_sharded, loaded_class
 from unisono.protocols import Backend
 from unisono.world import World
+
+given_up: WeakSet[Optimizer] = WeakSet()
+"""Optimizers that others have replaced, and stepped with the state that these have lost."""
 
 
 class Strategy(ABC):
@@ -69,6 +73,12 @@ class Strategy(ABC):
             check_fillable(each)
             if self.world.comm.size > 1:
                 _check_norms(each)
+        elif each in given_up and not each.state:
+            raise ValueError(
+                f"strategy='zero1' has divided the state of this {type(each).__name__} among the ranks, and it was "
+                "released, so that training would begin again without it; save accelerator.state_dict(optimizer) "
+                "before free_memory(), load it into a new optimizer after prepare(), or make a new one to begin again"
+            )
 
     @abstractmethod
     def wrap_model(self, module: nn.Module) -> Engine:

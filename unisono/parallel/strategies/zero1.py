@@ -25,6 +25,7 @@ from unisono.parallel.strategies.elementwise import check_elementwise
 from unisono.parallel.strategies.hooks import POST_LOCAL_SGD
 from unisono.parallel.strategies.rebinding import Rebinding
 from unisono.parallel.strategies.sharded import is_distributed, loaded_class
+from unisono.parallel.strategies.strategy import given_up
 from unisono.strategies import DDP
 
 if TYPE_CHECKING:
@@ -54,12 +55,23 @@ class ZeRO1Strategy(DDPStrategy):
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         sharded = shard_optimizer(optimizer)
         sharded.register_step_pre_hook(partial(self._announce, ref(sharded)))
+        sharded.register_step_post_hook(partial(_note_state, ref(sharded), ref(optimizer)))
         return sharded
 
     def _announce(self, prepared: Callable[[], Optimizer | None], optimizer: Optimizer, *_: Any) -> None:
         if optimizer is prepared():  # the hooks are shared with the user's optimizer, which may be prepared again
             # At the end of the step, each rank broadcasts the parameters that it has stepped.
             self.world.comm.announce(f"the end of {self.ledger.place()}")
+
+
+def _note_state(
+    prepared: Callable[[], Optimizer | None], replaced: Callable[[], Optimizer | None], optimizer: Optimizer, *_: Any
+) -> None:
+    before = replaced()
+    if before is None or before in given_up or optimizer is not prepared() or not is_divided(optimizer):
+        return
+    if any(optimizer.optim.state.values()):
+        given_up.add(before)
 
 
 def shard_optimizer(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
