@@ -241,7 +241,6 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
 
         Raises:
             ValueError: as for `unisono.backward`.
-            RuntimeError: on several ranks, the loss depends on no prepared model.
         """
         self.world.timeline.loop().loss = loss.detach()
         if self.scaler is not None:

@@ -6,6 +6,7 @@ import os
 import sys
 from collections import OrderedDict
 from enum import Flag
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -228,3 +229,8 @@ def test_a_difference_names_the_first_globals_and_counts_the_rest():
     assert "name_4 is 1 in the calling process" in said[0]
     assert "name_5" not in said[0]
     assert "; 3 further globals of it differ: workers import" in said[0]
+
+
+def test_an_entry_of_the_path_that_python_ignores_is_ignored_here_too(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", [tmp_path, None, *sys.path])
+    assert is_users_file(str(Path(tmp_path, "module.py")))

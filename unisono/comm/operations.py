@@ -27,10 +27,10 @@ HOST = torch.default_generator.device
 """Main memory. Flags and counts are sent from there: sending them from a device, and reading them, would wait for all
 of its work."""
 
-_OF_A_STEP = re.compile(r"\bof step |\ba step on |\bpass of the ")
+_OF_A_STEP = re.compile(r"\bof step |\ba step on |\bpass of the |\bstep of the ")
 # Shown only if nothing else differs.
 _ROUND = re.compile(r", round [0-9a-f]{8}")
-_SETTINGS = re.compile(r"( with weights [0-9a-f]+ loaded)?( at lr \S+)?$")
+_RATES = re.compile(r" at lr \S+$")
 _GATHERED = re.compile(r"\ball_gather\((?P<type>\w+)\[(?P<rows>\d+)(?P<row>[\d, ]*)\]")
 _IN_PLACE = ("all_reduce", "broadcast")
 
@@ -175,7 +175,7 @@ def departure(last_deeds: Mapping[int, str]) -> str:
     """Describe which ranks have left and, if that is known, the last action of each."""
     names = ", ".join(map(str, sorted(last_deeds)))
     has = f"rank {names} has left this world" if len(last_deeds) == 1 else f"ranks {names} have left this world"
-    deeds = {_SETTINGS.sub("", _ROUND.sub("", deed)) for deed in last_deeds.values() if deed}
+    deeds = {_RATES.sub("", _ROUND.sub("", deed)) for deed in last_deeds.values() if deed}
     if len(last_deeds) > 1 or not deeds:
         return has
     return f"{has} after it {deeds.pop()}: it returned, or left its loop, while others continue; end loops on all ranks"
@@ -189,8 +189,8 @@ def mismatch_error(deeds: Mapping[int, str]) -> CollectiveMismatchError:
     """
     groups: dict[str, list[int]] = {}
     without_rounds = {rank: _ROUND.sub("", deed) for rank, deed in deeds.items()}
-    short = {rank: _SETTINGS.sub("", deed) for rank, deed in without_rounds.items()}
-    if have_other_settings := len(set(without_rounds.values())) > len(set(short.values())) == 1:
+    short = {rank: _RATES.sub("", deed) for rank, deed in without_rounds.items()}
+    if have_other_rates := len(set(without_rounds.values())) > len(set(short.values())) == 1:
         deeds = without_rounds
     elif len(set(short.values())) > 1:  # the difference is visible without them
         deeds = short
@@ -199,11 +199,8 @@ def mismatch_error(deeds: Mapping[int, str]) -> CollectiveMismatchError:
     first, *others = (f"{name_ranks(ranks)} {deed}" for deed, ranks in groups.items())
     rule = "call the same collectives in the same order with the same shapes and types"
     are_of_steps = [bool(_OF_A_STEP.search(deed)) for deed in groups]
-    if have_other_settings:
-        rule = (
-            "step the scheduler, set learning rates, and load states after prepare(), alike and at the same time: not "
-            "under `if is_rank_zero():`"
-        )
+    if have_other_rates:
+        rule = "step the scheduler, set learning rates, and load optimizer states alike: not under `if is_rank_zero():`"
     elif all(are_of_steps):
         rule = (
             "take the same steps on the same rounds: skip a batch, or leave a loop, on all ranks or on none, and loop "

@@ -187,7 +187,9 @@ def is_users_file(file: str) -> bool:
     """Whether a file is part of the program rather than of an installed package."""
     if not os.path.isabs(file) or file.startswith(_INSTALLED) or any(each in file for each in _PACKAGES):
         return False
-    return not any(file.startswith(each + os.sep) and _holds_packages(each) for each in sys.path if each)
+    return not any(
+        file.startswith(each + os.sep) and _holds_packages(each) for each in sys.path if isinstance(each, str) and each
+    )
 
 
 @cache

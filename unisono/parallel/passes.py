@@ -58,13 +58,6 @@ class _Pass:
     engines: list[ref[Engine]] = field(default_factory=list)
 
 
-class _Arrivals:
-    """Counts the gradients of a rank that arrive at prepared models, those of any Accelerator."""
-
-    def __init__(self) -> None:
-        self.number = 0
-
-
 @dataclass(eq=False)
 class _Run:
     """A backward pass through one model.
@@ -100,7 +93,6 @@ class Passes:
         self._world, self._ledger = microbatches.world, microbatches.ledger
         self._crossings = self._world.state.part(Crossings)
         self._is_called = False  # `backward`, and it runs
-        self._arrivals = self._world.state.part(_Arrivals)
         self._begun: _Pass | None = None  # by `backward`, with the user's weight and batch
         self._running: dict[int, _Pass] = {}  # by autograd's number
         # Those that have not ended: autograd drops a pass's callback when it ends, with or without an error.
@@ -158,7 +150,6 @@ class Passes:
 
         Raises:
             TypeError: the loss was computed from the parts of parameters that strategy="fsdp" leaves on each rank.
-            RuntimeError: the loss depends on no prepared model, so that its gradients are this rank's alone.
         """
         if is_distributed(loss):
             raise TypeError(
@@ -166,7 +157,7 @@ class Passes:
                 "the penalty a backward pass of its own, penalty.backward(), or let the optimizer add it "
                 "(weight_decay=)"
             )
-        self._is_called, before = True, self._arrivals.number
+        self._is_called = True
         try:
             if weight is not None or batch is not None:
                 named = None if batch is None else Bound(tuple(self._world.state.deliveries.named(batch)))
@@ -178,12 +169,6 @@ class Passes:
                 loss.backward(retain_graph=retain_graph)
         finally:
             self._is_called, self._begun = False, None
-        if self._world.comm.size > 1 and self._arrivals.number == before:
-            raise RuntimeError(
-                "accelerator.backward(loss) of a loss that depends on no prepared model: its gradients are this rank's "
-                "alone, and no step would reduce them; compute it by the models that prepare() returned, or call "
-                "loss.backward() for gradients that each rank has of its own"
-            )
 
     def adopt(self, engine: Engine) -> None:
         """Count gradients that were assigned by hand: those of the batch of the last forward pass. A collective.
@@ -277,7 +262,6 @@ class Passes:
         Args:
             bound: the batch that an output carries; None if the pass has bypassed the outputs.
         """
-        self._arrivals.number += 1
         task = torch._C._current_graph_task_id()
         run: _Run | None = engine.passing
         if run is not None and run.task == task:

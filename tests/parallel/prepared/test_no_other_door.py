@@ -12,7 +12,7 @@ from modes import PROCESSES_2, SOLO, THREADS_2, Mode
 from torch.utils.data import DataLoader
 from twin import Case, State, assert_all_are, compare, data, loader_of, mean_loss, model, plain_run, sgd
 
-from unisono import Accelerator, DeviceLoader, backward, optimizer_step
+from unisono import Accelerator, DeviceLoader, all_gather_object, backward, optimizer_step
 from unisono.strategies import ZeRO1
 
 SEVERAL = pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
@@ -193,19 +193,6 @@ def test_an_optimizer_that_was_let_go_of_is_garbage_at_once(mode: Mode) -> None:
 
 
 @SEVERAL
-def test_a_loss_of_no_prepared_model_is_refused_by_the_accelerators_backward(mode: Mode) -> None:
-    def body() -> None:
-        accelerator, network = Accelerator(), model()
-        [batch, *_] = accelerator.prepare(loader_of(24, 3))
-        with pytest.raises(RuntimeError, match="depends on no prepared model: its gradients are this rank's alone"):
-            accelerator.backward(mean_loss(network, batch))
-        prepared = accelerator.prepare(network)
-        accelerator.backward(mean_loss(prepared, batch))
-
-    mode.run(body)
-
-
-@SEVERAL
 def test_an_optimizer_of_a_model_that_was_left_out_is_told_of_once(mode: Mode, capfd, caplog) -> None:  # type: ignore[no-untyped-def]
     def body() -> None:
         accelerator, network = Accelerator(), model()
@@ -238,12 +225,20 @@ def test_a_scheduler_that_is_not_prepared_sets_the_rates_of_the_prepared_optimiz
         optimizer = sgd(network.parameters())
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         network, stepped = accelerator.prepare(network, optimizer)
-        network(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
-        stepped.step()
-        scheduler.step()
-        return [group["lr"] for group in stepped.param_groups]
+        found = []
+        for _ in range(2):
+            network(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+            stepped.step()
+            scheduler.step()
+            found += [group["lr"] for group in stepped.param_groups]
+            accelerator.load_state_dict(stepped, all_gather_object(accelerator.state_dict(stepped))[0])
+            if strategy == "zero1":
+                stepped.consolidate_state_dict(0)
+                [state, _] = all_gather_object(stepped.state_dict() if accelerator.is_main_process else None)
+                stepped.load_state_dict(state)
+        return found
 
-    assert PROCESSES_2.run(body) == [[0.05], [0.05]]
+    assert PROCESSES_2.run(body) == [[0.05, 0.025]] * 2
 
 
 def test_an_optimizer_whose_state_zero1_has_divided_is_not_prepared_again_without_it() -> None:

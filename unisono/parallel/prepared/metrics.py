@@ -196,7 +196,8 @@ def _check_rounds(are_same: bool, world: World) -> None:
         raise CollectiveMismatchError(
             f"rank {world.rank} gathers the samples of a batch for a metric, and another rank those of a batch of "
             "another round; every rank must loop over each prepared loader equally often, in the same order: under "
-            "`if is_rank_zero():`, loop over a loader that is not prepared"
+            "`if is_rank_zero():`, loop over a loader that is not prepared; and an iterable of batches must yield the "
+            "same ones on each rank, or be DeviceLoader(batches, already_sharded=True)"
         )
 
 

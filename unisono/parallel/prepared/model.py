@@ -162,7 +162,7 @@ class PreparedModel(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            f"the prepared {self.engine.name} cannot be pickled, with what connects it to the other ranks; save "
+            f"the prepared {self.engine.name} is connected to the other ranks, and cannot be copied or pickled; save "
             "accelerator.state_dict(model), which every rank calls, or pickle accelerator.unwrap_model(model)"
         )
 
@@ -170,7 +170,6 @@ class PreparedModel(nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        self.engine.note_load()
         way_out = (
             f"the state is of a whole {self.engine.name}, which strategy='fsdp' has sharded; call "
             "accelerator.load_state_dict(model, state) on every rank"

@@ -88,6 +88,7 @@ class PreparedScheduler:
         own, world = float(metrics), self._stepper.world
         if world.world_size == 1:
             return own
+        world.comm.announce(f"the step of the {type(self.scheduler).__name__}")
         seen = [float(each) for each in world.comm.all_gather_object(own)]
         if not all(math.isclose(each, seen[0], rel_tol=_ROUNDING) or math.isnan(each) for each in seen):
             raise ValueError(

@@ -20,7 +20,7 @@ from unisono.parallel.parameter_names import parameters_of
 from unisono.parallel.prepared.stepper import steppers
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.sharded import is_distributed
-from unisono.world import current_world
+from unisono.world import given_world
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
     places = {id(each) for each in own}
     is_ours = optimizer in by_hand.prepared
     for engine, asked in suspects:
-        if any(each in engine.replaced for each in own):
+        if len(engine.replaced) and any(each in engine.replaced for each in own):
             raise RuntimeError(
                 f"the {type(optimizer).__name__} steps the parameters that the {engine.name} had before prepare(), "
                 "which has put others in their place, so that the model would not change; prepare(optimizer), together "
@@ -108,7 +108,9 @@ def _warn_if_unreduced(optimizer: Optimizer, own: Sequence[torch.Tensor]) -> Non
 
     Not an error: the user may reduce the gradients (DistributedDataParallel), or train a model of each rank's own.
     """
-    world = current_world()
+    world = given_world()  # a step of a plain script must neither need nor start one
+    if world is None:
+        return
     hand = world.state.part(by_hand.ByHand)
     is_prepared_for = bool(hand.trainers) and not world.state.deliveries.is_unused
     if world.comm.size == 1 or world.rank != 0 or not is_prepared_for or optimizer in _told or optimizer in hand.agreed:

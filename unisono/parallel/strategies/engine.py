@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from unisono.comm.operations import HOST
-from unisono.parallel.agreement import broadcast_together, check_agreement, fingerprint
+from unisono.parallel.agreement import broadcast_together, check_agreement
 from unisono.parallel.gradients import reduce_gradients, scale_gradients
 from unisono.parallel.ledger import Ledger, Step, describe_rates
 from unisono.parallel.weak_methods import weak_method
@@ -74,31 +73,15 @@ class Engine:
         self._is_agreed = False  # whether the ranks have compared their models
         self._known = WeakTensorKeyDictionary(dict.fromkeys(module.parameters()))
         self._trained = self.trained()  # in the last forward pass
-        self._before_load: int | None = None  # a fingerprint of the parameters, if others were loaded since
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None = None) -> Any:
         """The forward pass: a call of the module, or of one of its methods."""
         call = self.module if method is None else getattr(self.module, method)
         return call(*args, **kwargs)
 
-    def note_load(self) -> None:
-        """Record that the user is about to load other parameters, perhaps on this rank alone."""
-        # Shards differ by rank, and so would their fingerprints.
-        if self._before_load is None and self._world.comm.size > 1 and not self.gathers:
-            self._before_load = self._fingerprint()
-
-    def _fingerprint(self) -> int:
-        parameters = list(self.module.parameters())
-        return int(fingerprint(parameters, HOST if self._world.backend.is_lazy else self._world.device))
-
     def place(self) -> str:
-        """The position of this rank, what was loaded since its last step, and its learning rates: all must be equal on
-        all ranks. Between steps, a rank may load other weights to evaluate them, and load its own again."""
-        before, self._before_load = self._before_load, None
-        loaded = ""
-        if before is not None and (now := self._fingerprint()) != before:
-            loaded = f" with weights {now % 2**64:x} loaded"
-        return self._ledger.place() + loaded + describe_rates(filter(None, (each() for each in self.optimizers)))
+        """The position of this rank, and its learning rates: equal on all ranks, or they would drift apart."""
+        return self._ledger.place() + describe_rates(filter(None, (each() for each in self.optimizers)))
 
     def refresh(self) -> None:
         """Detect parameters that were frozen, unfrozen or added since the last forward pass with gradients.

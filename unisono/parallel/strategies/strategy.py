@@ -23,7 +23,7 @@ from unisono.protocols import Backend
 from unisono.world import World
 
 given_up: WeakSet[Optimizer] = WeakSet()
-"""Optimizers that others have replaced, and stepped with the state that these have lost."""
+"""Optimizers of users whose state zero1 has divided among the ranks: they have none themselves."""
 
 
 class Strategy(ABC):

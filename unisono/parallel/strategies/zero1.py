@@ -54,7 +54,9 @@ class ZeRO1Strategy(DDPStrategy):
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         sharded = shard_optimizer(optimizer)
+        _share_groups(ref(optimizer), sharded)
         sharded.register_step_pre_hook(partial(self._announce, ref(sharded)))
+        sharded.register_load_state_dict_post_hook(partial(_share_groups, ref(optimizer)))  # which makes new groups
         sharded.register_step_post_hook(partial(_note_state, ref(sharded), ref(optimizer)))
         return sharded
 
@@ -62,6 +64,13 @@ class ZeRO1Strategy(DDPStrategy):
         if optimizer is prepared():  # the hooks are shared with the user's optimizer, which may be prepared again
             # At the end of the step, each rank broadcasts the parameters that it has stepped.
             self.world.comm.announce(f"the end of {self.ledger.place()}")
+
+
+def _share_groups(replaced: Callable[[], Optimizer | None], optimizer: Optimizer) -> None:
+    """Let the user's optimizer have the groups of the one in its place."""
+    # A scheduler that is not prepared keeps the user's optimizer, and changes the learning rates there.
+    if (before := replaced()) is not None:
+        before.param_groups = optimizer.param_groups
 
 
 def _note_state(
@@ -77,7 +86,7 @@ def _note_state(
 def shard_optimizer(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
     """Create an optimizer of the same class, groups and state, with its state divided among the ranks.
 
-    It replaces the given one, has its groups from then on, and its steps call the hooks of that one.
+    It replaces the given one, and its steps call the hooks of that one.
 
     Args:
         optimizer: has passed `check_divisible`; the same on each rank. Its state is moved to the new one.
@@ -92,8 +101,6 @@ def shard_optimizer(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
     load_local(sharded, optimizer.state_dict())
     # The whole state, if the user's optimizer kept it, would occupy the memory that is saved.
     optimizer.state.clear()
-    # A scheduler that is not prepared keeps the user's optimizer, and changes the learning rates there.
-    optimizer.param_groups = sharded.param_groups
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         # The same dictionaries, so that handles can still remove their hooks.
         setattr(sharded, hooks, getattr(optimizer, hooks))
