@@ -128,6 +128,7 @@ how = sys.argv[1:2]
 logging.basicConfig(format="%(rank)s says %(message)s")
 logging.error("hello")
 print("has", sys.argv[1:], unisono.all_reduce(torch.ones(1)).item(), os.environ["GLOO_SOCKET_IFNAME"], __name__)
+unisono.barrier()  # a rank that fails ends the others: they have said it by then
 if world.rank == 1 and how == ["raise"]:
     raise LookupError("not here")
 if world.rank == 1 and how == ["exit 7"]:
@@ -202,7 +203,7 @@ def test_the_first_cause_is_told_and_its_code_is_the_run_s(run_member, how, code
     assert errors.count("rank 1 of 2, cpu:0, pid ") + errors.count("rank 1 of 2, cpu:1, pid ") == 1
     assert errors.count("Traceback") == (how == "raise")
     if how == "raise":
-        assert 'member.py", line 9, in <module>' in errors
+        assert 'member.py", line 10, in <module>' in errors
         assert "runpy" not in errors
 
 
