@@ -226,19 +226,19 @@ def test_who_has_left_is_told_so_in_a_meeting_of_one_too():
 
 
 def test_the_time_out_names_who_was_missing_and_breaks_the_world_for_all():
-    meeting = Meeting(4, timedelta(seconds=0.05))
+    meeting = Meeting(4, timedelta(seconds=1))
     ranks = [Rank(lambda rank=rank: exchange(meeting, rank)) for rank in (0, 2)]
     errors = [rank.error() for rank in ranks]
-    assert all("waited 0:00:00.050000 in sum() for ranks [1, 3]" in str(error) for error in errors)
+    assert all("waited 0:00:01 in sum() for ranks [1, 3]" in str(error) for error in errors)
     with pytest.raises(BrokenWorldError, match=r"for ranks \[1, 3\]"):
         exchange(meeting, 1)
 
 
 def test_a_slow_combination_is_no_time_out():
-    meeting, never = Meeting(2, timedelta(seconds=0.2)), threading.Event()
+    meeting, never = Meeting(2, timedelta(seconds=1)), threading.Event()
 
     def combine(values: list[int]) -> int:
-        never.wait(0.4)  # twice as long as a rank waits for the others to come
+        never.wait(1.5)  # longer than a rank waits for the others to come
         return sum(values)
 
     ranks = [Rank(lambda rank=rank: meeting.exchange(rank, CALL, 1, combine)) for rank in range(2)]

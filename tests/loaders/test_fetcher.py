@@ -488,19 +488,19 @@ class Blocks(Numbers):
 @pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
 def test_the_users_time_out_names_the_worker_the_sample_and_the_line(persistent):
-    data = DataLoader(Blocks(6), batch_size=2, num_workers=2, timeout=1, persistent_workers=persistent)
+    data = DataLoader(Blocks(6), batch_size=2, num_workers=2, timeout=3, persistent_workers=persistent)
     loader, found = iter(DeviceLoader(data)), []
     with pytest.raises(RuntimeError) as told:
         found += [batch.tolist() for batch in loader]
-    words = r"timed out after 1 seconds: loader worker 1 \(pid \d+\) is at the sample with index 3, in \(most recent .*"
+    words = r"timed out after 3 seconds: loader worker 1 \(pid \d+\) is at the sample with index 3, in \(most recent .*"
     assert re.search(words + r"test_fetcher.py\", line \d+ in __getitem__$", str(told.value), re.DOTALL)
 
 
 @pytest.mark.slow
 def test_a_dataset_that_blocks_is_warned_of(monkeypatch, caplog):
-    monkeypatch.setattr("unisono.loaders.workers._LONG_S", 0.3)
+    monkeypatch.setattr("unisono.loaders.workers._LONG_S", 1.0)
     with pytest.raises(RuntimeError, match="timed out"):
-        list(DeviceLoader(DataLoader(Blocks(6), num_workers=1, timeout=1)))
+        list(DeviceLoader(DataLoader(Blocks(6), num_workers=1, timeout=3)))
     (warning,) = [each.getMessage() for each in caplog.records if "no batch has come" in each.message]
     assert "loader worker 0" in warning
     assert "the sample with index 3" in warning
