@@ -84,10 +84,10 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
             )
         if engine.is_held:
             raise RuntimeError(
-                f"the {type(optimizer).__name__} steps on gradients of the {engine.name} that are "
-                "this rank's alone, in the middle of an accumulation or of a backward pass, or after no_sync(); step "
-                "with the optimizer that prepare() has returned, or after the backward pass that ends the step "
-                "(accelerator.sync_gradients)"
+                f"the {type(optimizer).__name__}{', which was not prepared,' if is_plain else ''} steps on gradients "
+                f"of the {engine.name} that are this rank's alone, in the middle of an accumulation or of a backward "
+                "pass, or after no_sync(); step with the optimizer that prepare() returns, or after the backward pass "
+                "that ends the step (accelerator.sync_gradients)"
             )
         if is_plain and engine.has_assigned(optimizer):
             raise RuntimeError(
