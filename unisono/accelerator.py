@@ -25,12 +25,10 @@ from unisono.checkpoint.prepared_states import PreparedStates
 from unisono.foreign_names import advice_on
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader
+from unisono.parallel.backward import Passes
 from unisono.parallel.collectives import all_gather_samples
-from unisono.parallel.ledger import Ledger
-from unisono.parallel.microbatches import Microbatches
 from unisono.parallel.nested_collectives import gather_nested, pad_nested, reduce_nested
 from unisono.parallel.optimizer import ByHand
-from unisono.parallel.passes import Passes
 from unisono.parallel.prepared.builder import Builder
 from unisono.parallel.prepared.checks import (
     AUTOCAST,
@@ -49,6 +47,7 @@ from unisono.parallel.prepared.prepared_objects import PreparedObjects
 from unisono.parallel.prepared.scaler import LossScaler
 from unisono.parallel.prepared.schedule_units import Unit, check_unit
 from unisono.parallel.rank_view import RankView, Trigger
+from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.selection import options_of, strategy_class, strategy_in
 from unisono.parallel.strategies.states import load_model_state, load_optimizer_state, model_state, optimizer_state
 from unisono.protocols import ReduceOp
@@ -152,13 +151,12 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         if mixed_precision == "fp16":
             self.scaler = LossScaler(self.device.type, self.world.rank == 0, **(scaler_options or {}))
         every = gradient_accumulation_steps
-        ledger = Ledger(self.world.comm.size, every, is_mean=every > 1, is_sum=loss_reduction == "sum")
         self.mixed_precision, self.project_dir = mixed_precision, project_dir
         self._accumulated = every
         self._trackers = Trackers(log_with, project_dir, self.world.rank == 0)
         self._trigger = Trigger(self.world)
-        self._microbatches = Microbatches(self.world, ledger)
-        self._passes = Passes(self._microbatches)
+        self._steps = Steps(self.world, every, is_mean=every > 1, is_sum=loss_reduction == "sum")
+        self._passes = Passes(self._steps)
         # For `unisono.backward`, which may get a loss of this Accelerator's models.
         self.world.state.part(ByHand).trainers.add(self._passes)
         reduced = AUTOCAST.get(mixed_precision)
@@ -166,7 +164,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         builder = Builder(
             world=self.world,
             passes=self._passes,
-            strategy=strategy_in(self.world, kind, ledger, options),
+            strategy=strategy_in(self.world, kind, self._steps, options),
             autocast=self._autocast,
             scaler=self.scaler,
             moves=device_placement,
@@ -179,7 +177,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         self._prepared = PreparedObjects(
             builder, partial(_prepared_loader, self.world, device_placement, seed), schedule_unit
         )
-        self._states = PreparedStates(self._prepared, self._microbatches, self.scaler, project_dir, total_limit)
+        self._states = PreparedStates(self._prepared, self._steps, self.scaler, project_dir, total_limit)
 
     def prepare(self, *objects: Any) -> Any:
         """Prepare models, optimizers, loaders, schedulers, lists of them and None.
@@ -222,7 +220,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
     def gradient_accumulation_steps(self, steps: int) -> None:
         check_accumulation(steps)
         self._accumulated = steps
-        self._microbatches.ledger.accumulate(steps)
+        self._steps.accumulate(steps)
 
     def backward(
         self,
@@ -244,7 +242,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         """
         self.world.timeline.loop().loss = loss.detach()
         if self.scaler is not None:
-            if self._microbatches.begins_step():
+            if self._steps.begins_step():
                 # All microbatches of a step must have one loss scale, so an update waits for the next step.
                 self.scaler.settle()
             loss = self.scaler.scale(loss)
@@ -256,12 +254,12 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         Args:
             models: ignored; for compatibility with Accelerate.
         """
-        return self._microbatches.block()
+        return self._steps.block()
 
     @property
     def sync_gradients(self) -> bool:
         """Whether `optimizer.step()` takes a step at the current microbatch, rather than waiting for more."""
-        return self._microbatches.is_boundary()
+        return self._steps.is_boundary()
 
     @property
     def optimizer_step_was_skipped(self) -> bool:

@@ -41,8 +41,8 @@ import torch
 from torch._compile import _disable_dynamo
 
 from unisono.comm.operations import Call, check_reduction, check_root, check_scatter, check_tensor
+from unisono.parallel.claims import Crossings
 from unisono.parallel.collectives import check_samples, gather_samples
-from unisono.parallel.ledger import Crossings
 from unisono.protocols import Communicator
 from unisono.timeline import REDUCE
 from unisono.tree import leaves

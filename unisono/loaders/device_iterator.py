@@ -84,7 +84,7 @@ class DeviceIterator:
         except BaseException as error:
             loop.end()
             track.count_wait(lane.last_stamps().divide(began, track.since), lane.is_direct)
-            self._deliveries.end(received)
+            self._deliveries.end(received, isinstance(error, EndOfChannel))
             self._loop = self._received = None
             if isinstance(error, EndOfChannel):
                 lane.progress.has_ended = True

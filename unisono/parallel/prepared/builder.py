@@ -12,10 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.backends.movement import move_module
+from unisono.parallel.backward import Passes
 from unisono.parallel.batch_norm import synchronize_batch_norm
 from unisono.parallel.compilation import compile_module
 from unisono.parallel.meta_modules import fill, is_on_meta
-from unisono.parallel.passes import Passes
 from unisono.parallel.prepared.metric_sync import synchronize_metric
 from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.nan_guard import NanGuard

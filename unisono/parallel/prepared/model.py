@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from unisono.parallel.passes import Passes
+from unisono.parallel.backward import Passes
 from unisono.parallel.prepared.stepper import Stepper
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.sharded import is_sharded
@@ -46,7 +46,7 @@ class PreparedModel(nn.Module):
         self._steppers: list[Stepper] = []
         self._forward_methods: set[str] = set()
         self.training = engine.module.training
-        passes.watch_parameters(engine)
+        passes.join(engine)
         self.module = engine.module  # last: from here on, attributes are set on the module
 
     @property
@@ -83,17 +83,17 @@ class PreparedModel(nn.Module):
 
     def _run(self, method: str | None, *args: Any, **kwargs: Any) -> Any:
         inputs = (*args, kwargs) if kwargs else args
-        bound = None
+        origin = None
         if torch.is_grad_enabled():
             self.engine.refresh()
-            bound = self._passes.bind(inputs, self._syncs)
+            origin = self._passes.bind(self.engine, inputs, self._syncs)
         with nullcontext() if self._autocast is None else self._autocast():
             with _explain_parts(_MET_PARTS.format(self.engine.name)) if self.engine.gathers else nullcontext():
                 result = self.engine.run(args, kwargs, method)
         if self._autocast is not None:
             result = tree_map(_in_full, result)
-        if bound is not None:
-            self._passes.watch(self.engine, result, bound)
+        if origin is not None:
+            self._passes.watch(self.engine, result, origin)
         else:
             self._passes.know(inputs, result)
         return result

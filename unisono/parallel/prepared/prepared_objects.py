@@ -121,7 +121,7 @@ class PreparedObjects:
                 f"{called} got {len(found)} parameters of no prepared model; prepare() may put others in their place, "
                 "so take them from the model that it returned"
             )
-        if not self._builder.passes.microbatches.is_boundary():
+        if not self._builder.passes.steps.is_boundary():
             return None
         for stepper in self.steppers():
             if any(id(each) in wanted for each in trained_parameters(stepper.optimizer)):
@@ -139,7 +139,7 @@ class PreparedObjects:
         self._models.clear()
         self._steppers.clear()
         self._in_order.clear()
-        self._builder.passes.microbatches.ledger.clear()
+        self._builder.passes.steps.give_up()
 
     def _check(self, where: str, each: Any, before: list[Any], together: list[Any], places: Places) -> None:
         """Refuse an object that cannot be prepared, before any object is changed."""

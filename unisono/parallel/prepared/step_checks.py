@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import nn
@@ -97,8 +97,10 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
             )
         if is_plain:
             # An optimizer that is not prepared has no stepper, which would note it.
-            engine.strangers.add(optimizer)
-            engine.note_step(optimizer)
+            if optimizer not in engine.strangers:
+                engine.strangers.add(optimizer)
+                engine.optimizers.append(ref(optimizer))
+            engine.step_by_stranger(optimizer)
     if not is_ours:
         _warn_if_unreduced(optimizer, own)
 

@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -21,17 +22,19 @@ from torch.optim import Optimizer
 from unisono.comm.selection import translate_errors
 from unisono.deliveries import Loop
 from unisono.parallel import optimizer as by_hand
+from unisono.parallel.backward import Passes
 from unisono.parallel.gradients import check_presence
-from unisono.parallel.ledger import Ledger
 from unisono.parallel.parameter_names import trained_parameters
-from unisono.parallel.passes import Passes
 from unisono.parallel.prepared.nan_guard import NanGuard
 from unisono.parallel.prepared.scaler import LossScaler
 from unisono.parallel.prepared.schedule_units import Taken
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.sharded import clip_grad_norm
 from unisono.timeline import REDUCE, STEP
+from unisono.torch_private import current_graph_task_id
 from unisono.world import World
+
+logger = logging.getLogger(__name__)
 
 steppers: WeakKeyDictionary[Stepper, None] = WeakKeyDictionary()
 """Those of this process, of all ranks that are its threads."""
@@ -71,11 +74,11 @@ class Stepper:
         self.checks: list[Callable[[], None]] = []
         self._engines: list[Engine] = []  # of the models that have some of the optimizer's parameters
         self.world = world
-        self._passes, self._microbatches = passes, passes.microbatches
+        self._passes, self._steps = passes, passes.steps
         self._max_grad_norm = max_grad_norm
         self._scaler = scaler
         self._guard = guard
-        self._is_unscaled = self._is_inside = False
+        self._is_unscaled = self._is_inside = self._has_warned = False
         self._plain_step, self._plain_zero = optimizer.step, optimizer.zero_grad
         # What others have patched on the instance, such as a scheduler's counter of steps, for `release` to restore.
         self._own = {name: vars(optimizer)[name] for name in ("step", "zero_grad") if name in vars(optimizer)}
@@ -108,7 +111,8 @@ class Stepper:
             self._count_step()
             return self._plain_step(**arguments)
         self.num_asked += 1
-        if not self._microbatches.ask_step():
+        self._refuse_inside_backward()
+        if not self._steps.request(self.optimizer):
             self._skip()
             return None
         track, before = self.world.timeline.loop(), self.taken.steps
@@ -120,7 +124,7 @@ class Stepper:
             if closure is not None:
                 self._check_closure()
                 closure = self._reducing(closure)
-            elif self._ledger.is_empty:
+            elif self._steps.step.is_empty():
                 track.count("skipped steps")
                 self.was_skipped = True
                 return None
@@ -146,9 +150,9 @@ class Stepper:
         """
         for engine in self._engines:
             if engine.is_held:
-                engine.reduce()
+                self._passes.reduce(engine)
             # With accumulation, assigned gradients belong to no counted microbatch; `_skip` refuses them.
-            elif self._ledger.every == 1 and engine.has_assigned(self.optimizer):
+            elif self._steps.every == 1 and engine.has_assigned(self.optimizer):
                 self._passes.adopt(engine)
         check_presence(trained_parameters(self.optimizer))
         # Once per step: clipping by the user may have unscaled them already.
@@ -170,15 +174,15 @@ class Stepper:
     def may_zero(self) -> bool:
         """Whether gradients may be zeroed: they hold nothing of the current step, or it is over or abandoned.
 
-        A step is abandoned if it has its last microbatch but the optimizer has not stepped, or if no step was requested
-        since the last backward pass.
+        A step is given up if its gradients are final but the optimizer has not stepped, or if no step was requested since
+        the last backward pass.
         """
-        now, step = self._ledger, self._ledger.step
-        if now.every == 1 or self.optimizer in step.stepped:
+        steps, step = self._steps, self._steps.step
+        if steps.every == 1 or self.optimizer in step.stepped:
             return True
-        begun = [engine.begun for engine in self._engines if engine.begun.step is step]
-        is_complete = step.is_full and any(each.microbatch == now.count for each in begun)
-        return not begun or is_complete or any(each.num_asked == self._microbatches.num_asked for each in begun)
+        passed = [each.passed for each in self._engines if each.passed is not None and each.passed[0] is step]
+        is_final = any(each.is_reduced for each in self._engines)
+        return not passed or is_final or any(at > steps.requested for _, at in passed)
 
     def forget(self) -> None:
         """Record that the gradients are zero."""
@@ -188,8 +192,6 @@ class Stepper:
                 self._guard.forget(trained_parameters(self.optimizer))
             for engine in self._engines:
                 engine.forget()
-            if self._ledger.count:  # part of a step is abandoned
-                self._microbatches.skips.pop(self.optimizer, None)
             self._passes.forget()
             self._settle()
 
@@ -200,39 +202,42 @@ class Stepper:
     @property
     def every(self) -> float:
         """The number of microbatches in a step."""
-        return self._ledger.every
+        return self._steps.every
 
     def loop_of_last_step(self) -> Loop | None:
         """The loop over a loader in which the last step was taken, if it has not ended."""
-        batch = self._ledger.step.last
+        batch = self._steps.step.last
         return batch.loop if batch is not None and batch.loop.is_open else None
 
     def _count_step(self) -> None:
-        self.taken = self.taken.after_step(self._ledger.num_dealt(), int(self._ledger.every))
+        self.taken = self.taken.after_step(self._steps.step.num_dealt(), int(self._steps.every))
 
-    @property
-    def _ledger(self) -> Ledger:
-        return self._microbatches.ledger
+    def _refuse_inside_backward(self) -> None:
+        """Refuse a step in a hook, where gradients are still those of one rank, or of a part of the step."""
+        if current_graph_task_id() >= 0 and (self.world.comm.size > 1 or self._steps.every > 1):
+            raise RuntimeError(
+                f"the {type(self.optimizer).__name__} was asked to step during a backward pass, as in a hook of a "
+                "parameter, where gradients are this rank's alone; step after the backward pass"
+            )
 
     def _skip(self) -> None:
-        now = self._ledger
-        self._microbatches.warn_of_unknown_ends()
-        skips = self._microbatches.skips
-        skips[self.optimizer] = count = skips.get(self.optimizer, 0) + 1
-        # One of `every` requests in a row must be on the last microbatch.
-        if count >= now.every:
-            if not now.count and any(each.grad is not None for each in trained_parameters(self.optimizer)):
-                raise RuntimeError(
-                    f"gradient_accumulation_steps={now.every} counts backward passes, and the gradients that the "
-                    f"{type(self.optimizer).__name__} finds were assigned by hand, for example from "
-                    "torch.autograd.grad; let accelerator.backward(loss) leave them in .grad, or pass "
-                    "gradient_accumulation_steps=1 and step on each batch"
-                )
+        """A request that is not taken: check that it could be, some time."""
+        step = self._steps.step
+        if not step.visits and any(each.grad is not None for each in trained_parameters(self.optimizer)):
             raise RuntimeError(
-                f"the {type(self.optimizer).__name__} was asked to step {count} times in a row, and never "
-                f"on the last microbatch of gradient_accumulation_steps={now.every}; call its step() on each one, and "
-                "where several optimizers step on batches of no prepared loader, let each batch's lines run in "
-                "`with accelerator.accumulate():`"
+                f"gradient_accumulation_steps={self._steps.every} counts backward passes, and the gradients that the "
+                f"{type(self.optimizer).__name__} finds were assigned by hand, for example from torch.autograd.grad; "
+                "let accelerator.backward(loss) leave them in .grad, or pass gradient_accumulation_steps=1 and step on "
+                "each batch"
+            )
+        if self._steps.has_unknown_end() and not self._has_warned and self.world.rank == 0:
+            self._has_warned = True
+            logger.warning(
+                "gradient_accumulation_steps=%d, and the batches come from no prepared loader, or no prepared model is "
+                "called: nothing says where a loop ends, so that what is left of it at its end is not stepped on; "
+                "prepare(loader), say model.mark_forward_method(name) if the loop calls a method of the model, or let "
+                "each batch's lines run in `with accelerator.accumulate():`",
+                self._steps.every,
             )
 
     def _step(self, closure: Callable[[], Any] | None, arguments: dict[str, Any]) -> Any:
@@ -266,9 +271,9 @@ class Stepper:
     def _check_closure(self) -> None:
         if self._scaler is not None:
             raise RuntimeError("mixed_precision='fp16' and a closure cannot be combined; use mixed_precision='bf16'")
-        if self._ledger.every > 1:
+        if self._steps.every > 1:
             raise RuntimeError(
-                f"gradient_accumulation_steps={self._ledger.every} and a closure cannot be combined: it would compute "
+                f"gradient_accumulation_steps={self._steps.every} and a closure cannot be combined: it would compute "
                 "only the last microbatch's gradients; pass gradient_accumulation_steps=1, and loop over the "
                 "microbatches in the closure"
             )
@@ -277,7 +282,7 @@ class Stepper:
         def reduce() -> float:
             self.reduce()
             self._finish()
-            return self._ledger.part()
+            return self._steps.fraction()
 
         return by_hand.reducing(closure, reduce, self.world)
 
@@ -290,7 +295,6 @@ class Stepper:
         self._settle()
         for engine in self._engines:
             engine.note_step(self.optimizer)
-        self._microbatches.skips.pop(self.optimizer, None)
 
 
 def _methods(stepper: Stepper) -> tuple[Callable[..., Any], Callable[..., None]]:

@@ -16,13 +16,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unisono.comm.shutdown import free_reducer
-from unisono.parallel.ledger import Ledger
 from unisono.parallel.parameter_names import parameters_of
+from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.flat import Flat
 from unisono.parallel.strategies.hooks import POST_LOCAL_SGD, attach_hook, hook_names
 from unisono.parallel.weak_methods import weak_method
 from unisono.strategies import DDP
+from unisono.torch_private import current_graph_task_id
 from unisono.tree import tensors
 from unisono.world import World
 
@@ -54,7 +55,7 @@ class DDPStrategy(Flat):
     def wrap_model(self, module: nn.Module) -> Engine:
         if not any(each.requires_grad for each in module.parameters()):  # refused by DDP
             return super().wrap_model(module)
-        return DDPEngine(module, self.world, self.ledger, self.options)
+        return DDPEngine(module, self.world, self.steps, self.options)
 
     def check_clipping(self) -> None:
         if self.options.comm_hook == POST_LOCAL_SGD:
@@ -68,12 +69,12 @@ class DDPEngine(Engine):
     """Runs the module in DistributedDataParallel, which reduces during the backward pass.
 
     Args:
-        module, world, ledger: as for `Engine`; the world consists of processes.
+        module, world, steps: as for `Engine`; the world consists of processes.
         options: the strategy's options.
     """
 
-    def __init__(self, module: nn.Module, world: World, ledger: Ledger, options: DDP) -> None:
-        super().__init__(module, world, ledger, options.broadcast_buffers)
+    def __init__(self, module: nn.Module, world: World, steps: Steps, options: DDP) -> None:
+        super().__init__(module, world, steps, options.broadcast_buffers)
         self._options = options
         self._finds_unused = options.find_unused_parameters
         self._outputs: list[list[torch.Tensor]] = []  # of each forward pass since the last backward pass
@@ -95,7 +96,7 @@ class DDPEngine(Engine):
         self._averager = attach_hook(
             self._replicated,
             options.comm_hook,
-            weak_method(self._ledger.factor),
+            weak_method(self._steps.factor),
             options.comm_options,
             finish=weak_method(self._note_finish),
         )
@@ -107,7 +108,7 @@ class DDPEngine(Engine):
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None = None) -> Any:
         if not torch.is_grad_enabled():
             return super().run(args, kwargs, method)
-        if not self._is_finished and torch._C._current_graph_task_id() < 0:  # not in a checkpoint's recomputation
+        if not self._is_finished and current_graph_task_id() < 0:  # not in a checkpoint's recomputation
             raise RuntimeError(failed_before(self.name))
         with self._replicated.no_sync():
             result = self._replicated(*args, **kwargs) if method is None else super().run(args, kwargs, method)
@@ -133,8 +134,9 @@ class DDPEngine(Engine):
             raise RuntimeError(unused(type(self.module).__name__, lacking))
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        super().after_step(optimizer)
         if self._averager is not None and any(each in self._names for each in parameters_of(optimizer)):
-            self._world.comm.announce(f"the end of {self._ledger.place()}")
+            self._world.comm.announce(f"the end of {self._steps.step.place()}")
             self._averager.average_parameters(optimizer.param_groups)
 
     def _note_finish(self) -> None:

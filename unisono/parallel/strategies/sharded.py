@@ -29,6 +29,7 @@ from unisono.parallel.agreement import broadcast_together
 from unisono.parallel.meta_modules import fill
 from unisono.parallel.sparse import is_sparse, sparse_layers, values_of
 from unisono.strategies import FSDP
+from unisono.torch_private import current_graph_task_id
 from unisono.world import World, current_world
 
 if TYPE_CHECKING:
@@ -174,7 +175,7 @@ class WholeParameter(nn.Parameter):
 
 
 def _is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return current_graph_task_id() != -1
 
 
 def whole_parameters(model: nn.Module) -> list[nn.Parameter]:

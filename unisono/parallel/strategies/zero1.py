@@ -63,7 +63,7 @@ class ZeRO1Strategy(DDPStrategy):
     def _announce(self, prepared: Callable[[], Optimizer | None], optimizer: Optimizer, *_: Any) -> None:
         if optimizer is prepared():  # the hooks are shared with the user's optimizer, which may be prepared again
             # At the end of the step, each rank broadcasts the parameters that it has stepped.
-            self.world.comm.announce(f"the end of {self.ledger.place()}")
+            self.world.comm.announce(f"the end of {self.steps.step.place()}")
 
 
 def _share_groups(replaced: Callable[[], Optimizer | None], optimizer: Optimizer) -> None:
