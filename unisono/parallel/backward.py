@@ -40,7 +40,7 @@ from unisono.comm.selection import translate_errors
 from unisono.parallel.claims import Crossings, refuse_crossed, rows_of
 from unisono.parallel.gradients import scaled
 from unisono.parallel.steps import Origin, Steps, Visit
-from unisono.parallel.strategies.engine import Engine, is_left_at
+from unisono.parallel.strategies.engine import Engine, is_left_at, is_taken_from
 from unisono.parallel.strategies.sharded import is_distributed
 from unisono.parallel.weak_methods import weak_method
 from unisono.torch_private import current_graph_task_id, queue_callback
@@ -76,6 +76,7 @@ class _Run:
         counted: None if nothing arrives in `.grad`, or not yet.
         part: that of the batch that came first.
         is_mixed: whether outputs of another batch passed before the pass was counted.
+        is_taken: whether torch.autograd.grad has asked for gradients of parameters.
     """
 
     task: int
@@ -83,6 +84,7 @@ class _Run:
     counted: _Pass | None = None
     part: float = 1.0
     is_mixed: bool = False
+    is_taken: bool = False
 
 
 class Passes:
@@ -106,6 +108,8 @@ class Passes:
         self._parts: set[float] = set()  # of the batches of the forward passes since the last backward pass
         self._begun: _Pass | None = None  # by `backward`, with the user's weight or batch
         self._running: dict[int, _Pass] = {}  # by autograd's number
+        # Those that reach no leaf of a model by themselves, with the gradients that had arrived there.
+        self._passed_by: dict[int, tuple[ref[Engine], _Run, int]] = {}
         # Those that have not ended: autograd drops a pass's callback when it ends, with or without an error.
         self._open: WeakValueDictionary[int, Callable[[], None]] = WeakValueDictionary()
         self._engines: WeakKeyDictionary[Engine, None] = WeakKeyDictionary()  # in the order of their first passes
@@ -115,10 +119,11 @@ class Passes:
         task = current_graph_task_id()
         if task < 0:  # in no backward pass
             self._running.clear()  # an interrupted pass never ends
+            self._passed_by.clear()
         elif task in self._running:  # a checkpoint recomputes what it has not kept
             return self._running[task].origin
         found = tensors(values)
-        self.origin = self.steps.origin = origin = self.steps.find(found, rows_of(found), syncs, engine.trainers)
+        self.origin = self.steps.origin = origin = self.steps.find(found, rows_of(found), syncs, partial(_trainers, ref(engine)))
         part = self.steps.part(origin)
         self._parts.add(part)
         engine.watch_leaves(self.needs_hooks(part), self._hook_for(engine))
@@ -341,9 +346,10 @@ class Passes:
         outer = run if run is not None and run.task in self._open else None
         # torch.autograd.grad asks for gradients without leaving them in .grad: nothing to reduce.
         if not any(is_left_at(each) for each in engine.leaves() if each.requires_grad):
-            run = _Run(task, origin)
+            run = _Run(task, origin, is_taken=any(is_taken_from(each) for each in engine.leaves()))
             if outer is None:
                 engine.passing = run
+                self._passed_by[task] = ref(engine), run, engine.num_arrived()
                 self._watch_end(task)  # if all parameters are in reentrant checkpoints, they are reached from these
             if torch.is_grad_enabled():  # a pass through these gradients may bypass the outputs
                 engine.graphs.append(origin or self.origin)
@@ -401,9 +407,21 @@ class Passes:
 
     def _end(self, task: int) -> None:
         """Finish a backward pass that has ended without an error."""
+        if task in self._passed_by:
+            by, run, before = self._passed_by.pop(task)
+            if (engine := by()) is not None and run.counted is None and engine.num_arrived() != before:
+                if run.is_taken:
+                    engine.leave_out(before)
+                else:  # from checkpoints, which have no hooks, since the part is 1
+                    self._count(run.origin or self.origin, None, engine)
+                    engine.reduce()
         ended = self._running.pop(task, None)
         for each in ended.engines if ended is not None else ():
             if (engine := each()) is not None:
                 engine.finish()
 
 
+
+
+def _trainers(engine: Callable[[], Engine | None]) -> list[Optimizer]:
+    return [] if (found := engine()) is None else found.trainers()

@@ -58,18 +58,20 @@ class Visit:
     Attributes:
         source: the batch; or the `accumulate()` block, or what stands for data of no loader.
         batch: None for data of no loader.
-        loop: that delivered it, or what stands for one.
+        loop: that delivered it, or what stands for one; losses of different loops may be one microbatch.
         claim: n of N.
         began: the logical time of its first pass.
         microbatch: the time of the first pass of its microbatch.
     """
 
-    __slots__ = ("batch", "began", "claim", "loop", "microbatch", "source")
+    __slots__ = ("batch", "began", "claim", "microbatch", "source")
 
     def __init__(self, source: object, batch: Batch | None, claim: Claim, began: int, microbatch: int) -> None:
-        self.source, self.batch, self.claim = source, batch, claim
-        self.loop: object = _ELSEWHERE if batch is None else batch.loop
-        self.began, self.microbatch = began, microbatch
+        self.source, self.batch, self.claim, self.began, self.microbatch = source, batch, claim, began, microbatch
+
+    @property
+    def loop(self) -> object:
+        return _ELSEWHERE if self.batch is None else self.batch.loop
 
 
 @dataclass(eq=False)
@@ -101,14 +103,16 @@ class Step:
         """The batch that was visited last."""
         return self.visits[-1].batch if self.visits else None
 
-    def of(self, loop: object) -> list[Visit]:
-        """The visits of one loop."""
-        return [each for each in self.visits if each.loop is loop]
+    @property
+    def is_joint(self) -> bool:
+        """Whether its microbatches are no sequence of samples: some have several losses, or unknown sizes."""
+        return self.count < len(self.visits) or len({each.batch is None for each in self.visits}) > 1
 
-    def unit(self, loop: object) -> float:
-        """U: the first total of that loop; 0 if nothing counts."""
+    @property
+    def unit(self) -> float:
+        """U: the first total; 0 if nothing counts."""
         # Microbatches in which nothing counts on any rank are passed over: U is a divisor.
-        return next((each.claim.total for each in self.visits if each.loop is loop and each.claim.total), 0.0)
+        return next((each.claim.total for each in self.visits if each.claim.total), 0.0)
 
     def is_empty(self) -> bool:
         """Whether nothing counts in this step, on any rank: then there is no mean whose gradient could be taken."""
@@ -117,7 +121,7 @@ class Step:
     def num_dealt(self) -> int:
         """The number of batches of the user's loader in the step; of the first loader, if there are several."""
         loop = next((each.loop for each in self.visits), None)
-        return sum(1 if each.batch is None else each.batch.dealt for each in self.of(loop))
+        return sum(1 if each.batch is None else each.batch.dealt for each in self.visits if each.loop is loop)
 
     def place(self) -> str:
         """Describe where this rank is: equal on all ranks, unless they have lost step."""
@@ -256,11 +260,11 @@ class Steps:
         self.now += 1
         visit = Visit(source, batch, claim, self.now, self.now)
         current = [each for each in step.visits if each.microbatch == step.visits[-1].microbatch]
-        joins = current and all(each.loop is not visit.loop and each.source is not self._block for each in current)
-        if joins and not self._is_over(current[0].microbatch, optimizers):
+        joins = current and all(each.loop is not visit.loop for each in current) and self._block is None
+        if joins and self.every != math.inf and not self._is_over(current[0].microbatch, optimizers):
             visit.microbatch = current[0].microbatch
         if self.is_mean:
-            _check_units(step, visit)
+            _check_totals([*step.visits, visit])
         if step is not self.step:
             self._begin(step)
         step.visits.append(visit)
@@ -353,8 +357,9 @@ class Steps:
 
     def scale(self, visit: Visit) -> float:
         """The size of that visit's batch against the step's first: a factor for all that its passes compute."""
-        unit = self.step.unit(visit.loop) if self.is_mean and not self.is_sum else 0
-        return visit.claim.total / unit if unit else 1.0
+        if not self.is_mean or self.is_sum or self.step.is_joint:
+            return 1.0
+        return visit.claim.total / (self.step.unit or 1)
 
     def factor(self) -> float:
         """The factor for the accumulated gradients, in the reduction that makes them those of the step."""
@@ -363,11 +368,10 @@ class Steps:
         if not self.is_mean:
             return 1 / self._size
         step = self.step
-        loops = {each.loop for each in step.visits}
-        if len(loops) > 1:
+        if step.is_joint:
             return 1 / (self._size * step.count)
         total = sum(each.claim.total for each in step.visits)
-        return step.unit(*loops) / (self._size * total) if total else 0.0
+        return step.unit / (self._size * total) if total else 0.0
 
     def fraction(self) -> float:
         """This rank's fraction of the samples of the step: the weight of its loss in the sum over the ranks."""
@@ -394,21 +398,24 @@ def _check_same(known: Claim, claim: Claim) -> None:
         )
 
 
-def _check_units(step: Step, visit: Visit) -> None:
-    """Check that the new visit's claim can be averaged with those of the step."""
+def _check_totals(visits: list[Visit]) -> None:
+    """Check that the claims of one step's visits can be averaged, before the last one is added."""
     # Samples and the user's numbers, such as tokens, have different units: their sum W would mean nothing.
-    if any(each.claim.is_given != visit.claim.is_given for each in step.visits):
+    if any(each.claim.is_given != visits[-1].claim.is_given for each in visits):
         raise ValueError(
             "one microbatch of this step has a weight of its own, another one has none; pass backward(..., "
             "weight=) for each of them, or for none"
         )
-    visits = [*step.visits, visit]
-    if any(each.loop is not visit.loop for each in visits):
-        for each in visits:
-            unit = next(other.claim.total for other in visits if other.loop is each.loop)
-            if each.claim.total != unit:
-                raise ValueError(
-                    "the microbatches of one step are of several loaders, whose batches differ in size from those "
-                    f"before by different factors ({each.claim.total:g} after {unit:g} samples); train them with an "
-                    "Accelerator each, or drop the loaders' last batches"
-                )
+    step, before = Step(visits=visits), Step(visits=visits[:-1])
+    if not step.is_joint:
+        return
+    firsts: dict[object, float] = {}
+    for each in visits:
+        first = firsts.setdefault(each.loop, each.claim.total)
+        was_scaled = not before.is_joint and each is not visits[-1] and each.claim.total != before.unit
+        if each.claim.total != first or was_scaled:
+            raise ValueError(
+                "the losses of one step are of several loaders, whose batches differ in size from those before by "
+                f"different factors ({each.claim.total:g} after {first:g} samples); train them with an Accelerator "
+                "each, or drop the loaders' last batches"
+            )

@@ -78,7 +78,7 @@ class DDPEngine(Engine):
         self._options = options
         self._finds_unused = options.find_unused_parameters
         self._outputs: list[list[torch.Tensor]] = []  # of each forward pass since the last backward pass
-        self._is_finished = True
+        self._is_finished, self._is_flat = True, False
         self._wrap()
 
     def _wrap(self) -> None:
@@ -118,7 +118,10 @@ class DDPEngine(Engine):
         return result
 
     def prepare(self, reduces: bool) -> None:
-        if reduces:
+        # DDP waits for each gradient once: one that has arrived in this pass already, at a parameter that the outputs do
+        # not depend on, would never come.
+        self._is_flat = reduces and self.num_arrived() != self._at_forward
+        if reduces and not self._is_flat:
             # Ranks that are not at the same place get an error here, where DDP would hang or mix gradients.
             self._world.comm.announce(f"the gradients of {self.place()}")
             # From these outputs DDP finds the unused parameters. Without `find_unused_parameters` it gets none, and
@@ -128,6 +131,9 @@ class DDPEngine(Engine):
         self._outputs = []
 
     def complete(self) -> None:
+        if self._is_flat:
+            self.reduce_late()
+            return
         # The last bucket was not sent: it, or one before it, still waits for a gradient.
         if not self._is_finished:
             lacking = [name for each, name in self._names.items() if each.grad is None or not each.requires_grad]

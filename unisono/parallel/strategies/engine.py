@@ -81,7 +81,7 @@ class Engine:
         self.replaced = WeakTensorKeyDictionary()
         self._world, self._steps, self._shares_buffers = world, steps, shares_buffers
         self._arrivals = Arrivals()
-        self._noticed = 0  # arrivals up to the last reduction
+        self._left_out = self._noticed = self._at_forward = 0  # arrivals: of torch.autograd.grad; and others, up to the last reduction
         self._earlier: dict[torch.Tensor, torch.Tensor] = {}  # gradients of earlier steps, which were not zeroed
         self._stepped: WeakSet[Optimizer] = WeakSet()  # since the last backward pass
         self._tree: list[nn.Module] = []  # the module and all its submodules
@@ -102,11 +102,19 @@ class Engine:
         """Whether `.grad` holds what backward passes have left on this rank alone, or a part of a step."""
         if self._world.comm.size == 1 and self._steps.every == 1:
             return False
-        return (self.passed is not None and self.reduced_by is None) or self._arrivals.count() != self._noticed
+        return (self.passed is not None and self.reduced_by is None) or self.num_arrived() != self._noticed
+
+    def num_arrived(self) -> int:
+        """The number of gradients that have arrived at its leaves, of those that were not asked for by themselves."""
+        return self._arrivals.count() - self._left_out
+
+    def leave_out(self, before: int) -> None:
+        """Leave out what has arrived since `num_arrived` was that number: torch.autograd.grad has returned it."""
+        self._left_out += self.num_arrived() - before
 
     def has_bypassed(self) -> bool:
         """Whether gradients have arrived since the last reduction that no counted pass accounts for."""
-        return self._arrivals.count() != self._noticed and (self.passed is None or self.reduced_by is not None)
+        return self.num_arrived() != self._noticed and (self.passed is None or self.reduced_by is not None)
 
     def trainers(self) -> list[Optimizer]:
         """The optimizers of its parameters."""
@@ -126,6 +134,7 @@ class Engine:
 
         Called before each such pass. A change makes it a collective: added parameters get rank zero's values.
         """
+        self._at_forward = self.num_arrived()
         trained = self.trained()
         if list(map(id, trained)) != list(map(id, self._trained)) and not self._runs_with_others():
             self._trained = trained
@@ -232,7 +241,7 @@ class Engine:
         else:
             reduce()
         self.passed, self.reduced_by = self.passed or (self._steps.step, self._steps.now), factor
-        self._noticed = self._arrivals.count()
+        self._noticed = self.num_arrived()
 
     def adopt(self, part: float) -> None:
         """Reduce gradients that were assigned, for example from `torch.autograd.grad`, not left by a backward pass.
@@ -261,7 +270,7 @@ class Engine:
         """
         if self.is_released:
             return
-        leaves = self.leaves()
+        leaves, is_scaled = self.leaves(), is_scaled or self.gathers
         if leaves is not self._counted_for and self._world.comm.size > 1 and not self.gathers:
             self._counted_for = leaves
             for each in leaves:
@@ -285,7 +294,7 @@ class Engine:
     def forget(self) -> None:
         """Record that the gradients are zero."""
         self.passed = self.reduced_by = None
-        self._noticed = self._arrivals.count()
+        self._noticed = self.num_arrived()
         self._earlier.clear()
 
     def has_assigned(self, optimizer: Optimizer) -> bool:
