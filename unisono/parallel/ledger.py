@@ -36,6 +36,7 @@ from torch.optim import Optimizer
 
 from unisono.comm.operations import HOST
 from unisono.deliveries import Batch, Loop, name_batches
+from unisono.torch_private import current_graph_task_id
 from unisono.world import World
 
 _SHOWN = 3  # learning rates; more are compared by a checksum
@@ -119,7 +120,7 @@ class Crossings:
     def note(self) -> None:
         """Note that one runs, in a backward pass."""
         self.number += 1
-        self.task, self.is_held = torch._C._current_graph_task_id(), True
+        self.task, self.is_held = current_graph_task_id(), True
 
     def restart(self) -> None:
         """Start over: the rank's loop begins again."""

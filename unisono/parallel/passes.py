@@ -36,6 +36,7 @@ from unisono.parallel.microbatches import Bound, Microbatches
 from unisono.parallel.strategies.engine import Begun, Engine, is_left_at
 from unisono.parallel.strategies.sharded import is_distributed
 from unisono.parallel.weak_methods import weak_method
+from unisono.torch_private import current_graph_task_id, queue_callback
 from unisono.tree import tensors
 
 
@@ -101,7 +102,7 @@ class Passes:
 
     def bind(self, values: Any, syncs: bool = True) -> Bound:
         """Find the batch that the inputs of a forward pass come from, for its outputs to carry."""
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task_id()
         if task < 0:  # in no backward pass
             self._running.clear()  # an interrupted pass never ends
         elif task in self._running:  # a checkpoint recomputes what it has not kept
@@ -190,7 +191,7 @@ class Passes:
     def weight(self) -> float:
         """Return the weight of the current batch's gradients on this rank relative to other ranks; while a backward
         pass runs, as far as it is known."""
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task_id()
         for engine in self._engines if task >= 0 else ():
             if engine.passing is not None and engine.passing.task == task:
                 part: float = engine.passing.part
@@ -252,7 +253,7 @@ class Passes:
         run = self._run(model, None)
         if run.counted is None:
             return None
-        if self._crossings.task in (run.task, torch._C._current_graph_task_id()):
+        if self._crossings.task in (run.task, current_graph_task_id()):
             refuse_crossed(run.part)
         return scaled(run.counted.scale * run.part, gradient)
 
@@ -262,7 +263,7 @@ class Passes:
         Args:
             bound: the batch that an output carries; None if the pass has bypassed the outputs.
         """
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task_id()
         run: _Run | None = engine.passing
         if run is not None and run.task == task:
             return run
@@ -313,7 +314,7 @@ class Passes:
         """Have `_end` called at the end of the running backward pass, unless it ends with an error."""
         if task not in self._open:
             self._open[task] = ending = partial(weak_method(self._end), task)
-            torch.autograd.Variable._execution_engine.queue_callback(ending)
+            queue_callback(ending)
 
     def _end(self, task: int) -> None:
         """Finish a backward pass that has ended without an error."""

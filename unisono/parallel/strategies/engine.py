@@ -17,6 +17,7 @@ from unisono.parallel.agreement import broadcast_together, check_agreement
 from unisono.parallel.gradients import reduce_gradients, scale_gradients
 from unisono.parallel.ledger import Ledger, Step, describe_rates
 from unisono.parallel.weak_methods import weak_method
+from unisono.torch_private import BUFFERS, MODULES, PARAMETERS, queue_callback, will_engine_execute_node
 from unisono.world import World
 
 
@@ -99,7 +100,7 @@ class Engine:
 
     def _runs_with_others(self) -> bool:
         """Whether `torch.func.functional_call` has replaced parameters for this call."""
-        found = [each for part in self._tree for each in part._parameters.values()]
+        found = [each for part in self._tree for each in getattr(part, PARAMETERS).values()]
         return any(each is not None and not isinstance(each, nn.Parameter) for each in found)
 
     def adapt(self, new: Sequence[torch.Tensor]) -> None:
@@ -157,14 +158,14 @@ class Engine:
         self._settle(self.complete)
         if self._earlier:
             # torch's own final callback, which assigns `.grad`, may follow this one, but precedes one queued now.
-            torch.autograd.Variable._execution_engine.queue_callback(weak_method(self._add_earlier))
+            queue_callback(weak_method(self._add_earlier))
         if not self.is_local:
             self.share_buffers()
 
     def share_buffers(self) -> None:
         """Broadcast rank zero's buffers, since batch statistics make them differ between ranks. A collective."""
         if self._shares_buffers and self._world.comm.size > 1 and not self._world.backend.is_lazy:
-            buffers = [each for part in self._tree for each in part._buffers.values() if each is not None]
+            buffers = [each for part in self._tree for each in getattr(part, BUFFERS).values() if each is not None]
             broadcast_together(buffers, self._world)
 
     def complete(self) -> None:
@@ -244,10 +245,10 @@ class Engine:
 
         Called in each forward pass, so the tree of modules is traversed only after it has changed.
         """
-        if [id(child) for each in self._tree for child in each._modules.values()] != self._children:
+        if [id(child) for each in self._tree for child in getattr(each, MODULES).values()] != self._children:
             self._tree = list(self.module.modules())
-            self._children = [id(child) for each in self._tree for child in each._modules.values()]
-        found = [each for part in self._tree for each in part._parameters.values()]
+            self._children = [id(child) for each in self._tree for child in getattr(each, MODULES).values()]
+        found = [each for part in self._tree for each in getattr(part, PARAMETERS).values()]
         # By identity: hashing a tensor costs a Python call.
         once = {id(each): each for each in found if isinstance(each, nn.Parameter) and each.requires_grad}
         return list(once.values())
@@ -268,7 +269,7 @@ class Engine:
 def is_left_at(leaf: torch.Tensor) -> bool:
     """Whether the running backward pass accumulates a gradient in this leaf's `.grad`."""
     try:
-        return bool(torch._C._will_engine_execute_node(get_gradient_edge(leaf).node))
+        return bool(will_engine_execute_node(get_gradient_edge(leaf).node))
     except RuntimeError:
         return False
 
@@ -276,7 +277,7 @@ def is_left_at(leaf: torch.Tensor) -> bool:
 def is_taken_from(leaf: torch.Tensor) -> bool:
     """Whether the running backward pass is `torch.autograd.grad` with respect to leaves that include this one."""
     try:
-        torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
+        will_engine_execute_node(get_gradient_edge(leaf).node)
     except RuntimeError:  # torch refuses the query for such a leaf
         return True
     return False

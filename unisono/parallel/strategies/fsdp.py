@@ -29,6 +29,7 @@ from unisono.parallel.strategies.sharded import (
 from unisono.parallel.strategies.strategy import Strategy
 from unisono.parallel.weak_methods import weak_method
 from unisono.strategies import FSDP
+from unisono.torch_private import PARAMETERS, current_graph_task_id, queue_callback
 from unisono.tree import tensors
 from unisono.world import World
 
@@ -123,7 +124,7 @@ class FSDPEngine(Engine):
     def _refuse_replaced(self) -> None:
         """Refuse a pass with other parameters, in whose place FSDP2 would put its own."""
         for module, name in self._places:
-            if id(module._parameters.get(name)) not in self._held:
+            if id(getattr(module, PARAMETERS).get(name)) not in self._held:
                 raise RuntimeError(
                     f"the {self.name} is called with another {name!r} of its {type(module).__name__} than the one that "
                     "was prepared (by torch.func.functional_call, or an assignment), and strategy='fsdp' would compute "
@@ -198,7 +199,7 @@ class FSDPEngine(Engine):
             leaf.register_hook(weak_method(self._announce))
 
     def _announce(self, _: torch.Tensor | None = None) -> None:
-        backward_pass = torch._C._current_graph_task_id()
+        backward_pass = current_graph_task_id()
         # Each output calls this, and the pass is announced once.
         if backward_pass != self._backward_pass:
             self._backward_pass = backward_pass
@@ -215,7 +216,7 @@ class FSDPEngine(Engine):
 
     def complete(self) -> None:
         """Queue the check of the reduction, since torch's final callback, which may reduce, may still follow."""
-        torch.autograd.Variable._execution_engine.queue_callback(weak_method(self._check_reduced))
+        queue_callback(weak_method(self._check_reduced))
 
     def _check_reduced(self) -> None:
         """Refuse a backward pass that has not reached an output, where torch's reduction begins."""
