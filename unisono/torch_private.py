@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dis
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -240,23 +241,27 @@ def _find(name: str, path: str) -> Any:
         return pkgutil.resolve_name(path)
     owner, _, attribute = path.rpartition(".")
     holder = pkgutil.resolve_name(owner)
-    if not hasattr(holder, attribute) and attribute not in _set_by(holder):
+    if not hasattr(holder, attribute) and not _is_set(holder, attribute):
         raise AttributeError(f"{owner} has no {attribute}")
     return attribute
 
 
-def _set_by(kind: Any) -> Iterator[object]:
-    """The names that the methods of a class use: its instances' attributes are among them."""
+def _is_set(kind: Any, attribute: str) -> bool:
+    """Whether a method of the class assigns it, or has its name as a text: then instances have it."""
 
-    def used(code: CodeType) -> Iterator[object]:
-        yield from code.co_names
-        for each in code.co_consts:
-            yield from used(each) if isinstance(each, CodeType) else (each,)
+    def is_set_in(code: CodeType) -> bool:
+        inner = (each for each in code.co_consts if isinstance(each, CodeType))
+        return (
+            attribute in code.co_consts
+            or any(map(is_set_in, inner))
+            or (
+                attribute in code.co_names
+                and any(each.opname == "STORE_ATTR" and each.argval == attribute for each in dis.get_instructions(code))
+            )
+        )
 
-    for base in getattr(kind, "__mro__", ()):
-        for each in vars(base).values():
-            if isinstance(each, FunctionType):
-                yield from used(each.__code__)
+    methods = [each for base in getattr(kind, "__mro__", ()) for each in vars(base).values()]
+    return any(is_set_in(each.__code__) for each in methods if isinstance(each, FunctionType))
 
 
 def overrides(name: str) -> Callable[[_Method], _Method]:

@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from unisono.comm.operations import HOST
 from unisono.parallel.parameter_names import name_of
 from unisono.parallel.sparse import is_known_as_sparse, is_sparse, reduce_sparse, refuse_unknown
+from unisono.torch_private import foreach_copy_, foreach_mul_, foreach_zero_
 from unisono.world import World
 
 logger = logging.getLogger(__name__)
@@ -87,9 +88,9 @@ def scale_gradients(parameters: Sequence[torch.Tensor], factor: float, in_place:
         elif each.grad is not None:
             each.grad = each.grad * factor if factor else torch.zeros_like(each.grad)
     if gradients and factor == 0:
-        torch._foreach_zero_(gradients)
+        foreach_zero_(gradients)
     elif gradients:
-        torch._foreach_mul_(gradients, factor)
+        foreach_mul_(gradients, factor)
 
 
 def scaled(factor: float, gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -184,4 +185,4 @@ def _unflatten(flat: torch.Tensor, bucket: list[torch.Tensor], present: set[int]
             # A view would keep the memory of the whole bucket as long as one of its gradients exists.
             parameter.grad = piece.clone()
     if held:
-        torch._foreach_copy_(held, new)
+        foreach_copy_(held, new)

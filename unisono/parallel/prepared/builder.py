@@ -23,6 +23,7 @@ from unisono.parallel.prepared.scaler import LossScaler
 from unisono.parallel.prepared.stepper import Stepper
 from unisono.parallel.strategies.strategy import Strategy
 from unisono.randomness import seed_all, seed_of
+from unisono.torch_private import APPLY
 from unisono.world import World
 
 
@@ -68,7 +69,7 @@ class Builder:
         if self.moves and not is_on_meta(module):
             module = move_module(module, self.world.device)
         elif self.moves and self.strategy.fills:  # the engine initialises parameters on "meta"
-            module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self.world.device))
+            getattr(module, APPLY)(lambda tensor: tensor if tensor.is_meta else tensor.to(self.world.device))
         elif self.moves:
             fill(module, self.world.device)
         if self.is_synchronized:

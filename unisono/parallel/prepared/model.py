@@ -16,6 +16,7 @@ from unisono.parallel.backward import Passes
 from unisono.parallel.prepared.stepper import Stepper
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.sharded import is_sharded
+from unisono.torch_private import MODULES
 from unisono.tree import tree_map
 
 _REDUCED = (torch.float16, torch.bfloat16)
@@ -141,7 +142,7 @@ class PreparedModel(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set the attribute on the module, so that its forward pass sees it."""
-        if "module" not in self.__dict__.get("_modules", ()) or name in self.__dict__ or name == "module":
+        if "module" not in self.__dict__.get(MODULES, ()) or name in self.__dict__ or name == "module":
             super().__setattr__(name, value)
         else:
             setattr(self.module, name, value)

@@ -25,6 +25,7 @@ from unisono.parallel.prepared.scheduler import PreparedScheduler
 from unisono.parallel.prepared.step_checks import release_engines_of, watch
 from unisono.parallel.prepared.stepper import Stepper
 from unisono.parallel.strategies.sharded import clip_grad_norm
+from unisono.torch_private import SCHEDULERS, STEP_WRAPPED
 
 
 class PreparedObjects:
@@ -210,8 +211,8 @@ class PreparedObjects:
         _follow(scheduler, made)
         optimizer = scheduler.optimizer
         # Without this mark torch warns, when a scheduler steps, that the optimizer's steps are not counted.
-        if not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-            optimizer.step.__func__._wrapped_by_lr_sched = True
+        if not hasattr(optimizer.step, STEP_WRAPPED):
+            setattr(optimizer.step.__func__, STEP_WRAPPED, True)
         stepper = self._stepper_of(optimizer)
         assert stepper is not None  # ensured by `_check`
         is_later = any(getattr(each, "length_was_asked", False) for each in self._loaders)
@@ -224,7 +225,7 @@ class PreparedObjects:
 def _follow(scheduler: Any, made: Mapping[int, Any]) -> None:
     """Make the scheduler, and its parts, use the new optimizer in place of the old one."""
     scheduler.optimizer = made.get(id(scheduler.optimizer), scheduler.optimizer)
-    for part in getattr(scheduler, "_schedulers", ()):
+    for part in getattr(scheduler, SCHEDULERS, ()):
         _follow(part, made)
 
 

@@ -28,6 +28,8 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
+from unisono.torch_private import MILESTONES, SCHEDULERS
+
 Unit = Literal["batch", "device_step", "step"]
 
 
@@ -127,8 +129,8 @@ def length_of(scheduler: Any) -> int | None:
     if isinstance(scheduler, LinearLR | PolynomialLR):
         return scheduler.total_iters
     if isinstance(scheduler, SequentialLR):
-        last = length_of(scheduler._schedulers[-1])
-        return None if last is None else scheduler._milestones[-1] + last
+        last = length_of(getattr(scheduler, SCHEDULERS)[-1])
+        return None if last is None else getattr(scheduler, MILESTONES)[-1] + last
     if isinstance(scheduler, LambdaLR):  # transformers' schedules are of this kind
         told = {_told_length(each) for each in scheduler.lr_lambdas}
         return told.pop() if len(told) == 1 else None

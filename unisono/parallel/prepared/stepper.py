@@ -31,7 +31,7 @@ from unisono.parallel.prepared.schedule_units import Taken
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.sharded import clip_grad_norm
 from unisono.timeline import REDUCE, STEP
-from unisono.torch_private import current_graph_task_id
+from unisono.torch_private import STEP_CALLED, STEP_WRAPPED, current_graph_task_id
 from unisono.world import World
 
 logger = logging.getLogger(__name__)
@@ -83,8 +83,8 @@ class Stepper:
         # What others have patched on the instance, such as a scheduler's counter of steps, for `release` to restore.
         self._own = {name: vars(optimizer)[name] for name in ("step", "zero_grad") if name in vars(optimizer)}
         step, zero = _methods(self)
-        if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # a scheduler created earlier has marked it
-            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        if hasattr(optimizer.step, STEP_WRAPPED):  # a scheduler created earlier has marked it
+            setattr(step, STEP_WRAPPED, True)
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
         optimizer.zero_grad = MethodType(zero, optimizer)  # type: ignore[method-assign]
         by_hand.prepared.add(optimizer)
@@ -242,7 +242,7 @@ class Stepper:
 
     def _step(self, closure: Callable[[], Any] | None, arguments: dict[str, Any]) -> Any:
         self._is_inside = True
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers
+        setattr(self.optimizer, STEP_CALLED, True)  # for torch's schedulers
         try:
             if closure is not None:
                 arguments["closure"] = closure  # reduces and finishes the gradients in each of its calls

@@ -23,7 +23,13 @@ from unisono.parallel.strategies.flat import Flat
 from unisono.parallel.strategies.hooks import POST_LOCAL_SGD, attach_hook, hook_names
 from unisono.parallel.weak_methods import weak_method
 from unisono.strategies import DDP
-from unisono.torch_private import current_graph_task_id
+from unisono.torch_private import (
+    BUILD_PARAMETERS,
+    current_graph_task_id,
+    overrides,
+    push_rebuilt_parameters,
+    rebuild_buckets,
+)
 from unisono.tree import tensors
 from unisono.world import World
 
@@ -158,14 +164,15 @@ class _Ordered(DistributedDataParallel):
 
     __del__ = free_reducer
 
+    @overrides(BUILD_PARAMETERS)
     def _build_params_for_reducer(self) -> tuple[list[Any], list[bool]]:
         parameters, are_sparse = super()._build_params_for_reducer()
         return (parameters, are_sparse) if self.find_unused_parameters else (parameters[::-1], are_sparse[::-1])
 
     def fill_buckets(self) -> None:
         """Create the final buckets. A collective. With find_unused_parameters, torch keeps its initial buckets."""
-        self.reducer._push_all_rebuilt_params()
-        self.reducer._rebuild_buckets()
+        push_rebuilt_parameters(self.reducer)
+        rebuild_buckets(self.reducer)
 
 
 def own_steps_contradict(what: str) -> str:

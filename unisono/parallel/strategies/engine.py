@@ -20,7 +20,7 @@ from unisono.parallel.gradients import reduce_gradients, scale_gradients
 from unisono.parallel.learning_rates import describe_rates
 from unisono.parallel.steps import Step, Steps
 from unisono.parallel.weak_methods import weak_method
-from unisono.torch_private import queue_callback, will_engine_execute_node
+from unisono.torch_private import BUFFERS, MODULES, PARAMETERS, queue_callback, will_engine_execute_node
 from unisono.world import World
 
 
@@ -146,7 +146,7 @@ class Engine:
 
     def _runs_with_others(self) -> bool:
         """Whether `torch.func.functional_call` has replaced parameters for this call."""
-        found = [each for part in self._tree for each in part._parameters.values()]
+        found = [each for part in self._tree for each in getattr(part, PARAMETERS).values()]
         return any(each is not None and not isinstance(each, nn.Parameter) for each in found)
 
     def adapt(self, new: Sequence[torch.Tensor]) -> None:
@@ -217,7 +217,7 @@ class Engine:
     def share_buffers(self) -> None:
         """Broadcast rank zero's buffers, since batch statistics make them differ between ranks. A collective."""
         if self._shares_buffers and self._world.comm.size > 1 and not self._world.backend.is_lazy:
-            buffers = [each for part in self._tree for each in part._buffers.values() if each is not None]
+            buffers = [each for part in self._tree for each in getattr(part, BUFFERS).values() if each is not None]
             broadcast_together(buffers, self._world)
 
     def complete(self) -> None:
@@ -327,10 +327,10 @@ class Engine:
 
         Called in each forward pass, so the tree of modules is traversed only after it has changed.
         """
-        if [id(child) for each in self._tree for child in each._modules.values()] != self._children:
+        if [id(child) for each in self._tree for child in getattr(each, MODULES).values()] != self._children:
             self._tree = list(self.module.modules())
-            self._children = [id(child) for each in self._tree for child in each._modules.values()]
-        found = [each for part in self._tree for each in part._parameters.values()]
+            self._children = [id(child) for each in self._tree for child in getattr(each, MODULES).values()]
+        found = [each for part in self._tree for each in getattr(part, PARAMETERS).values()]
         # By identity: hashing a tensor costs a Python call.
         once = {id(each): each for each in found if isinstance(each, nn.Parameter) and each.requires_grad}
         return list(once.values())

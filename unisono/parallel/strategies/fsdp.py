@@ -29,7 +29,7 @@ from unisono.parallel.strategies.sharded import (
 from unisono.parallel.strategies.strategy import Strategy
 from unisono.parallel.weak_methods import weak_method
 from unisono.strategies import FSDP
-from unisono.torch_private import current_graph_task_id, queue_callback
+from unisono.torch_private import PARAMETERS, current_graph_task_id, queue_callback
 from unisono.tree import tensors
 from unisono.world import World
 
@@ -124,7 +124,7 @@ class FSDPEngine(Engine):
     def _refuse_replaced(self) -> None:
         """Refuse a pass with other parameters, in whose place FSDP2 would put its own."""
         for module, name in self._places:
-            if id(module._parameters.get(name)) not in self._held:
+            if id(getattr(module, PARAMETERS).get(name)) not in self._held:
                 raise RuntimeError(
                     f"the {self.name} is called with another {name!r} of its {type(module).__name__} than the one that "
                     "was prepared (by torch.func.functional_call, or an assignment), and strategy='fsdp' would compute "

@@ -228,7 +228,10 @@ def with_part(tensor: DTensor, part: torch.Tensor) -> DTensor:
     """A tensor sharded like this one; this rank's shard is `part`, on any device."""
     from torch.distributed.tensor import DTensor
 
-    return DTensor(part, tensor._spec, requires_grad=False)  # `from_local` would move it to the mesh's devices
+    from unisono.torch_private import DTENSOR_SPEC
+
+    # `from_local` would move it to the mesh's devices.
+    return DTensor(part, getattr(tensor, DTENSOR_SPEC), requires_grad=False)
 
 
 def loaded_class(module: str, name: str) -> Any:

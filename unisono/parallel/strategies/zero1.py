@@ -27,6 +27,7 @@ from unisono.parallel.strategies.rebinding import Rebinding
 from unisono.parallel.strategies.sharded import is_distributed, loaded_class
 from unisono.parallel.strategies.strategy import given_up
 from unisono.strategies import DDP
+from unisono.torch_private import STEP_POST_HOOKS, STEP_PRE_HOOKS
 
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -101,7 +102,7 @@ def shard_optimizer(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
     load_local(sharded, optimizer.state_dict())
     # The whole state, if the user's optimizer kept it, would occupy the memory that is saved.
     optimizer.state.clear()
-    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+    for hooks in (STEP_PRE_HOOKS, STEP_POST_HOOKS):
         # The same dictionaries, so that handles can still remove their hooks.
         setattr(sharded, hooks, getattr(optimizer, hooks))
     if shares_memory:
