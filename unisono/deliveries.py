@@ -276,9 +276,9 @@ class Deliveries:
         loop = self.innermost()
         if loop is not None:
             last = loop.batches[-1]
-            if rows is None or rows == last.rows:
+            if None in (rows, last.rows) or rows == last.rows:
                 # Equal rows tell batches that count differently apart on some rank, unless rows are repeated there.
-                others = [each for each in loop.kinds.values() if rows is None or each.rows == rows]
+                others = [each for each in loop.kinds.values() if rows is None or each.rows in (rows, None)]
                 return [last, *(each for each in others if each.counts != last.counts)] if loop.has_gap else [last]
             return [None, *loop.kinds.values()]
         ended = next((each for each in reversed(self._loops) if each.batches and each.is_trained), None)

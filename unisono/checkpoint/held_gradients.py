@@ -44,7 +44,7 @@ def claims_of(steps: Steps, engines: Sequence[Engine]) -> dict[str, Any] | None:
             "reduced are not saved; call it after optimizer.step(), or after one of the step's earlier microbatches"
         )
     claims = [
-        [*each.claim, None if each.batch is None else each.batch.dealt, each.microbatch, steps.loop_number(each)]
+        [*each.claim[:3], None if each.batch is None else each.batch.dealt, each.microbatch, steps.loop_number(each)]
         for each in step.visits
     ]
     return {"number": step.number, "claims": claims, "is_sum": steps.is_sum}

@@ -37,7 +37,7 @@ import torch
 from torch.optim import Optimizer
 
 from unisono.comm.selection import translate_errors
-from unisono.parallel.claims import Crossings, refuse_crossed, rows_of
+from unisono.parallel.claims import Claim, Crossings, refuse_crossed, rows_of
 from unisono.parallel.gradients import scaled
 from unisono.parallel.steps import Origin, Steps, Visit
 from unisono.parallel.strategies.engine import Engine, is_left_at, is_taken_from
@@ -123,7 +123,9 @@ class Passes:
         elif task in self._running:  # a checkpoint recomputes what it has not kept
             return self._running[task].origin
         found = tensors(values)
-        self.origin = self.steps.origin = origin = self.steps.find(found, rows_of(found), syncs, partial(_trainers, ref(engine)))
+        self.origin = self.steps.origin = origin = self.steps.find(
+            found, rows_of(found), syncs, partial(_trainers, ref(engine))
+        )
         part = self.steps.part(origin)
         self._parts.add(part)
         engine.watch_leaves(self.needs_hooks(part), self._hook_for(engine))
@@ -186,9 +188,11 @@ class Passes:
         self._is_called = True
         try:
             if weight is not None or batch is not None:
-                self._begun = self._count(self.origin if batch is None else self.steps.name(batch), weight, None, True)
+                if batch is not None:
+                    self.origin = self.steps.name(batch)
+                self._begun = self._count(self.origin, weight, None, True)
                 for engine in list(self._engines):
-                    engine.watch_leaves(self.needs_hooks(self._begun.part or 0), self._hook_for(engine))
+                    engine.watch_leaves(True, self._hook_for(engine))
             with translate_errors(self._world.comm):
                 loss.backward(retain_graph=retain_graph)
         finally:
@@ -329,6 +333,10 @@ class Passes:
         if run.counted is None:
             return None
         if self._crossings.task in (run.task, current_graph_task_id()):
+            visit = run.counted.visit
+            if visit.claim.uncut is not None:  # the loss is that of all ranks, also where this rank's batch repeats
+                visit.claim = Claim(*visit.claim.uncut, True)
+                run.part = visit.claim.part(self._world.comm.size)
             refuse_crossed(run.part)
         return scaled(self.steps.scale(run.counted.visit) * run.part, gradient)
 
@@ -419,8 +427,6 @@ class Passes:
         for each in ended.engines if ended is not None else ():
             if (engine := each()) is not None:
                 engine.finish()
-
-
 
 
 def _trainers(engine: Callable[[], Engine | None]) -> list[Optimizer]:

@@ -26,11 +26,13 @@ class Claim(NamedTuple):
 
     Attributes:
         is_given: whether the numbers are the user's.
+        uncut: the numbers with the weights of batches that only repeat others, if there is such a batch.
     """
 
     samples: float
     total: float
     is_given: bool = False
+    uncut: tuple[float, float] | None = None
 
     def part(self, size: int) -> float:
         """Return the factor for the gradients of the loss, in a world of that size."""
@@ -56,12 +58,15 @@ def claim_of(batch: Batch | None, weight: float | torch.Tensor | None, world: Wo
             raise ValueError("loss_reduction='sum' adds losses as they are; leave out weight=, or use 'mean'")
         return Claim(0 if repeats else 1, size)  # a part of 0 or 1
     if weight is not None:
-        # What repeats another rank's sample is counted there.
-        own = checked_weight(weight) * (not repeats)
+        given = checked_weight(weight)
+        own = given * (not repeats)  # the sample counts on another rank
+        if size == 1:
+            return Claim(own, own, True)
         # float64, since float32 counts tokens exactly only up to 2**24; on the host, so that reading it waits for no
         # device.
-        total = own if size == 1 else float(world.comm.all_reduce(torch.tensor(own, dtype=torch.float64, device=HOST)))
-        return Claim(own, total, True)
+        sums = world.comm.all_reduce(torch.tensor([own, given], dtype=torch.float64, device=HOST))
+        total, whole = sums.tolist()
+        return Claim(own, total, True, None if total == whole else (given, whole))
     if batch is None or batch.total is None:
         return Claim(1, size)
     return Claim(batch.samples, batch.total)

@@ -288,13 +288,17 @@ class Steps:
 
     def request(self, optimizer: Optimizer) -> bool:
         """Note that a step is requested: return whether it is taken."""
-        step = self.step
+        step, before = self.step, self._requests.get(optimizer, 0)
         self.origin = None
         self.now += 1
         self.requested = self._requests[optimizer] = self.now
-        if self.every == 1:
+        if self.every == 1 or step.state == FINAL:
             return True
-        return step.state == FINAL or (step.state == TAKEN and optimizer not in step.stepped)
+        if step.state == TAKEN:
+            return optimizer not in step.stepped
+        # What remains of a loop that was left: asked for again, without a further pass.
+        last = step.visits[-1] if step.visits else None
+        return last is not None and last.batch is not None and not last.batch.loop.is_open and before > last.began
 
     def close(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has stepped."""
@@ -351,7 +355,10 @@ class Steps:
     def resume(self, step: Step) -> None:
         """Continue in the middle of a step; its last visit is over."""
         self._begin(step)
-        self.now = self.requested = max((each.microbatch for each in step.visits), default=0) + 1
+        last = max((each.microbatch for each in step.visits), default=0)
+        for each in step.visits:  # each optimizer has made its request
+            each.microbatch -= last
+        self.now = self.requested = 1
 
     # The numbers of docs/exactness.md, "The weights".
 

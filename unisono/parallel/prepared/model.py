@@ -112,6 +112,7 @@ class PreparedModel(nn.Module):
         """`module.zero_grad`, which does nothing between microbatches of one step."""
         if all(stepper.may_zero() for stepper in self._steppers):
             self.engine.zero_grad(set_to_none)
+            self.engine.forget()
             for stepper in self._steppers:
                 stepper.forget()
 

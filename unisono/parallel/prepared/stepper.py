@@ -28,6 +28,7 @@ from unisono.parallel.parameter_names import trained_parameters
 from unisono.parallel.prepared.nan_guard import NanGuard
 from unisono.parallel.prepared.scaler import LossScaler
 from unisono.parallel.prepared.schedule_units import Taken
+from unisono.parallel.steps import TAKEN
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.sharded import clip_grad_norm
 from unisono.timeline import REDUCE, STEP
@@ -191,7 +192,7 @@ class Stepper:
             if self._guard is not None:
                 self._guard.forget(trained_parameters(self.optimizer))
             for engine in self._engines:
-                engine.forget()
+                engine.forget(self.optimizer)
             self._passes.forget()
             self._settle()
 
@@ -222,8 +223,10 @@ class Stepper:
 
     def _skip(self) -> None:
         """A request that is not taken: check that it could be, some time."""
-        step = self._steps.step
-        if not step.visits and any(each.grad is not None for each in trained_parameters(self.optimizer)):
+        parameters = trained_parameters(self.optimizer)
+        if not self._steps.step.visits or self._steps.step.state == TAKEN:
+            check_presence(parameters)
+        if not self._steps.step.visits and any(each.grad is not None for each in parameters):
             raise RuntimeError(
                 f"gradient_accumulation_steps={self._steps.every} counts backward passes, and the gradients that the "
                 f"{type(self.optimizer).__name__} finds were assigned by hand, for example from torch.autograd.grad; "

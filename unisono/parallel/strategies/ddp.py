@@ -140,6 +140,8 @@ class DDPEngine(Engine):
         if self._is_flat:
             self.reduce_late()
             return
+        if frozen := [each for each in self.held() if not each.requires_grad]:
+            self.reduce_late(frozen)
         # The last bucket was not sent: it, or one before it, still waits for a gradient.
         if not self._is_finished:
             lacking = [name for each, name in self._names.items() if each.grad is None or not each.requires_grad]

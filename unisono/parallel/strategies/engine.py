@@ -81,9 +81,12 @@ class Engine:
         self.replaced = WeakTensorKeyDictionary()
         self._world, self._steps, self._shares_buffers = world, steps, shares_buffers
         self._arrivals = Arrivals()
-        self._left_out = self._noticed = self._at_forward = 0  # arrivals: of torch.autograd.grad; and others, up to the last reduction
+        self._left_out = self._noticed = self._at_forward = (
+            0  # arrivals: of torch.autograd.grad; and others, up to the last reduction
+        )
         self._earlier: dict[torch.Tensor, torch.Tensor] = {}  # gradients of earlier steps, which were not zeroed
         self._stepped: WeakSet[Optimizer] = WeakSet()  # since the last backward pass
+        self._zeroed: WeakSet[Optimizer] = WeakSet()  # likewise
         self._tree: list[nn.Module] = []  # the module and all its submodules
         self._children = [-1]  # the ids of their children; [-1] equals no list of them
         self._is_agreed = False  # whether the ranks have compared their models
@@ -185,14 +188,15 @@ class Engine:
             self._set_aside()
         elif self.reduced_by and (steps.is_mean or steps.is_sum) and self.reduced_by * size != 1:
             # The next reduction multiplies by its factor, and adds up what the ranks hold.
-            scale_gradients(self.trained(), 1 / (self.reduced_by * size))
+            scale_gradients(self.held(), 1 / (self.reduced_by * size))
         self.passed, self.reduced_by = (step, steps.now), None
         self._stepped.clear()
+        self._zeroed.clear()
         self.prepare(reduces and not self.is_local)
 
     def _set_aside(self) -> None:
         """Keep gradients of an earlier step, which were not zeroed, out of the reduction of this one."""
-        for each in self.trained():
+        for each in self.held():
             if each.grad is not None:
                 self._earlier[each], each.grad = each.grad, None
 
@@ -237,7 +241,7 @@ class Engine:
         factor = self._steps.factor()
         if self.is_local:
             # No sum over the ranks follows, so the factor is without 1 / R.
-            scale_gradients(self.trained(), factor * self._world.comm.size)
+            scale_gradients(self.held(), factor * self._world.comm.size)
         else:
             reduce()
         self.passed, self.reduced_by = self.passed or (self._steps.step, self._steps.now), factor
@@ -259,7 +263,7 @@ class Engine:
         if not self._is_agreed and self._world.comm.size > 1:
             check_agreement(self.trained(), self._world)
             self._is_agreed = True  # after the comparison: an error leaves it to be repeated
-        reduced = self.trained() if parameters is None else parameters
+        reduced = self.held() if parameters is None else parameters
         reduce_gradients(reduced, self._world, self._steps.factor(), self.place(), is_part=True)
 
     def watch_leaves(self, is_scaled: bool, hook: Callable[[torch.Tensor | None], torch.Tensor | None]) -> None:
@@ -291,8 +295,16 @@ class Engine:
         """`zero_grad` of the module."""
         self.module.zero_grad(set_to_none)
 
-    def forget(self) -> None:
-        """Record that the gradients are zero."""
+    def forget(self, optimizer: Optimizer | None = None) -> None:
+        """Record that the gradients are zero.
+
+        Args:
+            optimizer: whose gradients they are; None for all of them.
+        """
+        if optimizer is not None:
+            self._zeroed.add(optimizer)
+            if any(each not in self._zeroed for each in self.trainers()):
+                return  # those of the others are as they were
         self.passed = self.reduced_by = None
         self._noticed = self.num_arrived()
         self._earlier.clear()
@@ -323,17 +335,21 @@ class Engine:
             self.share_buffers()
 
     def trained(self) -> list[torch.Tensor]:
-        """The parameters that require gradients, without the replacements of `torch.func.functional_call`.
+        """The parameters that require gradients, without the replacements of `torch.func.functional_call`."""
+        return [each for each in self._parameters() if each.requires_grad]
 
-        Called in each forward pass, so the tree of modules is traversed only after it has changed.
-        """
+    def held(self) -> list[torch.Tensor]:
+        """The parameters that require gradients, and those that were frozen with a gradient."""
+        return [each for each in self._parameters() if each.requires_grad or each.grad is not None]
+
+    def _parameters(self) -> list[nn.Parameter]:
+        # Called in each forward pass, so the tree of modules is traversed only after it has changed.
         if [id(child) for each in self._tree for child in getattr(each, MODULES).values()] != self._children:
             self._tree = list(self.module.modules())
             self._children = [id(child) for each in self._tree for child in getattr(each, MODULES).values()]
         found = [each for part in self._tree for each in getattr(part, PARAMETERS).values()]
         # By identity: hashing a tensor costs a Python call.
-        once = {id(each): each for each in found if isinstance(each, nn.Parameter) and each.requires_grad}
-        return list(once.values())
+        return list({id(each): each for each in found if isinstance(each, nn.Parameter)}.values())
 
     def leaves(self) -> list[torch.Tensor]:
         """The tensors at which the gradients of a backward pass arrive, and which get the hooks."""

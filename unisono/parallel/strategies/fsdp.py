@@ -84,6 +84,7 @@ class FSDPEngine(Engine):
         for each in self._parts:
             if each.requires_grad:
                 each.register_hook(weak_method(self._arrive_at_part))
+        self._were_trained = [each.requires_grad for each in self._parts]
         self._backward_pass = -1  # the last one that was announced
         self._is_reducing = False  # during a reducing backward pass, and after one that failed
         sharded.register_forward_hook(weak_method(self._watch), prepend=True)
@@ -175,8 +176,15 @@ class FSDPEngine(Engine):
         """Check that no parameters were added.
 
         Raises:
-            RuntimeError: parameters were added, which are not sharded.
+            RuntimeError: parameters were added, which are not sharded; or frozen or unfrozen in the middle of a step.
         """
+        trained = [each.requires_grad for each in self._parts]
+        if trained != self._were_trained and self.is_held:
+            raise RuntimeError(
+                f"parameters of the {self.name} were frozen or unfrozen while microbatches accumulate, and "
+                "strategy='fsdp' cannot reduce what they hold; do so after optimizer.step(), or use strategy='ddp'"
+            )
+        self._were_trained = trained
         new = [each for each in self.trained() if each not in self._known]
         if new:
             shapes = ", ".join(str(list(each.shape)) for each in new)
