@@ -3,8 +3,8 @@
 A loader that knows the whole round states, with each batch, that it holds n of the round's N samples. A batch is
 recognised by the memory of its tensors, including views, whenever and however often it is used. A tensor that was
 computed from a batch has other memory: it is of the batch that was delivered last, if it has that batch's rows
-(docs/exactness.md, "A pass has one claim"). Where several batches can be meant, all of them are returned, and the caller
-compares what they count.
+(docs/exactness.md, "A pass has one claim"). Where several batches can be meant, all of them are returned, and the
+caller compares what they count.
 
 This is the only connection between `loaders` and `parallel`, which are otherwise independent.
 
@@ -238,7 +238,12 @@ class Deliveries:
 
     def _batches_in(self, values: Any) -> list[list[Batch]]:
         """For each tensor that shares memory with batches: these batches."""
-        return [found for each in tensors(values) if (found := self._by_memory.find(each))]
+        listed = (
+            values
+            if type(values) is list and all(isinstance(each, torch.Tensor) for each in values)
+            else tensors(values)
+        )
+        return [found for each in listed if (found := self._by_memory.find(each))]
 
     def named(self, values: Any) -> list[Batch]:
         """The batches that the user names by these tensors: that of the last pass if it matches, else as `find`.

@@ -118,6 +118,9 @@ class DeviceIterator:
                 try:
                     # Kept for the next `__next__`: the loop is still at the batch before it.
                     self._ahead = Outcome(value=self._receive())
+                except EndOfChannel as end:
+                    # Its traceback would keep this iterator until a garbage collection, and its loop open.
+                    self._ahead = Outcome.failure(end.with_traceback(None))
                 except Exception as error:
                     self._ahead = Outcome.failure(error)
         return isinstance(self._ahead.error, EndOfChannel)

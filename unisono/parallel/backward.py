@@ -31,7 +31,7 @@ from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch.optim import Optimizer
@@ -100,51 +100,45 @@ class Passes:
 
     def __init__(self, steps: Steps) -> None:
         self.steps = steps
-        self.origin = Origin()
+        self.origin = steps.origin_of()
         self.went_past = False
         self._world = steps.world
         self._crossings = self._world.state.part(Crossings)
         self._is_called = False  # `backward`, and it runs
         self._parts: set[float] = set()  # of the batches of the forward passes since the last backward pass
+        self._weak_arrive, self._weak_end = weak_method(self._arrive), weak_method(self._end)
         self._begun: _Pass | None = None  # by `backward`, with the user's weight or batch
         self._running: dict[int, _Pass] = {}  # by autograd's number
         # Those that reach no leaf of a model by themselves, with the gradients that had arrived there.
         self._passed_by: dict[int, tuple[ref[Engine], _Run, int]] = {}
         # Those that have not ended: autograd drops a pass's callback when it ends, with or without an error.
-        self._open: WeakValueDictionary[int, Callable[[], None]] = WeakValueDictionary()
+        self._open: dict[int, Callable[[], Any]] = {}
         self._engines: WeakKeyDictionary[Engine, None] = WeakKeyDictionary()  # in the order of their first passes
 
     def bind(self, engine: Engine, values: Any, syncs: bool = True) -> Origin:
         """Find where the inputs of a forward pass come from, for its outputs to carry."""
         task = current_graph_task_id()
         if task < 0:  # in no backward pass
-            self._running.clear()  # an interrupted pass never ends
-            self._passed_by.clear()
+            for known in (self._running, self._passed_by, self._open):
+                known.clear()  # an interrupted pass never ends
         elif task in self._running:  # a checkpoint recomputes what it has not kept
             return self._running[task].origin
         found = tensors(values)
-        self.origin = self.steps.origin = origin = self.steps.find(
-            found, rows_of(found), syncs, partial(_trainers, ref(engine))
-        )
-        part = self.steps.part(origin)
-        self._parts.add(part)
-        engine.watch_leaves(self.needs_hooks(part), self._hook_for(engine))
+        self.origin = self.steps.origin = origin = self.steps.find(found, rows_of(found), syncs, engine.give_trainers)
+        self._parts.add(origin.part)
+        engine.watch_leaves(origin.part != 1 or self._always_hooks)
         return origin
 
-    def needs_hooks(self, part: float) -> bool:
-        """Whether what arrives at the parameters may have to be scaled."""
-        steps = self.steps
-        return part != 1 or steps.is_mean or steps.is_sum
-
-    def _hook_for(self, engine: Engine) -> Callable[[torch.Tensor | None], torch.Tensor | None]:
-        return partial(weak_method(self._arrive_at_leaf), ref(engine))
+    @property
+    def _always_hooks(self) -> bool:
+        """Whether what arrives at the parameters may have to be scaled, whatever the part of its batch is."""
+        return self.steps.is_mean or self.steps.is_sum
 
     def watch(self, engine: Engine, outputs: Any, origin: Origin) -> None:
         """Watch for a backward pass to reach these outputs of the model."""
         if engine.is_released:
             return
-        self._engines[engine] = None
-        arrive = partial(weak_method(self._arrive), ref(engine), origin)
+        arrive = partial(self._weak_arrive, ref(engine), origin)
         found = tensors(outputs)
         for each in found:
             if each.requires_grad:
@@ -160,7 +154,8 @@ class Passes:
     def join(self, engine: Engine) -> None:
         """Begin to watch a model, before its first pass."""
         self._engines[engine] = None
-        engine.watch_leaves(self.needs_hooks(1), self._hook_for(engine))
+        engine.scale = partial(weak_method(self._arrive_at_leaf), ref(engine))
+        engine.watch_leaves(self._always_hooks)
 
     def has(self, parameters: Set[torch.Tensor]) -> bool:
         """Whether some of these are parameters of the models."""
@@ -179,7 +174,7 @@ class Passes:
         Raises:
             TypeError: the loss was computed from the parts of parameters that strategy="fsdp" leaves on each rank.
         """
-        if is_distributed(loss):
+        if type(loss) is not torch.Tensor and is_distributed(loss):
             raise TypeError(
                 "the loss is a DTensor: a penalty on parameters that strategy='fsdp' has sharded was added to it; give "
                 "the penalty a backward pass of its own, penalty.backward(), or let the optimizer add it "
@@ -192,7 +187,7 @@ class Passes:
                     self.origin = self.steps.name(batch)
                 self._begun = self._count(self.origin, weight, None, True)
                 for engine in list(self._engines):
-                    engine.watch_leaves(True, self._hook_for(engine))
+                    engine.watch_leaves(True)
             with translate_errors(self._world.comm):
                 loss.backward(retain_graph=retain_graph)
         finally:
@@ -212,7 +207,7 @@ class Passes:
                 "batch and zero_grad() after each step"
             )
         self._count(self.origin, None, engine)
-        engine.adopt(self.steps.part(self.origin))
+        engine.adopt(self.origin.part)
 
     def reduce(self, engine: Engine) -> None:
         """Reduce what backward passes have left on this rank alone, at a step. A collective.
@@ -224,7 +219,7 @@ class Passes:
             origin = self._bypassing(engine)
             if not self.steps.is_recent():
                 self._count(origin, None, engine)
-            if self.steps.part(origin) != 1:
+            if origin.part != 1:
                 raise ValueError(
                     f"a backward pass has reached parameters of the {engine.name} and none of its outputs, so that it "
                     "is not known of which batch it is, and this rank has an uneven part of the current one; call the "
@@ -248,7 +243,7 @@ class Passes:
             if engine.passing is not None and engine.passing.task == task:
                 part: float = engine.passing.part
                 return part
-        return self.steps.part(self.origin)
+        return self.origin.part
 
     def _count(
         self, origin: Origin, weight: float | torch.Tensor | None, engine: Engine | None, is_named: bool = False
@@ -292,7 +287,7 @@ class Passes:
         if run.counted.part is not None or origin is run.origin:
             part = run.part
         else:
-            part = self.steps.part(origin)
+            part = origin.part
             if origin.batch is not run.counted.origin.batch:
                 self._join_origin(model, run, origin)
         # Zeros, not a product: the mean over no samples is NaN, and NaN * 0 stays NaN.
@@ -314,7 +309,7 @@ class Passes:
         Raises:
             ValueError: they do not: they bypass the outputs, where they could be scaled by themselves.
         """
-        if any(self.steps.part(each) != part for each in engine.graphs):
+        if any(each.part != part for each in engine.graphs):
             raise ValueError(
                 "one backward pass may have a loss of one batch, and a penalty on gradients (create_graph=True) of "
                 "another one, of which this rank has a different part; call accelerator.backward(loss, batch=batch) "
@@ -351,7 +346,7 @@ class Passes:
         if run is not None and run.task == task:
             return run
         # Reentrant checkpointing runs a backward pass inside of the one that has reached the model.
-        outer = run if run is not None and run.task in self._open else None
+        outer = run if run is not None and run.task in self._open and self._open[run.task]() is not None else None
         # torch.autograd.grad asks for gradients without leaving them in .grad: nothing to reduce.
         if not any(is_left_at(each) for each in engine.leaves() if each.requires_grad):
             run = _Run(task, origin, is_taken=any(is_taken_from(each) for each in engine.leaves()))
@@ -359,9 +354,11 @@ class Passes:
                 engine.passing = run
                 self._passed_by[task] = ref(engine), run, engine.num_arrived()
                 self._watch_end(task)  # if all parameters are in reentrant checkpoints, they are reached from these
+            if run.is_taken:
+                engine.note_taken()
             if torch.is_grad_enabled():  # a pass through these gradients may bypass the outputs
                 engine.graphs.append(origin or self.origin)
-                engine.watch_leaves(True, self._hook_for(engine))
+                engine.watch_leaves(True)
             engine.pass_by()
             return run
         if outer is None:
@@ -383,13 +380,14 @@ class Passes:
             )
         counted = counted or self._begin(engine, run.task, run.origin)
         origin = run.origin or counted.origin
-        run.counted, run.part = counted, self.steps.part(origin) if counted.part is None else counted.part
+        run.counted, run.part = counted, origin.part if counted.part is None else counted.part
         if origin.batch is not counted.origin.batch and counted.part is None:
             self._join_origin(engine, run, origin)
         if engine.graphs and counted.part is None:
             self._check_graphs(engine, run.part)
         engine.passing = run
-        engine.watch_leaves(self.needs_hooks(run.part), self._hook_for(engine))
+        if run.part != 1 or self._always_hooks:
+            engine.watch_leaves(True)
         if reduces := counted.reduces and origin.syncs:
             counted.engines.append(ref(engine))
         engine.begin(reduces)
@@ -404,17 +402,21 @@ class Passes:
     def _bypassing(self, engine: Engine) -> Origin:
         """The origin of a pass that has bypassed the outputs of the model."""
         if engine.graphs:
-            return Origin(tuple(dict.fromkeys(batch for each in engine.graphs for batch in each.candidates)))
+            return self.steps.origin_of(
+                list(dict.fromkeys(batch for each in engine.graphs for batch in each.candidates))
+            )
         return self.origin if self.steps.is_recent() else self.steps.find(())
 
     def _watch_end(self, task: int) -> None:
         """Have `_end` called at the end of the running backward pass, unless it ends with an error."""
         if task not in self._open:
-            self._open[task] = ending = partial(weak_method(self._end), task)
+            ending = partial(self._weak_end, task)
+            self._open[task] = ref(ending)
             queue_callback(ending)
 
     def _end(self, task: int) -> None:
         """Finish a backward pass that has ended without an error."""
+        self._open.pop(task, None)
         if task in self._passed_by:
             by, run, before = self._passed_by.pop(task)
             if (engine := by()) is not None and run.counted is None and engine.num_arrived() != before:
@@ -427,7 +429,3 @@ class Passes:
         for each in ended.engines if ended is not None else ():
             if (engine := each()) is not None:
                 engine.finish()
-
-
-def _trainers(engine: Callable[[], Engine | None]) -> list[Optimizer]:
-    return [] if (found := engine()) is None else found.trainers()

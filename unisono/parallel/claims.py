@@ -109,9 +109,9 @@ def check_counts(batches: Sequence[Batch | None], world: World, is_mean: bool = 
     if len(found) > 1 or (is_mean and len(loaded) > 1):
         shown = " or ".join(dict.fromkeys(map(_describe, batches)))
         raise ValueError(
-            f"the loss may be the mean over {shown}: its inputs were computed from a batch, or come from no loader, and "
-            "it is not known which; name the batch, accelerator.backward(loss, batch=batch) (by hand: "
-            "unisono.backward(loss, batch=batch)), or its samples, weight=; or say that the data is no loader's, batch=()"
+            f"the loss may be the mean over {shown}: its inputs were computed from a batch, or come from no loader, "
+            "and it is not known which; name the batch, accelerator.backward(loss, batch=batch) (by hand: "
+            "unisono.backward(loss, batch=batch)), or its samples, weight=; or say that it is no loader's, batch=()"
         )
 
 

@@ -14,10 +14,10 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -32,24 +32,34 @@ COLLECTING, FINAL, TAKEN = "collecting", "final", "taken"
 _ELSEWHERE = object()  # stands for the batch, and the loop, of data from no loader
 
 
-class Origin(NamedTuple):
+class Origin:
     """Where the inputs of a forward pass come from.
 
     Attributes:
         candidates: the batches that may be meant, the most likely first; None stands for data of no loader.
+        batch: the first of them.
+        claim: what a pass on that batch claims.
+        part: this rank's part of it.
         is_computed: whether the inputs share no memory with a batch.
         syncs: whether the backward pass may reduce.
         optimizers: returns those of the model.
     """
 
-    candidates: tuple[Batch | None, ...] = (None,)
-    is_computed: bool = False
-    syncs: bool = True
-    optimizers: Callable[[], Collection[Optimizer]] = tuple
+    __slots__ = ("batch", "candidates", "claim", "is_computed", "optimizers", "part", "syncs")
 
-    @property
-    def batch(self) -> Batch | None:
-        return self.candidates[0]
+    def __init__(
+        self,
+        candidates: Sequence[Batch | None],
+        world: World,
+        is_sum: bool,
+        is_computed: bool = False,
+        syncs: bool = True,
+        optimizers: Callable[[], Collection[Optimizer]] = tuple,
+    ) -> None:
+        self.candidates, self.batch = candidates, candidates[0]
+        self.is_computed, self.syncs, self.optimizers = is_computed, syncs, optimizers
+        self.claim = claim_of(self.batch, None, world, is_sum)
+        self.part = self.claim.part(world.comm.size)
 
 
 class Visit:
@@ -120,6 +130,8 @@ class Step:
 
     def num_dealt(self) -> int:
         """The number of batches of the user's loader in the step; of the first loader, if there are several."""
+        if len(self.visits) == 1:
+            return 1 if self.last is None else self.last.dealt
         loop = next((each.loop for each in self.visits), None)
         return sum(1 if each.batch is None else each.batch.dealt for each in self.visits if each.loop is loop)
 
@@ -188,18 +200,22 @@ class Steps:
         """Where these inputs of a pass come from; note the batch as used."""
         deliveries = self.world.state.deliveries
         batches = deliveries.find(values)
-        found = Origin(tuple(batches or deliveries.computed_from(rows)), not batches, syncs, optimizers)
+        found = self.origin_of(batches or deliveries.computed_from(rows), not batches, syncs, optimizers)
         if found.batch is not None:
             deliveries.use(found.batch)
         return found
 
+    def origin_of(self, batches: Sequence[Batch | None] = (None,), *args: Any) -> Origin:
+        """The origin of a pass on one of these batches."""
+        return Origin(batches, self.world, self.is_sum, *args)
+
     def name(self, batch: Any) -> Origin:
         """The origin that the user names by tensors of a batch; an empty value names data of no loader."""
         if isinstance(batch, list | tuple) and not batch:
-            return Origin()
+            return self.origin_of()
         named = self.world.state.deliveries.named(batch)
         self.world.state.deliveries.use(named[0])
-        return Origin(tuple(named))
+        return self.origin_of(named)
 
     def claim(self, origin: Origin, weight: float | torch.Tensor | None = None, is_named: bool = False) -> Claim:
         """The claim of a pass on that origin; a small collective where the weight is given.
@@ -210,11 +226,11 @@ class Steps:
         Raises:
             ValueError: it may be one batch or another, and they count differently, or steps depend on it.
         """
-        if weight is None:
+        if weight is None and len(origin.candidates) > 1:
             check_counts(origin.candidates, self.world, self.is_mean, self.is_sum)
         if self.every > 1 and self._block is None and self.every != math.inf and not is_named:
             self._check_microbatch(origin)
-        return claim_of(origin.batch, weight, self.world, self.is_sum)
+        return origin.claim if weight is None else claim_of(origin.batch, weight, self.world, self.is_sum)
 
     def _check_microbatch(self, origin: Origin) -> None:
         batch = origin.batch
@@ -225,10 +241,6 @@ class Steps:
                 "from no loader: which microbatches make a step cannot be known; let each one's lines run in `with "
                 "accelerator.accumulate():`, or name the batch, accelerator.backward(loss, batch=batch)"
             )
-
-    def part(self, origin: Origin) -> float:
-        """This rank's part of the batch, as `Claim.part`."""
-        return claim_of(origin.batch, None, self.world, self.is_sum).part(self._size)
 
     def count(
         self,
@@ -250,30 +262,37 @@ class Steps:
         self.origin = None
         batch = origin.batch
         source = self._block or batch or elsewhere
-        visit = next((each for each in reversed(self.step.visits) if each.source is source), None)
-        if visit is not None and (source is self._block or not self._is_over(visit.began, optimizers)):
-            _check_same(visit.claim, claim)
-            return visit
         step = self.step
+        for visit in reversed(step.visits):
+            if visit.source is source and (source is self._block or not self._is_over(visit.began, optimizers)):
+                _check_same(visit.claim, claim)
+                return visit
+            if visit.source is source:
+                break
         if step.state == TAKEN:
             step = step_after(step)
         self.now += 1
         visit = Visit(source, batch, claim, self.now, self.now)
-        current = [each for each in step.visits if each.microbatch == step.visits[-1].microbatch]
-        joins = current and all(each.loop is not visit.loop for each in current) and self._block is None
-        if joins and self.every != math.inf and not self._is_over(current[0].microbatch, optimizers):
-            visit.microbatch = current[0].microbatch
-        if self.is_mean:
-            _check_totals([*step.visits, visit])
+        if step.visits:
+            self._join(visit, step, optimizers)
         if step is not self.step:
             self._begin(step)
         step.visits.append(visit)
         # `is_last` may wait for the loader, so it is asked only where the count does not decide.
-        if step.count >= self.every or self._ends_loop(batch):
+        if self.every == 1 or step.count >= self.every or self._ends_loop(batch):
             step.state = FINAL
         if batch is not None and self.every > 1:
             self._visited[batch.loop] = max(batch.number, self._visited.get(batch.loop, 0))
         return visit
+
+    def _join(self, visit: Visit, step: Step, optimizers: Callable[[], Collection[Optimizer]]) -> None:
+        """Make a new visit one of the current microbatch, if that has none of its loop yet."""
+        current = [each for each in step.visits if each.microbatch == step.visits[-1].microbatch]
+        joins = self._block is None and self.every != math.inf and all(each.loop is not visit.loop for each in current)
+        if joins and not self._is_over(current[0].microbatch, optimizers):
+            visit.microbatch = current[0].microbatch
+        if self.is_mean:
+            _check_totals([*step.visits, visit])
 
     def _is_over(self, began: int, optimizers: Callable[[], Collection[Optimizer]]) -> bool:
         """Whether every optimizer of the models that a pass reaches has requested a step since that time."""
@@ -326,7 +345,7 @@ class Steps:
         return count + 1 >= self.every or self._ends_loop(batch)
 
     def has_unknown_end(self) -> bool:
-        """Whether nothing says where the current loop ends: its data is no loader's, and no block marks microbatches."""
+        """Whether nothing says where the current loop ends: its data is no loader's, and in no block."""
         visits = self.step.visits
         return self._block is None and (not visits or visits[-1].source is _ELSEWHERE)
 
@@ -343,6 +362,9 @@ class Steps:
         """Note that all gradients are zero: the next visit begins a step."""
         self.origin = None
         if self.step.state != TAKEN and self.step.visits:
+            for batch in (each.batch for each in self.step.visits if each.batch is not None):
+                if batch.loop in self._visited:
+                    self._visited[batch.loop] = min(self._visited[batch.loop], batch.number - 1)
             self._begin(step_after(self.step))
 
     def _begin(self, step: Step) -> None:

@@ -84,19 +84,23 @@ class PreparedModel(nn.Module):
 
     def _run(self, method: str | None, *args: Any, **kwargs: Any) -> Any:
         inputs = (*args, kwargs) if kwargs else args
+        engine, passes = self._engine[0], self._passes
         origin = None
         if torch.is_grad_enabled():
-            self.engine.refresh()
-            origin = self._passes.bind(self.engine, inputs, self._syncs)
-        with nullcontext() if self._autocast is None else self._autocast():
-            with _explain_parts(_MET_PARTS.format(self.engine.name)) if self.engine.gathers else nullcontext():
-                result = self.engine.run(args, kwargs, method)
+            engine.refresh()
+            origin = passes.bind(engine, inputs, self._syncs)
+        if self._autocast is None and not engine.gathers:
+            result = engine.run(args, kwargs, method)
+        else:
+            with nullcontext() if self._autocast is None else self._autocast():
+                with _explain_parts(_MET_PARTS.format(engine.name)) if engine.gathers else nullcontext():
+                    result = engine.run(args, kwargs, method)
         if self._autocast is not None:
             result = tree_map(_in_full, result)
         if origin is not None:
-            self._passes.watch(self.engine, result, origin)
+            passes.watch(engine, result, origin)
         else:
-            self._passes.know(inputs, result)
+            passes.know(inputs, result)
         return result
 
     @contextmanager

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from unisono.parallel import optimizer as by_hand
 from unisono.parallel.parameter_names import parameters_of
-from unisono.parallel.prepared.stepper import steppers
+from unisono.parallel.prepared.stepper import steppers, stepping
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.sharded import is_distributed
 from unisono.world import given_world
@@ -55,6 +55,8 @@ def release_engines_of(module: nn.Module) -> None:
 
 def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
     """Refuse to step on gradients that are not reduced, or not processed as the steps should."""
+    if id(optimizer) in stepping:  # its stepper has reduced the gradients
+        return
     own = parameters_of(optimizer)
     if by_hand.unreduced and any(each.grad is not None and each in by_hand.unreduced for each in own):
         raise RuntimeError(

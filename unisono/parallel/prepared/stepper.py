@@ -40,6 +40,9 @@ logger = logging.getLogger(__name__)
 steppers: WeakKeyDictionary[Stepper, None] = WeakKeyDictionary()
 """Those of this process, of all ranks that are its threads."""
 
+stepping: set[int] = set()
+"""The ids of the optimizers whose steps run, by their steppers."""
+
 
 class Stepper:
     """The steps of one prepared optimizer.
@@ -150,6 +153,8 @@ class Stepper:
             RuntimeError: none of the parameters has a gradient; or, with a scaler, a backward pass ran without it.
         """
         for engine in self._engines:
+            if self._steps.every > 1 and engine.has_replaced():
+                self._refuse_assigned()
             if engine.is_held:
                 self._passes.reduce(engine)
             # With accumulation, assigned gradients belong to no counted microbatch; `_skip` refuses them.
@@ -175,8 +180,8 @@ class Stepper:
     def may_zero(self) -> bool:
         """Whether gradients may be zeroed: they hold nothing of the current step, or it is over or abandoned.
 
-        A step is given up if its gradients are final but the optimizer has not stepped, or if no step was requested since
-        the last backward pass.
+        A step is given up if its gradients are final but the optimizer has not stepped, or if no step was requested
+        since the last backward pass.
         """
         steps, step = self._steps, self._steps.step
         if steps.every == 1 or self.optimizer in step.stepped:
@@ -221,18 +226,22 @@ class Stepper:
                 "parameter, where gradients are this rank's alone; step after the backward pass"
             )
 
+    def _refuse_assigned(self) -> None:
+        raise RuntimeError(
+            f"gradient_accumulation_steps={self._steps.every} counts backward passes, and the gradients that the "
+            f"{type(self.optimizer).__name__} finds were assigned by hand, for example from torch.autograd.grad; "
+            "let accelerator.backward(loss) leave them in .grad, or pass gradient_accumulation_steps=1 and step on "
+            "each batch"
+        )
+
     def _skip(self) -> None:
         """A request that is not taken: check that it could be, some time."""
         parameters = trained_parameters(self.optimizer)
         if not self._steps.step.visits or self._steps.step.state == TAKEN:
             check_presence(parameters)
-        if not self._steps.step.visits and any(each.grad is not None for each in parameters):
-            raise RuntimeError(
-                f"gradient_accumulation_steps={self._steps.every} counts backward passes, and the gradients that the "
-                f"{type(self.optimizer).__name__} finds were assigned by hand, for example from torch.autograd.grad; "
-                "let accelerator.backward(loss) leave them in .grad, or pass gradient_accumulation_steps=1 and step on "
-                "each batch"
-            )
+        is_new = not self._steps.step.visits and any(each.grad is not None and each.grad.any() for each in parameters)
+        if is_new or any(engine.has_replaced() for engine in self._engines):
+            self._refuse_assigned()
         if self._steps.has_unknown_end() and not self._has_warned and self.world.rank == 0:
             self._has_warned = True
             logger.warning(
@@ -245,6 +254,7 @@ class Stepper:
 
     def _step(self, closure: Callable[[], Any] | None, arguments: dict[str, Any]) -> Any:
         self._is_inside = True
+        stepping.add(id(self.optimizer))
         setattr(self.optimizer, STEP_CALLED, True)  # for torch's schedulers
         try:
             if closure is not None:
@@ -260,11 +270,14 @@ class Stepper:
             return self._plain_step(**arguments)
         finally:
             self._is_inside = False
+            stepping.discard(id(self.optimizer))
 
     def _finish(self) -> None:
         """Check and clip the gradients, between the reduction and the step."""
         if not self.taken.steps:
             by_hand.warn_of_foreign_batches(self.world, "optimizer.step()", "prepare(loader) cuts it")
+        if self._guard is None and self._max_grad_norm is None:
+            return
         parameters = trained_parameters(self.optimizer)
         if self._guard is not None:
             self._guard.check(parameters)  # before clipping, which would spread one NaN to all gradients

@@ -124,8 +124,8 @@ class DDPEngine(Engine):
         return result
 
     def prepare(self, reduces: bool) -> None:
-        # DDP waits for each gradient once: one that has arrived in this pass already, at a parameter that the outputs do
-        # not depend on, would never come.
+        # DDP waits for each gradient once. One that has arrived in this pass already, at a parameter that the outputs
+        # do not depend on, would never come.
         self._is_flat = reduces and self.num_arrived() != self._at_forward
         if reduces and not self._is_flat:
             # Ranks that are not at the same place get an error here, where DDP would hang or mix gradients.

@@ -56,7 +56,10 @@ class Engine:
             gradients are zero.
         reduced_by: the factor by which the current gradients were reduced over the ranks; None if they are not.
         hooks: the hooks of each leaf that scale its gradients, while there are any.
+        scale: the hook that scales the gradients of a leaf; set by `backward.py`.
         passing: the last backward pass through the model; set by `backward.py`.
+        taken: the gradients that the parameters had when torch.autograd.grad was first asked for others; None if it was
+            not, since the last backward pass or step.
         graphs: the origins of outputs whose gradients were differentiated (`create_graph=True`); set by `backward.py`.
         is_released: whether its model is no longer prepared.
         optimizers: the optimizers of its parameters: the prepared ones, in the order of preparation, and others that
@@ -74,8 +77,12 @@ class Engine:
         self.reduced_by: float | None = None
         self.is_released = self.is_local = False
         self.hooks: dict[torch.Tensor, RemovableHandle] = {}
+        self.scale: Callable[[torch.Tensor | None], torch.Tensor | None] = lambda gradient: None
         self.passing: Any = None
+        self.give_trainers = partial(_trainers_of, ref(self))  # weak: it is kept by the graphs of losses
+        self.taken: list[torch.Tensor | None] | None = None
         self.graphs: list[Any] = []
+        self._left: list[ref[torch.Tensor]] = []  # the gradients of the last step, if losses are sums
         self.strangers: WeakSet[Optimizer] = WeakSet()
         self.optimizers: list[ref[Optimizer]] = []
         self.replaced = WeakTensorKeyDictionary()
@@ -189,7 +196,7 @@ class Engine:
         elif self.reduced_by and (steps.is_mean or steps.is_sum) and self.reduced_by * size != 1:
             # The next reduction multiplies by its factor, and adds up what the ranks hold.
             scale_gradients(self.held(), 1 / (self.reduced_by * size))
-        self.passed, self.reduced_by = (step, steps.now), None
+        self.passed, self.reduced_by, self.taken = (step, steps.now), None, None
         self._stepped.clear()
         self._zeroed.clear()
         self.prepare(reduces and not self.is_local)
@@ -239,7 +246,9 @@ class Engine:
 
     def _settle(self, reduce: Callable[[], None]) -> None:
         factor = self._steps.factor()
-        if self.is_local:
+        if factor == self._world.comm.size == 1:
+            pass
+        elif self.is_local:
             # No sum over the ranks follows, so the factor is without 1 / R.
             scale_gradients(self.held(), factor * self._world.comm.size)
         else:
@@ -266,11 +275,11 @@ class Engine:
         reduced = self.held() if parameters is None else parameters
         reduce_gradients(reduced, self._world, self._steps.factor(), self.place(), is_part=True)
 
-    def watch_leaves(self, is_scaled: bool, hook: Callable[[torch.Tensor | None], torch.Tensor | None]) -> None:
+    def watch_leaves(self, is_scaled: bool) -> None:
         """Notice gradients that arrive at the leaves; again, when others train.
 
         Args:
-            is_scaled: whether they may have to be scaled, by this hook.
+            is_scaled: whether they may have to be scaled.
         """
         if self.is_released:
             return
@@ -283,7 +292,7 @@ class Engine:
         for each in leaves if is_scaled else ():
             # A second hook would scale twice.
             if each not in self.hooks:
-                self.hooks[each] = each.register_hook(hook)
+                self.hooks[each] = each.register_hook(self.scale)
 
     def release(self) -> None:
         """Remove the hooks from all gradients."""
@@ -305,21 +314,46 @@ class Engine:
             self._zeroed.add(optimizer)
             if any(each not in self._zeroed for each in self.trainers()):
                 return  # those of the others are as they were
-        self.passed = self.reduced_by = None
+        self.passed = self.reduced_by = self.taken = None
         self._noticed = self.num_arrived()
         self._earlier.clear()
 
     def has_assigned(self, optimizer: Optimizer) -> bool:
         """Whether `.grad` holds gradients that no backward pass has left since that optimizer's last step."""
-        is_left = self.passed is not None and optimizer not in self._stepped
-        return self._world.comm.size > 1 and not is_left and any(each.grad is not None for each in self.trained())
+        if self._world.comm.size == 1:
+            return False
+        is_left = self.passed is not None and (optimizer not in self._stepped or self._is_left_again())
+        if is_left and not self.has_replaced():
+            return False
+        return any(each.grad is not None for each in self.trained())
+
+    def note_taken(self) -> None:
+        """Record that torch.autograd.grad is asked for gradients of parameters: they may be assigned."""
+        if self.taken is None:
+            self.taken = [each.grad for each in self.trained()]
+
+    def has_replaced(self) -> bool:
+        """Whether gradients were assigned in place of those that backward passes have left."""
+        return self.taken is not None and any(
+            each.grad is not before for each, before in zip(self.trained(), self.taken, strict=False)
+        )
+
+    def _is_left_again(self) -> bool:
+        """Whether `.grad` holds what the last step was on. It need not be known for means: that of equal ones is equal."""
+        held = [each.grad for each in self.trained() if each.grad is not None]
+        return len(held) == len(self._left) and all(
+            each is known() for each, known in zip(held, self._left, strict=True)
+        )
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Record that the optimizer is stepping on the current gradients."""
         # Gradients that it finds again before the next backward pass count as assigned (`has_assigned`).
         self._stepped.add(optimizer)
         self._steps.close(optimizer)
+        self.taken = None
         self.graphs.clear()
+        if self._steps.is_sum:
+            self._left = [ref(each.grad) for each in self.trained() if each.grad is not None]
         if not (self._steps.is_mean or self._steps.is_sum):
             _remove(self.hooks)  # they were for an uneven batch, or a differentiated gradient
 
@@ -362,6 +396,10 @@ class Engine:
     def resume(self) -> None:
         """Continue in the middle of a step, with its gradients so far in `.grad`."""
         self.passed, self.reduced_by = (self._steps.step, 0), None
+
+
+def _trainers_of(engine: Callable[[], Engine | None]) -> list[Optimizer]:
+    return [] if (found := engine()) is None else found.trainers()
 
 
 def _remove(hooks: dict[torch.Tensor, RemovableHandle]) -> None:
