@@ -36,16 +36,19 @@ if TYPE_CHECKING:  # the types that are more than Any
     GradBucket = _GradBucket
 
 TRIED = ("2.9", "2.13", "2.14")
-"""The versions of torch that have all of these names; the tests check the installed one."""
+"""The versions of torch that have these names, but for those in `INSTEAD`; the tests check the installed one."""
+
+_ITERATOR = "torch.utils.data.dataloader._MultiProcessingDataLoaderIter"
+_WORKER = "torch.utils.data._utils.worker"
+_AGENT = "torch.distributed.elastic.agent.server.SimpleElasticAgent"
+_GROUPS = "torch.distributed.distributed_c10d"
+_SCHEDULER = "torch.optim.lr_scheduler"
 
 NAMES = {  # ours: (torch's, what we do by it)
     # Backward passes.
     "current_graph_task_id": ("torch._C._current_graph_task_id", "tells backward passes apart"),
     "will_engine_execute_node": ("torch._C._will_engine_execute_node", "sees where a backward pass leaves gradients"),
-    "queue_callback": (
-        "torch.autograd.Variable._execution_engine.queue_callback",
-        "ends a step when its backward pass has ended",
-    ),
+    "queue_callback": ("torch.autograd.Variable._execution_engine.queue_callback", "ends steps with backward passes"),
     # Many tensors in one call.
     "foreach_copy_": ("torch._foreach_copy_", "copies gradients and buffers"),
     "foreach_mul_": ("torch._foreach_mul_", "scales gradients"),
@@ -59,7 +62,7 @@ NAMES = {  # ours: (torch's, what we do by it)
     "UNTYPED_STORAGE": ("torch.TypedStorage._untyped_storage", "sends typed storages to workers"),
     "REBUILD_FROM_CPU": (
         "torch._utils._rebuild_device_tensor_from_cpu_tensor",
-        "sends tensors without their device to workers",
+        "sends tensors to workers as those of main memory",
     ),
     "TENSOR_MODULE": ("torch._tensor", "finds the user's line that mixes devices or precisions"),
     # Modules.
@@ -108,48 +111,30 @@ NAMES = {  # ours: (torch's, what we do by it)
     # Optimizers and schedulers.
     "STEP_PRE_HOOKS": ("torch.optim.Optimizer._optimizer_step_pre_hooks", "keeps an optimizer's hooks with zero1"),
     "STEP_POST_HOOKS": ("torch.optim.Optimizer._optimizer_step_post_hooks", "keeps an optimizer's hooks with zero1"),
-    "STEP_CALLED": ("torch.optim.lr_scheduler.LRScheduler._opt_called", "tells schedulers of an optimizer's step"),
-    "STEP_WRAPPED": (
-        "torch.optim.lr_scheduler.LRScheduler._wrapped_by_lr_sched",
-        "tells schedulers of an optimizer's step",
-    ),
-    "SCHEDULERS": ("torch.optim.lr_scheduler.SequentialLR._schedulers", "finds the length of a schedule of several"),
-    "MILESTONES": ("torch.optim.lr_scheduler.SequentialLR._milestones", "finds the length of a schedule of several"),
+    "STEP_CALLED": (f"{_SCHEDULER}.LRScheduler._opt_called", "tells schedulers of steps"),
+    "STEP_WRAPPED": (f"{_SCHEDULER}.LRScheduler._wrapped_by_lr_sched", "tells schedulers of steps"),
+    "SCHEDULERS": (f"{_SCHEDULER}.SequentialLR._schedulers", "finds the length of a schedule of several"),
+    "MILESTONES": (f"{_SCHEDULER}.SequentialLR._milestones", "finds the length of a schedule of several"),
     # DataLoaders and their workers.
-    "loader_worker": ("torch.utils.data._utils.worker", "shows loader workers the user's dataset"),
-    "WORKER_INFO": ("torch.utils.data._utils.worker._worker_info", "shows loader workers the user's dataset"),
-    "WORKER_LOOP": ("torch.utils.data._utils.worker._worker_loop", "shows the user's part of a loader worker's stack"),
+    "loader_worker": (_WORKER, "shows loader workers the user's dataset"),
+    "WORKER_INFO": (f"{_WORKER}._worker_info", "shows loader workers the user's dataset"),
+    "WORKER_LOOP": (f"{_WORKER}._worker_loop", "shows the user's part of a loader worker's stack"),
     "remove_worker_pids": (
         "torch.utils.data._utils.signal_handling._remove_worker_pids",
         "notices dead loader workers itself",
     ),
     "LOADER_ITERATOR": ("torch.utils.data.DataLoader._iterator", "replaces dead loader workers"),
-    "WORKER_PIDS_SET": (
-        "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._worker_pids_set",
-        "notices dead loader workers itself",
-    ),
-    "TRY_GET_DATA": (
-        "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._try_get_data",
-        "limits the wait for a loader worker",
-    ),
-    "TASK_INFO": (
-        "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._task_info",
-        "names the loader worker that is awaited",
-    ),
-    "AWAITED_INDEX": (
-        "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._rcvd_idx",
-        "names the loader worker that is awaited",
-    ),
-    "WORKERS": ("torch.utils.data.dataloader._MultiProcessingDataLoaderIter._workers", "finds dead loader workers"),
+    "WORKER_PIDS_SET": (f"{_ITERATOR}._worker_pids_set", "notices dead loader workers itself"),
+    "TRY_GET_DATA": (f"{_ITERATOR}._try_get_data", "limits the wait for a loader worker"),
+    "TASK_INFO": (f"{_ITERATOR}._task_info", "names the loader worker that is awaited"),
+    "AWAITED_INDEX": (f"{_ITERATOR}._rcvd_idx", "names the loader worker that is awaited"),
+    "WORKERS": (f"{_ITERATOR}._workers", "finds dead loader workers"),
     "share_memory_lock": ("torch.storage._share_memory_lock", "forks loader workers from a process with threads"),
     "share_memory_map": ("torch.storage._share_memory_map", "forks loader workers from a process with threads"),
     "INITIALIZATION_LOCK": ("torch.cuda._initialization_lock", "forks loader workers from a process with threads"),
     # Process groups.
-    "default_store": ("torch.distributed.distributed_c10d._get_default_store", "meets the other ranks in their store"),
-    "abort_process_group": (
-        "torch.distributed.distributed_c10d._abort_process_group",
-        "ends a group whose collectives hang",
-    ),
+    "default_store": (f"{_GROUPS}._get_default_store", "meets the other ranks in their store"),
+    "abort_process_group": (f"{_GROUPS}._abort_process_group", "ends a group whose collectives hang"),
     "sequence_number": (
         "torch.distributed.ProcessGroup._get_sequence_number_for_group",
         "sees whether collectives go on",
@@ -157,35 +142,23 @@ NAMES = {  # ours: (torch's, what we do by it)
     "GlooOptions": ("torch.distributed.ProcessGroupGloo._Options", "sends what shared memory does not carry"),
     "GLOO_TIMEOUT": ("torch.distributed.ProcessGroupGloo._Options._timeout", "limits what waits for gloo"),
     "GLOO_DEVICES": ("torch.distributed.ProcessGroupGloo._Options._devices", "connects gloo within a machine"),
-    "START_WORKERS": (
-        "torch.distributed.elastic.agent.server.SimpleElasticAgent._start_workers",
-        "runs on several machines",
-    ),
-    "MONITOR_WORKERS": (
-        "torch.distributed.elastic.agent.server.SimpleElasticAgent._monitor_workers",
-        "runs on several machines",
-    ),
-    "STOP_WORKERS": (
-        "torch.distributed.elastic.agent.server.SimpleElasticAgent._stop_workers",
-        "runs on several machines",
-    ),
-    "SHUTDOWN": ("torch.distributed.elastic.agent.server.SimpleElasticAgent._shutdown", "runs on several machines"),
-    "REMAINING_RESTARTS": (
-        "torch.distributed.elastic.agent.server.SimpleElasticAgent._remaining_restarts",
-        "restarts the workers of several machines",
-    ),
+    "START_WORKERS": (f"{_AGENT}._start_workers", "runs on several machines"),
+    "MONITOR_WORKERS": (f"{_AGENT}._monitor_workers", "runs on several machines"),
+    "STOP_WORKERS": (f"{_AGENT}._stop_workers", "runs on several machines"),
+    "SHUTDOWN": (f"{_AGENT}._shutdown", "runs on several machines"),
+    "REMAINING_RESTARTS": (f"{_AGENT}._remaining_restarts", "restarts the workers of several machines"),
     # Strategies.
     "BUILD_PARAMETERS": (
         "torch.nn.parallel.DistributedDataParallel._build_params_for_reducer",
-        "adds gradients up in the same order in each run with strategy='ddp'",
+        "fixes the order of additions with strategy='ddp'",
     ),
     "push_rebuilt_parameters": (
         "torch.distributed.Reducer._push_all_rebuilt_params",
-        "adds gradients up in the same order in each run with strategy='ddp'",
+        "fixes the order of additions with strategy='ddp'",
     ),
     "rebuild_buckets": (
         "torch.distributed.Reducer._rebuild_buckets",
-        "adds gradients up in the same order in each run with strategy='ddp'",
+        "fixes the order of additions with strategy='ddp'",
     ),
     "GradBucket": ("torch._C._distributed_c10d.GradBucket", "weights gradients in torch's communication hooks"),
     "DTENSOR_SPEC": ("torch.distributed.tensor.DTensor._spec", "saves and loads shards with strategy='fsdp'"),

@@ -18,7 +18,7 @@ Invariants:
 1. An explicitly given generator is used. The default one counts as none, since some functions pass it by default.
    Within `randomness.seeded`, draws use the default generator.
 2. `torch.manual_seed` in a replica seeds only the replica's own generators.
-3. If torch lacks the internal names that this requires, all threads draw from the default generator, with a warning.
+3. If torch lacks the key, all threads draw from the default generator, with a warning.
 
 Not covered: Python's and numpy's generators; in a `TorchDispatchMode`, operators without a generator argument, such as
 `rand_like`.
@@ -146,7 +146,7 @@ def _is_installed() -> bool:
     """Whether threads can have their own generators with this torch; determined once."""
     try:
         return bool(_install())
-    except Exception as error:
+    except RuntimeError as error:
         logger.warning(
             "replicas share torch's default generator, so what they draw depends on their order: this torch, %s, "
             "lacks what separate generators need (%s: %s)",
