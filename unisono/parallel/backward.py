@@ -348,7 +348,10 @@ class Passes:
         # Reentrant checkpointing runs a backward pass inside of the one that has reached the model.
         outer = run if run is not None and run.task in self._open and self._open[run.task]() is not None else None
         # torch.autograd.grad asks for gradients without leaving them in .grad: nothing to reduce.
-        if not any(is_left_at(each) for each in engine.leaves() if each.requires_grad):
+        for each in engine.leaves():
+            if each.requires_grad and is_left_at(each):
+                break
+        else:
             run = _Run(task, origin, is_taken=any(is_taken_from(each) for each in engine.leaves()))
             if outer is None:
                 engine.passing = run

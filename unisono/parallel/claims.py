@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -159,6 +159,9 @@ def refuse_crossed(part: float) -> None:
         )
 
 
-def rows_of(values: Any) -> int | None:
+def rows_of(values: Sequence[torch.Tensor]) -> int | None:
     """The number of rows of a pass's inputs: of the first tensor that has any."""
-    return next((len(each) for each in values if each.ndim), None)
+    for each in values:
+        if each.ndim:
+            return int(each.shape[0])
+    return None

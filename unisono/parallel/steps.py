@@ -126,7 +126,10 @@ class Step:
 
     def is_empty(self) -> bool:
         """Whether nothing counts in this step, on any rank: then there is no mean whose gradient could be taken."""
-        return bool(self.visits) and not any(each.claim.total for each in self.visits)
+        for each in self.visits:
+            if each.claim.total:
+                return False
+        return bool(self.visits)
 
     def num_dealt(self) -> int:
         """The number of batches of the user's loader in the step; of the first loader, if there are several."""

@@ -24,7 +24,7 @@ from unisono.deliveries import Loop
 from unisono.parallel import optimizer as by_hand
 from unisono.parallel.backward import Passes
 from unisono.parallel.gradients import check_presence
-from unisono.parallel.parameter_names import trained_parameters
+from unisono.parallel.parameter_names import has_gradient, trained_parameters
 from unisono.parallel.prepared.nan_guard import NanGuard
 from unisono.parallel.prepared.scaler import LossScaler
 from unisono.parallel.prepared.schedule_units import Taken
@@ -133,8 +133,7 @@ class Stepper:
                 self.was_skipped = True
                 return None
             else:
-                with track.span(REDUCE):
-                    self.reduce()
+                self.reduce()
             with track.span(STEP), translate_errors(self.world.comm):
                 result = self._step(closure, arguments)
                 self.world.backend.mark_step(self.world.device)
@@ -156,11 +155,14 @@ class Stepper:
             if self._steps.every > 1 and engine.has_replaced():
                 self._refuse_assigned()
             if engine.is_held:
-                self._passes.reduce(engine)
+                with self.world.timeline.loop().span(REDUCE):
+                    self._passes.reduce(engine)
             # With accumulation, assigned gradients belong to no counted microbatch; `_skip` refuses them.
             elif self._steps.every == 1 and engine.has_assigned(self.optimizer):
-                self._passes.adopt(engine)
-        check_presence(trained_parameters(self.optimizer))
+                with self.world.timeline.loop().span(REDUCE):
+                    self._passes.adopt(engine)
+        if not has_gradient(self.optimizer):
+            check_presence(trained_parameters(self.optimizer))
         # Once per step: clipping by the user may have unscaled them already.
         if self._scaler is not None and not self._is_unscaled:
             if self._passes.went_past:

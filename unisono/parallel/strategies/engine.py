@@ -197,8 +197,9 @@ class Engine:
             # The next reduction multiplies by its factor, and adds up what the ranks hold.
             scale_gradients(self.held(), 1 / (self.reduced_by * size))
         self.passed, self.reduced_by, self.taken = (step, steps.now), None, None
-        self._stepped.clear()
-        self._zeroed.clear()
+        for known in (self._stepped, self._zeroed):
+            if known:
+                known.clear()
         self.prepare(reduces and not self.is_local)
 
     def _set_aside(self) -> None:
@@ -310,7 +311,7 @@ class Engine:
         Args:
             optimizer: whose gradients they are; None for all of them.
         """
-        if optimizer is not None:
+        if optimizer is not None and len(self.optimizers) > 1:
             self._zeroed.add(optimizer)
             if any(each not in self._zeroed for each in self.trainers()):
                 return  # those of the others are as they were
@@ -339,7 +340,7 @@ class Engine:
         )
 
     def _is_left_again(self) -> bool:
-        """Whether `.grad` holds what the last step was on. It need not be known for means: that of equal ones is equal."""
+        """Whether `.grad` holds what the last step was on; recorded only for sums, since a mean of equal ones is equal."""
         held = [each.grad for each in self.trained() if each.grad is not None]
         return len(held) == len(self._left) and all(
             each is known() for each, known in zip(held, self._left, strict=True)
