@@ -62,6 +62,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python bench/threads.py
 	$(BIN)/python bench/overlap.py
 	$(BIN)/python bench/overhead.py
+	$(BIN)/python bench/host_cost.py
 	$(BIN)/python bench/first_batch.py
 	$(BIN)/python bench/prefetch_bytes.py
 	if test -x $(XLA)/bin/python; then for each in overhead first_batch xla; do \
