@@ -139,7 +139,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # it has no annotatio
             return _reduced_storage(obj)
         if path := _importable_path(obj):
             return pkgutil.resolve_name, (path,)
+        if isinstance(obj, CodeType):
+            _, values = self.dispatch_table[CodeType](obj)
+            return _code_from, (obj.co_filename, *values)
         return super().reducer_override(obj)
+
+
+def _code_from(file: str, *values: Any) -> CodeType:
+    """Rebuild a code object with its file, which tracebacks show and cloudpickle, from 3.1.3 on, does not send."""
+    return CodeType(*values).replace(co_filename=file)
 
 
 class _ByName(_Pickler):

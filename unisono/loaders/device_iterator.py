@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sized
 from functools import partial
@@ -146,8 +147,8 @@ class DeviceIterator:
         self._lane.cancel()
         self._abandon_loop()
 
-    def __del__(self) -> None:
-        if hasattr(self, "_lane"):
+    def __del__(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        if hasattr(self, "_lane") and not is_exiting():  # at the interpreter's exit, modules may be gone
             self._abandon_loop()
             self._lane.leave(id(self))
 

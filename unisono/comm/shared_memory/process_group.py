@@ -111,6 +111,10 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         # torch passes no outputs on ranks other than the root.
         return self._gather("gather", outputs or [[]], inputs, opts, opts.rootRank)
 
+    def gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
+        pieces = output.view(self.size(), -1).unbind() if self.rank() == opts.rootRank else ()
+        return self._gather("gather_single", [pieces], [tensor], opts, opts.rootRank)
+
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         return self.all_gather_single_coalesced([output], [tensor], opts)
 

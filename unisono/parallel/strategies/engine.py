@@ -340,7 +340,7 @@ class Engine:
         )
 
     def _is_left_again(self) -> bool:
-        """Whether `.grad` holds what the last step was on; recorded only for sums, since a mean of equal ones is equal."""
+        """Whether `.grad` holds what the last step was on. Recorded for sums only: a mean of equal ones is equal."""
         held = [each.grad for each in self.trained() if each.grad is not None]
         return len(held) == len(self._left) and all(
             each is known() for each, known in zip(held, self._left, strict=True)

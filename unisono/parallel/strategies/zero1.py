@@ -63,8 +63,20 @@ class ZeRO1Strategy(DDPStrategy):
 
     def _announce(self, prepared: Callable[[], Optimizer | None], optimizer: Optimizer, *_: Any) -> None:
         if optimizer is prepared():  # the hooks are shared with the user's optimizer, which may be prepared again
+            _refuse_frozen(optimizer)
             # At the end of the step, each rank broadcasts the parameters that it has stepped.
             self.world.comm.announce(f"the end of {self.steps.step.place()}")
+
+
+def _refuse_frozen(optimizer: Optimizer) -> None:
+    """Refuse to step while a frozen parameter has a gradient: on one device it would be stepped on, too."""
+    for place, each in enumerate(parameters_of(optimizer)):
+        if not each.requires_grad and each.grad is not None:
+            raise RuntimeError(
+                f"parameter {place} of the {type(optimizer).__name__} was frozen and still has a gradient, which "
+                "strategy='zero1' leaves out of its steps; call zero_grad(set_to_none=True) after freezing, or use "
+                "strategy='ddp'"
+            )
 
 
 def _share_groups(replaced: Callable[[], Optimizer | None], optimizer: Optimizer) -> None:
