@@ -235,7 +235,7 @@ pkgutil.resolve_name(owner)._reset = reset
 @pytest.mark.parametrize(
     ("name", "module", "removal"),
     [
-        ("current_graph_task_id", "unisono.parallel.ledger", DELETED),
+        ("current_graph_task_id", "unisono.parallel.claims", DELETED),
         ("TASK_INFO", "unisono.loaders.workers", NEVER_SET),
         pytest.param("default_store", "unisono.launch.script_group", DELETED, marks=pytest.mark.slow),
         pytest.param("CALL", "unisono.parallel.compilation", DELETED, marks=pytest.mark.slow),

@@ -65,7 +65,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         for inputs, targets in loader:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(inputs), targets)
-            accelerator.backward(loss)  # loss.backward() does as well, but for fp16, accumulation and weights
+            accelerator.backward(loss)  # loss.backward() does as well, but for fp16 and weights
             optimizer.step()
 
     The gradient that `optimizer.step()` applies is that of the mean loss over all samples of the step, on all ranks.
@@ -74,8 +74,9 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         device: the device of a run with one rank; None uses the current world's. With several ranks, each has its own.
         mixed_precision: "bf16" and "fp16" run the models' forward passes under autocast; "fp16" also scales the loss,
             and a step that overflows is skipped on all ranks. "no" keeps the dtypes of the model.
-        gradient_accumulation_steps: the number of microbatches per optimizer step. In between, `optimizer.step()`,
-            `zero_grad()` and `scheduler.step()` do nothing; the last step of a loop uses the microbatches that remain.
+        gradient_accumulation_steps: the number of microbatches per optimizer step; each use of a batch between two
+            calls of `optimizer.step()` is one. In between, `optimizer.step()`, `zero_grad()` and `scheduler.step()` do
+            nothing; the last step of a loop uses the microbatches that remain.
         max_grad_norm: clip the gradient norm, over all parameters of an optimizer and all ranks, before each step.
         strategy: for processes: "ddp", "zero1" (shards the optimizer state) or "fsdp" (shards parameters and gradients
             as well). "spmd", for XLA in a plain script: one program whose batches are laid over all devices of the
@@ -234,11 +235,13 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
 
         Args:
             loss: a tensor of one element.
-            weight, batch: as for `unisono.backward`. None uses the batch that the model's inputs came from.
+            weight, batch: as for `unisono.backward`. None uses the batch that the model's inputs came from: by their
+                memory; or, if they were computed from a batch, the one that was drawn last, if it has their rows.
             retain_graph: keep the graph for another backward pass.
 
         Raises:
-            ValueError: as for `unisono.backward`.
+            ValueError: as for `unisono.backward`; or it is unknown of which batch the inputs are, and with
+                `gradient_accumulation_steps` > 1 that decides which microbatches make a step.
         """
         self.world.timeline.loop().loss = loss.detach()
         if self.scaler is not None:
@@ -249,7 +252,10 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         self._passes.backward(loss, weight, batch, retain_graph)
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """The block is one microbatch. Only needed for batches from elsewhere: a prepared loader counts its own.
+        """The block is one microbatch, whatever passes it has.
+
+        Batches of prepared loaders are counted without it. It is needed if batches are skipped or drawn ahead, and
+        changed before the model sees them; and to say what a microbatch of other data is.
 
         Args:
             models: ignored; for compatibility with Accelerate.
@@ -258,7 +264,11 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether `optimizer.step()` takes a step at the current microbatch, rather than waiting for more."""
+        """Whether `optimizer.step()` takes a step at this point, rather than waiting for more microbatches; after it,
+        whether it did. Changes nothing.
+
+        Between forward and backward pass it speaks for the microbatch whose backward pass is next.
+        """
         return self._steps.is_boundary()
 
     @property
@@ -334,7 +344,8 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         Args:
             values: a tensor, or any nesting of tensors, with one row per sample of a batch; rows that repeat samples
                 (padding) are left out. A tensor of the batch itself, or an output of a prepared model, identifies its
-                batch; otherwise the batch is the one that this rank received last, or the last few together.
+                batch. Otherwise the number of rows does: they are of the batch that this rank received last, of a whole
+                loop, or of the last few batches together.
             valid_samples: for rows that do not come from batches: how many of them count, from the front.
 
         Raises:

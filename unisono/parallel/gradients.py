@@ -1,10 +1,10 @@
 """Reducing gradients: every rank ends with the gradient of the mean loss over all samples of the global batch.
 
-Each rank multiplies its gradients by its factor (see `ledger.py`), and they are summed over the ranks, in flat buckets
-with one reduction each. The first bucket has one additional number per parameter: whether it has a gradient. So a
-parameter without a gradient on some ranks counts as zero there, and is never paired with another one. On accelerators
-that run asynchronously, these numbers are sent from main memory before the buckets: reading them from a bucket would
-wait for the whole backward pass.
+Each rank multiplies its gradients by the step's factor (`steps.py`), and they are summed over the ranks, in flat
+buckets with one reduction each. The first bucket has one additional number per parameter: whether it has a gradient.
+So a parameter without a gradient on some ranks counts as zero there, and is never paired with another one. On
+accelerators that run asynchronously, these numbers are sent from main memory before the buckets: reading them from a
+bucket would wait for the whole backward pass.
 """
 
 from __future__ import annotations

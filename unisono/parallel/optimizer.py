@@ -1,7 +1,7 @@
 """Training by hand, without an Accelerator: `backward` weights a loss, `optimizer_step` reduces and steps.
 
-The forward pass of a plain module is not observed, so a loss is attributed to the oldest batch without one. If it may
-belong to another batch (batches were drawn ahead) and that makes a difference, it is an error.
+The forward pass of a plain module is not observed, so a loss is attributed to the batch that the innermost loop
+delivered last. If it may belong to another one (one before was not used) that counts differently, it is an error.
 """
 
 from __future__ import annotations
@@ -88,14 +88,16 @@ def backward(
         weight: the number of terms in the mean, if these are not the samples: the number of unmasked tokens, for
             example. None uses the samples that the loader has delivered to this rank; without a loader of this package
             each microbatch counts the same. In a step, either all ranks pass weights or none does. Several losses of
-            one batch share one weight. Costs a small collective.
-        batch: tensors of the batch that the loss was computed from, as a loader of this package delivered them. None
-            uses the batch that was delivered last.
+            one batch share one weight. A batch that only repeats others, since the round has fewer samples than ranks,
+            weighs 0 in any case. Costs a small collective.
+        batch: tensors of the batch that the loss was computed from, as a loader of this package delivered them, or
+            views of them; `()` says that the data is no loader's. None uses the batch that was delivered last; after
+            a prepared model's forward pass, the one that its inputs came from.
 
     Raises:
-        ValueError: the weight is negative or not finite, or conflicts with those given before in this step; or several
-            batches were drawn, and it is unknown which one this is; or gradients came through `unisono.functional`, and
-            the ranks' weights differ.
+        ValueError: the weight is negative or not finite, or conflicts with those given before in this step; or `batch`
+            was delivered by no loader; or it is unknown of which of several batches the loss is, and they count
+            differently; or gradients came through `unisono.functional`, and the ranks' weights differ.
     """
     world = world or current_world()
     hand = world.state.part(ByHand)

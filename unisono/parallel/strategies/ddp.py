@@ -2,7 +2,7 @@
 
 DDP decides in the forward pass whether the next backward pass reduces. Here that is known only when the backward pass
 begins: forward passes run under `no_sync`, and the reducer is prepared when a backward pass begins. Buffers are
-broadcast after a reducing backward pass. So a forward pass has no collective, and one rank alone may evaluate.
+broadcast after a step. So a forward pass has no collective, and one rank alone may evaluate.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Engine:
         module: the user's module, on the world's device.
         world: the rank's world.
         steps: provides the weights of the rank's gradients.
-        shares_buffers: whether rank zero's buffers are broadcast after each reducing backward pass.
+        shares_buffers: whether rank zero's buffers are broadcast after each step.
 
     Attributes:
         gathers: whether the module's parameters are whole only while it runs.
