@@ -14,6 +14,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 from statistics import median, quantiles
 from types import FrameType
@@ -55,11 +56,13 @@ def step_of(model: Callable[..., torch.Tensor], optimizer: torch.optim.Optimizer
 
 def ours(parameters: int, **options: Any) -> Step:
     accelerator = Accelerator(**options)
-    return step_of(*accelerator.prepare(*parts(parameters)), accelerator.backward)
+    model, optimizer = accelerator.prepare(*parts(parameters))
+    return step_of(model, optimizer, accelerator.backward)
 
 
 def plain(parameters: int) -> Step:
-    return step_of(*parts(parameters), torch.Tensor.backward)
+    model, optimizer = parts(parameters)
+    return step_of(model, optimizer, torch.Tensor.backward)
 
 
 def ddp(parameters: int) -> Step:
@@ -68,10 +71,9 @@ def ddp(parameters: int) -> Step:
 
 
 def accelerates(parameters: int) -> Step:
-    from accelerate import Accelerator as Theirs
-
-    accelerator = Theirs(cpu=True)
-    return step_of(*accelerator.prepare(*parts(parameters)), accelerator.backward)
+    accelerator = import_module("accelerate").Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(*parts(parameters))
+    return step_of(model, optimizer, accelerator.backward)
 
 
 def timed(step: Step) -> Callable[[], float]:
@@ -120,9 +122,10 @@ def compare(parameters: int, blocks: int) -> list[str]:
             f"{middle / parameters:+.2f} us a parameter, ratio {ratio:.3f}"
         )
     for strategy in ("ddp",) if is_alone else ("ddp", "fsdp"):
-        few, more = (calls_of(ours(count, strategy=strategy)) for count in (4, 24))
-        further = (more[0] - few[0]) / 20
-        lines.append(f"  {strategy:<5} {few[0]} Python calls in {few[1]} files, {further:+.1f} a further parameter")
+        (few, files), (many, _) = (calls_of(ours(count, strategy=strategy)) for count in (4, 24))
+        lines.append(
+            f"  {strategy:<5} {few} Python calls in {files} files, {(many - few) / 20:+.1f} a further parameter"
+        )
     return lines if rank() == 0 else []
 
 

@@ -92,6 +92,7 @@ class Step:
         number: its number, from 1 on; a step that was given up does not count.
         before: the last batch of the previous step.
         visits: in the order of their first passes.
+        latest: the latest visit of each source.
         state: one of the three above.
         stepped: the optimizers that have stepped on it. Others, on the same microbatches, belong to it.
     """
@@ -99,6 +100,7 @@ class Step:
     number: int = 1
     before: Batch | None = None
     visits: list[Visit] = field(default_factory=list)
+    latest: dict[object, Visit] = field(default_factory=dict)
     state: str = COLLECTING
     # Weak: a rank keeps its last step, and must not keep an optimizer alive that the user has dropped.
     stepped: WeakSet[Optimizer] = field(default_factory=WeakSet)
@@ -266,12 +268,10 @@ class Steps:
         batch = origin.batch
         source = self._block or batch or elsewhere
         step = self.step
-        for visit in reversed(step.visits):
-            if visit.source is source and (source is self._block or not self._is_over(visit.began, optimizers)):
-                _check_same(visit.claim, claim)
-                return visit
-            if visit.source is source:
-                break
+        known = step.latest.get(source)
+        if known is not None and (source is self._block or not self._is_over(known.began, optimizers)):
+            _check_same(known.claim, claim)
+            return known
         if step.state == TAKEN:
             step = step_after(step)
         self.now += 1
@@ -281,6 +281,7 @@ class Steps:
         if step is not self.step:
             self._begin(step)
         step.visits.append(visit)
+        step.latest[source] = visit
         # `is_last` may wait for the loader, so it is asked only where the count does not decide.
         if self.every == 1 or step.count >= self.every or self._ends_loop(batch):
             step.state = FINAL
@@ -333,9 +334,9 @@ class Steps:
         if self.every == 1:
             return True
         if self._block is not None:
-            is_counted = any(each.source is self._block for each in step.visits)
+            is_counted = self._block in step.latest
         elif origin is not None:
-            visit = next((each for each in reversed(step.visits) if each.source is (origin.batch or _ELSEWHERE)), None)
+            visit = step.latest.get(origin.batch or _ELSEWHERE)
             is_counted = visit is not None and not self._is_over(visit.began, origin.optimizers)
         else:
             is_counted = True
