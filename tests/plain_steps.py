@@ -6,7 +6,7 @@ and no reduction is here: only which passes make a step, when it is taken, and t
 
 from __future__ import annotations
 
-import contextlib
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -51,6 +51,7 @@ class Step:
     """The microbatches since the last step that was taken.
 
     Attributes:
+        visits: the number of them.
         count, began, loops, hit: the number of microbatches; of the last one, when it began, the loops of its batches,
             and the optimizers whose models a pass has reached.
         sizes: of the visits, by loop.
@@ -63,6 +64,7 @@ class Step:
 
     state: str = "collecting"
     count: int = 0
+    visits: int = 0
     began: int = 0
     loops: set[Any] = field(default_factory=set)
     hit: set[str] = field(default_factory=set)
@@ -72,6 +74,11 @@ class Step:
     stepped: set[str] = field(default_factory=set)
     is_weighed: bool | None = None
     ended: set[Any] = field(default_factory=set)
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether its microbatches are no sequence of samples, so that each counts the same."""
+        return self.visits > self.count or (len(self.sizes) > 1 and NO_LOADER in self.sizes)
 
 
 class Plain(Machine):
@@ -84,8 +91,21 @@ class Plain(Machine):
     def __init__(self, program: Program, ranks: int) -> None:
         super().__init__(program.setup)
         self.ranks, self.is_mean = ranks, program.setup.every > 1 and program.setup.reduction == "mean"
-        self.models = networks(program.setup)
-        self.optimizers = optimizers(program.setup, self.models)
+        self.positions = {"a": 0, "b": 0}  # in the last loop; 0 if it has ended
+        self.starts = {"a": 0, "b": 0}  # where the next loop begins
+        self.open: dict[Any, Batch] = {}  # the last batch of each open loop; the loop that delivered last is the last
+        self.left: set[Any] = set()  # loops that were
+        self.states: list[list[torch.Tensor]] = []
+        self.end: Exception | None = None
+        self.prepare()
+        try:
+            self.run(program.ops)
+        except (Refused, Unsaid) as end:
+            self.end = end
+
+    def prepare(self) -> None:
+        self.models = networks(self.setup)
+        self.optimizers = optimizers(self.setup, self.models)
         self.parameters = [each for model in self.models.values() for each in model.parameters()]
         self.owner = {each: name for name, one in self.optimizers.items() for each in one.param_groups[0]["params"]}
         self.now = Step()
@@ -95,15 +115,13 @@ class Plain(Machine):
         self.clock = 1
         self.asked = dict.fromkeys(self.optimizers, 0)  # when each has made its last request
         self.reached = dict.fromkeys(self.optimizers, 0)  # when a pass has reached its models
+        self.recent, self.recent_began = None, 0  # the batch of the last visit
+        self.assigned = False  # whether gradients have been, with k > 1
+        self.is_pending = False  # whether there is a forward pass since the last pass or request
+        self.last: Batch | None = None  # of the last forward pass since the last request
         self.answer: bool | None = None  # to the last request, until the next pass
         self.skips = dict.fromkeys(self.optimizers, False)
         self.shared: Any = None  # the visit of an accumulate() block
-        self.states: list[list[torch.Tensor]] = []
-        self.end: Exception | None = None
-        try:
-            self.run(program.ops)
-        except (Refused, Unsaid) as end:
-            self.end = end
 
     def note(self) -> None:
         self.states.append([each.detach().clone() for each in self.parameters])
@@ -114,11 +132,36 @@ class Plain(Machine):
     def loop(self, which: str) -> Iterator[Batch]:
         tensors = data({"a": self.setup.samples, "b": self.setup.others}[which], SEEDS[which]).tensors
         loop, size, samples = object(), self.ranks * self.setup.batch, len(tensors[0])
-        for start in range(0, samples, size):
-            yield Batch([each[start : start + size] for each in tensors], loop, start, start + size >= samples)
+        first, self.starts[which] = self.starts[which], 0
+        try:
+            for start in range(first, samples, size):
+                self.positions[which] = start + size
+                self.open.pop(loop, None)
+                rows = [each[start : start + size] for each in tensors]
+                self.open[loop] = batch = Batch(rows, loop, start, start + size >= samples)
+                yield batch
+            self.positions[which] = 0
+        except GeneratorExit:
+            self.left.add(loop)
+        finally:
+            self.open.pop(loop, None)
 
     def tensors(self, batch: Batch) -> Sequence[torch.Tensor]:
         return batch.tensors
+
+    def forward(self, kind: str) -> None:
+        count = len(self.losses)
+        super().forward(kind)
+        if len(self.losses) > count:
+            self.last, self.is_pending = self.meant(self.hand), True
+            self.losses[-1] = self.losses[-1]._replace(batches=(self.last,))
+
+    def meant(self, batch: Batch) -> Batch:
+        """Data of no loader is taken for the batch that the innermost loop has delivered last, if rows agree."""
+        if batch.loop is not NO_LOADER or not self.open:
+            return batch
+        last = list(self.open.values())[-1]
+        return last if len(last.tensors[0]) == len(batch.tensors[0]) else batch
 
     def foreign(self, number: str) -> None:
         parts = [data(3, 10 + 10 * int(number) + rank).tensors for rank in range(self.ranks)]
@@ -146,15 +189,22 @@ class Plain(Machine):
         gradients = dict(zip(trained, found, strict=True))
         gradients = {each: gradient for each, gradient in gradients.items() if gradient is not None}
         if way == "assigned":
-            if self.setup.every > 1:
-                raise Refused("assigned while microbatches accumulate")
             for each in gradients:
                 each.grad = None
+            if self.setup.every > 1:
+                if self.now.state == "collecting":
+                    self.assigned = True
+                for each, gradient in gradients.items():  # an edit of the gradients of a step that is complete
+                    each.grad, self.mean[each] = gradient.clone(), gradient.clone()
+                return
         self.arrive(gradients, loss.batches, None if loss.weight is None else float(loss.weight))
 
     def decay(self) -> None:
-        value = sum(each.pow(2).sum() for each in self.models["f"].parameters())
-        self.passed(Loss(value, None, (Batch((), NO_LOADER),)), "plain")  # type: ignore[arg-type]
+        times = self.ranks if self.setup.reduction == "sum" else 1  # it is no rank's own
+        value = sum(each.pow(2).sum() for each in self.models["f"].parameters()) * times
+        if self.setup.every > 1 and self.last is None:
+            raise Unsaid("a penalty of no batch")
+        self.passed(Loss(value, None, (self.last or Batch((), NO_LOADER),)), "plain")  # type: ignore[arg-type]
 
     def arrive(self, gradients: dict[Any, torch.Tensor], batches: Sequence[Batch], weight: float | None) -> None:
         """A backward pass leaves gradients of the mean over these batches."""
@@ -164,13 +214,10 @@ class Plain(Machine):
         for batch in dict.fromkeys(batches):
             before = self.count(batch, hit, weight) if before is None else before * self.count(batch, hit, weight)
         now = self.now
-        if now.is_weighed not in (None, weight is not None):
-            raise Refused("weights for a part of a step")
-        now.is_weighed = weight is not None
         if self.is_mean:
-            if len(now.sizes) > 1 and any(len(sizes) > 1 for sizes in now.sizes.values()):
+            if now.is_joint and any(len(sizes) > 1 for sizes in now.sizes.values()):
                 raise Refused("sizes of several loops")
-            if len(now.sizes) > 1:
+            if now.is_joint:
                 share = 1 / now.count
             else:
                 size = weight if weight is not None else self.size(batches[0])
@@ -188,38 +235,43 @@ class Plain(Machine):
         self.reached |= dict.fromkeys(hit, self.clock)
         now.hit |= hit
         now.held |= hit
-        self.answer = None
+        self.answer, self.is_pending = None, False
 
     def count(self, batch: Batch, hit: set[str], weight: float | None) -> float:
         """Count a visit. Returns: what the mean so far weighs from now on."""
         key = self.shared or batch.key
         size = weight if weight is not None else self.size(batch)
         visit = self.visits.get(key)
-        if visit is not None and any(self.asked[name] <= visit.began for name in hit):
-            if visit.size != size and (self.is_mean or weight is not None):
+        if visit is not None and (self.shared or any(self.asked[name] <= visit.began for name in hit)):
+            if visit.size != size and self.is_mean:
                 raise Unsaid("one visit, two sizes")
             self.now.loops.add(batch.loop)
             self.finish(batch)
             return 1.0
         self.visits[key] = Visit(self.clock, size)
+        self.recent, self.recent_began = batch, self.clock
         if self.now.state == "taken":
             self.restart()
         now = self.now
+        if self.is_mean and now.is_weighed not in (None, weight is not None):
+            raise Refused("weights for a part of a step")
+        now.is_weighed = weight is not None
         count, total = now.count, now.total
-        is_joined = count and batch.loop not in now.loops and any(self.asked[name] <= now.began for name in hit)
+        is_joined = count and not self.shared and batch.loop not in now.loops and any(self.asked[name] <= now.began for name in hit)
         if not is_joined:
             now.count, now.began, now.loops, now.hit = count + 1, self.clock, set(), set()
         now.loops.add(batch.loop)
         now.sizes.setdefault(batch.loop, set()).add(size)
         now.total += size
         self.finish(batch)
-        if len(now.sizes) > 1:
+        now.visits += 1
+        if now.is_joint:
             return count / now.count
         return total / now.total if now.total else 0.0
 
     def finish(self, batch: Batch) -> None:
         """Whether the step is complete."""
-        is_end = batch.is_last and batch.key not in self.ended
+        is_end = batch.is_last and batch.key not in self.ended and batch.loop not in self.left
         if is_end:
             self.ended.add(batch.key)
             self.now.ended.add(batch.key)
@@ -238,15 +290,21 @@ class Plain(Machine):
 
     def is_due(self, name: str) -> bool:
         now = self.now
-        return self.setup.every == 1 or now.state == "final" or (now.state == "taken" and name not in now.stepped)
+        if self.setup.every == 1 or now.state == "final" or (now.state == "taken" and name not in now.stepped):
+            return True
+        # What remains of a loop that was left: requested once more, without a further pass.
+        is_over = self.recent is not None and self.recent.loop not in (NO_LOADER, *self.open)
+        return now.state == "collecting" and is_over and now.count and self.asked[name] > self.recent_began
 
     def step(self, name: str) -> None:
         if name not in self.optimizers:
             return
-        self.answer = self.is_due(name)
-        self.asked[name] = self.clock
+        self.answer, self.is_pending = bool(self.is_due(name)), False
+        self.asked[name], self.last = self.clock, None
+        if self.answer and self.assigned:
+            raise Refused("gradients that were assigned while microbatches accumulate")
         if self.answer:
-            self.skips[name] = bool(self.now.is_weighed) and not self.now.total
+            self.skips[name] = bool(self.now.count) and not self.now.total
             if not self.skips[name]:
                 self.optimizers[name].step()
             if self.now.count:
@@ -278,12 +336,15 @@ class Plain(Machine):
             each.grad = None if how == "none" or each.grad is None else torch.zeros_like(each)
             self.mean[each].zero_()
         now.held -= names
+        self.assigned = self.assigned and any(each.grad is not None for each in self.parameters)
         if is_held and not now.held:
             self.ended -= now.ended
             self.restart()
             self.visits.clear()
 
     def clip(self, way: str) -> None:
+        if self.is_pending and self.setup.every > 1:
+            raise Unsaid("a clip between the forward and the backward pass")
         norm = None
         if self.is_due_now():
             parameters = [each for each in self.models["f"].parameters() if each.grad is not None]
@@ -300,8 +361,40 @@ class Plain(Machine):
         return self.answer if self.answer is not None else self.now.state in ("final", "taken")
 
     def read(self, what: str) -> None:
+        if what == "sync" and self.is_pending and self.setup.every > 1:
+            self.seen.append(...)  # the answer may be that for the pass to come
+            return
         known = {"sync": self.is_due_now(), "every": self.setup.every, "skipped": any(self.skips.values())}
         self.seen.append(known[what])
+
+    def save(self) -> None:
+        now = self.now
+        if now.state == "final" or (now.state == "taken" and now.held - now.stepped):
+            raise Unsaid("a save before the step")
+        is_open = now.state == "collecting" and now.count
+        self.has_saved = True
+        self.saved = copy.deepcopy(
+            (
+                [each.detach() for each in self.parameters],
+                [each.state_dict() for each in self.optimizers.values()],
+                [each.grad if is_open else None for each in self.parameters],
+                [each if is_open else torch.zeros_like(each) for each in self.mean.values()],
+                self.positions,
+            )
+        )
+        self.saved_step = copy.deepcopy(now) if is_open else Step()
+
+    def restore(self) -> None:
+        self.prepare()
+        parameters, states, gradients, means, positions = copy.deepcopy(self.saved)
+        for each, value, gradient, mean in zip(self.parameters, parameters, gradients, means, strict=True):
+            each.data.copy_(value)
+            each.grad, self.mean[each] = gradient, mean
+        for optimizer, state in zip(self.optimizers.values(), states, strict=True):
+            optimizer.load_state_dict(state)
+        self.positions, self.starts = dict(positions), dict(positions)
+        self.now = copy.deepcopy(self.saved_step)
+        self.asked = dict.fromkeys(self.optimizers, self.clock)
 
     def enter_block(self) -> None:
         self.block.close()
@@ -363,6 +456,8 @@ def _part(whole: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
 
 
 def _is_close(one: Any, other: Any) -> bool:
+    if other is ...:
+        return True
     if isinstance(one, bool) or isinstance(other, bool) or one is None or other is None:
         return one is other
     return abs(one - other) <= FLAW * max(1.0, abs(other))

@@ -134,12 +134,18 @@ class Machine:
     def __init__(self, setup: Setup) -> None:
         self.setup, self.at, self.seen = setup, 0, list[Any]()
         self.models, self.optimizers = dict[str, Any](), dict[str, Any]()
+        self.block = contextlib.ExitStack()
+        self.has_saved = False
+        self.begin()
+
+    def begin(self) -> None:
+        """A run of the script begins."""
         self.hand: Any = None
         self.kept: list[Any] = []
         self.queues: dict[str, list[Any]] = {"a": [], "b": []}
         self.loops: dict[str, Iterator[Any]] = {}
         self.losses: list[Loss] = []
-        self.block = contextlib.ExitStack()
+        self.block.close()
 
     def run(self, ops: Sequence[str]) -> None:
         for self.at, op in enumerate([*ops, "leave_block"]):
@@ -225,6 +231,12 @@ class Machine:
     def unfreeze(self, layer: str) -> None:
         self._module("f")[int(layer)].requires_grad_(True)
 
+    def resume(self) -> None:
+        """A new run of the script loads what was saved."""
+        if self.has_saved:
+            self.begin()
+            self.restore()
+
     def _module(self, name: str) -> Any:
         return self.models[name]
 
@@ -237,11 +249,16 @@ class Ranked(Machine):
 
     def __init__(self, setup: Setup, strategy: str, directory: str) -> None:
         super().__init__(setup)
+        self.strategy, self.directory = strategy, directory
+        self.prepare()
+
+    def prepare(self) -> None:
+        setup = self.setup
         self.accelerator = Accelerator(
             gradient_accumulation_steps=setup.every,
-            strategy=strategy,  # type: ignore[arg-type]
+            strategy=self.strategy,  # type: ignore[arg-type]
             loss_reduction=setup.reduction,  # type: ignore[arg-type]
-            project_dir=directory,
+            project_dir=self.directory,
         )
         models = networks(setup)
         steppers = optimizers(setup, models)
@@ -339,6 +356,14 @@ class Ranked(Machine):
             for inputs, *_ in islice(self.loaders["c"], int(count)):
                 self.models["f"](inputs)
 
+    def save(self) -> None:
+        self.accelerator.save_state()
+        self.has_saved = True
+
+    def restore(self) -> None:
+        self.prepare()
+        self.accelerator.load_state()
+
     def _module(self, name: str) -> Any:
         return self.accelerator.unwrap_model(self.models[name])
 
@@ -366,6 +391,7 @@ LOOPS = (
     "enter_block; draw a; forward fit; backward accelerator; step f; zero f none; leave_block",
     "draw a; forward fit; backward accelerator; draw a; forward fit; backward accelerator; step f; zero f none",
     "draw a; evaluate 2; forward fit; backward accelerator; read sync; step f; read sync; zero f none",
+    "draw a; forward fit; backward accelerator; step f; zero f none; save",
     # With two models.
     "draw a; zero f none; forward through; backward accelerator; step f; zero g none; forward other; "
     "backward accelerator; step g",
@@ -382,6 +408,7 @@ LINES = (
     *("backward assigned", "enter_block", "leave_block", "step f", "step g", "zero f none", "zero f zeros"),
     *("zero g none", "zero_model f none", "zero_model f zeros", "clip accelerator", "clip torch", "read sync"),
     *("read every", "read skipped", "freeze 0", "unfreeze 0", "evaluate 1", "fail forward", "fail backward"),
+    *("save", "resume"),
 )
 
 Choose = Callable[[Sequence[Any]], Any]
@@ -454,6 +481,8 @@ def run_here(program: Program, strategy: str, directory: str) -> Outcome:
             isinstance(error, BrokenWorldError),
         )
         raise
+    finally:
+        machine.begin()  # no loop stays open
     return Outcome(machine.at, machine.state(), machine.seen)
 
 
