@@ -85,7 +85,7 @@ class Plain(Machine):
     """
     Attributes:
         states: the parameters before each operation, and at the end.
-        end: why the program has no end.
+        stop: why the program has no end.
     """
 
     def __init__(self, program: Program, ranks: int) -> None:
@@ -96,12 +96,12 @@ class Plain(Machine):
         self.open: dict[Any, Batch] = {}  # the last batch of each open loop; the loop that delivered last is the last
         self.left: set[Any] = set()  # loops that were
         self.states: list[list[torch.Tensor]] = []
-        self.end: Exception | None = None
+        self.stop: Exception | None = None
         self.prepare()
         try:
             self.run(program.ops)
         except (Refused, Unsaid) as end:
-            self.end = end
+            self.stop = end
 
     def prepare(self) -> None:
         self.models = networks(self.setup)
@@ -257,7 +257,12 @@ class Plain(Machine):
             raise Refused("weights for a part of a step")
         now.is_weighed = weight is not None
         count, total = now.count, now.total
-        is_joined = count and not self.shared and batch.loop not in now.loops and any(self.asked[name] <= now.began for name in hit)
+        is_joined = (
+            count
+            and not self.shared
+            and batch.loop not in now.loops
+            and any(self.asked[name] <= now.began for name in hit)
+        )
         if not is_joined:
             now.count, now.began, now.loops, now.hit = count + 1, self.clock, set(), set()
         now.loops.add(batch.loop)
@@ -343,7 +348,7 @@ class Plain(Machine):
             self.visits.clear()
 
     def clip(self, way: str) -> None:
-        if self.is_pending and self.setup.every > 1:
+        if self.is_ahead():
             raise Unsaid("a clip between the forward and the backward pass")
         norm = None
         if self.is_due_now():
@@ -355,13 +360,17 @@ class Plain(Machine):
                 self.mean[each].mul_(factor)
         self.seen.append(None if norm is None else float(norm))
 
+    def is_ahead(self) -> bool:
+        """Whether a microbatch has begun whose pass is still to come."""
+        return self.setup.every > 1 and (self.is_pending or (self.shared and self.shared not in self.visits))
+
     def is_due_now(self) -> bool:
         if self.setup.every == 1:
             return True
         return self.answer if self.answer is not None else self.now.state in ("final", "taken")
 
     def read(self, what: str) -> None:
-        if what == "sync" and self.is_pending and self.setup.every > 1:
+        if what == "sync" and self.is_ahead():
             self.seen.append(...)  # the answer may be that for the pass to come
             return
         known = {"sync": self.is_due_now(), "every": self.setup.every, "skipped": any(self.skips.values())}
@@ -412,21 +421,26 @@ class Verdict(NamedTuple):
 def judge(program: Program, ranks: int, outcomes: Sequence[Outcome], is_sharded: bool = False) -> Verdict:
     """Compare what the ranks have with what one device has."""
     plain = Plain(program, ranks)
-    end = len(program.ops) + 1 if plain.end is None else plain.at
+    end = len(program.ops) + 1 if plain.stop is None else plain.at
     if len(outcomes) < ranks and not any(each.error for each in outcomes):
         return Verdict("different", f"only {len(outcomes)} ranks of {ranks} came to an end")
-    if isinstance(plain.end, Unsaid) and not any(each.at < end for each in outcomes):
-        return Verdict("unsaid", str(plain.end))
-    if plain.end is not None and not any(each.error for each in outcomes):
-        return Verdict("different", f"must be refused: {plain.end}")
+    if isinstance(plain.stop, Unsaid) and not any(each.at < end for each in outcomes):
+        return Verdict("unsaid", str(plain.stop))
+    if plain.stop is not None and not any(each.error for each in outcomes):
+        return Verdict("different", f"must be refused: {plain.stop}")
     for rank, outcome in enumerate(outcomes):
         at = min(outcome.at, end)
         expected = plain.states[at]
         if is_sharded:
             expected = [_part(each, ranks, rank) for each in expected]
         flaw = max(
-            (float((one - other).abs().max() / other.abs().max().clamp(min=1e-3)) for one, other in
-             zip(outcome.state, expected, strict=True) if other.numel()), default=0.0)
+            (
+                float((one - other).abs().max() / other.abs().max().clamp(min=1e-3))
+                for one, other in zip(outcome.state, expected, strict=True)
+                if other.numel()
+            ),
+            default=0.0,
+        )
         place = f"at {outcome.at} ({program.ops[outcome.at]})" if outcome.at < len(program.ops) else "at the end"
         if not flaw <= FLAW:
             return Verdict("different", f"rank {rank} is off by {flaw:.3g} {place}: {outcome.error}")

@@ -50,7 +50,9 @@ def main() -> int:
         print(f"{len(numbers):5} {kind} {reason}")
         if kind == "exact":
             continue
-        for number in sorted(numbers, key=lambda each: len(programs[each].ops))[: given.show if kind == "different" else 1]:
+        for number in sorted(numbers, key=lambda each: len(programs[each].ops))[
+            : given.show if kind == "different" else 1
+        ]:
             program, verdict = programs[number], verdicts[number]
             if given.reduce and kind in ("different", "refused"):
                 program, verdict = smaller(program, verdict, mode, given.strategy)
@@ -58,9 +60,7 @@ def main() -> int:
     return int(any(kind == "different" for kind, _ in groups))
 
 
-def verdicts_on(
-    programs: Sequence[Program], mode: Mode, strategy: str, is_told: bool = False
-) -> list[Verdict]:
+def verdicts_on(programs: Sequence[Program], mode: Mode, strategy: str, is_told: bool = False) -> list[Verdict]:
     outcomes = run_programs(mode, programs, strategy, _tell if is_told else lambda _: None)
     is_sharded = strategy == "fsdp" and mode.name == "processes"
     return [judge(each, mode.ranks, found, is_sharded) for each, found in zip(programs, outcomes, strict=True)]

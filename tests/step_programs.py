@@ -14,7 +14,6 @@ import pickle
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from modes import Mode
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from unisono import Accelerator, current_world
+from unisono import Accelerator, backward, current_world
 from unisono.errors import BrokenWorldError
 
 FLAWS = 1e-9  # relative, and absolute for what is near zero
@@ -89,9 +88,7 @@ def optimizers(setup: Setup, models: dict[str, nn.Module]) -> dict[str, torch.op
         groups = {"f": groups["f"][:2], "g": groups["f"][2:]}
     if setup.optimizer == "adam":
         return {name: torch.optim.Adam(group, lr=0.05) for name, group in groups.items()}
-    return {
-        name: torch.optim.SGD(group, lr=0.1, momentum=0.9, weight_decay=0.01) for name, group in groups.items()
-    }
+    return {name: torch.optim.SGD(group, lr=0.1, momentum=0.9, weight_decay=0.01) for name, group in groups.items()}
 
 
 def rows_of_loss(kind: str, models: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | None:
@@ -170,6 +167,14 @@ class Machine:
         """`break`."""
         self.queues[which].clear()
         self.loops.pop(which, None)
+
+    def end(self, which: str) -> None:
+        """What is left of the loop is skipped."""
+        for _ in self.loops.pop(which, ()):
+            pass
+
+    def list(self, which: str) -> None:
+        self.kept.extend(self.loop(which))
 
     def keep(self) -> None:
         if self.hand is not None:
@@ -296,6 +301,8 @@ class Ranked(Machine):
             self.accelerator.backward(loss.value, loss.weight)
         elif way == "plain":
             loss.value.backward()
+        elif way == "hand":
+            backward(loss.value)
         elif way == "named":
             self.accelerator.backward(loss.value, batch=loss.batches[0])
         elif way == "assigned":
@@ -344,7 +351,11 @@ class Ranked(Machine):
         self.seen.append(None if norm is None else float(norm))
 
     def read(self, what: str) -> None:
-        names = {"sync": "sync_gradients", "every": "gradient_accumulation_steps", "skipped": "optimizer_step_was_skipped"}
+        names = {
+            "sync": "sync_gradients",
+            "every": "gradient_accumulation_steps",
+            "skipped": "optimizer_step_was_skipped",
+        }
         self.seen.append(getattr(self.accelerator, names[what]))
 
     def enter_block(self) -> None:
@@ -405,7 +416,18 @@ LINES = (
     *("draw a", "draw b", "ahead a", "keep", "replay 0", "replay 1", "compute", "foreign 0", "leave a", "leave b"),
     *("forward fit", "forward square", "forward penalty", "forward copied", "forward tokens", "forward through"),
     *("forward other", "add", "drop", "decay", "backward accelerator", "backward plain", "backward named"),
-    *("backward assigned", "enter_block", "leave_block", "step f", "step g", "zero f none", "zero f zeros"),
+    *(
+        "backward assigned",
+        "backward hand",
+        "list a",
+        "end a",
+        "enter_block",
+        "leave_block",
+        "step f",
+        "step g",
+        "zero f none",
+        "zero f zeros",
+    ),
     *("zero g none", "zero_model f none", "zero_model f zeros", "clip accelerator", "clip torch", "read sync"),
     *("read every", "read skipped", "freeze 0", "unfreeze 0", "evaluate 1", "fail forward", "fail backward"),
     *("save", "resume"),
@@ -499,8 +521,8 @@ def run_programs(
         while len(found) < len(programs):
             place = os.path.join(directory, str(len(found)))
             os.mkdir(place)
-            with contextlib.suppress(Exception):
-                mode.run(partial(_run_all, programs[len(found) :], strategy, place))
+            with contextlib.suppress(Exception):  # it is in the outcomes
+                mode.run(_body(programs[len(found) :], strategy, place))
             by_rank = [_read(os.path.join(place, str(rank))) for rank in range(mode.ranks)]
             # Ranks that have not failed are in a later program when they hear of it.
             ends = [len(each) for each in by_rank if not each or each[-1].error is not None]
@@ -510,15 +532,18 @@ def run_programs(
     return found[: len(programs)]
 
 
-def _run_all(programs: Sequence[Program], strategy: str, place: str) -> None:
-    with open(os.path.join(place, str(current_world().rank)), "wb", buffering=0) as file:
-        for number, program in enumerate(programs):
-            try:
-                outcome = run_here(program, strategy, os.path.join(place, f"saved-{number}"))
-            except Exception as error:
-                pickle.dump(tuple(error.outcome), file)  # type: ignore[attr-defined]
-                raise
-            pickle.dump(tuple(outcome), file)
+def _body(programs: Sequence[Program], strategy: str, place: str) -> Callable[[], None]:
+    def body() -> None:
+        with open(os.path.join(place, str(current_world().rank)), "wb", buffering=0) as file:
+            for number, program in enumerate(programs):
+                try:
+                    outcome = run_here(program, strategy, os.path.join(place, f"saved-{number}"))
+                except Exception as error:
+                    pickle.dump(tuple(error.outcome), file)  # type: ignore[attr-defined]
+                    raise
+                pickle.dump(tuple(outcome), file)
+
+    return body
 
 
 def _read(path: str) -> list[Outcome]:
