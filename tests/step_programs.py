@@ -1,9 +1,9 @@
 """Random training loops, as data: what the package trains on several ranks, and what one device trains in plain torch.
 
 A program is a set-up and a list of operations, each a few words: `draw a`, `forward f`, `backward plain`, `step f`.
-`Machine` has what a script has (the batch in its hand, those that it has kept, its losses); `Ranked` runs the operations
-with an Accelerator, and `Plain` (in `plain_steps.py`) on one device, over the global batches. An operation whose operand
-is not there does nothing, on either: so every list of operations is a program, and can be cut anywhere.
+`Machine` has what a script has: the batch in its hand, those that it has kept, its losses. `Ranked` runs the operations
+with an Accelerator; `Plain` (in `plain_steps.py`) does on one device, over the global batches. An operation whose
+operand is not there does nothing, on either: every list of operations is a program, and can be cut anywhere.
 """
 
 from __future__ import annotations
@@ -356,7 +356,7 @@ class Ranked(Machine):
             "every": "gradient_accumulation_steps",
             "skipped": "optimizer_step_was_skipped",
         }
-        self.seen.append(getattr(self.accelerator, names[what]))
+        self.seen.append(getattr(self.accelerator, names.get(what, "optimizer_step_was_skipped")))
 
     def enter_block(self) -> None:
         self.block.close()
@@ -412,32 +412,24 @@ LOOPS = (
 )
 """What scripts do with a batch."""
 
-LINES = (
-    *("draw a", "draw b", "ahead a", "keep", "replay 0", "replay 1", "compute", "foreign 0", "leave a", "leave b"),
-    *("forward fit", "forward square", "forward penalty", "forward copied", "forward tokens", "forward through"),
-    *("forward other", "add", "drop", "decay", "backward accelerator", "backward plain", "backward named"),
-    *(
-        "backward assigned",
-        "backward hand",
-        "list a",
-        "end a",
-        "enter_block",
-        "leave_block",
-        "step f",
-        "step g",
-        "zero f none",
-        "zero f zeros",
-    ),
-    *("zero g none", "zero_model f none", "zero_model f zeros", "clip accelerator", "clip torch", "read sync"),
-    *("read every", "read skipped", "freeze 0", "unfreeze 0", "evaluate 1", "fail forward", "fail backward"),
-    *("save", "resume"),
+LINES = tuple(
+    line
+    for group in (
+        "draw a, draw b, ahead a, keep, replay 0, replay 1, list a, end a, leave a, leave b, compute, foreign 0",
+        "forward fit, forward square, forward penalty, forward copied, forward tokens, forward through, forward other",
+        "add, drop, decay, backward accelerator, backward plain, backward named, backward hand, backward assigned",
+        "enter_block, leave_block, step f, step g, zero f none, zero f zeros, zero g none, zero_model f none",
+        "zero_model f zeros, clip accelerator, clip torch, read sync, read every, read skipped, freeze 0, unfreeze 0",
+        "evaluate 1, fail forward, fail backward, save, resume",
+    )
+    for line in group.split(", ")
 )
 
 Choose = Callable[[Sequence[Any]], Any]
 
 
 def any_program(choose: Choose) -> Program:
-    """A program of some loops one after the other, whose bodies may have lines too many, too few, or in other places."""
+    """A program of some loops, one after the other, whose bodies may have lines too many, too few, or other ones."""
     every = choose([1, 1, 2, 2, 3, 4])
     setup = Setup(
         samples=choose(range(3, 16)),
