@@ -1,0 +1,51 @@
+"""Whatever a training loop does, in whatever order: it trains the weights of one device, or is refused in words.
+
+`tests/programs.py` runs thousands of such loops, and makes smaller what differs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode
+from plain_steps import judge
+from step_programs import Program, any_program, run_programs
+
+
+@st.composite
+def programs(draw: Any) -> Program:
+    return any_program(lambda choices: draw(st.sampled_from(choices)))
+
+
+# Three ranks are no costlier variant of two: with a tail of two samples, one of them has none.
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2, THREADS_3], ids=["one rank", "two ranks", "three ranks"])
+def test_a_random_loop_trains_the_weights_of_one_device_or_is_refused(mode: Mode) -> None:
+    kinds = Counter[str]()
+
+    @settings(derandomize=True, max_examples=80)
+    @given(programs())
+    def check(program: Program) -> None:
+        (outcomes,) = run_programs(mode, [program])
+        verdict = judge(program, mode.ranks, outcomes)
+        note(f"{mode}: {program}\n{verdict.reason}")
+        kinds[verdict.kind] += 1
+        assert verdict.kind != "different"
+
+    check()
+    assert kinds["exact"] > kinds.total() / 3, kinds  # most loops are not refused
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_under_every_strategy_it_does(strategy: str) -> None:
+    loops = [any_program(random.Random(seed).choice) for seed in range(40)]
+    outcomes = run_programs(PROCESSES_2, loops, strategy)
+    verdicts = [judge(each, 2, found, strategy == "fsdp") for each, found in zip(loops, outcomes, strict=True)]
+    different = [f"{each}\n{one.reason}" for each, one in zip(loops, verdicts, strict=True) if one.kind == "different"]
+    assert not different, "\n".join(different)
+    assert sum(each.kind == "exact" for each in verdicts) > len(loops) / 3

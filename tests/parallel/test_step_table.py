@@ -1,0 +1,379 @@
+"""Loops that a guess about batches, or about ends of steps, gets wrong: each trains the weights of one device, or is
+refused before anything has changed.
+
+What a line of a table runs is written as in `step_programs.py`, whose oracle is one device in plain torch.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode
+from plain_steps import judge
+from step_programs import Program, Setup, run_programs
+from torch import nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, IterableDataset
+from twin import State, assert_all_are, compare, data, loader_of, mean_loss, model, seeded, sgd
+
+from unisono import Accelerator, DeviceLoader, backward, optimizer_step
+
+MODES = pytest.mark.parametrize("mode", [SOLO, THREADS_2, THREADS_3], ids=["one rank", "two ranks", "three ranks"])
+PROCESSES = pytest.mark.parametrize("mode", [SOLO, PROCESSES_2], ids=str)
+
+STEP = "backward accelerator; step f; read sync; zero f none"
+VISIT = f"forward fit; {STEP}"
+
+
+def program(lines: Iterable[str], **setup: Any) -> Program:
+    return Program(Setup(**setup), tuple("; ".join(lines).split("; ")))
+
+
+def verdict_on(mode: Mode, one: Program, strategy: str = "ddp") -> str:
+    (outcomes,) = run_programs(mode, [one], strategy)
+    verdict = judge(one, mode.ranks, outcomes)
+    print(one, verdict.reason)
+    return verdict.kind
+
+
+# With `ranks` ranks and batches of two, so many rounds, the last of them with fewer samples than there are ranks.
+def rounds(ranks: int, count: int) -> int:
+    return 2 * ranks * (count - 1) + max(ranks - 1, 1)
+
+
+EXACT: dict[str, Callable[[int], Program]] = {
+    "a list of four batches is replayed, in steps of four": lambda ranks: program(
+        ["list a", *(f"replay {number % 4}; {VISIT}" for number in range(12))], samples=rounds(ranks, 4), every=4
+    ),
+    "an epoch that fits one step is repeated by itertools.cycle": lambda ranks: program(
+        [*["draw a; keep; " + VISIT] * 3, "end a", *(f"replay {number % 3}; {VISIT}" for number in range(9))],
+        samples=rounds(ranks, 3),
+        every=3,
+    ),
+    "one batch is overfitted, in steps of four": lambda ranks: program(
+        ["draw a; leave a", *[VISIT] * 8], samples=rounds(ranks, 2), every=4
+    ),
+    "two loaders have a backward pass each, in steps of two": lambda ranks: program(
+        [f"draw a; forward fit; backward accelerator; draw b; forward square; {STEP}"] * 6,
+        samples=8 * ranks,
+        others=12 * ranks,
+        every=2,
+    ),
+    "two loaders have a backward pass each, and uneven tails": lambda ranks: program(
+        [f"draw a; forward fit; backward accelerator; draw b; forward square; {STEP}"] * 6,
+        samples=rounds(ranks, 3),
+        others=rounds(ranks, 2) + 1,
+    ),
+    "the loss of one loader, and then that of two, in steps of two": lambda ranks: program(
+        [f"draw a; forward fit; forward fit; backward accelerator; draw b; forward square; add; {STEP}"] * 6,
+        samples=8 * ranks,
+        others=12 * ranks,
+        every=2,
+    ),
+    **{
+        f"data from no loader follows an uneven tail, and {way} takes its loss": lambda ranks, way=way: program(
+            [
+                *["draw a; " + VISIT] * 2,
+                "end a",
+                *[f"foreign 0; forward square; backward {way}; step f; zero f none"] * 2,
+            ],
+            samples=rounds(ranks, 2),
+        )
+        for way in ("accelerator", "plain", "hand")
+    },
+    "losses are means over tokens, and the tail has fewer samples than ranks": lambda ranks: program(
+        [f"draw a; forward tokens; {STEP}"] * 7, samples=rounds(ranks, 6)
+    ),
+    "they are so, in steps of two": lambda ranks: program(
+        [f"draw a; forward tokens; {STEP}"] * 7, samples=rounds(ranks, 6), every=2
+    ),
+    "sync_gradients is read before a microbatch is given up": lambda ranks: program(
+        ["draw a; forward fit; backward accelerator; read sync; zero f none", *["draw a; " + VISIT] * 4],
+        samples=rounds(ranks, 5),
+        every=2,
+    ),
+    "inputs are computed, after a batch that was skipped": lambda ranks: program(
+        ["draw a", *[f"draw a; compute; {VISIT}"] * 4], samples=rounds(ranks, 5)
+    ),
+}
+
+
+@MODES
+@pytest.mark.parametrize("what", EXACT)
+def test_the_weights_are_those_of_one_device_where(what: str, mode: Mode) -> None:
+    assert verdict_on(mode, EXACT[what](mode.ranks)) == "exact"
+
+
+EXACT_OR_REFUSED: dict[str, Callable[[int], Program]] = {
+    "losses are sums, and inputs are computed after a batch that was skipped": lambda ranks: program(
+        ["draw a", *[f"draw a; compute; {VISIT}"] * 2], samples=rounds(ranks, 3), reduction="sum"
+    ),
+    "losses are sums, and inputs are computed from a batch that is replayed": lambda ranks: program(
+        ["draw a; keep", f"draw a; compute; {VISIT}", f"replay 0; compute; {VISIT}"],
+        samples=rounds(ranks, 2),
+        reduction="sum",
+    ),
+    "a penalty on one loader's batch and a loss on another's have one backward pass": lambda ranks: program(
+        [f"draw a; forward penalty; draw b; forward fit; add; {STEP}"] * 4,
+        samples=rounds(ranks, 2),
+        others=rounds(ranks, 3),
+    ),
+    "data from no loader has the rows of an uneven tail": lambda ranks: program(
+        [*["draw a; " + VISIT] * 2, f"foreign 0; {VISIT}"], samples=6 * ranks - 1, batch=3
+    ),
+    "a layer is frozen within a step": lambda ranks: program(
+        [f"draw a; {VISIT}; freeze 0; draw a; {VISIT}; unfreeze 0"] * 3, samples=rounds(ranks, 7), every=2
+    ),
+    "a step on gradients that were assigned after a backward pass": lambda ranks: program(
+        ["draw a; forward fit; backward accelerator; forward square; backward assigned; step f"], samples=8 * ranks
+    ),
+}
+
+
+@MODES
+@pytest.mark.parametrize("what", EXACT_OR_REFUSED)
+def test_they_are_or_it_is_refused_where(what: str, mode: Mode) -> None:
+    assert verdict_on(mode, EXACT_OR_REFUSED[what](mode.ranks)) in ("exact", "refused")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_they_are_or_it_is_refused_where_a_layer_is_frozen_whose_gradients_become_zeros(strategy: str) -> None:
+    step = "draw a; forward fit; backward accelerator; step f; zero f zeros"
+    one = program([step, step, "freeze 0", step, step], samples=16, optimizer="adam")
+    assert verdict_on(PROCESSES_2, one, strategy) in ("exact", "refused")
+
+
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
+def test_by_hand_two_steps_on_one_batch_weigh_it_once_each(mode: Mode) -> None:
+    def body() -> State:
+        network = model()
+        optimizer = sgd(network.parameters())
+        for batch in DeviceLoader(loader_of(5, 4)):  # split 3 / 2
+            for _ in range(2):
+                backward(mean_loss(network, batch))
+                optimizer_step(optimizer)
+                optimizer.zero_grad()
+        return network.state_dict()
+
+    network = model()
+    optimizer = sgd(network.parameters())
+    for batch in loader_of(5, 4 * mode.ranks):
+        for _ in range(2):
+            mean_loss(network, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_all_are(mode.run(body), network.state_dict())
+
+
+@pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
+@pytest.mark.parametrize("is_prepared", [True, False])
+def test_an_optimizer_that_steps_within_the_backward_pass_is_refused_before_it_does(
+    is_prepared: bool, mode: Mode
+) -> None:
+    def body() -> tuple[str, bool]:
+        accelerator, network = Accelerator(), model()
+        optimizer = sgd(network.parameters())
+        if is_prepared:
+            network, optimizer, loader = accelerator.prepare(network, optimizer, loader_of(12, 3))
+        else:
+            network, loader = accelerator.prepare(network, loader_of(12, 3))
+        before = {name: each.clone() for name, each in network.state_dict().items()}
+        for each in network.parameters():
+            each.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+        with pytest.raises(RuntimeError, match=r"alone|backward pass") as error:
+            mean_loss(network, next(iter(loader))).backward()
+        return str(error.value), all(torch.equal(each, before[name]) for name, each in network.state_dict().items())
+
+    for _, is_unchanged in mode.run(body):
+        assert is_unchanged
+
+
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
+def test_a_schedule_whose_unit_its_length_does_not_tell_asks_for_it(mode: Mode) -> None:
+    """One step more than the epochs have batches, as scripts write it to be on the safe side; the steps divide it."""
+
+    def body() -> None:
+        accelerator = Accelerator(gradient_accumulation_steps=2)
+        network, loader = model(), loader_of(9, 3)
+        optimizer = sgd(network.parameters())
+        scheduler = OneCycleLR(optimizer, 0.3, total_steps=3 * len(loader) + 1)
+        network, optimizer, scheduler, loader = accelerator.prepare(network, optimizer, scheduler, loader)
+        with pytest.raises(ValueError, match="schedule_unit"):
+            for batch in loader:
+                accelerator.backward(mean_loss(network, batch))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+
+    mode.run(body)
+
+
+# What plain torch does, and what was refused.
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return zip(*data(self.samples).tensors, strict=True)
+
+
+def read_in_a_thread(batches: Iterable[Any], change: Callable[[Any], Any]) -> Iterator[Any]:
+    """As scripts prefetch by themselves."""
+    channel: queue.Queue[Any] = queue.Queue(2)
+
+    def read() -> None:
+        error = None
+        try:
+            for batch in batches:
+                channel.put([change(batch[0]), *batch[1:]])
+        except Exception as failure:
+            error = failure
+        channel.put(error)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    while isinstance(batch := channel.get(), list):
+        yield batch
+    reader.join()
+    if batch is not None:
+        raise batch
+
+
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
+@pytest.mark.parametrize("is_stream", [True, False])
+@pytest.mark.parametrize("is_changed", [True, False])
+def test_a_thread_of_the_scripts_own_may_draw_the_batches(is_changed: bool, is_stream: bool, mode: Mode) -> None:
+    def lines(accelerator: Any, loader: DataLoader[Any]) -> State:
+        network = model()
+        given: Any = DataLoader(Stream(24), loader.batch_size) if is_stream else loader
+        network, optimizer, given = accelerator.prepare(network, sgd(network.parameters()), given)
+        for batch in read_in_a_thread(given, (lambda each: each * 2 + 1) if is_changed else lambda each: each):
+            optimizer.zero_grad()
+            accelerator.backward(mean_loss(network, batch))
+            optimizer.step()
+        return network.state_dict()
+
+    compare(mode, {"lines": lines}, samples=24)  # even rounds: computed inputs count the same, whatever they are of
+
+
+class Sam(torch.optim.Optimizer):
+    """Sharpness-aware minimisation in two steps, as its authors' implementation has it."""
+
+    def __init__(self, parameters: Iterable[Any], base: Callable[..., torch.optim.Optimizer], **options: Any) -> None:
+        super().__init__(parameters, options)
+        self.base = base(self.param_groups, **options)
+        self.param_groups = self.base.param_groups
+        self.climbed: list[torch.Tensor] = []
+
+    def trained(self) -> list[torch.Tensor]:
+        return [each for group in self.param_groups for each in group["params"] if each.grad is not None]
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        norm = torch.stack([each.grad.norm() for each in self.trained()]).norm()
+        self.climbed = [each.grad * 0.05 / norm for each in self.trained()]
+        for each, climb in zip(self.trained(), self.climbed, strict=True):
+            each.add_(climb)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for each, climb in zip(self.trained(), self.climbed, strict=True):
+            each.sub_(climb)
+        self.base.step()
+        self.zero_grad()
+
+    def step(self, closure: Any = None) -> Any:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
+def test_sharpness_aware_minimisation_in_two_steps_may_have_a_scheduler(mode: Mode) -> None:
+    def lines(accelerator: Any, loader: DataLoader[Any]) -> State:
+        network = model()
+        optimizer: Any = Sam(network.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+        scheduler = LambdaLR(optimizer, lambda step: 0.9**step)
+        network, optimizer, scheduler, loader = accelerator.prepare(network, optimizer, scheduler, loader)
+        for batch in loader:
+            accelerator.backward(mean_loss(network, batch))
+            optimizer.first_step()
+            accelerator.backward(mean_loss(network, batch))
+            optimizer.second_step()
+            scheduler.step()
+        return network.state_dict()
+
+    compare(mode, {"lines": lines}, schedule_unit="step")
+
+
+class Normalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 2))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.parts(inputs)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 7), nn.Linear(7, 2))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = checkpoint(lambda each: torch.tanh(self.parts[1](each)), self.parts[0](inputs), use_reentrant=True)
+        return self.parts[2](hidden)
+
+
+def trained_with(accelerator: Any, loader: DataLoader[Any], network: Any, learn: Callable[..., None]) -> State:
+    network, optimizer, loader = accelerator.prepare(seeded(network.double()), sgd(network.parameters()), loader)
+    for batch in loader:
+        learn(accelerator, network, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    return network.state_dict()
+
+
+def twice_through_one_graph(accelerator: Any, network: nn.Module, batch: Any) -> None:
+    network.eval()
+    outputs = network(batch[0])
+    network(batch[0])
+    F.mse_loss(outputs, batch[1]).backward(retain_graph=True)
+    network(batch[0])
+    outputs.pow(2).mean().backward()
+
+
+def a_pass_for_each_loss(accelerator: Any, network: nn.Module, batch: Any) -> None:
+    accelerator.backward(mean_loss(network, batch))
+    accelerator.backward(network(batch[0]).pow(2).mean())
+
+
+@PROCESSES
+@pytest.mark.every_mode
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_batch_norm_that_is_not_trained_may_have_two_backward_passes_through_one_graph(
+    accumulate: int, mode: Mode
+) -> None:
+    def lines(accelerator: Any, loader: DataLoader[Any]) -> State:
+        return trained_with(accelerator, loader, Normalised(), twice_through_one_graph)
+
+    compare(mode, {"lines": lines}, gradient_accumulation_steps=accumulate)
+
+
+@PROCESSES
+@pytest.mark.every_mode
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_may_have_two_passes_through_reentrant_checkpoints(accumulate: int, mode: Mode) -> None:
+    def lines(accelerator: Any, loader: DataLoader[Any]) -> State:
+        return trained_with(accelerator, loader, Checkpointed(), a_pass_for_each_loss)
+
+    compare(mode, {"lines": lines}, gradient_accumulation_steps=accumulate)

@@ -1,0 +1,477 @@
+"""The oracle of step programs: one device, plain torch, the global batches; what a step is, by docs/exactness.md.
+
+A microbatch is the batches of all ranks together, and its loss the mean over all of their samples. So no rank, no part
+and no reduction is here: only which passes make a step, when it is taken, and the mean over what it consists of.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from step_programs import SEEDS, Loss, Machine, Outcome, Program, data, networks, optimizers
+
+NO_LOADER: Any = "no loader"  # stands for the batch, and for the loop, of data from elsewhere
+FLAW = 1e-9  # relative
+
+
+class Refused(Exception):  # noqa: N818
+    """What comes has no meaning: it must be an error."""
+
+
+class Unsaid(Exception):  # noqa: N818
+    """What comes has a meaning that is nowhere said."""
+
+
+@dataclass(eq=False)
+class Batch:
+    """A round: the batches of all ranks."""
+
+    tensors: Sequence[torch.Tensor]
+    loop: Any
+    start: int = 0
+    is_last: bool = False
+
+    @property
+    def key(self) -> Any:
+        return self.loop, self.start
+
+
+@dataclass(eq=False)
+class Visit:
+    began: int
+    size: float | None
+
+
+@dataclass(eq=False)
+class Step:
+    """The microbatches since the last step that was taken.
+
+    Attributes:
+        visits: the number of them.
+        count, began, loops, hit: the number of microbatches; of the last one, when it began, the loops of its batches,
+            and the optimizers whose models a pass has reached.
+        sizes: of the visits, by loop.
+        total: the sum of them.
+        held: the optimizers that have gradients of this step.
+        stepped: those that have taken it.
+        is_weighed: whether its weights are given.
+        ended: the last batches that it has visited for the first time.
+    """
+
+    state: str = "collecting"
+    count: int = 0
+    visits: int = 0
+    began: int = 0
+    loops: set[Any] = field(default_factory=set)
+    hit: set[str] = field(default_factory=set)
+    sizes: dict[Any, set[float]] = field(default_factory=dict)
+    total: float = 0.0
+    held: set[str] = field(default_factory=set)
+    stepped: set[str] = field(default_factory=set)
+    is_weighed: bool | None = None
+    ended: set[Any] = field(default_factory=set)
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether its microbatches are no sequence of samples, so that each counts the same."""
+        return self.visits > self.count or (len(self.sizes) > 1 and NO_LOADER in self.sizes)
+
+
+class Plain(Machine):
+    """
+    Attributes:
+        states: the parameters before each operation, and at the end.
+        stop: why the program has no end.
+    """
+
+    def __init__(self, program: Program, ranks: int) -> None:
+        super().__init__(program.setup)
+        self.ranks, self.is_mean = ranks, program.setup.every > 1 and program.setup.reduction == "mean"
+        self.positions = {"a": 0, "b": 0}  # in the last loop; 0 if it has ended
+        self.starts = {"a": 0, "b": 0}  # where the next loop begins
+        self.open: dict[Any, Batch] = {}  # the last batch of each open loop; the loop that delivered last is the last
+        self.left: set[Any] = set()  # loops that were
+        self.states: list[list[torch.Tensor]] = []
+        self.stop: Exception | None = None
+        self.prepare()
+        try:
+            self.run(program.ops)
+        except (Refused, Unsaid) as end:
+            self.stop = end
+
+    def prepare(self) -> None:
+        self.models = networks(self.setup)
+        self.optimizers = optimizers(self.setup, self.models)
+        self.parameters = [each for model in self.models.values() for each in model.parameters()]
+        self.owner = {each: name for name, one in self.optimizers.items() for each in one.param_groups[0]["params"]}
+        self.now = Step()
+        self.mean = {each: torch.zeros_like(each) for each in self.parameters}  # of the current step
+        self.visits: dict[Any, Visit] = {}
+        self.ended: set[Any] = set()  # the last batches that have been visited
+        self.clock = 1
+        self.asked = dict.fromkeys(self.optimizers, 0)  # when each has made its last request
+        self.reached = dict.fromkeys(self.optimizers, 0)  # when a pass has reached its models
+        self.recent, self.recent_began = None, 0  # the batch of the last visit
+        self.assigned = False  # whether gradients have been, with k > 1
+        self.is_pending = False  # whether there is a forward pass since the last pass or request
+        self.last: Batch | None = None  # of the last forward pass since the last request
+        self.answer: bool | None = None  # to the last request, until the next pass
+        self.skips = dict.fromkeys(self.optimizers, False)
+        self.shared: Any = None  # the visit of an accumulate() block
+
+    def note(self) -> None:
+        self.states.append([each.detach().clone() for each in self.parameters])
+        self.clock += 1
+
+    # Batches.
+
+    def loop(self, which: str) -> Iterator[Batch]:
+        tensors = data({"a": self.setup.samples, "b": self.setup.others}[which], SEEDS[which]).tensors
+        loop, size, samples = object(), self.ranks * self.setup.batch, len(tensors[0])
+        first, self.starts[which] = self.starts[which], 0
+        try:
+            for start in range(first, samples, size):
+                self.positions[which] = start + size
+                self.open.pop(loop, None)
+                rows = [each[start : start + size] for each in tensors]
+                self.open[loop] = batch = Batch(rows, loop, start, start + size >= samples)
+                yield batch
+            self.positions[which] = 0
+        except GeneratorExit:
+            self.left.add(loop)
+        finally:
+            self.open.pop(loop, None)
+
+    def tensors(self, batch: Batch) -> Sequence[torch.Tensor]:
+        return batch.tensors
+
+    def forward(self, kind: str) -> None:
+        count = len(self.losses)
+        super().forward(kind)
+        if len(self.losses) > count:
+            self.last, self.is_pending = self.meant(self.hand), True
+            self.losses[-1] = self.losses[-1]._replace(batches=(self.last,))
+
+    def meant(self, batch: Batch) -> Batch:
+        """Data of no loader is taken for the batch that the innermost loop has delivered last, if rows agree."""
+        if batch.loop is not NO_LOADER or not self.open:
+            return batch
+        last = list(self.open.values())[-1]
+        return last if len(last.tensors[0]) == len(batch.tensors[0]) else batch
+
+    def foreign(self, number: str) -> None:
+        parts = [data(3, 10 + 10 * int(number) + rank).tensors for rank in range(self.ranks)]
+        self.hand = Batch([torch.cat(each) for each in zip(*parts, strict=True)], NO_LOADER)
+
+    def compute(self) -> None:
+        pass
+
+    def evaluate(self, count: str) -> None:
+        pass
+
+    def failing(self, where: str) -> None:
+        pass
+
+    # Passes.
+
+    def passed(self, loss: Loss, way: str) -> None:
+        trained = [each for each in self.parameters if each.requires_grad]
+        if not loss.value.requires_grad:
+            raise Unsaid("nothing is trained")
+        try:
+            found = torch.autograd.grad(loss.value, trained, allow_unused=True)
+        except RuntimeError as error:  # the parameters have changed since the forward pass
+            raise Unsaid(f"plain torch refuses: {str(error)[:60]}") from None
+        gradients = dict(zip(trained, found, strict=True))
+        gradients = {each: gradient for each, gradient in gradients.items() if gradient is not None}
+        if way == "assigned":
+            for each in gradients:
+                each.grad = None
+            if self.setup.every > 1:
+                if self.now.state == "collecting":
+                    self.assigned = True
+                for each, gradient in gradients.items():  # an edit of the gradients of a step that is complete
+                    each.grad, self.mean[each] = gradient.clone(), gradient.clone()
+                return
+        self.arrive(gradients, loss.batches, None if loss.weight is None else float(loss.weight))
+
+    def decay(self) -> None:
+        times = self.ranks if self.setup.reduction == "sum" else 1  # it is no rank's own
+        value = sum(each.pow(2).sum() for each in self.models["f"].parameters()) * times
+        if self.setup.every > 1 and self.last is None:
+            raise Unsaid("a penalty of no batch")
+        self.passed(Loss(value, None, (self.last or Batch((), NO_LOADER),)), "plain")  # type: ignore[arg-type]
+
+    def arrive(self, gradients: dict[Any, torch.Tensor], batches: Sequence[Batch], weight: float | None) -> None:
+        """A backward pass leaves gradients of the mean over these batches."""
+        models = {name for name, model in self.models.items() if any(each in gradients for each in model.parameters())}
+        hit = {self.owner[each] for name in models for each in self.models[name].parameters()}
+        share, before = 1.0, None
+        for batch in dict.fromkeys(batches):
+            before = self.count(batch, hit, weight) if before is None else before * self.count(batch, hit, weight)
+        now = self.now
+        if self.is_mean:
+            if now.is_joint and any(len(sizes) > 1 for sizes in now.sizes.values()):
+                raise Refused("sizes of several loops")
+            if now.is_joint:
+                share = 1 / now.count
+            else:
+                size = weight if weight is not None else self.size(batches[0])
+                share = size / now.total if now.total else 0.0
+            for each, mean in self.mean.items():
+                if each.grad is not None:
+                    each.grad.add_(mean, alpha=before - 1)
+                mean.mul_(before)
+        elif weight is not None and not weight:
+            share = 0.0
+        for each, gradient in gradients.items():
+            each.grad = torch.zeros_like(each) if each.grad is None else each.grad
+            each.grad.add_(gradient, alpha=share)
+            self.mean[each].add_(gradient, alpha=share)
+        self.reached |= dict.fromkeys(hit, self.clock)
+        now.hit |= hit
+        now.held |= hit
+        self.answer, self.is_pending = None, False
+
+    def count(self, batch: Batch, hit: set[str], weight: float | None) -> float:
+        """Count a visit. Returns: what the mean so far weighs from now on."""
+        key = self.shared or batch.key
+        size = weight if weight is not None else self.size(batch)
+        visit = self.visits.get(key)
+        if visit is not None and (self.shared or any(self.asked[name] <= visit.began for name in hit)):
+            if visit.size != size and self.is_mean:
+                raise Unsaid("one visit, two sizes")
+            self.now.loops.add(batch.loop)
+            self.finish(batch)
+            return 1.0
+        self.visits[key] = Visit(self.clock, size)
+        self.recent, self.recent_began = batch, self.clock
+        if self.now.state == "taken":
+            self.restart()
+        now = self.now
+        if self.is_mean and now.is_weighed not in (None, weight is not None):
+            raise Refused("weights for a part of a step")
+        now.is_weighed = weight is not None
+        count, total = now.count, now.total
+        is_joined = (
+            count
+            and not self.shared
+            and batch.loop not in now.loops
+            and any(self.asked[name] <= now.began for name in hit)
+        )
+        if not is_joined:
+            now.count, now.began, now.loops, now.hit = count + 1, self.clock, set(), set()
+        now.loops.add(batch.loop)
+        now.sizes.setdefault(batch.loop, set()).add(size)
+        now.total += size
+        self.finish(batch)
+        now.visits += 1
+        if now.is_joint:
+            return count / now.count
+        return total / now.total if now.total else 0.0
+
+    def finish(self, batch: Batch) -> None:
+        """Whether the step is complete."""
+        is_end = batch.is_last and batch.key not in self.ended and batch.loop not in self.left
+        if is_end:
+            self.ended.add(batch.key)
+            self.now.ended.add(batch.key)
+        if self.now.state == "collecting" and (is_end or self.now.count >= self.setup.every):
+            self.now.state = "final"
+
+    def size(self, batch: Batch) -> float:
+        return self.ranks if batch.loop is NO_LOADER else len(batch.tensors[0])
+
+    def restart(self) -> None:
+        self.now = Step()
+        for each in self.mean.values():
+            each.zero_()
+
+    # Requests.
+
+    def is_due(self, name: str) -> bool:
+        now = self.now
+        if self.setup.every == 1 or now.state == "final" or (now.state == "taken" and name not in now.stepped):
+            return True
+        # What remains of a loop that was left: requested once more, without a further pass.
+        is_over = self.recent is not None and self.recent.loop not in (NO_LOADER, *self.open)
+        return now.state == "collecting" and is_over and now.count and self.asked[name] > self.recent_began
+
+    def step(self, name: str) -> None:
+        if name not in self.optimizers:
+            return
+        self.answer, self.is_pending = bool(self.is_due(name)), False
+        self.asked[name], self.last = self.clock, None
+        if self.answer and self.assigned:
+            raise Refused("gradients that were assigned while microbatches accumulate")
+        if self.answer:
+            self.skips[name] = bool(self.now.count) and not self.now.total
+            if not self.skips[name]:
+                self.optimizers[name].step()
+            if self.now.count:
+                self.now.state = "taken"
+                self.now.stepped.add(name)
+
+    def zero(self, name: str, how: str) -> None:
+        if name in self.optimizers:
+            self.give_up({name}, self.optimizers[name].param_groups[0]["params"], how)
+
+    def zero_model(self, name: str, how: str) -> None:
+        if name in self.models:
+            parameters = list(self.models[name].parameters())
+            self.give_up({self.owner[each] for each in parameters}, parameters, how)
+
+    def give_up(self, names: set[str], parameters: Sequence[Any], how: str) -> None:
+        """Zero, and drop what these optimizers have of the step, unless they are between two microbatches."""
+        now = self.now
+        is_held = now.state != "taken" and names & now.held
+        if self.setup.every > 1 and is_held:
+            is_final = now.state == "final" and names <= now.hit
+            last = max(self.reached[name] for name in names)
+            is_first = all(asked <= last for asked in self.asked.values())
+            if not is_final and not is_first:
+                return
+            if now.state == "collecting" and now.held - names:
+                raise Unsaid("a step that one of two optimizers gives up")
+        for each in parameters:
+            each.grad = None if how == "none" or each.grad is None else torch.zeros_like(each)
+            self.mean[each].zero_()
+        now.held -= names
+        self.assigned = self.assigned and any(each.grad is not None for each in self.parameters)
+        if is_held and not now.held:
+            self.ended -= now.ended
+            self.restart()
+            self.visits.clear()
+
+    def clip(self, way: str) -> None:
+        if self.is_ahead():
+            raise Unsaid("a clip between the forward and the backward pass")
+        norm = None
+        if self.is_due_now():
+            parameters = [each for each in self.models["f"].parameters() if each.grad is not None]
+            norm = torch.stack([each.grad.norm() for each in parameters]).norm() if parameters else torch.zeros(())
+            for each in parameters:
+                factor = min(float(0.1 / (norm + 1e-6)), 1.0)
+                each.grad.mul_(factor)
+                self.mean[each].mul_(factor)
+        self.seen.append(None if norm is None else float(norm))
+
+    def is_ahead(self) -> bool:
+        """Whether a microbatch has begun whose pass is still to come."""
+        return self.setup.every > 1 and (self.is_pending or (self.shared and self.shared not in self.visits))
+
+    def is_due_now(self) -> bool:
+        if self.setup.every == 1:
+            return True
+        return self.answer if self.answer is not None else self.now.state in ("final", "taken")
+
+    def read(self, what: str) -> None:
+        if what == "sync" and self.is_ahead():
+            self.seen.append(...)  # the answer may be that for the pass to come
+            return
+        known = {"sync": self.is_due_now(), "every": self.setup.every, "skipped": any(self.skips.values())}
+        self.seen.append(known[what])
+
+    def save(self) -> None:
+        now = self.now
+        if now.state == "final" or (now.state == "taken" and now.held - now.stepped):
+            raise Unsaid("a save before the step")
+        is_open = now.state == "collecting" and now.count
+        self.has_saved = True
+        self.saved = copy.deepcopy(
+            (
+                [each.detach() for each in self.parameters],
+                [each.state_dict() for each in self.optimizers.values()],
+                [each.grad if is_open else None for each in self.parameters],
+                [each if is_open else torch.zeros_like(each) for each in self.mean.values()],
+                self.positions,
+            )
+        )
+        self.saved_step = copy.deepcopy(now) if is_open else Step()
+
+    def restore(self) -> None:
+        self.prepare()
+        parameters, states, gradients, means, positions = copy.deepcopy(self.saved)
+        for each, value, gradient, mean in zip(self.parameters, parameters, gradients, means, strict=True):
+            each.data.copy_(value)
+            each.grad, self.mean[each] = gradient, mean
+        for optimizer, state in zip(self.optimizers.values(), states, strict=True):
+            optimizer.load_state_dict(state)
+        self.positions, self.starts = dict(positions), dict(positions)
+        self.now = copy.deepcopy(self.saved_step)
+        self.asked = dict.fromkeys(self.optimizers, self.clock)
+
+    def enter_block(self) -> None:
+        self.block.close()
+        self.shared = object()
+        self.block.callback(setattr, self, "shared", None)
+
+
+class Verdict(NamedTuple):
+    """`kind` is "exact", "refused", "different" (a bug), or "unsaid"."""
+
+    kind: str
+    reason: str = ""
+
+
+def judge(program: Program, ranks: int, outcomes: Sequence[Outcome], is_sharded: bool = False) -> Verdict:
+    """Compare what the ranks have with what one device has."""
+    plain = Plain(program, ranks)
+    end = len(program.ops) + 1 if plain.stop is None else plain.at
+    if len(outcomes) < ranks and not any(each.error for each in outcomes):
+        return Verdict("different", f"only {len(outcomes)} ranks of {ranks} came to an end")
+    if isinstance(plain.stop, Unsaid) and not any(each.at < end for each in outcomes):
+        return Verdict("unsaid", str(plain.stop))
+    if plain.stop is not None and not any(each.error for each in outcomes):
+        return Verdict("different", f"must be refused: {plain.stop}")
+    for rank, outcome in enumerate(outcomes):
+        at = min(outcome.at, end)
+        expected = plain.states[at]
+        if is_sharded:
+            expected = [_part(each, ranks, rank) for each in expected]
+        flaw = max(
+            (
+                float((one - other).abs().max() / other.abs().max().clamp(min=1e-3))
+                for one, other in zip(outcome.state, expected, strict=True)
+                if other.numel()
+            ),
+            default=0.0,
+        )
+        place = f"at {outcome.at} ({program.ops[outcome.at]})" if outcome.at < len(program.ops) else "at the end"
+        if not flaw <= FLAW:
+            return Verdict("different", f"rank {rank} is off by {flaw:.3g} {place}: {outcome.error}")
+        wrong = [
+            (one, other) for one, other in zip(outcome.seen, plain.seen, strict=False) if not _is_close(one, other)
+        ]
+        if wrong:
+            return Verdict("different", f"rank {rank} sees {wrong[0][0]} for {wrong[0][1]}")
+    first = [each for each in outcomes if each.error is not None and not each.is_secondary]
+    if first:
+        strange = [each.error for each in first if not each.is_worded]
+        return Verdict("different", f"not worded: {strange[0]}") if strange else Verdict("refused", str(first[0].error))
+    if any(each.error for each in outcomes):
+        return Verdict("different", f"no first cause: {outcomes[0].error}")
+    if not is_sharded and any(
+        not torch.equal(one, other)
+        for each in outcomes
+        for one, other in zip(each.state, outcomes[0].state, strict=True)
+    ):
+        return Verdict("different", "the ranks have other bits")
+    return Verdict("exact")
+
+
+def _part(whole: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
+    parts = whole.chunk(ranks)
+    return parts[rank] if rank < len(parts) else whole[:0]
+
+
+def _is_close(one: Any, other: Any) -> bool:
+    if other is ...:
+        return True
+    if isinstance(one, bool) or isinstance(other, bool) or one is None or other is None:
+        return one is other
+    return abs(one - other) <= FLAW * max(1.0, abs(other))

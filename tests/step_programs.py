@@ -1,0 +1,546 @@
+"""Random training loops, as data: what the package trains on several ranks, and what one device trains in plain torch.
+
+A program is a set-up and a list of operations, each a few words: `draw a`, `forward f`, `backward plain`, `step f`.
+`Machine` has what a script has: the batch in its hand, those that it has kept, its losses. `Ranked` runs the operations
+with an Accelerator; `Plain` (in `plain_steps.py`) does on one device, over the global batches. An operation whose
+operand is not there does nothing, on either: every list of operations is a program, and can be cut anywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from modes import Mode
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from unisono import Accelerator, backward, current_world
+from unisono.errors import BrokenWorldError
+
+FLAWS = 1e-9  # relative, and absolute for what is near zero
+
+
+class Setup(NamedTuple):
+    """What a program trains.
+
+    Attributes:
+        samples, others: of loader a, and of loader b.
+        batch: of each rank, of both loaders.
+        every: k, the microbatches of a step.
+        layout: "one": a model f and its optimizer; "two": another one, g; "halves": two optimizers for the halves of f.
+        optimizer: "sgd" (with momentum) or "adam".
+        reduction: of the losses.
+    """
+
+    samples: int = 11
+    others: int = 7
+    batch: int = 2
+    every: int = 1
+    layout: str = "one"
+    optimizer: str = "sgd"
+    reduction: str = "mean"
+
+
+class Program(NamedTuple):
+    setup: Setup
+    ops: tuple[str, ...]
+
+    def __str__(self) -> str:
+        changed = {name: each for name, each in self.setup._asdict().items() if each != Setup._field_defaults[name]}
+        return f"{changed}: {'; '.join(self.ops)}"
+
+
+def data(samples: int, seed: int) -> TensorDataset:
+    """Inputs, targets and tokens, some of which are 0."""
+    numbers = torch.Generator().manual_seed(seed)
+    inputs, targets = torch.randn(samples, 5, generator=numbers, dtype=torch.float64).split([3, 2], 1)
+    return TensorDataset(inputs, targets, torch.randint(0, 3, (samples,), generator=numbers).double())
+
+
+SEEDS = {"a": 1, "b": 2, "c": 3}  # of the loaders; c's is evaluated only
+
+
+def networks(setup: Setup) -> dict[str, nn.Module]:
+    """f, and g, which also takes f's outputs."""
+    numbers = torch.Generator().manual_seed(4)
+    made = {"f": nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()}
+    if setup.layout == "two":
+        made["g"] = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    with torch.no_grad():
+        for network in made.values():
+            for each in network.parameters():
+                each.copy_(torch.randn(each.shape, generator=numbers, dtype=torch.float64) / 2)
+    return made
+
+
+def optimizers(setup: Setup, models: dict[str, nn.Module]) -> dict[str, torch.optim.Optimizer]:
+    """By the name that an operation calls it: f, g; of halves f has the first."""
+    groups = {name: list(model.parameters()) for name, model in models.items()}
+    if setup.layout == "halves":
+        groups = {"f": groups["f"][:2], "g": groups["f"][2:]}
+    if setup.optimizer == "adam":
+        return {name: torch.optim.Adam(group, lr=0.05) for name, group in groups.items()}
+    return {name: torch.optim.SGD(group, lr=0.1, momentum=0.9, weight_decay=0.01) for name, group in groups.items()}
+
+
+def rows_of_loss(kind: str, models: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | None:
+    """A loss for each sample; None if the set-up has no such loss."""
+    f, g = models["f"], models.get("g")
+    if kind in ("fit", "tokens"):
+        return (f(inputs)[:, :2] - targets).pow(2).mean(1)
+    if kind == "square":
+        return f(inputs).pow(2).mean(1)
+    if kind in ("penalty", "copied"):  # on the gradient for the batch itself, or for a copy of it
+        varied = (inputs.detach() if kind == "penalty" else inputs.clone()).requires_grad_()
+        outputs = f(varied)
+        (slope,) = torch.autograd.grad(outputs.pow(2).sum(), varied, create_graph=True)
+        return slope.pow(2).sum(1) + (outputs[:, :2] - targets).pow(2).mean(1)
+    if g is None:
+        return None
+    if kind == "other":
+        return (g(inputs) - targets).pow(2).mean(1)
+    return g(f(inputs)).pow(2).mean(1)  # "through"
+
+
+class Loss(NamedTuple):
+    value: torch.Tensor
+    weight: torch.Tensor | None
+    batches: tuple[Any, ...]  # what it is computed from
+
+
+class Interrupted(Exception):  # noqa: N818 - of the script, and caught by it
+    """What a script survives."""
+
+
+class Machine:
+    """What a script has at hand, and the operations.
+
+    Attributes:
+        at: the number of the operation that runs.
+        seen: what the script reads: whether gradients are synchronized, norms.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.at, self.seen = setup, 0, list[Any]()
+        self.models, self.optimizers = dict[str, Any](), dict[str, Any]()
+        self.block = contextlib.ExitStack()
+        self.has_saved = False
+        self.begin()
+
+    def begin(self) -> None:
+        """A run of the script begins."""
+        self.hand: Any = None
+        self.kept: list[Any] = []
+        self.queues: dict[str, list[Any]] = {"a": [], "b": []}
+        self.loops: dict[str, Iterator[Any]] = {}
+        self.losses: list[Loss] = []
+        self.block.close()
+
+    def run(self, ops: Sequence[str]) -> None:
+        for self.at, op in enumerate([*ops, "leave_block"]):
+            self.note()
+            name, *words = op.split()
+            getattr(self, name)(*words)
+        self.at += 1
+        self.note()
+
+    def note(self) -> None:
+        """An operation begins."""
+
+    # Batches.
+
+    def draw(self, which: str) -> None:
+        self.hand = self.queues[which].pop(0) if self.queues[which] else self._next(which)
+
+    def ahead(self, which: str) -> None:
+        self.queues[which].append(self._next(which))
+
+    def leave(self, which: str) -> None:
+        """`break`."""
+        self.queues[which].clear()
+        self.loops.pop(which, None)
+
+    def end(self, which: str) -> None:
+        """What is left of the loop is skipped."""
+        for _ in self.loops.pop(which, ()):
+            pass
+
+    def list(self, which: str) -> None:
+        self.kept.extend(self.loop(which))
+
+    def keep(self) -> None:
+        if self.hand is not None:
+            self.kept.append(self.hand)
+
+    def replay(self, number: str) -> None:
+        if self.kept:
+            self.hand = self.kept[int(number) % len(self.kept)]
+
+    def _next(self, which: str) -> Any:
+        for _ in range(3):  # a loop that was saved after its last batch resumes with nothing
+            if which not in self.loops:
+                self.loops[which] = self.loop(which)
+            if (batch := next(self.loops[which], None)) is not None:
+                return batch
+            del self.loops[which]
+        raise AssertionError(f"loader {which} delivers nothing")
+
+    # Losses.
+
+    def forward(self, kind: str) -> None:
+        if self.hand is None:
+            return
+        inputs, targets, tokens = self.tensors(self.hand)
+        if (errors := rows_of_loss(kind, self.models, inputs, targets)) is None:
+            return
+        weight = None
+        if self.setup.reduction == "sum":
+            value = errors.sum()
+        elif kind == "tokens":
+            value, weight = (errors * tokens).sum() / tokens.sum().clamp(min=1), tokens.sum()
+        else:
+            value = errors.mean()
+        self.losses.append(Loss(value, weight, (self.hand,)))
+
+    def add(self) -> None:
+        """One backward pass for the last two losses."""
+        if len(self.losses) > 1 and self.losses[-1].weight is None and self.losses[-2].weight is None:
+            last, first = self.losses.pop(), self.losses.pop()
+            self.losses.append(Loss(first.value + last.value, None, (*first.batches, *last.batches)))
+
+    def backward(self, way: str) -> None:
+        if self.losses:
+            self.passed(self.losses.pop(), way)
+
+    def drop(self) -> None:
+        """Losses that are of no use."""
+        self.losses.clear()
+
+    def fail(self, where: str) -> None:
+        """The forward or backward pass raises, and the script goes on."""
+        if self.hand is not None:
+            with contextlib.suppress(Interrupted):
+                self.failing(where)
+
+    def freeze(self, layer: str) -> None:
+        self._module("f")[int(layer)].requires_grad_(False)
+
+    def unfreeze(self, layer: str) -> None:
+        self._module("f")[int(layer)].requires_grad_(True)
+
+    def resume(self) -> None:
+        """A new run of the script loads what was saved."""
+        if self.has_saved:
+            self.begin()
+            self.restore()
+
+    def _module(self, name: str) -> Any:
+        return self.models[name]
+
+    def leave_block(self) -> None:
+        self.block.close()
+
+
+class Ranked(Machine):
+    """With the package, on this rank."""
+
+    def __init__(self, setup: Setup, strategy: str, directory: str) -> None:
+        super().__init__(setup)
+        self.strategy, self.directory = strategy, directory
+        self.prepare()
+
+    def prepare(self) -> None:
+        setup = self.setup
+        self.accelerator = Accelerator(
+            gradient_accumulation_steps=setup.every,
+            strategy=self.strategy,  # type: ignore[arg-type]
+            loss_reduction=setup.reduction,  # type: ignore[arg-type]
+            project_dir=self.directory,
+        )
+        models = networks(setup)
+        steppers = optimizers(setup, models)
+        sizes = {"a": setup.samples, "b": setup.others, "c": 5}
+        self.loaders = {
+            which: DataLoader(data(size, SEEDS[which]), batch_size=setup.batch) for which, size in sizes.items()
+        }
+        count = len(models) + len(steppers)
+        prepared = self.accelerator.prepare(*models.values(), *steppers.values(), *self.loaders.values())
+        self.models = dict(zip(models, prepared, strict=False))
+        self.optimizers = dict(zip(steppers, prepared[len(models) :], strict=False))
+        self.loaders = dict(zip(self.loaders, prepared[count:], strict=True))
+
+    def state(self) -> list[torch.Tensor]:
+        """This rank's part of the parameters."""
+        held = [each.detach() for model in self.models.values() for each in model.parameters()]
+        return [getattr(each, "_local_tensor", each).clone() for each in held]
+
+    def loop(self, which: str) -> Iterator[Any]:
+        return iter(self.loaders[which])
+
+    def tensors(self, batch: Any) -> Any:
+        return batch
+
+    def foreign(self, number: str) -> None:
+        rank = current_world().rank
+        self.hand = list(data(3, 10 + 10 * int(number) + rank).tensors)
+
+    def compute(self) -> None:
+        if self.hand is not None:
+            self.hand = [each * 1 + 0 for each in self.hand]
+
+    def passed(self, loss: Loss, way: str) -> None:
+        if loss.weight is not None:
+            self.accelerator.backward(loss.value, loss.weight)
+        elif way == "plain":
+            loss.value.backward()
+        elif way == "hand":
+            backward(loss.value)
+        elif way == "named":
+            self.accelerator.backward(loss.value, batch=loss.batches[0])
+        elif way == "assigned":
+            trained = [p for model in self.models.values() for p in model.parameters() if p.requires_grad]
+            gradients = torch.autograd.grad(loss.value, trained, allow_unused=True)
+            for each, gradient in zip(trained, gradients, strict=True):
+                if gradient is not None:
+                    each.grad = gradient
+        else:
+            self.accelerator.backward(loss.value)
+
+    def failing(self, where: str) -> None:
+        def refuse(*_: Any) -> None:
+            raise Interrupted
+
+        module = self._module("f")
+        hook = module[1].register_forward_pre_hook(refuse) if where == "forward" else contextlib.nullcontext()
+        with hook:
+            loss = self.models["f"](self.hand[0]).pow(2).mean()
+        loss.register_hook(refuse)
+        self.accelerator.backward(loss)
+
+    def decay(self) -> None:
+        """A penalty on the parameters, with a backward pass of its own."""
+        self.accelerator.backward(sum(each.pow(2).sum() for each in self.models["f"].parameters()))
+
+    def step(self, name: str) -> None:
+        if name in self.optimizers:
+            self.optimizers[name].step()
+
+    def zero(self, name: str, how: str) -> None:
+        if name in self.optimizers:
+            self.optimizers[name].zero_grad(set_to_none=how == "none")
+
+    def zero_model(self, name: str, how: str) -> None:
+        if name in self.models:
+            self.models[name].zero_grad(set_to_none=how == "none")
+
+    def clip(self, way: str) -> None:
+        norm = None
+        if way == "accelerator":
+            norm = self.accelerator.clip_grad_norm_(self.models["f"], 0.1)
+        elif self.accelerator.sync_gradients:
+            norm = nn.utils.clip_grad_norm_(self.models["f"].parameters(), 0.1)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        self.seen.append(None if norm is None else float(norm))
+
+    def read(self, what: str) -> None:
+        names = {
+            "sync": "sync_gradients",
+            "every": "gradient_accumulation_steps",
+            "skipped": "optimizer_step_was_skipped",
+        }
+        self.seen.append(getattr(self.accelerator, names.get(what, "optimizer_step_was_skipped")))
+
+    def enter_block(self) -> None:
+        self.block.close()
+        self.block.enter_context(self.accelerator.accumulate())
+
+    def evaluate(self, count: str) -> None:
+        with torch.no_grad():
+            for inputs, *_ in islice(self.loaders["c"], int(count)):
+                self.models["f"](inputs)
+
+    def save(self) -> None:
+        self.accelerator.save_state()
+        self.has_saved = True
+
+    def restore(self) -> None:
+        self.prepare()
+        self.accelerator.load_state()
+
+    def _module(self, name: str) -> Any:
+        return self.accelerator.unwrap_model(self.models[name])
+
+
+LOOPS = (
+    "draw a; zero f none; forward fit; backward accelerator; step f",
+    "draw a; forward fit; backward plain; step f; zero f zeros",
+    "draw a; zero_model f none; forward fit; backward accelerator; clip torch; step f",
+    "draw a; forward fit; backward accelerator; forward square; backward accelerator; step f; zero f none",
+    "draw a; forward fit; forward square; add; backward plain; step f; zero f none",
+    "draw a; forward fit; backward accelerator; draw b; forward fit; backward accelerator; step f; zero f none",
+    "draw a; forward fit; draw b; forward square; backward accelerator; backward accelerator; step f; zero f none",
+    "draw a; forward fit; draw b; forward square; add; backward accelerator; step f; zero f none",
+    "draw a; forward fit; backward accelerator; step f; zero f none; draw b; forward fit; backward plain; step f; "
+    "zero f none",
+    "draw a; forward penalty; backward accelerator; step f; zero f none",
+    "draw a; forward copied; backward accelerator; clip accelerator; step f; zero f none",
+    "draw a; compute; forward fit; backward accelerator; step f; zero f none",
+    "ahead a; draw a; forward fit; backward accelerator; step f; zero f none",
+    "draw a; keep; forward fit; backward accelerator; step f; zero f none; replay 0",
+    "replay 1; forward fit; backward accelerator; step f; zero f none",
+    "draw a; forward tokens; backward accelerator; step f; zero f none",
+    "draw a; forward fit; backward accelerator; foreign 0; forward square; backward plain; step f; zero f none",
+    "foreign 1; forward fit; backward accelerator; step f; zero f none",
+    "enter_block; draw a; forward fit; backward accelerator; step f; zero f none; leave_block",
+    "draw a; forward fit; backward accelerator; draw a; forward fit; backward accelerator; step f; zero f none",
+    "draw a; evaluate 2; forward fit; backward accelerator; read sync; step f; read sync; zero f none",
+    "draw a; forward fit; backward accelerator; step f; zero f none; save",
+    # With two models.
+    "draw a; zero f none; forward through; backward accelerator; step f; zero g none; forward other; "
+    "backward accelerator; step g",
+    "draw a; forward fit; backward accelerator; forward other; backward accelerator; step f; step g; zero f none; "
+    "zero g none",
+    "draw a; forward through; backward accelerator; step f; step g; zero f none; zero g none",
+)
+"""What scripts do with a batch."""
+
+LINES = tuple(
+    line
+    for group in (
+        "draw a, draw b, ahead a, keep, replay 0, replay 1, list a, end a, leave a, leave b, compute, foreign 0",
+        "forward fit, forward square, forward penalty, forward copied, forward tokens, forward through, forward other",
+        "add, drop, decay, backward accelerator, backward plain, backward named, backward hand, backward assigned",
+        "enter_block, leave_block, step f, step g, zero f none, zero f zeros, zero g none, zero_model f none",
+        "zero_model f zeros, clip accelerator, clip torch, read sync, read every, read skipped, freeze 0, unfreeze 0",
+        "evaluate 1, fail forward, fail backward, save, resume",
+    )
+    for line in group.split(", ")
+)
+
+Choose = Callable[[Sequence[Any]], Any]
+
+
+def any_program(choose: Choose) -> Program:
+    """A program of some loops, one after the other, whose bodies may have lines too many, too few, or other ones."""
+    every = choose([1, 1, 2, 2, 3, 4])
+    setup = Setup(
+        samples=choose(range(3, 16)),
+        others=choose(range(3, 10)),
+        batch=choose([2, 1, 3]),
+        every=every,
+        layout=choose(["one", "one", "two", "halves"]),
+        optimizer=choose(["sgd", "adam"]),
+        reduction=choose(["mean", "mean", "mean", "mean", "sum"]),
+    )
+    ops = ["draw a", "keep", "draw a", "keep", *choose([["leave a"], []])]
+    for _ in range(choose([1, 1, 2, 3])):
+        body = choose(LOOPS if setup.layout == "two" else LOOPS[:-3]).split("; ")
+        if "step g" not in body and setup.layout != "one":  # train the other one as well
+            body += ["forward other", "backward plain"] * (setup.layout == "two") + ["step g", "zero g none"]
+        for _ in range(choose([0, 0, 1, 2, 3])):
+            place = choose(range(len(body)))
+            change = choose(["insert", "insert", "remove", "replace"])
+            if change != "remove":
+                body.insert(place, choose(LINES))
+            if change != "insert" and len(body) > 1:
+                body.pop(place + (change == "replace"))
+        ops += body * choose([1, 2, 3, 5])
+    return Program(setup, tuple(ops))
+
+
+class Outcome(NamedTuple):
+    """How a program ended on a rank.
+
+    Attributes:
+        at: the operation that it came to; one more than there are if it ended.
+        state: this rank's parameters then.
+        seen: as in Machine.
+        error: the type and the message; None if it ended.
+        is_worded: the package has raised it.
+    """
+
+    at: int
+    state: list[torch.Tensor]
+    seen: list[Any]
+    error: str | None = None
+    is_worded: bool = False
+    is_secondary: bool = False
+
+
+def run_here(program: Program, strategy: str, directory: str) -> Outcome:
+    """Run a program on this rank.
+
+    Raises:
+        Exception: what ended it, with its outcome as the attribute `outcome`.
+    """
+    machine = Ranked(program.setup, strategy, directory)
+    try:
+        machine.run(program.ops)
+    except Exception as error:
+        frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        error.outcome = Outcome(  # type: ignore[attr-defined]
+            machine.at,
+            machine.state(),
+            machine.seen,
+            f"{type(error).__name__}: {error}",
+            f"{os.sep}unisono{os.sep}" in frames[-1],
+            isinstance(error, BrokenWorldError),
+        )
+        raise
+    finally:
+        machine.begin()  # no loop stays open
+    return Outcome(machine.at, machine.state(), machine.seen)
+
+
+def run_programs(
+    mode: Mode, programs: Sequence[Program], strategy: str = "ddp", note: Callable[[int], None] = lambda _: None
+) -> list[list[Outcome]]:
+    """Run programs on all ranks of a mode, many in one world; after an error the next ones have a new one.
+
+    Returns:
+        For each program the outcomes by rank; of ranks that were stopped before they had one, none.
+    """
+    found: list[list[Outcome]] = []
+    with tempfile.TemporaryDirectory() as directory:
+        while len(found) < len(programs):
+            place = os.path.join(directory, str(len(found)))
+            os.mkdir(place)
+            with contextlib.suppress(Exception):  # it is in the outcomes
+                mode.run(_body(programs[len(found) :], strategy, place))
+            by_rank = [_read(os.path.join(place, str(rank))) for rank in range(mode.ranks)]
+            # Ranks that have not failed are in a later program when they hear of it.
+            ends = [len(each) for each in by_rank if not each or each[-1].error is not None]
+            count = max(min(ends, default=len(programs)), 1)
+            found += [[each[number] for each in by_rank if number < len(each)] for number in range(count)]
+            note(len(found))
+    return found[: len(programs)]
+
+
+def _body(programs: Sequence[Program], strategy: str, place: str) -> Callable[[], None]:
+    def body() -> None:
+        with open(os.path.join(place, str(current_world().rank)), "wb", buffering=0) as file:
+            for number, program in enumerate(programs):
+                try:
+                    outcome = run_here(program, strategy, os.path.join(place, f"saved-{number}"))
+                except Exception as error:
+                    pickle.dump(tuple(error.outcome), file)  # type: ignore[attr-defined]
+                    raise
+                pickle.dump(tuple(outcome), file)
+
+    return body
+
+
+def _read(path: str) -> list[Outcome]:
+    found: list[Outcome] = []
+    with contextlib.suppress(EOFError, FileNotFoundError), open(path, "rb") as file:
+        while True:
+            found.append(Outcome(*pickle.load(file)))
+    return found
