@@ -252,7 +252,7 @@ def read_in_a_thread(batches: Iterable[Any], change: Callable[[Any], Any]) -> It
 
 @pytest.mark.parametrize(
     ("is_changed", "is_stream", "mode"),
-    # Ranks agree on each batch of a stream, and compare which batches they are at: several need the loader's own reader.
+    # Several ranks agree on each batch of a stream, and compare at which batches they are: docs/limits.md.
     [*((*each, SOLO) for each in itertools.product([True, False], repeat=2)), (False, False, THREADS_2)],
     ids=str,
 )
