@@ -103,6 +103,9 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
                 engine.strangers.add(optimizer)
                 engine.optimizers.append(ref(optimizer))
             engine.step_by_stranger(optimizer)
+            for stepper in _alive(steppers):
+                if any(id(each) in places for each in parameters_of(stepper.optimizer)):
+                    stepper.note_step_within()
     if not is_ours:
         _warn_if_unreduced(optimizer, own)
 

@@ -203,6 +203,11 @@ class Stepper:
             self._passes.forget()
             self._settle()
 
+    def note_step_within(self) -> None:
+        """Record a step of another optimizer on its parameters, as of SAM's base optimizer: schedulers count it."""
+        self.num_asked += 1
+        self._count_step()
+
     def is_stepping(self, engine: Engine) -> bool:
         """Whether the optimizer's own step is running, on parameters of this model."""
         return self._is_inside and engine in self._engines

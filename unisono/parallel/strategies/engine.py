@@ -30,7 +30,8 @@ class Arrivals:
     def __init__(self) -> None:
         self._left = iter(range(_MANY))
         # next(nones, gradient) is None, which leaves the gradient as it is; and nothing keeps the gradient.
-        self.hook = partial(next, map({}.get, self._left))
+        nothing: dict[int, None] = {}
+        self.hook = partial(next, map(nothing.get, self._left))
 
     def count(self) -> int:
         """The number of gradients so far."""
