@@ -2,8 +2,7 @@
 
 Each method is one call into a package; examples/by_hand.py shows the same loop without it.
 
-The accelerator owns what its models and optimizers share (the loss scaler, the count of microbatches), for as long as
-it lives.
+The accelerator owns what its models and optimizers share (the loss scaler, the steps), for as long as it lives.
 
 *Threads:* one accelerator per rank, used in the thread of the rank's loop.
 """

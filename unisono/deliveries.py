@@ -272,8 +272,8 @@ class Deliveries:
     def computed_from(self, rows: int | None) -> list[Batch | None]:
         """What inputs in other memory than any batch's may have been computed from, the most likely one first.
 
-        None stands for data of no loader. Several entries count differently, unless they have equal counts; then they
-        need not be distinguished to weight them.
+        None stands for data of no loader. The caller compares what the entries count: where that is the same, they need
+        not be distinguished.
 
         Args:
             rows: of the inputs; None if they are unknown, as where no forward pass was observed.
@@ -285,14 +285,16 @@ class Deliveries:
                 # Equal rows tell batches that count differently apart on some rank, unless rows are repeated there.
                 others = [each for each in loop.kinds.values() if rows is None or each.rows in (rows, None)]
                 return [last, *(each for each in others if each.counts != last.counts)] if loop.has_gap else [last]
+            # Of another number of rows: of no loader, or computed from any batch of the loop.
             return [None, *loop.kinds.values()]
+        # No loop is open: a replay of a batch of the last one, or data of no loader.
         ended = next((each for each in reversed(self._loops) if each.batches and each.is_trained), None)
         if ended is None:
             return [None]
         kinds = list(ended.kinds.values())
         if rows is not None:
             return [None, *(each for each in kinds if each.rows in (rows, None))]
-        if ended.num_used < ended.num_batches:
+        if ended.num_used < ended.num_batches:  # its batches were listed, or drawn ahead: one of them
             return [*kinds]
         return [None, *kinds] if len(kinds) > 1 else [None]
 

@@ -5,7 +5,7 @@ is counted, and it is known whether it makes its step final. If so, the gradient
 `.grad` is then the step's.
 
 Gradients are scaled as they arrive at the parameters, so that everything computed from a batch is scaled, a gradient
-penalty too. That needs a hook on each parameter, so they have one only while they may need it (`needs_hooks`):
+penalty too. That needs a hook on each parameter, so they have one only while they may need it:
 
 - the part of a batch is not 1; or steps have several microbatches, or losses are sums;
 - gradients were differentiated (`create_graph=True`): a second pass through them may bypass the outputs.
@@ -54,7 +54,7 @@ class _Pass:
     Attributes:
         origin: of its loss.
         visit: that it belongs to.
-        part: the part of the microbatch, if the user gave it; None if each output knows its own.
+        part: the part of the microbatch, if the user has named its weight or batch; None if each output knows its own.
         reduces: whether it makes the step final.
         engines: those of the models whose gradients it reduces when it ends; none after an interrupt.
     """
@@ -289,17 +289,17 @@ class Passes:
         else:
             part = origin.part
             if origin.batch is not run.counted.origin.batch:
-                self._join_origin(model, run, origin)
+                self._join_origin(model, origin)
         # Zeros, not a product: the mean over no samples is NaN, and NaN * 0 stays NaN.
         if part == 0:
             return torch.zeros_like(gradient)
-        # The first output belonged to a batch of weight 0; the ratio below would divide by it.
-        if run.part == 0:  # earlier gradients were set to zero there
+        # The outputs so far were of batches of weight 0, whose gradients are zeros: this one is the first that counts.
+        if run.part == 0:
             run.part = part
         # Leaves multiply by the part of the first output, so other outputs are scaled relative to it.
         return None if part == run.part else gradient * (part / run.part)
 
-    def _join_origin(self, engine: Engine, run: _Run, origin: Origin) -> None:
+    def _join_origin(self, engine: Engine, origin: Origin) -> None:
         """Count a further batch that has a loss in this backward pass."""
         self.steps.count(origin, self.steps.claim(origin), partial(self._reached, engine))
 
@@ -385,7 +385,7 @@ class Passes:
         origin = run.origin or counted.origin
         run.counted, run.part = counted, origin.part if counted.part is None else counted.part
         if origin.batch is not counted.origin.batch and counted.part is None:
-            self._join_origin(engine, run, origin)
+            self._join_origin(engine, origin)
         if engine.graphs and counted.part is None:
             self._check_graphs(engine, run.part)
         engine.passing = run

@@ -26,7 +26,8 @@ class Claim(NamedTuple):
 
     Attributes:
         is_given: whether the numbers are the user's.
-        uncut: the numbers with the weights of batches that only repeat others, if there is such a batch.
+        uncut: the numbers with the weights of batches that only repeat others, if there is such a batch. They hold for
+            the loss of all ranks, which such a rank computes as well (`unisono.functional`).
     """
 
     samples: float

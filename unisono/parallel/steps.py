@@ -7,7 +7,7 @@
 *Threads:* a rank's steps belong to the thread of its loop.
 
 Invariants:
-1. Only `count` adds to a step, and only `request` takes one. Questions change nothing.
+1. `count` adds to a step, `close` takes it, `give_up` drops it; `request` notes the time. Questions change nothing.
 2. All ranks reach the same states at the same passes and requests: what decides is equal on all of them.
 """
 
@@ -70,8 +70,8 @@ class Visit:
         batch: None for data of no loader.
         loop: that delivered it, or what stands for one; losses of different loops may be one microbatch.
         claim: n of N.
-        began: the logical time of its first pass.
-        microbatch: the time of the first pass of its microbatch.
+        began: the logical time of its first pass (`Steps.now`).
+        microbatch: the time of the first pass of its microbatch, which identifies it within the step.
     """
 
     __slots__ = ("batch", "began", "claim", "microbatch", "source")
@@ -90,11 +90,11 @@ class Step:
 
     Attributes:
         number: its number, from 1 on; a step that was given up does not count.
-        before: the last batch of the previous step.
+        before: the last batch of the previous step, from which `place` tells which were left out.
         visits: in the order of their first passes.
         latest: the latest visit of each source.
         state: one of the three above.
-        stepped: the optimizers that have stepped on it. Others, on the same microbatches, belong to it.
+        stepped: the optimizers that have stepped on it. Requests of others are taken, too.
     """
 
     number: int = 1
@@ -160,13 +160,14 @@ class Steps:
     Attributes:
         step: the current one.
         origin: of the last forward pass; None after a pass or a request.
-        now: a logical time, counted over visits and requests.
-        requested: the time of the last request.
+        now: a logical time, counted over visits and requests: what began at a time is over for an optimizer that has
+            made a request since.
+        requested: the time of the last request of any optimizer.
     """
 
     def __init__(self, world: World, every: float = 1, is_mean: bool = False, is_sum: bool = False) -> None:
         self.world, self.every, self.is_mean, self.is_sum = world, every, is_mean, is_sum
-        self._next = (every, is_mean)
+        self._next = (every, is_mean)  # of the next step
         self._size = world.comm.size
         self._block: object = None  # stands for the batch in an `accumulate()` block
         self.restart()
@@ -278,6 +279,7 @@ class Steps:
         visit = Visit(source, batch, claim, self.now, self.now)
         if step.visits:
             self._join(visit, step, optimizers)
+        # An error above leaves the step as it was.
         if step is not self.step:
             self._begin(step)
         step.visits.append(visit)
@@ -290,7 +292,7 @@ class Steps:
         return visit
 
     def _join(self, visit: Visit, step: Step, optimizers: Callable[[], Collection[Optimizer]]) -> None:
-        """Make a new visit one of the current microbatch, if that has none of its loop yet."""
+        """Make a new visit one of the current microbatch, if that has none of its loop yet; check the claims of all."""
         current = [each for each in step.visits if each.microbatch == step.visits[-1].microbatch]
         joins = self._block is None and self.every != math.inf and all(each.loop is not visit.loop for each in current)
         if joins and not self._is_over(current[0].microbatch, optimizers):
@@ -300,7 +302,7 @@ class Steps:
 
     def _is_over(self, began: int, optimizers: Callable[[], Collection[Optimizer]]) -> bool:
         """Whether every optimizer of the models that a pass reaches has requested a step since that time."""
-        if self.requested < began:
+        if self.requested < began:  # spares looking the optimizers up
             return False
         return all(self._requests.get(each, 0) >= began for each in optimizers())
 
@@ -382,7 +384,7 @@ class Steps:
         """Continue in the middle of a step; its last visit is over."""
         self._begin(step)
         last = max((each.microbatch for each in step.visits), default=0)
-        for each in step.visits:  # each optimizer has made its request
+        for each in step.visits:  # over for each optimizer, also for those without a request in this run
             each.microbatch -= last
         self.now = self.requested = 1
 
