@@ -12,7 +12,7 @@ LEAKS = {
         "thread 'unisono-reader'",
     ),
     "a thread that is no daemon": (
-        "gate = threading.Event(); threading.Thread(target=gate.wait, args=(5,), name='mine').start()\n"
+        "gate = threading.Event(); threading.Thread(target=gate.wait, args=(60,), name='mine').start()\n"
         "    held.append(gate)",
         "thread 'mine'",
     ),
