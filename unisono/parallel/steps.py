@@ -272,6 +272,8 @@ class Steps:
         known = step.latest.get(source)
         if known is not None and (source is self._block or not self._is_over(known.began, optimizers)):
             _check_same(known.claim, claim)
+            if source is self._block:  # it may go on to the last batch of a loop
+                self._note_batch(batch)
             return known
         if step.state == TAKEN:
             step = step_after(step)
@@ -284,12 +286,17 @@ class Steps:
             self._begin(step)
         step.visits.append(visit)
         step.latest[source] = visit
+        self._note_batch(batch)
+        return visit
+
+    def _note_batch(self, batch: Batch | None) -> None:
+        """Make the step final, if the batch of its latest visit ends it."""
+        step = self.step
         # `is_last` may wait for the loader, so it is asked only where the count does not decide.
         if self.every == 1 or step.count >= self.every or self._ends_loop(batch):
-            step.state = FINAL
+            step.state = TAKEN if step.state == TAKEN else FINAL
         if batch is not None and self.every > 1:
             self._visited[batch.loop] = max(batch.number, self._visited.get(batch.loop, 0))
-        return visit
 
     def _join(self, visit: Visit, step: Step, optimizers: Callable[[], Collection[Optimizer]]) -> None:
         """Make a new visit one of the current microbatch, if that has none of its loop yet; check the claims of all."""

@@ -376,7 +376,7 @@ def test_an_agent_that_was_asked_ends_though_its_workers_do_not_end_well(heeding
         script.kill(signal.SIGTERM)
         ended = script.end()
         assert ended[0] == 143, ended
-        assert time.monotonic() - began < 15
+        assert time.monotonic() - began < 30
         assert script.survivors() == []
 
 
@@ -394,7 +394,7 @@ def test_agents_of_all_machines_end_together_when_one_is_asked_to_stop(tmp_path,
         assert [words[0] for words in ear.hear_all(4)] == ["ends", "ends", "saves", "saves"]
         ended = [script.end() for script in (one, two)]
         assert [code for code, _, _ in ended] == [143, 143], ended
-        assert time.monotonic() - began < 15
+        assert time.monotonic() - began < 30
         assert is_silent(ear)
         assert one.survivors() == [] == two.survivors()
 

@@ -186,7 +186,7 @@ class Engine:
             )
         steps, size = self._steps, self._world.comm.size
         step, is_other = steps.step, self.passed is not None and self.passed[0] is not steps.step
-        if is_other and self.is_held and steps.every > 1 and size > 1:
+        if is_other and self.is_held and steps.every > 1:
             raise RuntimeError(
                 f"the gradients of the {self.name} are of microbatches of two steps: its optimizer was not asked to "
                 "step when the first of them was complete; call the step() of each optimizer on each microbatch, or "
