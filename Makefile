@@ -1,5 +1,6 @@
-# make demo | test | test-all | test-xla | gpu-check | check | docs | package | bench
-# Everything is installed into .venv, at the versions in constraints.txt; for test-xla into .venv-xla, with torch 2.9.
+# make demo | test | test-all | test-xla | test-newest | gpu-check | check | docs | package | bench
+# Everything is installed into .venv, at the versions in constraints.txt; for test-xla into .venv-xla, with torch 2.9;
+# for test-newest into .venv-newest, as pip finds it.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -14,7 +15,10 @@ XLA    := .venv-xla
 XLA_PIP = $(XLA)/bin/pip --disable-pip-version-check install --quiet --no-compile --constraint $(XLA)/constraints.txt
 ON_XLA := PJRT_DEVICE=CPU $(XLA)/bin/python $(PYTEST) --backend xla
 
-.PHONY: demo test test-all test-xla gpu-check check docs package bench clean
+NEWEST := .venv-newest
+NEWEST_PIP := $(NEWEST)/bin/pip --disable-pip-version-check install --quiet --no-compile --upgrade
+
+.PHONY: demo test test-all test-xla test-newest gpu-check check docs package bench clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/train_digits.py --mode processes --devices 2
@@ -30,6 +34,11 @@ test-xla: $(XLA)/.test
 	CPU_NUM_DEVICES=2 $(ON_XLA) -m "any_family or xla"
 	CPU_NUM_DEVICES=4 $(ON_XLA) -k "any_family and threads-4 or test_xla_replicas or test_xla_compilations"
 	CPU_NUM_DEVICES=8 $(ON_XLA) -k "any_family and threads-8 or test_xla_replicas"
+
+# With what `pip install` gives users today: the newest torch of the index, and the newest of everything else.
+test-newest: $(NEWEST)/.test
+	$(NEWEST)/bin/python -m pip list | grep -iE "^(torch|triton|numpy|cloudpickle|psutil) "
+	$(NEWEST)/bin/python $(PYTEST) -m "not slow"
 
 # What can be seen on the GPUs that are here, item by item; about 15 minutes. Without one it says so.
 gpu-check: $(VENV)/.test
@@ -62,13 +71,14 @@ bench: $(VENV)/.bench
 	$(BIN)/python bench/threads.py
 	$(BIN)/python bench/overlap.py
 	$(BIN)/python bench/overhead.py
+	$(BIN)/python bench/host_cost.py
 	$(BIN)/python bench/first_batch.py
 	$(BIN)/python bench/prefetch_bytes.py
 	if test -x $(XLA)/bin/python; then for each in overhead first_batch xla; do \
 	    PJRT_DEVICE=CPU $(XLA)/bin/python bench/$$each.py || exit 1; done; fi
 
 clean:
-	rm -rf $(VENV) $(XLA) build dist out *.egg-info
+	rm -rf $(VENV) $(XLA) $(NEWEST) build dist out *.egg-info
 
 # One stamp per extra of setup.cfg: what is installed stays installed.
 $(VENV)/.%: setup.cfg constraints.txt | $(BIN)/python
@@ -87,6 +97,18 @@ $(XLA)/.pair: setup.cfg constraints.txt
 
 $(XLA)/.test: $(XLA)/.pair
 	@$(XLA_PIP) --editable '.[test,xla]'
+	@touch $@
+
+# torch first: to reconcile everything at once, pip would go back to an older one. `rm -r .venv-newest` gets newer versions.
+# A separate target, as above.
+$(NEWEST)/.torch: setup.cfg
+	@echo "installing the newest torch into $(NEWEST): 5 GB with a CUDA build, a few minutes the first time"
+	@test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	@$(NEWEST_PIP) torch
+	@touch $@
+
+$(NEWEST)/.test: $(NEWEST)/.torch
+	@$(NEWEST_PIP) --editable '.[test]'
 	@touch $@
 
 $(BIN)/python:

@@ -10,6 +10,7 @@ import gc  # noqa: E402
 
 gc.disable()  # until all is imported and collected: it would be a fifth of that time
 
+import atexit  # noqa: E402
 import os  # noqa: E402
 import re  # noqa: E402
 import sys  # noqa: E402
@@ -86,5 +87,6 @@ def _cheaper(variant: str, item: pytest.Item) -> set[str]:
 def pytest_collection_finish() -> None:
     """What is imported stays: collections, and the forks of loader workers, need not go through it."""
     gc.freeze()
+    atexit.register(gc.unfreeze)  # at the end, what is still frozen counts as leaked by triton
     collapse_memory()
     gc.enable()

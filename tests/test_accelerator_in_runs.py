@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -134,3 +136,34 @@ def plain_run_of(samples: int, epochs: int) -> dict[str, torch.Tensor]:
             F.mse_loss(network(inputs[start : start + 8]), targets[start : start + 8]).backward()
             optimizer.step()
     return network.state_dict()
+
+
+PLAIN = """
+import sys
+import torch
+from torch.utils.data import DataLoader
+from unisono import Accelerator, spawn
+
+def train(index=0):
+    accelerator = Accelerator()
+    imported = {"torch._dynamo", "triton"} & set(sys.modules)
+    model = torch.nn.Linear(2, 1)
+    loader = DataLoader(torch.randn(8, 2), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters()), loader)
+    iterator = iter(loader)
+    accelerator.backward(model(next(iterator)).mean())
+    optimizer.step()
+    return imported, iterator
+
+if __name__ == "__main__":
+    imported, iterator = train()
+    print(imported)
+    spawn(lambda index: bool(train()), nprocs=2)
+"""
+
+
+def test_a_plain_script_prints_nothing_of_its_own_up_to_its_exit_and_imports_no_compiler_for_an_accelerator(tmp_path):
+    (tmp_path / "plain.py").write_text(PLAIN)
+    command = [sys.executable, "plain.py"]  # a new interpreter: those of other scripts import much beforehand
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    assert (done.stdout, done.stderr, done.returncode) == ("set()\n", "", 0)

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 import unisono
+from unisono import torch_private
 
 ROOT = Path(unisono.__file__).parent
 
@@ -40,6 +41,7 @@ FLOOR = {
             "foreign_names",
             "strategies",
             "terminal",
+            "torch_private",
         ],
         0,
     ),
@@ -175,7 +177,7 @@ def _defined_in(module: Module) -> set[str]:
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             found |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
-    return found
+    return found | torch_private.NAMES.keys() if module.name == torch_private.__name__ else found
 
 
 def named_devices(module: Module) -> list[str]:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.deliveries import Batch, Deliveries, Loop, check_counts
+from unisono.deliveries import Batch, Deliveries, Loop
 
 
 @pytest.fixture
@@ -22,10 +22,11 @@ def draw(deliveries: Deliveries, loop: Loop, samples: int = 2, total: int = 4) -
     return tensor, deliveries.add(loop, {"inputs": [tensor]}, samples, total)
 
 
-def meant(deliveries: Deliveries, values: object) -> list[Batch]:
+def meant(deliveries: Deliveries, values: torch.Tensor | tuple[object, ...]) -> list[Batch | None]:
     """The batches that may be meant; a pass uses the first."""
-    batches = deliveries.find(values) or deliveries.candidates()
-    if batches:
+    rows = len(values) if isinstance(values, torch.Tensor) else None
+    batches: list[Batch | None] = [*deliveries.find(values)] or deliveries.computed_from(rows)
+    if batches[0] is not None:
         deliveries.use(batches[0])
     return batches
 
@@ -44,26 +45,42 @@ def test_tensors_of_two_loaders_are_of_two_batches(deliveries):
     assert deliveries.find((first, second)) == [other, one]
 
 
-def test_what_was_computed_from_the_only_batch_is_of_it(deliveries):
+def test_what_was_computed_is_of_the_batch_that_was_delivered_last_if_it_has_its_rows(deliveries):
     loop = deliveries.begin()
     for _ in range(5):
         tensor, batch = draw(deliveries, loop)
         assert meant(deliveries, tensor + 1) == [batch]
         assert meant(deliveries, tensor - 1) == [batch], "another view of it"
-        assert meant(deliveries, torch.randn(2, 3)) == [batch], "noise"
+        assert meant(deliveries, torch.randn(2, 3)) == [batch], "noise of its rows"
+        assert meant(deliveries, torch.randn(3, 3)) == [None, loop.kinds[(2, 4), 2]], "may be no loader's"
 
 
-def test_what_was_computed_ahead_may_be_of_several_batches_the_oldest_first(deliveries):
+def test_a_batch_that_was_skipped_is_not_meant(deliveries):
     loop = deliveries.begin()
-    _, one = draw(deliveries, loop)
+    draw(deliveries, loop)
+    tensor, batch = draw(deliveries, loop)
+    assert meant(deliveries, tensor + 1) == [batch]
+    tail, last = draw(deliveries, loop, 1, 2)
+    assert meant(deliveries, tail + 1) == [last]
+
+
+def test_a_loop_that_draws_ahead_is_noticed_where_its_batches_differ(deliveries):
+    loop = deliveries.begin()
+    first, one = draw(deliveries, loop)
     _, two = draw(deliveries, loop)
-    assert meant(deliveries, torch.zeros(1)) == [one, two]
-    _, three = draw(deliveries, loop, 1, 3)
-    batches = meant(deliveries, torch.zeros(1))
-    assert batches == [two, three, one]
-    check_counts(batches[::2])
-    with pytest.raises(ValueError, match=r"name the batch, accelerator.backward\(loss, batch=batch\)"):
-        check_counts(batches)
+    assert meant(deliveries, first + 1) == [two], "counts the same"
+    _, last = draw(deliveries, loop, 1, 3)
+    assert meant(deliveries, first + 1) == [None, one, last], "the rows are not those of the last one"
+
+
+def test_a_repeated_row_does_not_make_a_batch_that_was_drawn_ahead_another_one(deliveries):
+    loop = deliveries.begin()
+    batches = [deliveries.add(loop, torch.zeros(1), 1, 2) for _ in range(2)]
+    last = deliveries.add(loop, torch.zeros(1), 0, 1, repeated=1)
+    assert deliveries.computed_from(1) == [last, batches[0]]
+    for each in batches:
+        deliveries.use(each)
+    assert deliveries.computed_from(1) == [last]
 
 
 def test_a_look_at_the_first_batch_is_forgotten_when_a_loop_begins(deliveries):
@@ -72,7 +89,7 @@ def test_a_look_at_the_first_batch_is_forgotten_when_a_loop_begins(deliveries):
     deliveries.end(peek)
     loop = deliveries.begin()
     _, batch = draw(deliveries, loop)
-    assert meant(deliveries, torch.zeros(1)) == [batch]
+    assert meant(deliveries, torch.zeros(2)) == [batch]
 
 
 def test_evaluation_leaves_nothing_that_a_pass_could_be_of(deliveries):
@@ -80,42 +97,30 @@ def test_evaluation_leaves_nothing_that_a_pass_could_be_of(deliveries):
     with torch.no_grad():
         draw(deliveries, loop)
     _, batch = draw(deliveries, deliveries.begin())
-    assert deliveries.candidates() == [batch]
-    deliveries.use(batch)
-    assert deliveries.candidates() == [batch]
+    with torch.no_grad():
+        draw(deliveries, loop)
+    assert deliveries.computed_from(2) == [batch]
     deliveries.end(loop)
-    assert deliveries.candidates() == [batch]
+    assert deliveries.computed_from(2) == [batch]
 
 
 def test_a_loop_that_draws_with_gradients_off_may_train_all_the_same(deliveries):
     loop = deliveries.begin()
-    batches = []
     for _ in range(3):
         with torch.no_grad():
-            batches.append(draw(deliveries, loop)[1])
-        assert meant(deliveries, torch.zeros(1)) == [batches[-1]]
+            _, batch = draw(deliveries, loop)
+        assert meant(deliveries, torch.zeros(2)) == [batch]
 
 
-def test_a_list_of_batches_ends_with_the_last_one_that_is_used_in_whatever_order(deliveries):
-    loop = deliveries.begin()
-    batches = [draw(deliveries, loop)[1] for _ in range(3)]
-    deliveries.end(loop)
-    for order in ((2, 0, 1), (0, 1, 2), (1, 1, 2, 0)):
-        ends = []
-        for place in order:
-            deliveries.use(batches[place])
-            ends.append(batches[place].is_last())
-        assert ends == [False] * (len(order) - 1) + [True]
-
-
-def test_what_comes_behind_a_loop_that_is_over_and_stepped_on_comes_from_elsewhere(deliveries):
+def test_what_comes_after_a_loop_may_be_replayed_or_of_no_loader(deliveries):
+    assert deliveries.computed_from(2) == [None]
     loop = deliveries.begin()
     _, batch = draw(deliveries, loop)
-    assert meant(deliveries, torch.zeros(1)) == [batch]
-    deliveries.end(loop)
-    assert meant(deliveries, torch.zeros(1)) == [batch]
-    batch.is_spent = True
-    assert meant(deliveries, torch.zeros(1)) == []
+    assert meant(deliveries, torch.zeros(2)) == [batch]
+    deliveries.end(loop, is_exhausted=True)
+    assert meant(deliveries, torch.zeros(2)) == [None, batch]
+    assert meant(deliveries, torch.zeros(3)) == [None], "with rows that no batch had"
+    assert deliveries.computed_from(None) == [None]
 
 
 def test_the_last_batch_of_a_loop_is_told_by_the_loader_and_no_earlier_one_asks(deliveries):
@@ -131,6 +136,8 @@ def test_the_last_batch_of_a_loop_is_told_by_the_loader_and_no_earlier_one_asks(
     assert (one.is_last(), asked) == (False, [])
     assert (two.is_last(), asked) == (False, [True])
     deliveries.end(loop)
+    assert [each.is_last() for each in (one, two)] == [False, False], "it was left"
+    deliveries.end(loop, is_exhausted=True)
     assert [each.is_last() for each in (one, two)] == [False, True]
 
 
@@ -214,19 +221,6 @@ def test_the_loop_that_received_a_batch_last_comes_first(deliveries):
     draw(deliveries, train)
     assert deliveries.recent() == [train, evaluation]
     assert (train.is_open, evaluation.is_open) == (True, False)
-
-
-def test_the_batches_since_a_moment_are_those_of_the_open_loop(deliveries):
-    train = deliveries.begin()
-    _, first = draw(deliveries, train)
-    validation = deliveries.begin()
-    draw(deliveries, validation)
-    deliveries.end(validation)
-    assert deliveries.since(0) == [first]
-    assert deliveries.since(first.at) == []
-    _, second = draw(deliveries, train)
-    deliveries.end(train)
-    assert deliveries.since(first.at) == [second]
 
 
 def test_of_batches_in_the_same_memory_the_oldest_that_waits_is_meant(deliveries):

@@ -191,6 +191,7 @@ def _serve(number: int) -> tuple[types.CodeType, dict[str, Any]]:
     for name in _IMPORTED:
         importlib.import_module(name)
     gc.freeze()  # or each script would go through all that is imported, and copy it
+    atexit.register(gc.unfreeze)  # at its end, what is still frozen counts as leaked by triton
     collapse_memory()
     ended_r, ended_w = os.pipe()
     os.set_blocking(ended_w, False)

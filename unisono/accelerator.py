@@ -25,12 +25,10 @@ from unisono.checkpoint.prepared_states import PreparedStates
 from unisono.foreign_names import advice_on
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader
+from unisono.parallel.backward import Passes
 from unisono.parallel.collectives import all_gather_samples
-from unisono.parallel.ledger import Ledger
-from unisono.parallel.microbatches import Microbatches
 from unisono.parallel.nested_collectives import gather_nested, pad_nested, reduce_nested
 from unisono.parallel.optimizer import ByHand
-from unisono.parallel.passes import Passes
 from unisono.parallel.prepared.builder import Builder
 from unisono.parallel.prepared.checks import (
     AUTOCAST,
@@ -49,6 +47,7 @@ from unisono.parallel.prepared.prepared_objects import PreparedObjects
 from unisono.parallel.prepared.scaler import LossScaler
 from unisono.parallel.prepared.schedule_units import Unit, check_unit
 from unisono.parallel.rank_view import RankView, Trigger
+from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.selection import options_of, strategy_class, strategy_in
 from unisono.parallel.strategies.states import load_model_state, load_optimizer_state, model_state, optimizer_state
 from unisono.protocols import ReduceOp
@@ -66,7 +65,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         for inputs, targets in loader:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(inputs), targets)
-            accelerator.backward(loss)  # loss.backward() does as well, but for fp16, accumulation and weights
+            accelerator.backward(loss)  # loss.backward() does as well, but for fp16 and weights
             optimizer.step()
 
     The gradient that `optimizer.step()` applies is that of the mean loss over all samples of the step, on all ranks.
@@ -75,8 +74,9 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         device: the device of a run with one rank; None uses the current world's. With several ranks, each has its own.
         mixed_precision: "bf16" and "fp16" run the models' forward passes under autocast; "fp16" also scales the loss,
             and a step that overflows is skipped on all ranks. "no" keeps the dtypes of the model.
-        gradient_accumulation_steps: the number of microbatches per optimizer step. In between, `optimizer.step()`,
-            `zero_grad()` and `scheduler.step()` do nothing; the last step of a loop uses the microbatches that remain.
+        gradient_accumulation_steps: the number of microbatches per optimizer step; each use of a batch between two
+            calls of `optimizer.step()` is one. In between, `optimizer.step()`, `zero_grad()` and `scheduler.step()` do
+            nothing; the last step of a loop uses the microbatches that remain.
         max_grad_norm: clip the gradient norm, over all parameters of an optimizer and all ranks, before each step.
         strategy: for processes: "ddp", "zero1" (shards the optimizer state) or "fsdp" (shards parameters and gradients
             as well). "spmd", for XLA in a plain script: one program whose batches are laid over all devices of the
@@ -152,13 +152,12 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         if mixed_precision == "fp16":
             self.scaler = LossScaler(self.device.type, self.world.rank == 0, **(scaler_options or {}))
         every = gradient_accumulation_steps
-        ledger = Ledger(self.world.comm.size, every, is_mean=every > 1, is_sum=loss_reduction == "sum")
         self.mixed_precision, self.project_dir = mixed_precision, project_dir
         self._accumulated = every
         self._trackers = Trackers(log_with, project_dir, self.world.rank == 0)
         self._trigger = Trigger(self.world)
-        self._microbatches = Microbatches(self.world, ledger)
-        self._passes = Passes(self._microbatches)
+        self._steps = Steps(self.world, every, is_mean=every > 1, is_sum=loss_reduction == "sum")
+        self._passes = Passes(self._steps)
         # For `unisono.backward`, which may get a loss of this Accelerator's models.
         self.world.state.part(ByHand).trainers.add(self._passes)
         reduced = AUTOCAST.get(mixed_precision)
@@ -166,7 +165,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         builder = Builder(
             world=self.world,
             passes=self._passes,
-            strategy=strategy_in(self.world, kind, ledger, options),
+            strategy=strategy_in(self.world, kind, self._steps, options),
             autocast=self._autocast,
             scaler=self.scaler,
             moves=device_placement,
@@ -179,7 +178,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         self._prepared = PreparedObjects(
             builder, partial(_prepared_loader, self.world, device_placement, seed), schedule_unit
         )
-        self._states = PreparedStates(self._prepared, self._microbatches, self.scaler, project_dir, total_limit)
+        self._states = PreparedStates(self._prepared, self._steps, self.scaler, project_dir, total_limit)
 
     def prepare(self, *objects: Any) -> Any:
         """Prepare models, optimizers, loaders, schedulers, lists of them and None.
@@ -222,7 +221,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
     def gradient_accumulation_steps(self, steps: int) -> None:
         check_accumulation(steps)
         self._accumulated = steps
-        self._microbatches.ledger.accumulate(steps)
+        self._steps.accumulate(steps)
 
     def backward(
         self,
@@ -236,32 +235,41 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
 
         Args:
             loss: a tensor of one element.
-            weight, batch: as for `unisono.backward`. None uses the batch that the model's inputs came from.
+            weight, batch: as for `unisono.backward`. None uses the batch that the model's inputs came from: by their
+                memory; or, if they were computed from a batch, the one that was drawn last, if it has their rows.
             retain_graph: keep the graph for another backward pass.
 
         Raises:
-            ValueError: as for `unisono.backward`.
+            ValueError: as for `unisono.backward`; or it is unknown of which batch the inputs are, and with
+                `gradient_accumulation_steps` > 1 that decides which microbatches make a step.
         """
         self.world.timeline.loop().loss = loss.detach()
         if self.scaler is not None:
-            if self._microbatches.begins_step():
+            if self._steps.begins_step():
                 # All microbatches of a step must have one loss scale, so an update waits for the next step.
                 self.scaler.settle()
             loss = self.scaler.scale(loss)
         self._passes.backward(loss, weight, batch, retain_graph)
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """The block is one microbatch. Only needed for batches from elsewhere: a prepared loader counts its own.
+        """The block is one microbatch, whatever passes it has.
+
+        Batches of prepared loaders are counted without it. It is needed if batches are skipped or drawn ahead, and
+        changed before the model sees them; and to say what a microbatch of other data is.
 
         Args:
             models: ignored; for compatibility with Accelerate.
         """
-        return self._microbatches.block()
+        return self._steps.block()
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether `optimizer.step()` takes a step at the current microbatch, rather than waiting for more."""
-        return self._microbatches.is_boundary()
+        """Whether `optimizer.step()` takes a step at this point, rather than waiting for more microbatches; after it,
+        whether it did. Changes nothing.
+
+        Between forward and backward pass it speaks for the microbatch whose backward pass is next.
+        """
+        return self._steps.is_boundary()
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -336,7 +344,8 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         Args:
             values: a tensor, or any nesting of tensors, with one row per sample of a batch; rows that repeat samples
                 (padding) are left out. A tensor of the batch itself, or an output of a prepared model, identifies its
-                batch; otherwise the batch is the one that this rank received last, or the last few together.
+                batch. Otherwise the number of rows does: they are of the batch that this rank received last, of a whole
+                loop, or of the last few batches together.
             valid_samples: for rows that do not come from batches: how many of them count, from the front.
 
         Raises:

@@ -1,10 +1,10 @@
 """Deliveries: the batches that a rank has received, what each counts, and which of them a tensor comes from.
 
 A loader that knows the whole round states, with each batch, that it holds n of the round's N samples. A batch is
-recognised by the memory of its tensors, including views, whenever and however often it is used: drawn ahead, replayed,
-or from two loaders at once. If several batches came in the same memory, the oldest one that waits for a pass is meant.
-A tensor that was computed from a batch has other memory: there the order of delivery decides, if only one batch can be
-meant; if several can, nothing is assumed unless all of them count the same.
+recognised by the memory of its tensors, including views, whenever and however often it is used. A tensor that was
+computed from a batch has other memory: it is of the batch that was delivered last, if it has that batch's rows
+(docs/exactness.md, "A pass has one claim"). Where several batches can be meant, all of them are returned, and the
+caller compares what they count.
 
 This is the only connection between `loaders` and `parallel`, which are otherwise independent.
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
@@ -27,7 +27,7 @@ from unisono.storages import StorageMap
 from unisono.tree import tensors
 
 REMEMBERED = 8  # loops that have ended
-_KEPT = 4096  # batches, used or not; if more are drawn ahead, the older ones are recognised by memory alone
+_KEPT = 4096  # batches of a loop, and batches in the same memory
 
 
 class Batch:
@@ -42,12 +42,11 @@ class Batch:
         loop: the loop that received it.
         dealt: the number of batches that the round takes from the user's loader.
         number: its number in the loop, from 1 on.
-        at: a logical time, counted over all deliveries and passes of the process.
-        is_waiting: whether no pass with gradients was computed from it yet.
-        is_spent: whether an optimizer has stepped on it.
+        at: a logical time, counted over all deliveries of the process.
+        is_used: whether a pass with gradients was computed from it.
     """
 
-    __slots__ = ("at", "dealt", "is_spent", "is_waiting", "loop", "mark", "number", "rows", "samples", "total")
+    __slots__ = ("at", "dealt", "is_used", "loop", "mark", "number", "rows", "samples", "total")
 
     def __init__(
         self,
@@ -62,7 +61,7 @@ class Batch:
         self.loop, self.samples, self.total, self.mark = loop, samples, total, mark
         self.rows, self.dealt = samples + repeated if is_told else None, dealt
         self.number, self.at = loop.num_batches, next(_clock)
-        self.is_waiting, self.is_spent = True, False
+        self.is_used = False
 
     @property
     def counts(self) -> tuple[int, int | None]:
@@ -75,14 +74,10 @@ class Batch:
         return self.samples, self.rows
 
     def is_last(self) -> bool:
-        """Whether it ends its loop. May wait until the loader knows; then all ranks must call it.
-
-        If all batches were drawn before the first was used, they may be used in any order: the loop ends when all were
-        used.
-        """
-        if self.loop.is_listed:
-            return len(self.loop.cycle) == self.loop.num_batches
-        return self.number == self.loop.num_batches and (not self.loop.is_open or self.loop.ends_here())
+        """Whether it ends its loop; a loop that was left has no last batch. May wait until the loader knows; then all
+        ranks must call it."""
+        loop = self.loop
+        return self.number == loop.num_batches and (loop.ends_here() if loop.is_open else loop.is_exhausted)
 
 
 class Loop:
@@ -96,11 +91,11 @@ class Loop:
     Attributes:
         rows: the rows of its batches.
         is_evaluation: whether all batches were delivered with gradients disabled.
-        is_open: whether the loop has not ended.
-        is_listed: whether all batches were drawn before the first was used.
-        cycle: the numbers of the batches that were used; restarted when one is used again.
-        kinds: the first batch with each of the different counts.
-        mark: of the batch that was delivered last.
+        is_open: whether the loop has not ended, and was not left.
+        is_exhausted: whether it has ended with its last batch.
+        num_used: the number of batches that passes with gradients were computed from.
+        batches: those that were delivered last.
+        kinds: the first batch with each of the different counts and numbers of rows.
     """
 
     def __init__(
@@ -109,34 +104,32 @@ class Loop:
         lengths: Callable[[], tuple[int, int] | None] = lambda: None,
     ) -> None:
         self.ends_here, self.lengths = ends_here, lengths
-        self.mark = 0
         self.rows = LoopRows()
         self.is_evaluation = self.is_open = True
-        self.is_listed = False
-        self.cycle: set[int] = set()
-        self.kinds: dict[tuple[int, int | None], Batch] = {}
-        self._last_used = 0
-
-    def use(self, number: int) -> None:
-        """Note that a pass with gradients was computed from batch `number`."""
-        if not self._last_used:
-            # Decided at the first use: if the loop has ended by then, all its batches were drawn before.
-            self.is_listed = not self.is_open
-        # A batch comes back after another one: the next pass over the drawn batches begins.
-        if number in self.cycle and number != self._last_used:
-            self.cycle.clear()
-        self.cycle.add(number)
-        self._last_used = number
+        self.is_exhausted = False
+        self.num_used = 0
+        self.batches: deque[Batch] = deque(maxlen=_KEPT)
+        self.kinds: dict[Any, Batch] = {}
 
     @property
     def is_trained(self) -> bool:
         """Whether a batch was delivered with gradients enabled, or a pass with gradients was computed from one."""
-        return not self.is_evaluation or self._last_used > 0
+        return not self.is_evaluation or self.num_used > 0
 
     @property
     def num_batches(self) -> int:
         """The number of batches delivered."""
         return self.rows.num_batches
+
+    @property
+    def mark(self) -> int:
+        """Of the batch that was delivered last."""
+        return self.batches[-1].mark if self.batches else 0
+
+    @property
+    def has_gap(self) -> bool:
+        """Whether a batch before the last one was not used: it was skipped, or the loop draws ahead of its passes."""
+        return self.num_used + (not self.batches[-1].is_used) < self.num_batches
 
 
 class Deliveries:
@@ -144,11 +137,9 @@ class Deliveries:
 
     def __init__(self) -> None:
         self._loops: list[Loop] = []  # the open ones, and the last that have ended, in the order of their last batches
-        self._by_memory: StorageMap[list[Batch]] = StorageMap(_are_waiting)  # the latest last
-        self._received: deque[Batch] = deque(maxlen=_KEPT)  # from the oldest that waits for a pass on
+        self._by_memory: StorageMap[list[Batch]] = StorageMap(_are_unused)  # the latest last
         self._changing = threading.Lock()  # for changes of the attributes above; `end` never acquires it
         self._used: Batch | None = None  # by the last pass
-        self._used_at = 0
 
     @property
     def is_unused(self) -> bool:
@@ -163,19 +154,16 @@ class Deliveries:
         """Register a loop that begins, nested in those that are open; the arguments are those of `Loop`."""
         loop = Loop(ends_here, lengths)
         with self._changing:
-            ended = [each for each in self._loops if not each.is_open]
-            forgotten = set(ended[:-REMEMBERED])
+            forgotten = set([each for each in self._loops if not each.is_open][:-REMEMBERED])
             self._loops = [loop, *(each for each in self._loops if each not in forgotten)]
-            # Batches of loops that have ended, and only evaluated, wait for no pass.
-            untrained = {each for each in ended if not each.is_trained}
-            if any(each.loop in untrained for each in self._received):
-                self._received = deque((each for each in self._received if each.loop not in untrained), maxlen=_KEPT)
         return loop
 
     @staticmethod
-    def end(loop: Loop) -> None:
-        """Note that a loop has ended, or was left. Idempotent."""
-        loop.is_open = False  # no more, since this may run at any point: the next `begin` cleans up
+    def end(loop: Loop, is_exhausted: bool = False) -> None:
+        """Note that a loop has ended with its last batch, or was left. Idempotent."""
+        # No more than this, since it may run at any point: the next `begin` forgets the loop.
+        loop.is_exhausted = is_exhausted or loop.is_exhausted
+        loop.is_open = False
 
     def add(
         self,
@@ -199,14 +187,13 @@ class Deliveries:
         loop.rows.count(samples, repeated, is_told)
         loop.is_evaluation = loop.is_evaluation and not torch.is_grad_enabled()
         batch = Batch(loop, samples, total, mark, repeated, dealt, is_told)
-        loop.kinds.setdefault(batch.counts, batch)
-        loop.mark = mark
+        loop.kinds.setdefault((batch.counts, batch.rows), batch)
+        loop.batches.append(batch)
         with self._changing:
             if self._loops[-1:] != [loop]:
                 # `recent` lists the loops by their latest batches.
                 self._loops = [*(each for each in self._loops if each is not loop), loop]
             self.know(values, batch)
-            self._received.append(batch)
         return batch
 
     def know(self, values: Any, batch: Batch) -> None:
@@ -221,14 +208,16 @@ class Deliveries:
         if batch is later:
             return False
         may_count_else = batch.loop is later.loop and batch.counted != later.counted
-        return batch.is_waiting or batch is self._used or may_count_else
+        return not batch.is_used or batch is self._used or may_count_else
 
     def find(self, values: Any) -> list[Batch]:
         """The batches whose memory the tensors share, the latest first; tensors computed from batches have none."""
         known = self._batches_in(values)
+        if len(known) == 1 and len(known[0]) == 1:
+            return known[0]
         # Tensors that lie in one batch only decide first; others add a batch only if none of theirs was found.
         found = {batches[0] for batches in known if len(batches) == 1}
-        found |= {_oldest_waiting(batches) for batches in known if found.isdisjoint(batches)}
+        found |= {_oldest_unused(batches) for batches in known if found.isdisjoint(batches)}
         return sorted(found, key=lambda batch: -batch.at)
 
     def find_rows(self, values: Any, rows: int) -> list[Batch]:
@@ -249,7 +238,12 @@ class Deliveries:
 
     def _batches_in(self, values: Any) -> list[list[Batch]]:
         """For each tensor that shares memory with batches: these batches."""
-        return [found for each in tensors(values) if (found := self._by_memory.find(each))]
+        listed = (
+            values
+            if type(values) is list and all(isinstance(each, torch.Tensor) for each in values)
+            else tensors(values)
+        )
+        return [found for each in listed if (found := self._by_memory.find(each))]
 
     def named(self, values: Any) -> list[Batch]:
         """The batches that the user names by these tensors: that of the last pass if it matches, else as `find`.
@@ -264,53 +258,48 @@ class Deliveries:
         if not found:
             raise ValueError(
                 "batch= holds no tensor of a batch that a loader of this package has delivered; pass the batch as it "
-                "came, or a view of it, or the number of its samples as weight="
+                "came, or a view of it, or the number of its samples as weight=; or batch=() for data of no loader"
             )
         return found
 
     def use(self, batch: Batch) -> None:
         """Note that a pass with gradients is computed from a batch."""
-        batch.is_waiting = False
-        batch.loop.use(batch.number)
-        while len(self._received) > 1 and not self._received[0].is_waiting:  # the last one stays
-            self._received.popleft()
-        self._used, self._used_at = batch, next(_clock)
+        if not batch.is_used:
+            batch.is_used = True
+            batch.loop.num_used += 1
+        self._used = batch
 
-    def candidates(self) -> list[Batch]:
-        """The batches that tensors in other memory may have been computed from, the most likely one first.
+    def computed_from(self, rows: int | None) -> list[Batch | None]:
+        """What inputs in other memory than any batch's may have been computed from, the most likely one first.
 
-        These are the batches that no pass has used: a single one, if the loop draws each batch after it has finished
-        with the previous one. If the oldest of them was drawn before the last pass, that pass's batch may be meant,
-        too. If none waits, it is the batch of the last pass: the tensor is a second view of it, or noise of its size.
-        After a loop that has ended with a step, it may be any of the loop's batches, replayed, or data from elsewhere:
-        then one batch for each of the different counts, or none if all count the same.
-        """
-        # A copy, because loops in other threads may deliver in the meantime.
-        unused = [each for each in list(self._received) if each.is_waiting]
-        waiting = [each for each in unused if each.loop.is_trained]
-        waiting = [each for each in waiting if each.loop.is_open] or waiting
-        used = self._used
-        is_over = used is not None and not used.loop.is_open and used.is_spent
-        if used is not None and not is_over and not (waiting and waiting[0].at > self._used_at):
-            return [*waiting, used]  # otherwise the oldest was drawn after the pass over `used`
-        if waiting:
-            return waiting
-        if drawn := [each for each in unused if each.loop.is_open]:  # drawn with gradients disabled, as some readers do
-            return drawn
-        kinds = list(used.loop.kinds.values()) if used is not None else []
-        return kinds if len(kinds) > 1 else []
-
-    def since(self, at: int) -> list[Batch]:
-        """The batches delivered after `at` in open loops that train; if there are none, in the last loop that trained.
+        None stands for data of no loader. Several entries count differently, unless they have equal counts; then they
+        need not be distinguished to weight them.
 
         Args:
-            at: the `at` of a batch, or 0.
+            rows: of the inputs; None if they are unknown, as where no forward pass was observed.
         """
-        trained = [each for each in list(self._received) if each.loop.is_trained]
-        found = [each for each in trained if each.loop.is_open] or [
-            each for each in trained if each.loop is trained[-1].loop
-        ]
-        return [each for each in found if each.at > at]
+        loop = self.innermost()
+        if loop is not None:
+            last = loop.batches[-1]
+            if None in (rows, last.rows) or rows == last.rows:
+                # Equal rows tell batches that count differently apart on some rank, unless rows are repeated there.
+                others = [each for each in loop.kinds.values() if rows is None or each.rows in (rows, None)]
+                return [last, *(each for each in others if each.counts != last.counts)] if loop.has_gap else [last]
+            return [None, *loop.kinds.values()]
+        ended = next((each for each in reversed(self._loops) if each.batches and each.is_trained), None)
+        if ended is None:
+            return [None]
+        kinds = list(ended.kinds.values())
+        if rows is not None:
+            return [None, *(each for each in kinds if each.rows in (rows, None))]
+        if ended.num_used < ended.num_batches:
+            return [*kinds]
+        return [None, *kinds] if len(kinds) > 1 else [None]
+
+    def innermost(self) -> Loop | None:
+        """The open loop that delivered last; one of evaluation only if no other is open."""
+        found = [each for each in reversed(self._loops) if each.is_open and each.batches]
+        return next((each for each in found if each.is_trained), found[0] if found else None)
 
     def recent(self) -> list[Loop]:
         """The last few loops, open and ended; the loop that received the latest batch comes first."""
@@ -333,44 +322,18 @@ def name_batches(batches: Sequence[Batch], before: Batch | None = None) -> str:
     return f"{names} of its loop{order}{gap}{' left out' if gap else ''}"
 
 
-def check_counts(batches: Collection[Batch], by_part: bool = False) -> None:
-    """Check that all batches that may be meant count the same.
-
-    Args:
-        by_part: only the fraction n / N must be equal.
-
-    Raises:
-        ValueError: it is not known which of these batches is meant, and they count differently.
-    """
-    counts = {batch.counts for batch in batches}
-    parts = {samples / total if total else None for samples, total in counts}
-    if len(parts if by_part else counts) > 1:
-        if len({batch.loop for batch in batches}) > 1:
-            raise ValueError(
-                "the loss may be the mean over batches of several loaders, which count differently, and it is not "
-                "known which; call backward once for the loss of each, and name its batch, accelerator.backward(loss, "
-                "batch=batch)"
-            )
-        shown = " or ".join(sorted(f"{samples} of the {total} samples of all ranks" for samples, total in counts))
-        raise ValueError(
-            f"the loss may be the mean over {shown}: it comes from several batches, or from one of several that were "
-            "drawn ahead, and it is not known which; name the batch, accelerator.backward(loss, batch=batch) (by "
-            "hand: unisono.backward(loss, batch=batch)), or its samples, weight="
-        )
+def _are_unused(batches: list[Batch]) -> bool:
+    return any(not each.is_used for each in batches)
 
 
-def _are_waiting(batches: list[Batch]) -> bool:
-    return any(each.is_waiting for each in batches)
-
-
-def _oldest_waiting(batches: list[Batch]) -> Batch:
+def _oldest_unused(batches: list[Batch]) -> Batch:
     """The batch that is meant, of several in the same memory: the oldest that an open loop has drawn and not used."""
-    waiting = [each for each in batches if each.is_waiting]
-    waiting = [each for each in waiting if each.loop.is_trained] or waiting
-    if len(waiting) <= 1:
-        return waiting[0] if waiting else batches[-1]
-    loop = next((each.loop for each in reversed(waiting) if each.loop.is_open), waiting[-1].loop)
-    return next(each for each in waiting if each.loop is loop)
+    unused = [each for each in batches if not each.is_used]
+    unused = [each for each in unused if each.loop.is_trained] or unused
+    if len(unused) <= 1:
+        return unused[0] if unused else batches[-1]
+    loop = next((each.loop for each in reversed(unused) if each.loop.is_open), unused[-1].loop)
+    return next(each for each in unused if each.loop is loop)
 
 
 _clock = count(1)

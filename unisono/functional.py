@@ -38,13 +38,13 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-from torch._compile import _disable_dynamo
 
 from unisono.comm.operations import Call, check_reduction, check_root, check_scatter, check_tensor
+from unisono.parallel.claims import Crossings
 from unisono.parallel.collectives import check_samples, gather_samples
-from unisono.parallel.ledger import Crossings
 from unisono.protocols import Communicator
 from unisono.timeline import REDUCE
+from unisono.torch_private import disable_dynamo
 from unisono.tree import leaves
 from unisono.world import World, current_world
 
@@ -52,7 +52,7 @@ LinearOp = Literal["sum", "mean"]
 """The reductions that have the same gradient on each rank."""
 
 
-@_disable_dynamo
+@disable_dynamo
 def all_gather(x: torch.Tensor, dim: int = 0, world: World | None = None) -> torch.Tensor:
     """Concatenate the tensors of all ranks along `dim`, as `unisono.all_gather`; differentiable.
 
@@ -77,7 +77,7 @@ def all_gather(x: torch.Tensor, dim: int = 0, world: World | None = None) -> tor
     return _forward(_AllGather, call, world, rows).movedim(0, dim if x.ndim else 0)
 
 
-@_disable_dynamo
+@disable_dynamo
 def all_gather_samples(batch: Any, valid_samples: int | None = None, dim: int = 0, world: World | None = None) -> Any:
     """Gather the samples of all ranks, as `unisono.all_gather_samples`; differentiable.
 
@@ -104,7 +104,7 @@ def all_gather_samples(batch: Any, valid_samples: int | None = None, dim: int = 
     return gather_samples(batch, count, dim, gather, world)
 
 
-@_disable_dynamo
+@disable_dynamo
 def all_reduce(x: torch.Tensor, op: LinearOp = "sum", world: World | None = None) -> torch.Tensor:
     """Return the sum or mean over all ranks, a new tensor; differentiable.
 
@@ -123,7 +123,7 @@ def all_reduce(x: torch.Tensor, op: LinearOp = "sum", world: World | None = None
     return _forward(_AllReduce, Call.on("functional.all_reduce", x, op), world, x, op)
 
 
-@_disable_dynamo
+@disable_dynamo
 def reduce_scatter(x: torch.Tensor, op: LinearOp = "sum", world: World | None = None) -> torch.Tensor:
     """Return this rank's part along dim 0 of the sum or mean over all ranks; differentiable.
 
@@ -144,7 +144,7 @@ def reduce_scatter(x: torch.Tensor, op: LinearOp = "sum", world: World | None = 
     return _forward(_ReduceScatter, Call.on("functional.reduce_scatter", x, op), world, x, op)
 
 
-@_disable_dynamo
+@disable_dynamo
 def broadcast(x: torch.Tensor, root: int = 0, world: World | None = None) -> torch.Tensor:
     """Return a copy of the root's tensor; differentiable.
 

@@ -139,7 +139,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # it has no annotatio
             return _reduced_storage(obj)
         if path := _importable_path(obj):
             return pkgutil.resolve_name, (path,)
+        if isinstance(obj, CodeType):
+            _, values = self.dispatch_table[CodeType](obj)
+            return _code_from, (obj.co_filename, *values)
         return super().reducer_override(obj)
+
+
+def _code_from(file: str, *values: Any) -> CodeType:
+    """Rebuild a code object with its file, which tracebacks show and cloudpickle, from 3.1.3 on, does not send."""
+    return CodeType(*values).replace(co_filename=file)
 
 
 class _ByName(_Pickler):
@@ -229,9 +237,10 @@ def _importable_path(obj: Any) -> str | None:
 
     cloudpickle handles plain modules; `torch.backends.cudnn` and others are instances of subclasses of `ModuleType`.
     """
+    torch = sys.modules.get("torch")
     if isinstance(obj, ModuleType) and type(obj) is not ModuleType:
         path = obj.__name__
-    elif type(obj).__module__ == "torch._ops":  # an operator, whose `str` is `aten.add`, for example
+    elif torch is not None and type(obj).__module__ == type(torch.ops).__module__:  # its `str` is `aten.add`, or so
         path = f"torch.ops.{obj}"
     else:
         return None
@@ -260,17 +269,13 @@ def _is_storage(obj: Any) -> bool:
 
 def _reduced_storage(storage: Any) -> Any:
     """Reduce a storage to its buffer. Tensors that share a storage still do when they are unpickled."""
-    if hasattr(storage, "_untyped_storage"):
-        return _typed_storage, (storage._untyped_storage, storage.dtype)
+    from unisono.torch_private import UNTYPED_STORAGE, typed_storage
+
+    if hasattr(storage, UNTYPED_STORAGE):
+        return typed_storage, (getattr(storage, UNTYPED_STORAGE), storage.dtype)
     storage = storage.cpu()  # the same object if it is in main memory
     # An empty storage has no address to take a buffer from.
     return _storage_over, (pickle.PickleBuffer(block_of(storage) if storage.nbytes() else bytearray()),)
-
-
-def _typed_storage(untyped: Any, dtype: Any) -> Any:
-    import torch
-
-    return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
 
 
 def _storage_over(buffer: Any) -> Any:
@@ -287,8 +292,10 @@ def _storage_over(buffer: Any) -> Any:
 
 def _reduce_tensor(tensor: Any) -> Any:
     """Reduce a tensor as torch does; to its copy in main memory alone, if torch would send the device with it."""
+    from unisono.torch_private import REBUILD_FROM_CPU
+
     rebuild, args, *rest = tensor.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
-    if rebuild.__name__ == "_rebuild_device_tensor_from_cpu_tensor":
+    if rebuild.__name__ == REBUILD_FROM_CPU:
         return args[0].requires_grad_(tensor.requires_grad).__reduce_ex__(pickle.DEFAULT_PROTOCOL)
     return (rebuild, args, *rest)
 

@@ -28,6 +28,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
+from unisono.torch_private import APPLY
 from unisono.tree import tree_map
 
 T = TypeVar("T")
@@ -172,14 +173,14 @@ def _lags(state: _Part, source: frozenset[torch.dtype]) -> bool:
 
 def _convert_module(module: nn.Module, source: frozenset[torch.dtype], target: torch.dtype) -> None:
     own = [part.tensor for part in _module_parts(module, "")]
-    # `_apply` also calls the function for gradients. Reading `.grad` warns unless the tensor is a leaf.
+    # This also calls the function for gradients. Reading `.grad` warns unless the tensor is a leaf.
     gradients = [each.grad for each in own if each.is_leaf and each.grad is not None]
     changing = {id(each) for each in [*own, *gradients]}
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(target) if id(tensor) in changing and tensor.dtype in source else tensor
 
-    module._apply(convert)
+    getattr(module, APPLY)(convert)
 
 
 def _convert_state(optimizer: torch.optim.Optimizer, changing: set[int], target: torch.dtype) -> None:

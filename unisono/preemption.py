@@ -32,8 +32,7 @@ from types import FrameType
 from typing import Any
 
 from unisono.errors import UnisonoError
-
-_LOADER_WORKER = "torch.utils.data._utils.worker"  # the module of the function that a loader worker of torch runs
+from unisono.torch_private import LOADER_WORKER_MODULE
 
 _is_requested = False
 _is_agreed = False
@@ -172,8 +171,9 @@ def _begin_child() -> None:
 
 def _is_loader_worker(forking: FrameType) -> bool:
     """Whether the frame that has called `os.fork` is multiprocessing's, starting a loader worker of torch."""
+    # The module is that of the function which such a worker runs.
     process = forking.f_locals.get("process_obj")
-    return getattr(getattr(process, "_target", None), "__module__", None) == _LOADER_WORKER
+    return getattr(getattr(process, "_target", None), "__module__", None) == LOADER_WORKER_MODULE
 
 
 def listen_to_parent() -> None:

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from traceback import walk_stack
 
+from unisono.torch_private import WRAPPING_FRAMES
+
 PACKAGE = f"{Path(__file__).parent}/"
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*$", re.MULTILINE)
 _FRAME = re.compile(r'^\s*File "(?P<file>.*)", line (?P<line>\d+),? in (?P<name>.+)$', re.MULTILINE)
 _TRACEBACK = "Traceback (most recent call last):"
-_WRAPPERS = ("wrapper", "wrapped", "inner", "decorate_context", "_call_impl", "_wrapped_call_impl")
+_WRAPPERS = ("wrapper", "wrapped", "inner", "decorate_context", *WRAPPING_FRAMES)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ from typing import Generic, TypeVar
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from unisono.torch_private import STORAGE_ADDRESS
+
 T = TypeVar("T")
 
 _SWEEP_FROM = 64  # entries, before the first search for expired storages
@@ -43,10 +45,10 @@ class StorageMap(Generic[T]):
             return None
         begin, end = stretch = _bytes_of(tensor)
         # A weak reference keeps the address occupied, so no other storage can be found at it.
-        held = self._held.get(storage._cdata)
+        held = self._held.get(getattr(storage, STORAGE_ADDRESS))
         if held is None:
             self._sweep()
-            held = self._held[storage._cdata] = (StorageWeakRef(storage), {})
+            held = self._held[getattr(storage, STORAGE_ADDRESS)] = (StorageWeakRef(storage), {})
         notes = held[1]
         before = notes.pop(stretch, None)
         if not notes:
@@ -64,7 +66,7 @@ class StorageMap(Generic[T]):
     def find(self, tensor: torch.Tensor) -> T | None:
         """The note for this tensor; else for one that contains it; else for one that overlaps it; else None."""
         storage = _storage(tensor)
-        held = self._held.get(storage._cdata) if storage is not None else None
+        held = self._held.get(getattr(storage, STORAGE_ADDRESS)) if storage is not None else None
         if held is None:
             return None
         begin, end = stretch = _bytes_of(tensor)

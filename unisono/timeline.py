@@ -106,14 +106,9 @@ class Track:
         finally:
             self._turn(self._phase, outer)
 
-    @contextmanager
-    def span(self, phase: str) -> Iterator[None]:
+    def span(self, phase: str) -> _Block:
         """Run the block in `phase`, then return to the phase before it; outside a loop, record only the block."""
-        before = self.switch(phase)
-        try:
-            yield
-        finally:
-            self.switch(before)
+        return _Block(self, phase)
 
     def count(self, name: str, amount: int = 1) -> None:
         """Add `amount` to a counter ("samples", "batches", "steps")."""
@@ -129,6 +124,21 @@ class Track:
         counts[_WAIT_SOURCE] += source
         counts[_WAIT_TRANSFER] += transfer
         counts[_WAIT_PEERS] += peers
+
+
+class _Block:
+    """A block that runs in a phase. Not a generator, which would cost a step of the loop four more calls."""
+
+    __slots__ = ("_before", "_phase", "_track")
+
+    def __init__(self, track: Track, phase: str) -> None:
+        self._track, self._phase = track, phase
+
+    def __enter__(self) -> None:
+        self._before = self._track.switch(self._phase)
+
+    def __exit__(self, *_: object) -> None:
+        self._track.switch(self._before)
 
 
 class DeviceTrack(Track):

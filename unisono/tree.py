@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from unisono.torch_private import sparse_indices, sparse_values
+
 _IN_PROGRESS = object()
 _PLAIN = (str, bytes, numbers.Number, type(None))  # leaves that hold no samples
 
@@ -293,7 +295,7 @@ def _leaf_nbytes(leaf: Any) -> int:
     if not isinstance(leaf, torch.Tensor):
         return int(leaf.nbytes) if is_array(leaf) else 0
     if leaf.layout is torch.sparse_coo:
-        return _leaf_nbytes(leaf._indices()) + _leaf_nbytes(leaf._values())
+        return _leaf_nbytes(sparse_indices(leaf)) + _leaf_nbytes(sparse_values(leaf))
     with contextlib.suppress(Exception):  # some rare layouts do not report it; measuring must not end a run
         return leaf.nbytes if leaf.layout is torch.strided else leaf.values().nbytes
     return 0

@@ -185,7 +185,7 @@ class Ends:
         monkeypatch.setattr(shutdown, "_END_S", 0.05)
         monkeypatch.setattr(signal, "alarm", self.alarms.append)
         monkeypatch.setattr(dist, "destroy_process_group", lambda: self._wait("destroy"))
-        monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: self._abort())
+        monkeypatch.setattr(shutdown, "abort_process_group", lambda: self._abort())
         self.abort_ends = True
 
     def _abort(self) -> None:

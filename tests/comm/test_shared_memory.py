@@ -23,6 +23,10 @@ from unisono.comm.shared_memory.blocks import slot_bytes
 from unisono.comm.threads import ThreadCommunicator
 from unisono.errors import BrokenWorldError, CollectiveMismatchError, WorkerDiedError
 
+# The same functions under the names that torch before 2.11 has for them.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 OPS = {
     "SUM": torch.add,
     "PRODUCT": torch.mul,
@@ -67,14 +71,14 @@ def test_every_collective_of_torch_gives_what_plain_code_gives(nprocs):
                 dist.all_gather(gathered, own)
                 assert all(map(torch.equal, gathered, everybodys))
                 together = own.new_empty(size * length)
-                dist.all_gather_into_tensor(together, own)
+                all_gather_single(together, own)
                 assert torch.equal(together, torch.cat(everybodys))
                 parts = [drawn(100 * index + each, length, dtype) for each in range(size)]
                 expected = reduce(torch.add, [drawn(100 * each + index, length, dtype) for each in range(size)])
                 output = torch.empty_like(own)
                 dist.reduce_scatter(output, parts)
                 assert torch.equal(output, expected)
-                dist.reduce_scatter_tensor(output.zero_(), torch.cat(parts))
+                reduce_scatter_single(output.zero_(), torch.cat(parts))
                 assert torch.equal(output, expected)
                 for root in range(size):
                     tensor = own.clone()
@@ -86,6 +90,9 @@ def test_every_collective_of_torch_gives_what_plain_code_gives(nprocs):
                     at_root = [torch.empty_like(own) for _ in range(size)] if index == root else None
                     dist.gather(own, at_root, root)
                     assert at_root is None or all(map(torch.equal, at_root, everybodys))
+                    if hasattr(dist, "gather_single"):
+                        dist.gather_single(own, together.zero_() if index == root else None, root)
+                        assert index != root or torch.equal(together, torch.cat(everybodys))
                     dist.scatter(output, everybodys if index == root else None, root)
                     assert torch.equal(output, own)
         return dist.get_backend()

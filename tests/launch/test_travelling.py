@@ -13,6 +13,7 @@ from torch.backends import cudnn
 from unisono.errors import UnpicklableError
 from unisono.launch.spawn import spawn
 from unisono.launch.unpicklable import describe_unpicklable
+from unisono.pickling import codes_in
 
 ATEN = torch.ops.aten
 ADD, ADD_TENSOR = torch.ops.aten.add, torch.ops.aten.add.Tensor
@@ -162,3 +163,18 @@ print("done")
 def test_the_lines_of_a_cell_are_in_the_traceback_of_a_worker(tmp_path):
     with Script(CELL, tmp_path) as script:
         assert script.end() == (0, "done\n", "")
+
+
+def test_all_code_that_is_sent_keeps_its_file():
+    def files(function):
+        return {code.co_filename for code in codes_in(function.__code__)}
+
+    def work(index):
+        class Box:
+            def open(self):
+                return [each + 1 for each in (lambda: (index,))()]
+
+        return files(work), files(Box.open), Box, lambda: lambda: index
+
+    for of_work, of_method, box, function in spawn(work, nprocs=2):
+        assert of_work == of_method == files(box.open) == files(function) == {__file__}

@@ -119,7 +119,8 @@ def test_a_lock_of_torchs_that_is_always_held_is_told_of(monkeypatch):
 def test_a_worker_that_is_stuck_is_forked_again(monkeypatch):
     stdout = Sticky(times=2)
     monkeypatch.setattr(sys, "stdout", stdout)
-    monkeypatch.setattr(forked_workers, "_PATIENCE_S", (0.1, 0.1, 60.0))
+    # Longer and longer: on a loaded machine a worker is late, and is ended before it is stuck.
+    monkeypatch.setattr(forked_workers, "_PATIENCE_S", [0.1 * 2**attempt for attempt in range(10)])
     assert sorted(one_pass()) == list(range(COUNT))
     assert int(stdout.forked) >= 4
 

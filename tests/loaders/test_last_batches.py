@@ -86,4 +86,4 @@ def test_a_delivered_batch_asks_its_loop_whether_it_is_the_last_and_does_not_kee
     [batch] = current_world().state.deliveries.find(next(iterator))
     assert (batch.is_last(), batch.loop.is_open) == (False, True)
     del iterator
-    assert (batch.is_last(), batch.loop.is_open) == (True, False)
+    assert (batch.is_last(), batch.loop.is_open) == (False, False)

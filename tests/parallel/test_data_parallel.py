@@ -331,7 +331,7 @@ def test_an_evaluation_under_no_grad_around_the_call_is_no_part_of_a_step():
 
     with torch.no_grad():
         assert replicas(count, [torch.ones(2, 3)] * 4) == [2, 2]
-    assert [world.state.deliveries.candidates() for world in worlds] == [[], []]
+    assert [world.state.deliveries.innermost() for world in worlds] == [None, None]
 
 
 # Without a loader.

@@ -30,6 +30,7 @@ from unisono.backends import check_index
 from unisono.backends.eager import EagerBackend
 from unisono.backends.movement import send
 from unisono.protocols import DeviceClock
+from unisono.torch_private import sparse_indices, sparse_values
 from unisono.tree import leaves, nbytes, tree_map
 
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
@@ -188,7 +189,7 @@ def _dense_parts(leaf: Any) -> list[torch.Tensor]:
     if not isinstance(leaf, torch.Tensor):
         return []
     if leaf.layout is torch.sparse_coo:
-        return [leaf._indices(), leaf._values()]
+        return [sparse_indices(leaf), sparse_values(leaf)]
     if leaf.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [leaf.crow_indices(), leaf.col_indices(), leaf.values()]
     if leaf.layout in (torch.sparse_csc, torch.sparse_bsc):

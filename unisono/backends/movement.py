@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from unisono.torch_private import FORWARD_PRE_HOOKS
 from unisono.tree import leaves
 
 
@@ -43,7 +44,7 @@ def move_module(module: torch.nn.Module, device: torch.device) -> torch.nn.Modul
             ties.setdefault(id(tensor), []).append(name)
     module.to(device)
     is_script = isinstance(module, torch.jit.ScriptModule)  # these do not support such hooks
-    if device.type == "xla" and not is_script and _refuse_foreign not in module._forward_pre_hooks.values():
+    if device.type == "xla" and not is_script and _refuse_foreign not in getattr(module, FORWARD_PRE_HOOKS).values():
         module.register_forward_pre_hook(_refuse_foreign, with_kwargs=True)
     for first, *others in ties.values():
         for name in others:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from unisono.protocols import Backend
+from unisono.torch_private import INITIALIZATION_LOCK
 
 
 def seed_device(backend: Backend, device: torch.device, seed: int) -> None:
@@ -72,6 +73,6 @@ def _seed_in(state: torch.Tensor, device: torch.device) -> int:
 def seeding_locks() -> Iterator[Any]:
     """The locks that `torch.manual_seed` acquires: it also seeds accelerators, immediately or when they start."""
     for family in (torch.cuda, getattr(torch, "xpu", None)):
-        lock = getattr(family, "_initialization_lock", None)
+        lock = getattr(family, INITIALIZATION_LOCK, None)
         if lock is not None:
             yield lock

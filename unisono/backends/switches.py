@@ -16,9 +16,18 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-import torch._tensor_str
 import torch.multiprocessing
 import torch.utils.deterministic
+
+from unisono.torch_private import (
+    DYNAMO_CONFIG_MODULE,
+    FUNCTORCH_CONFIG_MODULE,
+    INDUCTOR_CONFIG_MODULE,
+    get_fp32_precision,
+    get_settings,
+    print_options,
+    set_fp32_precision,
+)
 
 Switch = tuple[Callable[[], Any], Callable[[Any], object]]
 """A getter, and a setter for the value that the getter returned."""
@@ -28,7 +37,7 @@ _FP32_PLACES = [  # in this order: setting a wider one sets the narrower ones
     ("generic", "all"),
     *((family, operation) for family in ("cuda", "mkldnn") for operation in ("all", "matmul", "conv", "rnn")),
 ]
-_COMPILER = ("torch._dynamo.config", "torch._inductor.config", "torch._functorch.config")
+_COMPILER = (DYNAMO_CONFIG_MODULE, INDUCTOR_CONFIG_MODULE, FUNCTORCH_CONFIG_MODULE)
 _DENORMAL = 1e-310
 _modes = ExitStack()  # entered, and never left
 
@@ -51,12 +60,12 @@ def _set_deterministic_algorithms(value: tuple[bool, bool]) -> None:
 
 
 def _fp32_precision() -> list[str]:
-    return [torch._C._get_fp32_precision_getter(*place) for place in _FP32_PLACES]
+    return [get_fp32_precision(*place) for place in _FP32_PLACES]
 
 
 def _set_fp32_precision(values: list[str]) -> None:
     for place, value in zip(_FP32_PLACES, values, strict=True):
-        torch._C._set_fp32_precision_setter(*place, value)
+        set_fp32_precision(*place, value)
 
 
 def _anomaly_detection() -> tuple[bool, bool]:
@@ -92,19 +101,19 @@ def _flush_denormal() -> bool:
 
 
 def _print_options() -> dict[str, Any]:
-    return asdict(torch._tensor_str.PRINT_OPTS)
+    return asdict(print_options)
 
 
 def _set_print_options(options: dict[str, Any]) -> None:
     for name, value in options.items():
-        setattr(torch._tensor_str.PRINT_OPTS, name, value)
+        setattr(print_options, name, value)
 
 
 def _compiler() -> dict[str, dict[str, Any]]:
     """The changed settings of torch.compile, if it is imported."""
     found = {}
     for name in _COMPILER:
-        if name in sys.modules and (changed := sys.modules[name]._get_dict(skip_default=True)):
+        if name in sys.modules and (changed := get_settings(sys.modules[name], skip_default=True)):
             found[name] = changed
     return found
 
@@ -165,7 +174,7 @@ SWITCHES: dict[str, Switch] = {
     "torch.backends.opt_einsum.strategy": _attribute("backends.opt_einsum", "strategy"),
     "torch.backends.quantized.engine": _attribute("backends.quantized", "engine"),
     "torch.set_flush_denormal": (_flush_denormal, torch.set_flush_denormal),
-    "torch.set_grad_enabled": (torch.is_grad_enabled, torch._C._set_grad_enabled),
+    "torch.set_grad_enabled": (torch.is_grad_enabled, torch.set_grad_enabled),
     "torch.inference_mode": (torch.is_inference_mode_enabled, _set_inference_mode),
     "torch.autocast": (_autocast, _set_autocast),
     "torch.autograd.set_detect_anomaly": (_anomaly_detection, _set_anomaly_detection),
@@ -175,6 +184,6 @@ SWITCHES: dict[str, Switch] = {
         torch.multiprocessing.get_sharing_strategy,
         torch.multiprocessing.set_sharing_strategy,
     ),
-    "torch._dynamo.config": (_compiler, _set_compiler),
+    DYNAMO_CONFIG_MODULE: (_compiler, _set_compiler),
 }
 """By the name under which a program sets it; those of torch.compile are listed under the first of their modules."""

@@ -36,6 +36,7 @@ from unisono.backends.recompilation import RecompilationWatch
 from unisono.errors import UnisonoError
 from unisono.protocols import Feature, Transport
 from unisono.randomness import seed_of
+from unisono.torch_private import all_schemas
 from unisono.tree import leaves, tree_map
 
 _CPU, _TPU = "CPU", "TPU"  # values of PJRT_DEVICE
@@ -345,7 +346,7 @@ def _guard_process_groups() -> torch.library.Library:
     """Make process groups refuse XLA tensors, once: gloo would silently reduce a copy. Active as long as its result
     exists."""
     guard = torch.library.Library("c10d", "IMPL")
-    for schema in torch._C._jit_get_all_schemas():
+    for schema in all_schemas():
         if schema.name.startswith("c10d::"):
             name = schema.name.removeprefix("c10d::")
             guard.impl(name, partial(_refuse_group, name.strip("_")), "XLA")

@@ -2,7 +2,7 @@
 claims.
 
 Rank r holds the sum over its microbatches of part * scale * gradient, where the part includes the number of ranks R as
-a factor (`parallel/ledger.py`), and the reduction divides by R. So what R ranks held is, on S ranks, their sum times S
+a factor (docs/exactness.md), and the reduction divides by R. So what R ranks held is, on S ranks, their sum times S
 / R; rank zero gets it. On R ranks each gets its own, bit for bit.
 
 *Threads:* the rank's own.
@@ -10,6 +10,7 @@ a factor (`parallel/ledger.py`), and the reduction divides by R. So what R ranks
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,9 +18,9 @@ import torch
 
 from unisono.deliveries import Batch, Loop
 from unisono.errors import CheckpointError
-from unisono.parallel.ledger import Claim, Ledger, Step
-from unisono.parallel.microbatches import Microbatches
-from unisono.parallel.strategies.engine import Begun, Engine
+from unisono.parallel.claims import Claim
+from unisono.parallel.steps import TAKEN, Step, Steps, Visit
+from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.sharded import is_distributed
 from unisono.parallel.strategies.states import broadcast_entries, plain_name
 from unisono.world import World
@@ -28,25 +29,25 @@ Held = dict[str, torch.Tensor]
 """Gradients by "<position of the model>/<name of the parameter>"."""
 
 
-def claims_of(ledger: Ledger, engines: Sequence[Engine]) -> dict[str, Any] | None:
+def claims_of(steps: Steps, engines: Sequence[Engine]) -> dict[str, Any] | None:
     """The microbatches of the unfinished step; None between steps.
 
     Raises:
         CheckpointError: its gradients are reduced, but no optimizer has stepped on them.
     """
-    step = ledger.step
-    if not step.is_open or not ledger.count:
+    step = steps.step
+    if step.state == TAKEN or not step.visits:
         return None
-    if any(each.is_reduced for each in engines) or step.is_full:
+    if any(each.is_reduced for each in engines):
         raise CheckpointError(
             "save_state was called between the last backward() of a step and optimizer.step(): gradients that are "
             "reduced are not saved; call it after optimizer.step(), or after one of the step's earlier microbatches"
         )
     claims = [
-        [each.samples, each.total, each.is_given, None if each.batch is None else each.batch.dealt]
-        for each in step.claims.values()
+        [*each.claim[:3], None if each.batch is None else each.batch.dealt, each.microbatch, steps.loop_number(each)]
+        for each in step.visits
     ]
-    return {"number": step.number, "claims": claims, "is_sum": ledger.is_sum}
+    return {"number": step.number, "claims": claims, "is_sum": steps.is_sum}
 
 
 def held_gradients(engines: Sequence[Engine]) -> Held:
@@ -62,9 +63,8 @@ def held_gradients(engines: Sequence[Engine]) -> Held:
 def resume_step(
     saved: Sequence[Mapping[str, Any]],
     held: Sequence[Mapping[str, torch.Tensor]] | None,
-    microbatches: Microbatches,
+    steps: Steps,
     engines: Sequence[Engine],
-    world: World,
 ) -> None:
     """Continue in the middle of the step that was saved. A collective.
 
@@ -72,19 +72,17 @@ def resume_step(
         saved: what `claims_of` returned on each rank that has saved.
         held: their gradients, on rank zero; None on the others.
     """
-    own = _shared_out(saved, held, world)
+    own = _part_of_gradients(saved, held, steps.world)
     for place, engine in enumerate(engines):
         for name, each in engine.named_leaves().items():
             gradient = own.get(f"{place}/{plain_name(engine.module, name)}")
             each.grad = None if gradient is None else gradient.to(each.device)
-    ledger = microbatches.ledger
-    ledger.step = _step(saved, world, ledger.is_sum)
-    microbatches.num_asked = 1
+    steps.resume(_step(saved, steps.world))
     for engine in engines:
-        engine.take_up(Begun(ledger.step, ledger.count, 0))
+        engine.resume()
 
 
-def _shared_out(
+def _part_of_gradients(
     saved: Sequence[Any], held: Sequence[Mapping[str, torch.Tensor]] | None, world: World
 ) -> dict[str, torch.Tensor]:
     """This rank's part of the gradients."""
@@ -103,15 +101,16 @@ def _shared_out(
     return {name: sum(each[name] for each in held if name in each) * factor for name in names}  # type: ignore[misc]
 
 
-def _step(saved: Sequence[Mapping[str, Any]], world: World, is_sum: bool) -> Step:
+def _step(saved: Sequence[Mapping[str, Any]], world: World) -> Step:
     """The saved step, with claims for the current number of ranks."""
-    loop, is_same = Loop(), len(saved) == world.world_size
+    loops: defaultdict[int, Loop] = defaultdict(Loop)
+    is_same = len(saved) == world.world_size
     step = Step(saved[0]["number"])
-    for place, (_, total, is_given, dealt) in enumerate(saved[0]["claims"]):
+    for place, (_, total, is_given, dealt, microbatch, loop) in enumerate(saved[0]["claims"]):
         # On another number of ranks rank zero holds all gradients, so it claims all samples.
         samples = saved[world.rank]["claims"][place][0] if is_same else total * (world.rank == 0)
         if dealt is None and not is_given and not is_same:  # not from a loader: each rank's counted as one
             samples, total = 1, world.world_size
-        batch = None if dealt is None else Batch(loop, int(samples), int(total), 0, dealt=dealt)
-        step.claims[object()] = Claim(samples, total, batch, is_given)
+        batch = None if dealt is None else Batch(loops[loop], int(samples), int(total), 0, dealt=dealt)
+        step.visits.append(Visit(object(), batch, Claim(samples, total, is_given), 0, microbatch))
     return step

@@ -18,10 +18,10 @@ from unisono.checkpoint.remote import Location, location
 from unisono.checkpoint.remote import numbered_in as numbered_at
 from unisono.checkpoint.saver import Extra, Loaded, Saver
 from unisono.errors import CheckpointError
-from unisono.parallel.microbatches import Microbatches
 from unisono.parallel.prepared.prepared_objects import PreparedObjects
 from unisono.parallel.prepared.scaler import LossScaler
 from unisono.parallel.prepared.schedule_units import Taken
+from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.engine import Engine
 
 _FOLDER = "checkpoints"
@@ -32,7 +32,7 @@ class PreparedStates:
 
     Args:
         prepared: what the Accelerator has prepared.
-        microbatches: those of its steps.
+        steps: its steps.
         scaler: that of its loss.
         project_dir: None uses "runs" in the working directory.
         total_limit: the number of numbered checkpoints to keep; None keeps all.
@@ -41,16 +41,16 @@ class PreparedStates:
     def __init__(
         self,
         prepared: PreparedObjects,
-        microbatches: Microbatches,
+        steps: Steps,
         scaler: LossScaler | None,
         project_dir: str | os.PathLike[str] | None,
         total_limit: int | None,
     ) -> None:
         check_count(total_limit, "total_limit")
-        self._prepared, self._microbatches, self._scaler = prepared, microbatches, scaler
+        self._prepared, self._steps, self._scaler = prepared, steps, scaler
         self._root, self._limit = location(project_dir or "runs") / _FOLDER, total_limit
         self._registered: list[Any] = []
-        self._saver = Saver(microbatches.world)
+        self._saver = Saver(steps.world)
 
     def register(self, objects: Sequence[Any]) -> None:
         """See `Accelerator.register_for_checkpointing`."""
@@ -64,7 +64,7 @@ class PreparedStates:
         place = self._next_place if directory is None else Place(location(directory))
         if is_async:
             self._poll_in_steps()
-        claims = claims_of(self._microbatches.ledger, self._engines())
+        claims = claims_of(self._steps, self._engines())
         taken = [list(each.taken) for each in self._prepared.steppers()]
         held = None if claims is None else held_gradients(self._engines())
         extra = Extra({"taken": taken, "claims": claims}, held)
@@ -81,14 +81,14 @@ class PreparedStates:
             stepper.taken = Taken(*taken)
         for scheduler in self._prepared.schedulers():
             scheduler.follow()
-        self._microbatches.restart()
+        self._steps.restart()
         for engine in self._engines():  # gradients of this run do not belong to a step of the loaded one
             for each in [*engine.trained(), *engine.leaves()]:
                 each.grad = None
             engine.forget()
         if facts[0]["claims"] is not None:
             claims = [each["claims"] for each in facts]
-            resume_step(claims, restored.held, self._microbatches, self._engines(), self._microbatches.world)
+            resume_step(claims, restored.held, self._steps, self._engines())
         return restored.loaded
 
     def close(self) -> None:

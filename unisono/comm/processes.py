@@ -53,6 +53,7 @@ from unisono.comm.shutdown import end_group
 from unisono.errors import BrokenWorldError, UnisonoError
 from unisono.outcome import Outcome
 from unisono.protocols import Backend, ReduceOp
+from unisono.torch_private import sequence_number
 
 R = TypeVar("R")
 
@@ -383,7 +384,7 @@ class ProcessCommunicator:
 def _sequence_number() -> int:
     """How many collectives the default process group has begun, from any caller."""
     with contextlib.suppress(Exception):  # the group is being destroyed, or its backend does not count
-        return int(dist.group.WORLD._get_sequence_number_for_group())  # type: ignore[union-attr]
+        return int(sequence_number(dist.group.WORLD))
     return 0
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -113,16 +112,23 @@ def seat_of(comm: Communicator) -> Communicator:
     return inner  # type: ignore[no-any-return]
 
 
-@contextmanager
-def translate_errors(comm: Communicator) -> Iterator[None]:
-    """Translate errors that torch's engines raise when they use the process group without the communicator."""
-    try:
-        yield
-    except RuntimeError as error:
-        told = translate_error(error, comm)
-        if told is error:
-            raise
-        raise told from told.__cause__
+class translate_errors:  # noqa: N801 - used as a function
+    """In the block, translate errors that torch's engines raise when they use the process group without the
+    communicator. Not a generator: a step of the loop enters two of them."""
+
+    __slots__ = ("_comm",)
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if isinstance(error, RuntimeError):
+            told = translate_error(error, self._comm)
+            if told is not error:
+                raise told from told.__cause__
 
 
 def translate_error(error: BaseException, comm: Communicator) -> BaseException:

@@ -17,6 +17,8 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from unisono.torch_private import abort_process_group
+
 logger = logging.getLogger(__name__)
 
 _END_S = 10.0
@@ -49,8 +51,7 @@ def end_group(is_broken: bool, waits_for_device: bool) -> None:
     if not waits_for_device:
         dist.destroy_process_group()
         return
-    abort: Callable[[], None] = dist.distributed_c10d._abort_process_group
-    ends = [abort] if is_broken else [dist.destroy_process_group, abort]
+    ends = [abort_process_group] if is_broken else [dist.destroy_process_group, abort_process_group]
     if not any(_ends_in_time(end) for end in ends):
         logger.warning("the process group could not be shut down within %g s; this process ends without that", _END_S)
         if hasattr(signal, "alarm"):

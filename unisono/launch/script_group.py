@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from unisono.backends import NAMES
 from unisono.comm.shutdown import free_reducers_before_groups
+from unisono.torch_private import default_store
 
 _OURS = (None, "env://")  # without further arguments, the announced group is meant
 
@@ -33,7 +34,7 @@ def let_scripts_initialise() -> None:
     free_reducers_before_groups()
     # Weak: a reference would keep the group alive after the script has destroyed it.
     ours = weakref.ref(dist.group.WORLD)
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     backend = dist.get_backend_config()
     original = dist.init_process_group

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sized
 from functools import partial
@@ -84,7 +85,7 @@ class DeviceIterator:
         except BaseException as error:
             loop.end()
             track.count_wait(lane.last_stamps().divide(began, track.since), lane.is_direct)
-            self._deliveries.end(received)
+            self._deliveries.end(received, isinstance(error, EndOfChannel))
             self._loop = self._received = None
             if isinstance(error, EndOfChannel):
                 lane.progress.has_ended = True
@@ -118,6 +119,9 @@ class DeviceIterator:
                 try:
                     # Kept for the next `__next__`: the loop is still at the batch before it.
                     self._ahead = Outcome(value=self._receive())
+                except EndOfChannel as end:
+                    # Its traceback would keep this iterator until a garbage collection, and its loop open.
+                    self._ahead = Outcome.failure(end.with_traceback(None))
                 except Exception as error:
                     self._ahead = Outcome.failure(error)
         return isinstance(self._ahead.error, EndOfChannel)
@@ -143,8 +147,8 @@ class DeviceIterator:
         self._lane.cancel()
         self._abandon_loop()
 
-    def __del__(self) -> None:
-        if hasattr(self, "_lane"):
+    def __del__(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        if hasattr(self, "_lane") and not is_exiting():  # at the interpreter's exit, modules may be gone
             self._abandon_loop()
             self._lane.leave(id(self))
 

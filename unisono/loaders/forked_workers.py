@@ -32,19 +32,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.storage
 import torch.utils.data.graph_settings
 
 from unisono.backends.seeding import seeding_locks
 from unisono.errors import BusyError
 from unisono.loaders import fetcher
+from unisono.torch_private import WORKER_LOOP, share_memory_lock, share_memory_map
 
 # Seconds to wait for the report of each fork.
 _PATIENCE_S = (1.0, 2.0, 4.0, 8.0, 15.0)  # a slow machine may exceed the first ones, without harm
 _LOCK_S = 1.0  # for each lock
 _STACK_S = 2.0
 _SIGNAL = getattr(signal, "SIGRTMIN", 34) + 9  # used by no other component
-_LAST = "_worker_loop"
 _OURS = f"{Path(__file__).parent}/"
 
 _Process: Any = getattr(context, "ForkProcess", object)  # Windows has none
@@ -86,8 +85,8 @@ class Worker(_Process):  # type: ignore[misc]
 
     def run(self) -> None:
         """Acquire once each lock that is needed before the user's code runs, report, and begin."""
-        with torch.storage._share_memory_lock:
-            torch.storage._share_memory_map.clear()  # left by threads that do not exist here
+        with share_memory_lock:
+            share_memory_map.clear()  # left by threads that do not exist here
         # These acquire the generators' locks; the seeds do not matter, since torch seeds each worker again.
         torch.manual_seed(0)
         if (numpy := sys.modules.get("numpy")) is not None:
@@ -129,8 +128,8 @@ def stack_of(worker: Any) -> str:
         time.sleep(0.01)
         # Not by the file's offset, which the worker shares and may be writing at.
         text = os.pread(worker.stacks.fileno(), 1 << 20, 0).decode(errors="replace")
-        if _LAST in text:  # the loop that every loader worker is in
-            lines = text[: text.index(_LAST)].splitlines()[1:-1]
+        if WORKER_LOOP in text:  # the loop that every loader worker is in
+            lines = text[: text.index(WORKER_LOOP)].splitlines()[1:-1]
             return ", in (most recent call first):\n" + "\n".join(_without_ours(lines))
     return ""
 
@@ -190,7 +189,7 @@ def _locks() -> Iterator[Any]:
     if (numpy := sys.modules.get("numpy")) is not None:
         yield numpy.random.get_bit_generator().lock
     yield from seeding_locks()
-    yield torch.storage._share_memory_lock
+    yield share_memory_lock
 
 
 def _hold_locks() -> None:

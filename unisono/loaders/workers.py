@@ -19,8 +19,6 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, get_worker_info
-from torch.utils.data._utils import signal_handling
-from torch.utils.data._utils import worker as torch_worker
 
 try:
     import resource
@@ -34,6 +32,17 @@ from unisono.loaders.packing import Merged, Packed, can_surely_be_sent, has_many
 from unisono.loaders.shm import Room, explain, num_open_files, share, why_full
 from unisono.outcome import Outcome, chain_of
 from unisono.randomness import notice_who_asks
+from unisono.torch_private import (
+    AWAITED_INDEX,
+    LOADER_ITERATOR,
+    TASK_INFO,
+    TRY_GET_DATA,
+    WORKER_INFO,
+    WORKER_PIDS_SET,
+    WORKERS,
+    loader_worker,
+    remove_worker_pids,
+)
 from unisono.tree import leaves, tree_map
 
 _BUSY_S = 10.0  # the longest wait for another thread to finish with the persistent workers
@@ -82,7 +91,7 @@ class WorkerStart:
     def __call__(self, worker: int) -> None:
         info = get_worker_info()
         assert info is not None
-        torch_info = torch_worker.WorkerInfo(
+        torch_info = loader_worker.WorkerInfo(
             id=info.id, num_workers=info.num_workers, seed=info.seed, dataset=self._dataset
         )
         use_worker_info(torch_info)
@@ -93,7 +102,7 @@ class WorkerStart:
 
 def use_worker_info(info: Any) -> None:
     """Let `torch.utils.data.get_worker_info()` return `info` in this loader worker from now on."""
-    torch_worker._worker_info = info
+    setattr(loader_worker, WORKER_INFO, info)
 
 
 class WorkerPool:
@@ -168,9 +177,9 @@ class WorkerPool:
 
     def _forget_the_dead(self) -> None:
         """Start new persistent workers if one has died. Torch would notice it only after 5 s, and in every pass."""
-        iterator: Any = self._loader._iterator
-        if iterator is not None and not all(worker.is_alive() for worker in iterator._workers):
-            self._loader._iterator = None
+        iterator: Any = getattr(self._loader, LOADER_ITERATOR)
+        if iterator is not None and not all(worker.is_alive() for worker in getattr(iterator, WORKERS)):
+            setattr(self._loader, LOADER_ITERATOR, None)
 
 
 class _NextPass:
@@ -321,12 +330,12 @@ def _look_often(values: Any, wait: _Wait) -> None:
     Torch notices a death in a signal handler, which raises at whatever point the main thread is executing, or when
     nothing has arrived for 5 s.
     """
-    if values._worker_pids_set:
-        signal_handling._remove_worker_pids(id(values))  # type: ignore[attr-defined]
-        values._worker_pids_set = False
+    if getattr(values, WORKER_PIDS_SET):
+        remove_worker_pids(id(values))
+        setattr(values, WORKER_PIDS_SET, False)
     itself = weakref.ref(values)  # a strong reference would be a cycle
     # From the class: persistent workers keep one iterator, on which a later pass must not wrap this wrapper.
-    look = type(values)._try_get_data
+    look = getattr(type(values), TRY_GET_DATA)
 
     def try_get_data(timeout: float = _LOOK_S) -> Any:
         found = look(itself(), timeout)
@@ -334,16 +343,16 @@ def _look_often(values: Any, wait: _Wait) -> None:
             wait.look(itself())
         return found
 
-    values._try_get_data = try_get_data
+    setattr(values, TRY_GET_DATA, try_get_data)
 
 
 def where_stuck(values: Any, describe: Callable[[int], str]) -> str:
     """Describe in words the loader worker that is awaited: its sample and its stack."""
-    info = values._task_info.get(values._rcvd_idx)
+    info = getattr(values, TASK_INFO).get(getattr(values, AWAITED_INDEX))
     if info is None:
         return "persistent workers have not ended the previous pass"
     number = info[0]
-    worker = values._workers[number]
+    worker = getattr(values, WORKERS)[number]
     place = getattr(worker, "place", None)
     at = "" if place is None else f" is at {describe(place)}"
     return f"loader worker {number} (pid {worker.pid}){at}{stack_of(worker)}"
@@ -355,7 +364,7 @@ def _dead_worker(values: Any, within_s: float) -> Any:
     Its sockets close before the process ends, and until then, persistent workers would get the next pass as if it were
     alive.
     """
-    workers = getattr(values, "_workers", ())
+    workers = getattr(values, WORKERS, ())
     if within_s and not any(worker.exitcode for worker in workers):
         for sentinel in wait([worker.sentinel for worker in workers], within_s):
             next(worker for worker in workers if worker.sentinel == sentinel).join(within_s)

@@ -21,6 +21,7 @@ from unisono.errors import CollectiveMismatchError, ReplicasDifferError
 from unisono.parallel.parameter_names import in_brackets
 from unisono.parallel.sparse import remember_sparse
 from unisono.timeline import REDUCE
+from unisono.torch_private import foreach_copy_
 from unisono.world import World, current_world
 
 _MANY_WORDS = 4096  # of 8 bytes; with more than these, rows are summed first, which is cheaper than mixing every word
@@ -113,7 +114,7 @@ def broadcast_together(tensors: Sequence[torch.Tensor], world: World, root: int 
         flat = torch.cat([each.reshape(-1) for each in group])
         world.comm.broadcast(flat, root)
         parts = flat.split([each.numel() for each in group])
-        torch._foreach_copy_(group, [part.view_as(each) for each, part in zip(group, parts, strict=True)])
+        foreach_copy_(group, [part.view_as(each) for each, part in zip(group, parts, strict=True)])
 
 
 def first_difference(models: Sequence[nn.Module]) -> str | None:

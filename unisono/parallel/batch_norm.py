@@ -40,13 +40,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from unisono.comm.operations import HOST
 from unisono.protocols import Communicator
+from unisono.torch_private import CHECK_INPUT_DIM, BatchNorm, disable_dynamo
 from unisono.world import World
 
 
@@ -77,7 +76,7 @@ class _Statistics(NamedTuple):
     deviations: torch.Tensor
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNorm):
     """The mixin that `synchronize_batch_norm` adds to a BatchNorm; there is one class for each kind of BatchNorm.
 
     In evaluation, alone in its world, or after unpickling, the layer behaves as the original BatchNorm.
@@ -92,7 +91,7 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.training or self._seat is None or self._seat.comm.size == 1:
             return super().forward(input)
-        self._check_input_dim(input)
+        getattr(self, CHECK_INPUT_DIM)(input)
         return _normalize(self, self._seat, input)
 
 
@@ -133,7 +132,7 @@ def synchronize_batch_norm(module: nn.Module, world: World, weigh: Callable[[], 
     Raises:
         TypeError: a layer has not received its first batch (LazyBatchNorm), or is of a user-defined class.
     """
-    layers = {name: each for name, each in module.named_modules() if isinstance(each, _BatchNorm)}
+    layers = {name: each for name, each in module.named_modules() if isinstance(each, BatchNorm)}
     # All layers are checked before the first is changed.
     for name, layer in layers.items():
         _refuse_others(name, layer)
@@ -144,7 +143,7 @@ def synchronize_batch_norm(module: nn.Module, world: World, weigh: Callable[[], 
     return module
 
 
-def _refuse_others(name: str, layer: _BatchNorm) -> None:
+def _refuse_others(name: str, layer: BatchNorm) -> None:
     kind = type(layer)
     if kind in _SYNCHRONIZED or isinstance(layer, SyncBatchNorm):
         return
@@ -158,7 +157,7 @@ def _refuse_others(name: str, layer: _BatchNorm) -> None:
     )
 
 
-@_disable_dynamo
+@disable_dynamo
 def _normalize(layer: SyncBatchNorm, seat: _Seat, input: torch.Tensor) -> torch.Tensor:
     """The layer's output in training. Not traced by torch.compile, since it contains collectives."""
     share = float(seat.weigh())

@@ -35,6 +35,7 @@ import torch
 from torch import nn
 
 from unisono.comm.gate import compiling
+from unisono.torch_private import CALL, COMPILED_CALL, compile_session_context, set_lru_cache
 from unisono.world import World
 
 _BACKWARD_AT_ONCE = "force_non_lazy_backward_lowering"
@@ -71,9 +72,11 @@ def compile_module(module: nn.Module, world: World, **options: Any) -> nn.Module
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module={module!r} is of type {type(module).__name__}; pass a torch.nn.Module")
-    if isinstance(getattr(module, "_orig_mod", None), nn.Module):
+    from unisono.torch_private import ORIGINAL
+
+    if isinstance(original := getattr(module, ORIGINAL, None), nn.Module):
         raise TypeError(
-            f"module is the result of torch.compile for a {type(module._orig_mod).__name__}, and cannot be compiled "
+            f"module is the result of torch.compile for a {type(original).__name__}, and cannot be compiled "
             "again; pass the module itself"
         )
     _keep_order()
@@ -84,10 +87,9 @@ def compile_module(module: nn.Module, world: World, **options: Any) -> nn.Module
         compiled = torch.compile(_with_a_frame(module, family), **options)
     else:
         module.compile(**options)
-        assert module._compiled_call_impl is not None
-        compiled = module._compiled_call_impl
-    # `nn.Module.__call__` calls this attribute in place of `_call_impl`.
-    module._compiled_call_impl = _put_in_gate(module, compiled, family.known, world.device.type)
+        compiled = getattr(module, COMPILED_CALL)
+    # `nn.Module.__call__` calls this attribute if it is set.
+    setattr(module, COMPILED_CALL, _put_in_gate(module, compiled, family.known, world.device.type))
     return module
 
 
@@ -101,7 +103,7 @@ def _with_a_frame(module: nn.Module, family: _Family) -> Callable[..., Any]:
 
 def _frame(module: nn.Module) -> FunctionType:
     def call(*args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)
+        return getattr(module, CALL)(*args, **kwargs)
 
     return cast(FunctionType, call)
 
@@ -112,10 +114,8 @@ def _keep_order() -> None:
     A thread that searches for its graph while another thread moves that graph to the front misses it, and compiles it
     again; after some repetitions torch gives up and runs the model uncompiled.
     """
-    from torch._C._dynamo import eval_frame
-
-    if hasattr(eval_frame, "_set_lru_cache"):
-        eval_frame._set_lru_cache(False)
+    if set_lru_cache is not None:
+        set_lru_cache(False)
 
 
 def _is_open() -> bool:
@@ -123,9 +123,7 @@ def _is_open() -> bool:
 
     Torch 2.9 cannot: it treats such a call as a part of its trace, and raises; nor can it keep the order.
     """
-    from torch._C._dynamo import eval_frame
-
-    return hasattr(torch.compiler, "_compile_session_context") and hasattr(eval_frame, "_set_lru_cache")
+    return compile_session_context is not None and set_lru_cache is not None
 
 
 def _put_in_gate(
@@ -156,21 +154,21 @@ def _put_in_gate(
 
 def _first_call(compiled: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, bool]:
     """The result of the call, and whether anything was compiled meanwhile, for this model or another."""
-    from torch._dynamo.utils import counters
+    from unisono.torch_private import compile_counters
 
     # The counter belongs to the process, but others compile only inside the gate, which this thread holds.
-    before = counters["frames"]["total"]
+    before = compile_counters["frames"]["total"]
     with _backward_at_once():
         result = compiled(*args, **kwargs)
-    return result, counters["frames"]["total"] != before
+    return result, compile_counters["frames"]["total"] != before
 
 
 def _backward_at_once() -> AbstractContextManager[None]:
     """Make torch compile the backward graph with the forward one. For calls inside the gate."""
-    from torch._functorch import config
+    from unisono.torch_private import functorch_config
 
-    if hasattr(config, _BACKWARD_AT_ONCE):
-        patched: AbstractContextManager[None] = config.patch({_BACKWARD_AT_ONCE: True})
+    if hasattr(functorch_config, _BACKWARD_AT_ONCE):
+        patched: AbstractContextManager[None] = functorch_config.patch({_BACKWARD_AT_ONCE: True})
         return patched
     _ask_the_gate()
     return nullcontext()
@@ -179,7 +177,7 @@ def _backward_at_once() -> AbstractContextManager[None]:
 @cache
 def _ask_the_gate() -> None:
     """Do the same in torch 2.9, where this is not a setting but an argument of a function that each backend calls."""
-    from torch._functorch import aot_autograd
+    from unisono.torch_private import aot_autograd
 
     plain = aot_autograd.prepare_aot_module_simplified
 

@@ -1,10 +1,10 @@
 """Reducing gradients: every rank ends with the gradient of the mean loss over all samples of the global batch.
 
-Each rank multiplies its gradients by its factor (see `ledger.py`), and they are summed over the ranks, in flat buckets
-with one reduction each. The first bucket has one additional number per parameter: whether it has a gradient. So a
-parameter without a gradient on some ranks counts as zero there, and is never paired with another one. On accelerators
-that run asynchronously, these numbers are sent from main memory before the buckets: reading them from a bucket would
-wait for the whole backward pass.
+Each rank multiplies its gradients by the step's factor (`steps.py`), and they are summed over the ranks, in flat
+buckets with one reduction each. The first bucket has one additional number per parameter: whether it has a gradient.
+So a parameter without a gradient on some ranks counts as zero there, and is never paired with another one. On
+accelerators that run asynchronously, these numbers are sent from main memory before the buckets: reading them from a
+bucket would wait for the whole backward pass.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from unisono.comm.operations import HOST
 from unisono.parallel.parameter_names import name_of
 from unisono.parallel.sparse import is_known_as_sparse, is_sparse, reduce_sparse, refuse_unknown
+from unisono.torch_private import foreach_copy_, foreach_mul_, foreach_zero_
 from unisono.world import World
 
 logger = logging.getLogger(__name__)
@@ -87,9 +88,9 @@ def scale_gradients(parameters: Sequence[torch.Tensor], factor: float, in_place:
         elif each.grad is not None:
             each.grad = each.grad * factor if factor else torch.zeros_like(each.grad)
     if gradients and factor == 0:
-        torch._foreach_zero_(gradients)
+        foreach_zero_(gradients)
     elif gradients:
-        torch._foreach_mul_(gradients, factor)
+        foreach_mul_(gradients, factor)
 
 
 def scaled(factor: float, gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -184,4 +185,4 @@ def _unflatten(flat: torch.Tensor, bucket: list[torch.Tensor], present: set[int]
             # A view would keep the memory of the whole bucket as long as one of its gradients exists.
             parameter.grad = piece.clone()
     if held:
-        torch._foreach_copy_(held, new)
+        foreach_copy_(held, new)

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-_RESETS = ("reset_parameters", "_reset_parameters")  # the second one is used by torch's attention and transformers
+from unisono.torch_private import BUFFERS, PARAMETERS, RESET_PARAMETERS
+
+_RESETS = ("reset_parameters", RESET_PARAMETERS)  # the second one is used by torch's attention and transformers
 
 
 def is_on_meta(module: nn.Module) -> bool:
@@ -46,7 +48,7 @@ def fill(module: nn.Module, device: torch.device) -> list[torch.Tensor]:
     # A list, since the filled parts could not be found again: they have nothing on meta.
     parts = [part for part in _inner_first(module) if _of_own(part)]
     for part in parts:
-        for held in (part._parameters, part._buffers):
+        for held in (getattr(part, PARAMETERS), getattr(part, BUFFERS)):
             for name, tensor in held.items():
                 if tensor is None or not tensor.is_meta:
                     continue
@@ -54,7 +56,7 @@ def fill(module: nn.Module, device: torch.device) -> list[torch.Tensor]:
                     empty = torch.empty_like(tensor, device=device)
                     is_parameter = isinstance(tensor, nn.Parameter)
                     filled[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-                held[name] = filled[tensor]  # type: ignore[assignment]
+                held[name] = filled[tensor]
     for part in parts:
         reset = next(getattr(part, each) for each in _RESETS if hasattr(part, each))
         reset()
@@ -76,5 +78,5 @@ def _inner_first(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _of_own(part: nn.Module) -> list[str]:
-    held = {**part._parameters, **part._buffers}
+    held = {**getattr(part, PARAMETERS), **getattr(part, BUFFERS)}
     return [name for name, tensor in held.items() if tensor is not None and tensor.is_meta]

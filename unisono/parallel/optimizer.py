@@ -1,7 +1,7 @@
 """Training by hand, without an Accelerator: `backward` weights a loss, `optimizer_step` reduces and steps.
 
-The forward pass of a plain module is not observed, so a loss is attributed to the oldest batch without one. If it may
-belong to another batch (batches were drawn ahead) and that makes a difference, it is an error.
+The forward pass of a plain module is not observed, so a loss is attributed to the batch that the innermost loop
+delivered last. If it may belong to another one (one before was not used) that counts differently, it is an error.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from unisono.deliveries import Batch, check_counts, name_batches
+from unisono.deliveries import Batch, name_batches
 from unisono.parallel.agreement import check_agreement
+from unisono.parallel.backward import Passes
+from unisono.parallel.claims import Claim, Crossings, claim_of, refuse_crossed
 from unisono.parallel.gradients import reduce_gradients, scaled
-from unisono.parallel.ledger import Claim, Crossings, Ledger, claim_of, describe_rates, refuse_crossed
+from unisono.parallel.learning_rates import describe_rates
 from unisono.parallel.parameter_names import trained_parameters
-from unisono.parallel.passes import Passes
+from unisono.parallel.steps import Steps
 from unisono.timeline import REDUCE, STEP
 from unisono.world import World, current_world
 
@@ -41,7 +43,7 @@ class ByHand:
     Attributes:
         agreed: the optimizers whose parameters have been compared with those of the other ranks.
         brings_batches: whether each rank loads its own batches, as PyTorch/XLA's scripts do by a DistributedSampler.
-        ledger: the claims that `backward` has entered since the last step.
+        steps: those that `backward` has counted for; None before its first call.
         trainers: the passes through prepared models.
         taken: for each optimizer, the last batch delivered when it stepped, as `Batch.at`; and the largest number of
             additional batches, beyond one, between two of its steps.
@@ -52,20 +54,20 @@ class ByHand:
         self.brings_batches = False
         # Weak: an Accelerator that the user has dropped must not claim the losses of its models.
         self.trainers: WeakSet[Passes] = WeakSet()
-        self.ledger: Ledger | None = None
+        self.steps: Steps | None = None
         self.taken: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
 
-    def ledger_of(self, world: World) -> Ledger:
-        if self.ledger is None:
-            self.ledger = Ledger(world.comm.size, math.inf)
-        return self.ledger
+    def steps_of(self, world: World) -> Steps:
+        if self.steps is None:
+            self.steps = Steps(world, math.inf, is_mean=True)
+        return self.steps
 
     def restart(self) -> None:
         """Start the rank's loop again; whatever an earlier one has left belongs to no step."""
-        self.ledger = None
+        self.steps = None
         self.taken.clear()
         for each in list(self.trainers):
-            each.microbatches.restart()
+            each.steps.restart()
 
 
 def backward(
@@ -86,14 +88,16 @@ def backward(
         weight: the number of terms in the mean, if these are not the samples: the number of unmasked tokens, for
             example. None uses the samples that the loader has delivered to this rank; without a loader of this package
             each microbatch counts the same. In a step, either all ranks pass weights or none does. Several losses of
-            one batch share one weight. Costs a small collective.
-        batch: tensors of the batch that the loss was computed from, as a loader of this package delivered them. None
-            uses the batch that was delivered last.
+            one batch share one weight. A batch that only repeats others, since the round has fewer samples than ranks,
+            weighs 0 in any case. Costs a small collective.
+        batch: tensors of the batch that the loss was computed from, as a loader of this package delivered them, or
+            views of them; `()` says that the data is no loader's. None uses the batch that was delivered last; after
+            a prepared model's forward pass, the one that its inputs came from.
 
     Raises:
-        ValueError: the weight is negative or not finite, or conflicts with those given before in this step; or several
-            batches were drawn, and it is unknown which one this is; or gradients came through `unisono.functional`, and
-            the ranks' weights differ.
+        ValueError: the weight is negative or not finite, or conflicts with those given before in this step; or `batch`
+            was delivered by no loader; or it is unknown of which of several batches the loss is, and they count
+            differently; or gradients came through `unisono.functional`, and the ranks' weights differ.
     """
     world = world or current_world()
     hand = world.state.part(ByHand)
@@ -105,18 +109,13 @@ def backward(
             each.backward(loss, weight, batch)
             return
     world.timeline.loop().loss = loss.detach()  # for the heartbeat; it must not keep the graph alive
-    deliveries, ledger = world.state.deliveries, hand.ledger_of(world)
-    candidates = deliveries.candidates() if batch is None else deliveries.named(batch)
-    if batch is None and weight is None:
-        check_counts(candidates)
-    found = candidates[0] if candidates else None
-    if found is not None:
-        deliveries.use(found)
-    claim = claim_of(found, weight, world)
-    # Batches from elsewhere cannot be distinguished, so each backward pass counts as a new microbatch.
-    ledger.enter(claim, found or object())
+    steps = hand.steps_of(world)
+    origin = steps.find(()) if batch is None else steps.name(batch)
+    claim = steps.claim(origin, weight)
+    # Data of no loader cannot be distinguished, so each backward pass on it counts as a new microbatch.
+    visit = steps.count(origin, claim, elsewhere=object())
     part, crossings = claim.part(world.comm.size), world.state.part(Crossings)
-    factor, before = part * ledger.scale(claim), crossings.number
+    factor, before = part * steps.scale(visit), crossings.number
     left_at = _leaves(loss) if factor != 1 or world.comm.size > 1 else []
     if world.comm.size > 1:
         # Before the pass: one that fails halfway has left gradients as well.
@@ -178,7 +177,8 @@ def optimizer_step(
             raise ValueError("a prepared optimizer's gradients are weighted already; pass backward(loss, weight=...)")
         return optimizer.step(**arguments)
     hand, track = world.state.part(ByHand), world.timeline.loop()
-    ledger = hand.ledger_of(world)
+    steps = hand.steps_of(world)
+    steps.request(optimizer)
     try:
         with track.span(REDUCE):
             check_once(optimizer, trained_parameters(optimizer), world)
@@ -187,7 +187,7 @@ def optimizer_step(
             else:
                 reduce_held(optimizer, world, weight)
                 # All ranks skip the step, or none does: the totals are equal on all of them.
-                if _is_counted(optimizer, hand) and ledger.is_empty:
+                if _is_counted(optimizer, hand) and steps.step.is_empty():
                     track.count("skipped steps")
                     return None
         with track.span(STEP):
@@ -198,7 +198,7 @@ def optimizer_step(
         track.count("steps")
         return result
     finally:  # a step that has failed is over, too
-        ledger.close(optimizer)
+        steps.close(optimizer)
         world.state.part(Crossings).is_held = False
 
 
@@ -223,8 +223,8 @@ def reduce_held(
             raise ValueError(
                 "backward() has weighted these gradients; give the weight to backward(loss, weight=...) alone"
             )
-        ledger = hand.ledger_of(world)
-        part, factor, place = ledger.part(), ledger.factor(), ledger.place()
+        steps = hand.steps_of(world)
+        part, factor, place = steps.fraction(), steps.factor(), steps.step.place()
     else:
         claim = _claim_of_all(batches, world) if weight is None else claim_of(None, weight, world)
         if world.state.part(Crossings).is_held:
@@ -241,7 +241,7 @@ def reduce_held(
 
 def _is_counted(optimizer: Optimizer, hand: ByHand) -> bool:
     """Whether the gradients that the optimizer is about to apply come from `backward`."""
-    return hand.ledger is not None and hand.ledger.count > 0 and optimizer not in hand.ledger.step.stepped
+    return hand.steps is not None and bool(hand.steps.step.visits) and optimizer not in hand.steps.step.stepped
 
 
 def _batches_to_step_on(optimizer: Optimizer, hand: ByHand, world: World) -> Sequence[Batch]:
@@ -251,11 +251,14 @@ def _batches_to_step_on(optimizer: Optimizer, hand: ByHand, world: World) -> Seq
     If several came between two steps, they were accumulated, or one was drawn ahead; from then on an earlier one is
     possible, too.
     """
-    known = world.state.deliveries.since(0)
+    loops = [each for each in world.state.deliveries.recent() if each.is_trained and each.batches]
+    is_open = any(each.is_open for each in loops)
+    loops = [each for each in loops if each.is_open] if is_open else loops[:1]
+    known = sorted((batch for each in loops for batch in each.batches), key=lambda batch: batch.at)
     at, ahead = hand.taken.get(optimizer, (0, 0))
     new = [each for each in known if each.at > at]
     hand.taken[optimizer] = new[-1].at if new else at, max(ahead, len(new) - 1)
-    if not known or (known[-1].is_spent and not known[-1].loop.is_open):
+    if not known or not (new or ahead or is_open):
         return []
     return known[-max(len(new) + ahead, 1) :]
 
@@ -267,7 +270,6 @@ def _claim_of_all(batches: Sequence[Batch], world: World) -> Claim:
         ValueError: the batches were split in different proportions.
     """
     for each in batches:
-        each.is_spent = True
         first = batches[0]
         # The parts n / N, cross-multiplied, which is exact for counts.
         if each.samples * (first.total or 0) != first.samples * (each.total or 0):
@@ -323,7 +325,7 @@ def _reducing(
     batches = _batches_to_step_on(optimizer, hand, world)
 
     def compute() -> Any:
-        hand.ledger_of(world).clear()
+        hand.steps_of(world).give_up()
         return closure()
 
     return reducing(compute, lambda: reduce_held(optimizer, world, weight, batches), world)

@@ -41,3 +41,12 @@ def name_of(parameter: torch.Tensor, parameters: Sequence[torch.Tensor]) -> str:
         return repr(name)
     place = next((place for place, each in enumerate(parameters) if each is parameter), None)
     return f"parameter {place} of shape {list(parameter.shape)}"
+
+
+def has_gradient(optimizer: Optimizer) -> bool:
+    """Whether some parameter of the optimizer has a gradient."""
+    for group in optimizer.param_groups:
+        for each in group["params"]:
+            if each.grad is not None:
+                return True
+    return False

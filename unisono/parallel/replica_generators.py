@@ -18,7 +18,7 @@ Invariants:
 1. An explicitly given generator is used. The default one counts as none, since some functions pass it by default.
    Within `randomness.seeded`, draws use the default generator.
 2. `torch.manual_seed` in a replica seeds only the replica's own generators.
-3. If torch lacks the internal names that this requires, all threads draw from the default generator, with a warning.
+3. If torch lacks the key, all threads draw from the default generator, with a warning.
 
 Not covered: Python's and numpy's generators; in a `TorchDispatchMode`, operators without a generator argument, such as
 `rand_like`.
@@ -40,6 +40,14 @@ import torch
 from unisono.backends.seeding import ask_before_seeding_all, seed_device
 from unisono.protocols import Backend
 from unisono.randomness import is_seeding
+from unisono.torch_private import (
+    GENERATOR_ADDRESS,
+    OpOverload,
+    all_schemas,
+    include_dispatch_key,
+    keys_after,
+    parse_dispatch_key,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +115,7 @@ class ReplicaGenerators:
 
 def _use(generator: torch.Generator | None) -> None:
     _of_thread.generator = generator
-    torch._C._dispatch_tls_set_dispatch_key_included(_KEY, generator is not None)
+    include_dispatch_key(_KEY, generator is not None)
 
 
 def _own() -> torch.Generator | None:
@@ -138,7 +146,7 @@ def _is_installed() -> bool:
     """Whether threads can have their own generators with this torch; determined once."""
     try:
         return bool(_install())
-    except Exception as error:
+    except RuntimeError as error:
         logger.warning(
             "replicas share torch's default generator, so what they draw depends on their order: this torch, %s, "
             "lacks what separate generators need (%s: %s)",
@@ -152,17 +160,17 @@ def _is_installed() -> bool:
 @cache
 def _install() -> list[torch.library.Library]:
     """Register the kernels, once per process; they exist as long as the returned libraries."""
-    below = torch._C._dispatch_keyset_full_after(torch._C._dispatch_key_parse(_KEY))
-    torch._C._dispatch_tls_set_dispatch_key_included(_KEY, False)
+    below = keys_after(parse_dispatch_key(_KEY))
+    include_dispatch_key(_KEY, False)
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(torch.library.fallthrough_kernel, _KEY)
     aten = torch.library.Library("aten", "IMPL")
-    for schema in torch._C._jit_get_all_schemas():
+    for schema in all_schemas():
         names = [argument.name for argument in schema.arguments]
         if schema.name.startswith("aten::") and "generator" in names:
             packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::"), None)
             overload = getattr(packet, schema.overload_name or "default", None)
-            if isinstance(overload, torch._ops.OpOverload):
+            if isinstance(overload, OpOverload):
                 aten.impl(overload, _kernel(overload, names.index("generator"), below), _KEY, with_keyset=True)
     _redirect()
     ask_before_seeding_all(_seeds_own)
@@ -176,10 +184,10 @@ def _redirect() -> None:
 
     By replacing the name in their code, not the object: operators receive that as well, and reject an `_Ambient`.
     """
-    torch.random._ambient_generator = _Ambient()  # type: ignore[attr-defined]
+    torch.random.unisono_generator = _Ambient()  # type: ignore[attr-defined]
     for each in list(vars(torch.random).values()):
         if isinstance(each, FunctionType) and "default_generator" in each.__code__.co_names:
-            names = ["_ambient_generator" if name == "default_generator" else name for name in each.__code__.co_names]
+            names = ["unisono_generator" if name == "default_generator" else name for name in each.__code__.co_names]
             each.__code__ = each.__code__.replace(co_names=tuple(names))
 
 
@@ -189,20 +197,21 @@ def _leave_first_calls_alone() -> None:
     By changing the default, for the whole process: a setting applies to one thread's context only, and a graph compiled
     by one replica is checked in the first call of the next.
     """
-    import torch._functorch.config as config
+    from unisono.torch_private import functorch_entries
 
-    entry = getattr(config, "_config", {}).get("check_custom_op_aliasing")
+    entry = functorch_entries.get("check_custom_op_aliasing")
     if entry is not None:
         entry.default = False
 
 
 def _kernel(overload: Any, place: int, below: Any) -> Callable[..., Any]:
     """The operator, with the thread's generator if it has one for the device and none was given."""
-    default: int = torch.default_generator._cdata  # type: ignore[attr-defined] # an operator is given another object for the same generator
+    # By address: an operator is given another object for the same generator.
+    default = getattr(torch.default_generator, GENERATOR_ADDRESS)
 
     def kernel(keys: Any, *args: Any, **named: Any) -> Any:
         given = args[place] if len(args) > place else named.get("generator")
-        own = _own() if given is None or given._cdata == default else None
+        own = _own() if given is None or getattr(given, GENERATOR_ADDRESS) == default else None
         # On an accelerator the device's own generator draws, to which `in_use` gives the replica's state.
         if own is not None and _device(args, named) == own.device:
             if len(args) > place:
@@ -222,4 +231,4 @@ def _device(args: Sequence[Any], named: dict[str, Any]) -> torch.device | None:
 def _forget() -> None:
     if getattr(_of_thread, "generator", None) is not None:
         _of_thread.generator = None
-        torch._C._dispatch_tls_set_dispatch_key_included(_KEY, False)
+        include_dispatch_key(_KEY, False)

@@ -12,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from unisono.comm.operations import HOST
 from unisono.parallel.parameter_names import name_of
+from unisono.torch_private import sparse_indices, sparse_nnz, sparse_values
 from unisono.world import World
 
 _known = WeakTensorKeyDictionary()
@@ -36,7 +37,7 @@ def is_sparse(tensor: torch.Tensor | None) -> bool:
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or the rows of a sparse one; repeated rows are separate unless it is coalesced."""
-    return tensor._values() if is_sparse(tensor) else tensor
+    return sparse_values(tensor) if is_sparse(tensor) else tensor
 
 
 def sparse_layers(module: nn.Module) -> list[str]:
@@ -63,7 +64,7 @@ def reduce_sparse(parameter: torch.Tensor, world: World, factor: float) -> None:
     if own is not None:
         own = own * factor if factor else torch.zeros_like(own)
         own = own.coalesce() if is_sparse(own) else own
-        count = own._nnz() if is_sparse(own) else _DENSE
+        count = sparse_nnz(own) if is_sparse(own) else _DENSE
     counts = [int(each) for each in world.comm.all_gather(torch.tensor([count], device=HOST))]
     # Every rank has all counts, so all take the same branch.
     if _DENSE in counts:
@@ -78,8 +79,8 @@ def reduce_sparse(parameter: torch.Tensor, world: World, factor: float) -> None:
                 check_invariants=False,
             )
         # Transposed, since `_gather` pads along dim 0.
-        rows = _gather(own._indices().t(), counts, world).t()
-        values = _gather(own._values(), counts, world)
+        rows = _gather(sparse_indices(own).t(), counts, world).t()
+        values = _gather(sparse_values(own), counts, world)
         # `coalesce` adds up the rows that several ranks have.
         parameter.grad = torch.sparse_coo_tensor(rows, values, parameter.shape, check_invariants=False).coalesce()
 

@@ -25,6 +25,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
 
 from unisono.backends.device import DeviceLike, torch_device
+from unisono.torch_private import STEP_WRAPPED, STORAGE_ADDRESS, make_subclass
 from unisono.tree import leaves
 
 T = TypeVar("T")
@@ -144,7 +145,7 @@ def _moving_state(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
 def _optimizer_attributes(optimizer: torch.optim.Optimizer, memo: _Memo) -> dict[str, Any]:
     """Copy an optimizer's attributes, without hooks. Its pickled state cannot be used: it lacks what LBFGS needs."""
     attributes = dict(vars(optimizer))
-    if hasattr(attributes.get("step"), "_wrapped_by_lr_sched"):
+    if hasattr(attributes.get("step"), STEP_WRAPPED):
         del attributes["step"]  # set by a scheduler; it steps the original
     return {
         key: OrderedDict() if key.endswith("_hooks") else copy.deepcopy(value, memo)
@@ -158,7 +159,7 @@ def _copy_tensors(tensors: list[torch.Tensor], device: torch.device, memo: _Memo
     with torch.no_grad():
         for tensor in tensors:
             is_plain = tensor.layout is torch.strided and not is_lazy(tensor) and type(tensor.data) is torch.Tensor
-            by_storage[tensor.untyped_storage()._cdata if is_plain else -id(tensor)].append(tensor)
+            by_storage[getattr(tensor.untyped_storage(), STORAGE_ADDRESS) if is_plain else -id(tensor)].append(tensor)
         for sharing in by_storage.values():
             if len(sharing) == 1:
                 memo[id(sharing[0])] = _like(sharing[0], _move_copy(sharing[0], device))
@@ -193,7 +194,7 @@ def _like(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, nn.Parameter):
         return data.requires_grad_(tensor.requires_grad and tensor.is_leaf)
     if type(tensor) is not nn.Parameter and issubclass(type(tensor), nn.Parameter):
-        return torch.Tensor._make_subclass(type(tensor), data, tensor.requires_grad)
+        return make_subclass(type(tensor), data, tensor.requires_grad)
     return nn.Parameter(data, tensor.requires_grad)
 
 

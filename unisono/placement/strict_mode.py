@@ -19,19 +19,20 @@ import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from unisono.errors import MixedPlacementError
+from unisono.torch_private import TENSOR_MODULE, foreach_copy_
 
 PRECISIONS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that count as precisions: integers, booleans and complex numbers mix with each of them."""
 
 # Operations whose purpose is to move or to convert, or that read only a shape or a dtype.
-_EXPLICIT = {"to", "copy_", "_foreach_copy_", "type_as", "new_tensor", "__set__", "grad", "backward"}
+_EXPLICIT = {"to", "copy_", foreach_copy_.__name__, "type_as", "new_tensor", "__set__", "grad", "backward"}
 _EXPLICIT |= {"expand_as", "view_as", "reshape_as", "is_same_size", "result_type", "can_cast"}
 _FULL_INSIDE = {"batch_norm", "instance_norm"}  # compute statistics in full precision for any input
 _TAKES_LENGTHS = {"lstm", "gru", "rnn_tanh", "rnn_relu", "ctc_loss", "tensor_split"}  # need integers in main memory
 
 # torch code that mixes deliberately: an optimizer's numbers, norms of parameters in several precisions, lengths.
 _KNOWING = ("torch.optim.", "torch.amp.", "torch.nn.utils.clip_grad", "torch.nn.utils.rnn", "torch.nn.modules.module")
-_BETWEEN = {__name__, "torch.overrides", "torch._tensor", "torch.functional", "torch.nn.functional"}
+_BETWEEN = {__name__, "torch.overrides", TENSOR_MODULE, "torch.functional", "torch.nn.functional"}
 
 
 @contextmanager

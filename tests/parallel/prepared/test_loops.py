@@ -500,7 +500,7 @@ def test_two_loaders_whose_tails_differ_cannot_share_the_steps_of_an_accumulatio
         for first, second in zip(loader, other, strict=True):
             accelerator.backward(mean_loss(network, first) + mean_loss(network, second))
 
-    with pytest.raises(ValueError, match="losses of two loaders, whose batches differ in size"):
+    with pytest.raises(ValueError, match="losses of one step are of several loaders, whose batches differ in size"):
         THREADS_2.run(body)
 
 

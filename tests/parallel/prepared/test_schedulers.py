@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
     StepLR,
 )
-from twin import loader_of, model, sgd
+from twin import Plain, State, assert_all_are, loader_of, mean_loss, model, sgd
 
 from unisono import Accelerator
 
@@ -294,22 +295,11 @@ def test_where_it_is_not_known_what_a_schedule_counts_the_error_names_the_length
         assert f"and {steps} optimizer steps on these ranks; pass Accelerator(schedule_unit=...)" in told
 
 
-def test_on_one_device_a_schedule_of_a_length_that_may_be_counted_in_two_ways_is_an_error_where_steps_accumulate():
-    with pytest.raises(ValueError, match=r"ends after 48 steps, .*16 batches .*\(8 steps of 2 microbatches\)"):
-        rates_in(lambda optimizer, loader: CosineAnnealingLR(optimizer, 3 * len(loader)), gradient_accumulation_steps=2)
-
-
-def test_on_one_device_a_schedule_built_from_the_prepared_length_counts_its_batches_where_steps_accumulate():
-    batches = 2 * BATCHES  # no multiple of the 6 steps of an epoch
-    found = rates_in(
-        lambda optimizer, loader: CosineAnnealingLR(optimizer, 2 * len(loader)),
-        "later",
-        epochs=2,
-        gradient_accumulation_steps=3,
-    )
-    plain = plain_rates(lambda optimizer: CosineAnnealingLR(optimizer, batches), batches)
-    ends = [epoch * BATCHES + end for epoch in range(2) for end in (3, 6, 9, 12, 15, 16)]
-    assert found == pytest.approx([plain[end] for end in ends], abs=1e-12)
+@pytest.mark.parametrize("length", [3 * BATCHES, 3 * BATCHES + 1, 2 * BATCHES // 3 * 3])
+def test_where_steps_accumulate_the_unit_of_a_schedule_is_asked_for(length):
+    """A length may be a multiple of another unit's by chance, as epochs * len(loader) + 1 is."""
+    with pytest.raises(ValueError, match=rf"ends after {length} steps, .*16 batches .*\(6 steps of 3 microbatches\)"):
+        rates_in(lambda optimizer, _: CosineAnnealingLR(optimizer, length), gradient_accumulation_steps=3)
 
 
 def test_a_schedule_that_was_taken_for_another_is_an_error_when_the_loop_goes_past_its_end():
@@ -381,3 +371,47 @@ def test_a_metric_that_differs_between_ranks_is_an_error_on_all_of_them(mode: Mo
 def test_an_unknown_unit_is_refused():
     with pytest.raises(ValueError, match="schedule_unit='epoch' does not exist; choose one of batch, device_step"):
         Accelerator(schedule_unit="epoch")
+
+
+class SharpnessAware(torch.optim.Optimizer):
+    """SAM in two steps, as it is published: the second one is a step of the optimizer within."""
+
+    def __init__(self, parameters: Any, **options: Any) -> None:
+        super().__init__(parameters, options)
+        self.base = torch.optim.SGD(self.param_groups, **options)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        for each in self.param_groups[0]["params"]:
+            self.state[each]["climbed"] = each.grad * 0.05
+            each.add_(self.state[each]["climbed"])
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for each in self.param_groups[0]["params"]:
+            each.sub_(self.state[each]["climbed"])
+        self.base.step()
+        self._opt_called = True  # or torch warns that no step came before the scheduler's
+        self.zero_grad()
+
+
+def sharpness_aware(accelerator: Any, loader: Any) -> State:
+    network = model()
+    optimizer = SharpnessAware(network.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    network, optimizer, loader, scheduler = accelerator.prepare(network, optimizer, loader, scheduler)
+    for batch in loader:
+        accelerator.backward(mean_loss(network, batch))
+        optimizer.first_step()
+        accelerator.backward(mean_loss(network, batch))
+        optimizer.second_step()
+        scheduler.step()
+    return network.state_dict()
+
+
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
+def test_a_scheduler_follows_the_optimizer_within_another_one(mode):
+    ranks = mode.run(lambda: sharpness_aware(Accelerator(schedule_unit="step"), loader_of(23, 3)))
+    assert_all_are(ranks, sharpness_aware(Plain(), loader_of(23, 3 * mode.ranks)))

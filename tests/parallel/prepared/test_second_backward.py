@@ -193,7 +193,7 @@ def test_batches_that_meet_before_a_checkpoint_reaches_parameters_are_refused() 
         accelerator = Accelerator()
         network: Any = seeded(Bypassed().double())
         network, _, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(23, 3))
-        first, second, *_ = loader
+        *_, first, second = loader  # the last one is uneven
         loss = mean_loss(network, first)
         network.eval()
         with pytest.raises(RuntimeError) as error:

@@ -237,9 +237,10 @@ def test_running_statistics_stay_each_ranks_own_where_they_are_not_shared(mode: 
     def body(shares: bool) -> torch.Tensor:
         accelerator = Accelerator(strategy=strategy(broadcast_buffers=shares))
         network = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).double()
-        network, loader = accelerator.prepare(network, loader_of(8, 2))
+        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(8, 2))
         for inputs, _, _ in loader:
             accelerator.backward(network(inputs).sum())
+            optimizer.step()
         network.eval()
         network(torch.zeros(1, 5, dtype=torch.float64))
         return accelerator.unwrap_model(network)[1].running_mean.clone()

@@ -31,6 +31,7 @@ from unisono.comm.shared_memory.blocks import Blocks, bytes_of_blocks
 from unisono.comm.shared_memory.mapping import Mapping, map_together
 from unisono.comm.shared_memory.meeting_point import MeetingPoint
 from unisono.comm.shared_memory.work import Background, Done, Pending
+from unisono.torch_private import GLOO_DEVICES, GLOO_TIMEOUT, GlooOptions, current_graph_task_id
 
 NAME = "shm"
 
@@ -109,6 +110,10 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
     def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Any:
         # torch passes no outputs on ranks other than the root.
         return self._gather("gather", outputs or [[]], inputs, opts, opts.rootRank)
+
+    def gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
+        pieces = output.view(self.size(), -1).unbind() if self.rank() == opts.rootRank else ()
+        return self._gather("gather_single", [pieces], [tensor], opts, opts.rootRank)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         return self.all_gather_single_coalesced([output], [tensor], opts)
@@ -263,9 +268,9 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
     def _by_gloo(self, *peers: int) -> Any:
         """Return the group for everything else, once those peers have created theirs; they connect on first use."""
         if self._gloo is None:
-            options = _Gloo._Options()
-            options._timeout = self._timeout
-            options._devices = [_Gloo.create_device(hostname=_LOOPBACK, lazy_init=True)]
+            options = GlooOptions()
+            setattr(options, GLOO_TIMEOUT, self._timeout)
+            setattr(options, GLOO_DEVICES, [_Gloo.create_device(hostname=_LOOPBACK, lazy_init=True)])
             self._gloo = _Gloo(PrefixStore("gloo", self._store), self.rank(), self.size(), options)
             self._store.set(_CAME.format(self.rank()), "1")
         for rank in peers:  # gloo would wait for a peer that has already left
@@ -286,7 +291,7 @@ def _may_go_on() -> bool:
     C++ leaves it at its default, true, and waits. And in a backward pass, which is the same on all ranks, reducing a
     bucket on another thread would cost more than it saves.
     """
-    if torch._C._current_graph_task_id() != _NO_BACKWARD_PASS:
+    if current_graph_task_id() != _NO_BACKWARD_PASS:
         return False
     # Starts past `_run` and its caller; the loop skips what else is of this module.
     frame: FrameType | None = sys._getframe(3)

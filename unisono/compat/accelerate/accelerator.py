@@ -41,6 +41,7 @@ from unisono.parallel.prepared.metrics import NoSuchBatchError
 from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.schedule_units import Unit
 from unisono.strategies import DDP, FSDP
+from unisono.torch_private import CACHE_ENABLED
 from unisono.tree import leaves
 
 logger = logging.getLogger(__name__)
@@ -377,7 +378,7 @@ class Accelerator(Native):
             return torch.autocast(self.device.type, enabled=False)
         cached = super().autocast()
         if isinstance(cached, torch.autocast):
-            cached._cache_enabled = bool(handler.cache_enabled)
+            setattr(cached, CACHE_ENABLED, bool(handler.cache_enabled))
         return cached
 
     @contextmanager

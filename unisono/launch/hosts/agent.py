@@ -58,6 +58,7 @@ from unisono.launch.supervisor import Supervisor, tell_restart
 from unisono.launch.watching.run_directory import RunDirectory
 from unisono.launch.worker import Job
 from unisono.outcome import Outcome
+from unisono.torch_private import MONITOR_WORKERS, REMAINING_RESTARTS, SHUTDOWN, START_WORKERS, STOP_WORKERS, overrides
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher")
@@ -233,12 +234,13 @@ class Agent(SimpleElasticAgent):
 
     # The methods that torch's agent requires.
 
+    @overrides(START_WORKERS)
     def _start_workers(self, group: Any) -> dict[int, Any]:  # torch annotates its numbers as None
         name, first = _name_of(group), group.workers[0]
         host, port = split_endpoint(self._options.endpoint)
         job = replace(
             self._job,
-            restart_count=group.spec.max_restarts - self._remaining_restarts,
+            restart_count=group.spec.max_restarts - getattr(self, REMAINING_RESTARTS),
             first_rank=first.global_rank,
             world_size=first.world_size,
             node_rank=group.group_rank,
@@ -256,6 +258,7 @@ class Agent(SimpleElasticAgent):
         self._supervisor.start()
         return dict(enumerate(self._supervisor.pids()))
 
+    @overrides(MONITOR_WORKERS)
     def _monitor_workers(self, group: WorkerGroup) -> RunResult:
         assert self._supervisor is not None
         if not self._supervisor.wait(0):
@@ -275,9 +278,10 @@ class Agent(SimpleElasticAgent):
         if self.was_asked:
             raise SignalException("the workers failed while stopping early", signal.SIGTERM)
         # False sets it to 0, which makes torch's agent fail instead of restarting.
-        self._remaining_restarts *= self._supervisor.may_restart(self.verdict.error)
-        if self._remaining_restarts > 0:
-            restart_count = group.spec.max_restarts - self._remaining_restarts + 1
+        remaining = getattr(self, REMAINING_RESTARTS) * self._supervisor.may_restart(self.verdict.error)
+        setattr(self, REMAINING_RESTARTS, remaining)
+        if remaining > 0:
+            restart_count = group.spec.max_restarts - remaining + 1
             tell_restart(self.verdict, restart_count, group.spec.max_restarts, self._run_directory)
         return RunResult(WorkerState.FAILED)
 
@@ -302,9 +306,11 @@ class Agent(SimpleElasticAgent):
             time.sleep(_LOOK_S)
         return verdict
 
+    @overrides(STOP_WORKERS)
     def _stop_workers(self, worker_group: WorkerGroup, *_: Any, **__: Any) -> None:
         self._shutdown()
 
+    @overrides(SHUTDOWN)
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *_: Any, **__: Any) -> None:
         if self._supervisor is not None:
             self._supervisor.end(Supervisor.interrupt if death_sig == signal.SIGINT else Supervisor.stop)

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from unisono.comm.processes import ProcessCommunicator
 from unisono.errors import BrokenWorldError, CollectiveMismatchError
 from unisono.outcome import Outcome
+from unisono.torch_private import default_store
 
 _WATCH_S = 0.25  # between two checks of the watch
 _SHORTEST_S, _LONGEST_S = 0.002, 0.1  # between two checks of a rank that is back: the first and the longest interval
@@ -143,7 +144,7 @@ def return_together(comm: ProcessCommunicator, timeout: timedelta) -> Iterator[N
     """
     global _num_calls
     _num_calls += 1
-    returning = JointReturn(comm, dist.distributed_c10d._get_default_store(), _num_calls, timeout)
+    returning = JointReturn(comm, default_store(), _num_calls, timeout)
     try:
         with returning.watched():
             yield

@@ -9,18 +9,15 @@ use, not at this machine's addresses in other networks; within that one network 
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from unisono.launch.hosts.addresses import addresses_of, is_loopback, is_this_machine
+from unisono.torch_private import read_log_level
 
 _LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
@@ -70,7 +67,6 @@ def quieten_store() -> None:
         return
     os.environ[_LOG_LEVEL] = "ERROR"
     try:
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))._ZN3c1011initLoggingEv()
+        read_log_level()
     finally:
         del os.environ[_LOG_LEVEL]

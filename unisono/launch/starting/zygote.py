@@ -63,10 +63,11 @@ from unisono.launch.starting.process_ends import (
     kill_tree,
     name_process,
 )
+from unisono.torch_private import COMPILER_MODULE
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # The first optimizer of a process imports torch._dynamo, which takes over a second; the first with zero1, the last one.
-_FOR_OPTIMIZERS = ("torch._dynamo", "unisono.accelerator", "torch.distributed.optim")
+_FOR_OPTIMIZERS = (COMPILER_MODULE, "unisono.accelerator", "torch.distributed.optim")
 _IDLE_S = 0.5  # without a request: by then, requested workers have their cores
 _FORKS_WORTH_A_COLLAPSE = 16  # collapsing costs about as much as it saves over this many forks
 

@@ -12,10 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.backends.movement import move_module
+from unisono.parallel.backward import Passes
 from unisono.parallel.batch_norm import synchronize_batch_norm
 from unisono.parallel.compilation import compile_module
 from unisono.parallel.meta_modules import fill, is_on_meta
-from unisono.parallel.passes import Passes
 from unisono.parallel.prepared.metric_sync import synchronize_metric
 from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.nan_guard import NanGuard
@@ -23,6 +23,7 @@ from unisono.parallel.prepared.scaler import LossScaler
 from unisono.parallel.prepared.stepper import Stepper
 from unisono.parallel.strategies.strategy import Strategy
 from unisono.randomness import seed_all, seed_of
+from unisono.torch_private import APPLY
 from unisono.world import World
 
 
@@ -68,7 +69,7 @@ class Builder:
         if self.moves and not is_on_meta(module):
             module = move_module(module, self.world.device)
         elif self.moves and self.strategy.fills:  # the engine initialises parameters on "meta"
-            module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self.world.device))
+            getattr(module, APPLY)(lambda tensor: tensor if tensor.is_meta else tensor.to(self.world.device))
         elif self.moves:
             fill(module, self.world.device)
         if self.is_synchronized:

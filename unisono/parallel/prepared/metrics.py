@@ -87,6 +87,15 @@ def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[An
             f"values with {count} samples may be those of several loops, and {counts} of them count here; gather the "
             "outputs of a loop before the next one begins, or pass valid_samples"
         )
+    loop = best[0].loop
+    total = loop.batches[-1].total
+    # In training, a loss of each rank is as likely as a row of each sample.
+    if count == best[0].rows.batches == 1 and loop.is_trained and total is not None and total < world.world_size:
+        raise ValueError(
+            f"values with one row on each rank, after a round with {total} samples for {world.world_size} ranks, "
+            "may be one value of each rank, or those samples; pass valid_samples (1 for a value of each rank), or"
+            " gather them together with labels as the loader has delivered them, or with outputs of a prepared model"
+        )
     _check_rounds(all(each.is_same for each in best), world)
     best[0].loop.rows.gather(best[0].rows.end if len(best) == 1 else 0)
     return _counted_rows(values, best[0].rows.counted, count)

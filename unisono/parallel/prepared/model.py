@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from unisono.parallel.passes import Passes
+from unisono.parallel.backward import Passes
 from unisono.parallel.prepared.stepper import Stepper
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.sharded import is_sharded
+from unisono.torch_private import MODULES
 from unisono.tree import tree_map
 
 _REDUCED = (torch.float16, torch.bfloat16)
@@ -46,7 +47,7 @@ class PreparedModel(nn.Module):
         self._steppers: list[Stepper] = []
         self._forward_methods: set[str] = set()
         self.training = engine.module.training
-        passes.watch_parameters(engine)
+        passes.join(engine)
         self.module = engine.module  # last: from here on, attributes are set on the module
 
     @property
@@ -83,19 +84,23 @@ class PreparedModel(nn.Module):
 
     def _run(self, method: str | None, *args: Any, **kwargs: Any) -> Any:
         inputs = (*args, kwargs) if kwargs else args
-        bound = None
+        engine, passes = self._engine[0], self._passes
+        origin = None
         if torch.is_grad_enabled():
-            self.engine.refresh()
-            bound = self._passes.bind(inputs, self._syncs)
-        with nullcontext() if self._autocast is None else self._autocast():
-            with _explain_parts(_MET_PARTS.format(self.engine.name)) if self.engine.gathers else nullcontext():
-                result = self.engine.run(args, kwargs, method)
+            engine.refresh()
+            origin = passes.bind(engine, inputs, self._syncs)
+        if self._autocast is None and not engine.gathers:
+            result = engine.run(args, kwargs, method)
+        else:
+            with nullcontext() if self._autocast is None else self._autocast():
+                with _explain_parts(_MET_PARTS.format(engine.name)) if engine.gathers else nullcontext():
+                    result = engine.run(args, kwargs, method)
         if self._autocast is not None:
             result = tree_map(_in_full, result)
-        if bound is not None:
-            self._passes.watch(self.engine, result, bound)
+        if origin is not None:
+            passes.watch(engine, result, origin)
         else:
-            self._passes.know(inputs, result)
+            passes.know(inputs, result)
         return result
 
     @contextmanager
@@ -111,6 +116,7 @@ class PreparedModel(nn.Module):
         """`module.zero_grad`, which does nothing between microbatches of one step."""
         if all(stepper.may_zero() for stepper in self._steppers):
             self.engine.zero_grad(set_to_none)
+            self.engine.forget()
             for stepper in self._steppers:
                 stepper.forget()
 
@@ -141,7 +147,7 @@ class PreparedModel(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set the attribute on the module, so that its forward pass sees it."""
-        if "module" not in self.__dict__.get("_modules", ()) or name in self.__dict__ or name == "module":
+        if "module" not in self.__dict__.get(MODULES, ()) or name in self.__dict__ or name == "module":
             super().__setattr__(name, value)
         else:
             setattr(self.module, name, value)

@@ -14,6 +14,7 @@ from unisono.comm.operations import HOST, name_ranks
 from unisono.errors import NonFiniteGradientError
 from unisono.parallel.parameter_names import name_of
 from unisono.parallel.sparse import values_of
+from unisono.parallel.strategies.sharded import is_distributed
 from unisono.world import World
 
 
@@ -57,7 +58,10 @@ class NanGuard:
         found = [told for each, told in self._found.items() if id(each) in wanted]  # in the order of the backward pass
         self.forget(parameters)
         held = [(each, each.grad) for each in parameters if each.grad is not None]
-        sums = [~torch.isfinite(values_of(getattr(gradient, "_local_tensor", gradient))).all() for _, gradient in held]
+        sums = [
+            ~torch.isfinite(values_of(gradient.to_local() if is_distributed(gradient) else gradient)).all()
+            for _, gradient in held
+        ]
         names = [repr(name) for name, _ in found]
         bad = _true([*(flag for _, flag in found), *sums], self._world.device)
         own = [names[place] for place in bad if place < len(found)]

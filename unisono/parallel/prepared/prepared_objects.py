@@ -25,6 +25,7 @@ from unisono.parallel.prepared.scheduler import PreparedScheduler
 from unisono.parallel.prepared.step_checks import release_engines_of, watch
 from unisono.parallel.prepared.stepper import Stepper
 from unisono.parallel.strategies.sharded import clip_grad_norm
+from unisono.torch_private import SCHEDULERS, STEP_WRAPPED
 
 
 class PreparedObjects:
@@ -121,7 +122,7 @@ class PreparedObjects:
                 f"{called} got {len(found)} parameters of no prepared model; prepare() may put others in their place, "
                 "so take them from the model that it returned"
             )
-        if not self._builder.passes.microbatches.is_boundary():
+        if not self._builder.passes.steps.is_boundary():
             return None
         for stepper in self.steppers():
             if any(id(each) in wanted for each in trained_parameters(stepper.optimizer)):
@@ -139,7 +140,7 @@ class PreparedObjects:
         self._models.clear()
         self._steppers.clear()
         self._in_order.clear()
-        self._builder.passes.microbatches.ledger.clear()
+        self._builder.passes.steps.give_up()
 
     def _check(self, where: str, each: Any, before: list[Any], together: list[Any], places: Places) -> None:
         """Refuse an object that cannot be prepared, before any object is changed."""
@@ -210,8 +211,8 @@ class PreparedObjects:
         _follow(scheduler, made)
         optimizer = scheduler.optimizer
         # Without this mark torch warns, when a scheduler steps, that the optimizer's steps are not counted.
-        if not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-            optimizer.step.__func__._wrapped_by_lr_sched = True
+        if not hasattr(optimizer.step, STEP_WRAPPED):
+            setattr(optimizer.step.__func__, STEP_WRAPPED, True)
         stepper = self._stepper_of(optimizer)
         assert stepper is not None  # ensured by `_check`
         is_later = any(getattr(each, "length_was_asked", False) for each in self._loaders)
@@ -224,7 +225,7 @@ class PreparedObjects:
 def _follow(scheduler: Any, made: Mapping[int, Any]) -> None:
     """Make the scheduler, and its parts, use the new optimizer in place of the old one."""
     scheduler.optimizer = made.get(id(scheduler.optimizer), scheduler.optimizer)
-    for part in getattr(scheduler, "_schedulers", ()):
+    for part in getattr(scheduler, SCHEDULERS, ()):
         _follow(part, made)
 
 

@@ -7,9 +7,8 @@ use R of them in a round, and k microbatches make a step, so a step consumes up 
     "device_step"  k of these, which one device would have used for one step; Accelerate's convention
     "step"         1: the schedule was built from the number of steps that this run takes
 
-The unit of a schedule is known if all units are equal, or if its length is a multiple of exactly one of the lengths
-from which the script could have built it. Otherwise the user specifies it, as for a schedule built from the length of
-the prepared loader if R > 1 and k > 1: none of the units is a round of one batch on each rank.
+The unit of a schedule is known if all units are equal, or, with k = 1, if its length is a multiple of the length from
+which the script could have built it. Otherwise the user specifies it.
 """
 
 from __future__ import annotations
@@ -27,6 +26,8 @@ from torch.optim.lr_scheduler import (
     PolynomialLR,
     SequentialLR,
 )
+
+from unisono.torch_private import MILESTONES, SCHEDULERS
 
 Unit = Literal["batch", "device_step", "step"]
 
@@ -106,14 +107,14 @@ def unit_of(scheduler: Any, lengths: Lengths, microbatches: int, is_later: bool)
     if lengths.batches == steps:
         return "step"
     total = length_of(scheduler)
-    # Without accumulation both lengths are equal, and the later entry, "batch", replaces the other.
-    counted: dict[int, Unit] = {lengths.device_steps(microbatches): "device_step", lengths.batches: "batch"}
+    counted: dict[int, Unit] = {lengths.batches: "batch"}
     if is_later:
         # Of several ranks no unit counts rounds: "batch" only marks that length then, and is refused below.
         counted = {lengths.rounds: "batch", steps: "step"}
     fitting = [unit for epoch, unit in counted.items() if total is not None and total % epoch == 0]
     counts_rounds = is_later and lengths.rounds != lengths.batches and fitting != ["step"]
-    if len(fitting) != 1 or counts_rounds:
+    # With accumulation a length may be a multiple of another unit's by chance, as total_steps=epochs * len(loader) + 1.
+    if microbatches > 1 or len(fitting) != 1 or counts_rounds:
         raise ValueError(_describe_unknown_unit(scheduler, total, lengths, microbatches))
     return fitting[0]
 
@@ -127,8 +128,8 @@ def length_of(scheduler: Any) -> int | None:
     if isinstance(scheduler, LinearLR | PolynomialLR):
         return scheduler.total_iters
     if isinstance(scheduler, SequentialLR):
-        last = length_of(scheduler._schedulers[-1])
-        return None if last is None else scheduler._milestones[-1] + last
+        last = length_of(getattr(scheduler, SCHEDULERS)[-1])
+        return None if last is None else getattr(scheduler, MILESTONES)[-1] + last
     if isinstance(scheduler, LambdaLR):  # transformers' schedules are of this kind
         told = {_told_length(each) for each in scheduler.lr_lambdas}
         return told.pop() if len(told) == 1 else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from unisono.parallel import optimizer as by_hand
 from unisono.parallel.parameter_names import parameters_of
-from unisono.parallel.prepared.stepper import steppers
+from unisono.parallel.prepared.stepper import steppers, stepping
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.sharded import is_distributed
 from unisono.world import given_world
@@ -55,6 +55,8 @@ def release_engines_of(module: nn.Module) -> None:
 
 def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
     """Refuse to step on gradients that are not reduced, or not processed as the steps should."""
+    if id(optimizer) in stepping:  # its stepper has reduced the gradients
+        return
     own = parameters_of(optimizer)
     if by_hand.unreduced and any(each.grad is not None and each in by_hand.unreduced for each in own):
         raise RuntimeError(
@@ -97,8 +99,13 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
             )
         if is_plain:
             # An optimizer that is not prepared has no stepper, which would note it.
-            engine.strangers.add(optimizer)
-            engine.note_step(optimizer)
+            if optimizer not in engine.strangers:
+                engine.strangers.add(optimizer)
+                engine.optimizers.append(ref(optimizer))
+            engine.step_by_stranger(optimizer)
+            for stepper in _alive(steppers):
+                if any(id(each) in places for each in parameters_of(stepper.optimizer)):
+                    stepper.note_step_within()
     if not is_ours:
         _warn_if_unreduced(optimizer, own)
 

@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -21,20 +22,26 @@ from torch.optim import Optimizer
 from unisono.comm.selection import translate_errors
 from unisono.deliveries import Loop
 from unisono.parallel import optimizer as by_hand
+from unisono.parallel.backward import Passes
 from unisono.parallel.gradients import check_presence
-from unisono.parallel.ledger import Ledger
-from unisono.parallel.parameter_names import trained_parameters
-from unisono.parallel.passes import Passes
+from unisono.parallel.parameter_names import has_gradient, trained_parameters
 from unisono.parallel.prepared.nan_guard import NanGuard
 from unisono.parallel.prepared.scaler import LossScaler
 from unisono.parallel.prepared.schedule_units import Taken
+from unisono.parallel.steps import TAKEN
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.sharded import clip_grad_norm
 from unisono.timeline import REDUCE, STEP
+from unisono.torch_private import STEP_CALLED, STEP_WRAPPED, current_graph_task_id
 from unisono.world import World
+
+logger = logging.getLogger(__name__)
 
 steppers: WeakKeyDictionary[Stepper, None] = WeakKeyDictionary()
 """Those of this process, of all ranks that are its threads."""
+
+stepping: set[int] = set()
+"""The ids of the optimizers whose steps run, by their steppers."""
 
 
 class Stepper:
@@ -71,17 +78,17 @@ class Stepper:
         self.checks: list[Callable[[], None]] = []
         self._engines: list[Engine] = []  # of the models that have some of the optimizer's parameters
         self.world = world
-        self._passes, self._microbatches = passes, passes.microbatches
+        self._passes, self._steps = passes, passes.steps
         self._max_grad_norm = max_grad_norm
         self._scaler = scaler
         self._guard = guard
-        self._is_unscaled = self._is_inside = False
+        self._is_unscaled = self._is_inside = self._has_warned = False
         self._plain_step, self._plain_zero = optimizer.step, optimizer.zero_grad
         # What others have patched on the instance, such as a scheduler's counter of steps, for `release` to restore.
         self._own = {name: vars(optimizer)[name] for name in ("step", "zero_grad") if name in vars(optimizer)}
         step, zero = _methods(self)
-        if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # a scheduler created earlier has marked it
-            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        if hasattr(optimizer.step, STEP_WRAPPED):  # a scheduler created earlier has marked it
+            setattr(step, STEP_WRAPPED, True)
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
         optimizer.zero_grad = MethodType(zero, optimizer)  # type: ignore[method-assign]
         by_hand.prepared.add(optimizer)
@@ -108,7 +115,8 @@ class Stepper:
             self._count_step()
             return self._plain_step(**arguments)
         self.num_asked += 1
-        if not self._microbatches.ask_step():
+        self._refuse_inside_backward()
+        if not self._steps.request(self.optimizer):
             self._skip()
             return None
         track, before = self.world.timeline.loop(), self.taken.steps
@@ -120,13 +128,12 @@ class Stepper:
             if closure is not None:
                 self._check_closure()
                 closure = self._reducing(closure)
-            elif self._ledger.is_empty:
+            elif self._steps.step.is_empty():
                 track.count("skipped steps")
                 self.was_skipped = True
                 return None
             else:
-                with track.span(REDUCE):
-                    self.reduce()
+                self.reduce()
             with track.span(STEP), translate_errors(self.world.comm):
                 result = self._step(closure, arguments)
                 self.world.backend.mark_step(self.world.device)
@@ -145,12 +152,17 @@ class Stepper:
             RuntimeError: none of the parameters has a gradient; or, with a scaler, a backward pass ran without it.
         """
         for engine in self._engines:
+            if self._steps.every > 1 and engine.has_replaced():
+                self._refuse_assigned()
             if engine.is_held:
-                engine.reduce()
+                with self.world.timeline.loop().span(REDUCE):
+                    self._passes.reduce(engine)
             # With accumulation, assigned gradients belong to no counted microbatch; `_skip` refuses them.
-            elif self._ledger.every == 1 and engine.has_assigned(self.optimizer):
-                self._passes.adopt(engine)
-        check_presence(trained_parameters(self.optimizer))
+            elif self._steps.every == 1 and engine.has_assigned(self.optimizer):
+                with self.world.timeline.loop().span(REDUCE):
+                    self._passes.adopt(engine)
+        if not has_gradient(self.optimizer):
+            check_presence(trained_parameters(self.optimizer))
         # Once per step: clipping by the user may have unscaled them already.
         if self._scaler is not None and not self._is_unscaled:
             if self._passes.went_past:
@@ -170,15 +182,15 @@ class Stepper:
     def may_zero(self) -> bool:
         """Whether gradients may be zeroed: they hold nothing of the current step, or it is over or abandoned.
 
-        A step is abandoned if it has its last microbatch but the optimizer has not stepped, or if no step was requested
+        A step is given up if its gradients are final but the optimizer has not stepped, or if no step was requested
         since the last backward pass.
         """
-        now, step = self._ledger, self._ledger.step
-        if now.every == 1 or self.optimizer in step.stepped:
+        steps, step = self._steps, self._steps.step
+        if steps.every == 1 or self.optimizer in step.stepped:
             return True
-        begun = [engine.begun for engine in self._engines if engine.begun.step is step]
-        is_complete = step.is_full and any(each.microbatch == now.count for each in begun)
-        return not begun or is_complete or any(each.num_asked == self._microbatches.num_asked for each in begun)
+        passed = [each.passed for each in self._engines if each.passed is not None and each.passed[0] is step]
+        is_final = any(each.is_reduced for each in self._engines)
+        return not passed or is_final or any(at > steps.requested for _, at in passed)
 
     def forget(self) -> None:
         """Record that the gradients are zero."""
@@ -187,11 +199,14 @@ class Stepper:
             if self._guard is not None:
                 self._guard.forget(trained_parameters(self.optimizer))
             for engine in self._engines:
-                engine.forget()
-            if self._ledger.count:  # part of a step is abandoned
-                self._microbatches.skips.pop(self.optimizer, None)
+                engine.forget(self.optimizer)
             self._passes.forget()
             self._settle()
+
+    def note_step_within(self) -> None:
+        """Record a step of another optimizer on its parameters, as of SAM's base optimizer: schedulers count it."""
+        self.num_asked += 1
+        self._count_step()
 
     def is_stepping(self, engine: Engine) -> bool:
         """Whether the optimizer's own step is running, on parameters of this model."""
@@ -200,44 +215,54 @@ class Stepper:
     @property
     def every(self) -> float:
         """The number of microbatches in a step."""
-        return self._ledger.every
+        return self._steps.every
 
     def loop_of_last_step(self) -> Loop | None:
         """The loop over a loader in which the last step was taken, if it has not ended."""
-        batch = self._ledger.step.last
+        batch = self._steps.step.last
         return batch.loop if batch is not None and batch.loop.is_open else None
 
     def _count_step(self) -> None:
-        self.taken = self.taken.after_step(self._ledger.num_dealt(), int(self._ledger.every))
+        self.taken = self.taken.after_step(self._steps.step.num_dealt(), int(self._steps.every))
 
-    @property
-    def _ledger(self) -> Ledger:
-        return self._microbatches.ledger
+    def _refuse_inside_backward(self) -> None:
+        """Refuse a step in a hook, where gradients are still those of one rank, or of a part of the step."""
+        if current_graph_task_id() >= 0 and (self.world.comm.size > 1 or self._steps.every > 1):
+            raise RuntimeError(
+                f"the {type(self.optimizer).__name__} was asked to step during a backward pass, as in a hook of a "
+                "parameter, where gradients are this rank's alone; step after the backward pass"
+            )
+
+    def _refuse_assigned(self) -> None:
+        raise RuntimeError(
+            f"gradient_accumulation_steps={self._steps.every} counts backward passes, and the gradients that the "
+            f"{type(self.optimizer).__name__} finds were assigned by hand, for example from torch.autograd.grad; "
+            "let accelerator.backward(loss) leave them in .grad, or pass gradient_accumulation_steps=1 and step on "
+            "each batch"
+        )
 
     def _skip(self) -> None:
-        now = self._ledger
-        self._microbatches.warn_of_unknown_ends()
-        skips = self._microbatches.skips
-        skips[self.optimizer] = count = skips.get(self.optimizer, 0) + 1
-        # One of `every` requests in a row must be on the last microbatch.
-        if count >= now.every:
-            if not now.count and any(each.grad is not None for each in trained_parameters(self.optimizer)):
-                raise RuntimeError(
-                    f"gradient_accumulation_steps={now.every} counts backward passes, and the gradients that the "
-                    f"{type(self.optimizer).__name__} finds were assigned by hand, for example from "
-                    "torch.autograd.grad; let accelerator.backward(loss) leave them in .grad, or pass "
-                    "gradient_accumulation_steps=1 and step on each batch"
-                )
-            raise RuntimeError(
-                f"the {type(self.optimizer).__name__} was asked to step {count} times in a row, and never "
-                f"on the last microbatch of gradient_accumulation_steps={now.every}; call its step() on each one, and "
-                "where several optimizers step on batches of no prepared loader, let each batch's lines run in "
-                "`with accelerator.accumulate():`"
+        """A request that is not taken: check that it could be, some time."""
+        parameters = trained_parameters(self.optimizer)
+        if not self._steps.step.visits or self._steps.step.state == TAKEN:
+            check_presence(parameters)
+        is_new = not self._steps.step.visits and any(each.grad is not None and each.grad.any() for each in parameters)
+        if is_new or any(engine.has_replaced() for engine in self._engines):
+            self._refuse_assigned()
+        if self._steps.has_unknown_end() and not self._has_warned and self.world.rank == 0:
+            self._has_warned = True
+            logger.warning(
+                "gradient_accumulation_steps=%d, and the batches come from no prepared loader, or no prepared model is "
+                "called: nothing says where a loop ends, so that what is left of it at its end is not stepped on; "
+                "prepare(loader), say model.mark_forward_method(name) if the loop calls a method of the model, or let "
+                "each batch's lines run in `with accelerator.accumulate():`",
+                self._steps.every,
             )
 
     def _step(self, closure: Callable[[], Any] | None, arguments: dict[str, Any]) -> Any:
         self._is_inside = True
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers
+        stepping.add(id(self.optimizer))
+        setattr(self.optimizer, STEP_CALLED, True)  # for torch's schedulers
         try:
             if closure is not None:
                 arguments["closure"] = closure  # reduces and finishes the gradients in each of its calls
@@ -252,11 +277,14 @@ class Stepper:
             return self._plain_step(**arguments)
         finally:
             self._is_inside = False
+            stepping.discard(id(self.optimizer))
 
     def _finish(self) -> None:
         """Check and clip the gradients, between the reduction and the step."""
         if not self.taken.steps:
             by_hand.warn_of_foreign_batches(self.world, "optimizer.step()", "prepare(loader) cuts it")
+        if self._guard is None and self._max_grad_norm is None:
+            return
         parameters = trained_parameters(self.optimizer)
         if self._guard is not None:
             self._guard.check(parameters)  # before clipping, which would spread one NaN to all gradients
@@ -266,9 +294,9 @@ class Stepper:
     def _check_closure(self) -> None:
         if self._scaler is not None:
             raise RuntimeError("mixed_precision='fp16' and a closure cannot be combined; use mixed_precision='bf16'")
-        if self._ledger.every > 1:
+        if self._steps.every > 1:
             raise RuntimeError(
-                f"gradient_accumulation_steps={self._ledger.every} and a closure cannot be combined: it would compute "
+                f"gradient_accumulation_steps={self._steps.every} and a closure cannot be combined: it would compute "
                 "only the last microbatch's gradients; pass gradient_accumulation_steps=1, and loop over the "
                 "microbatches in the closure"
             )
@@ -277,7 +305,7 @@ class Stepper:
         def reduce() -> float:
             self.reduce()
             self._finish()
-            return self._ledger.part()
+            return self._steps.fraction()
 
         return by_hand.reducing(closure, reduce, self.world)
 
@@ -290,7 +318,6 @@ class Stepper:
         self._settle()
         for engine in self._engines:
             engine.note_step(self.optimizer)
-        self._microbatches.skips.pop(self.optimizer, None)
 
 
 def _methods(stepper: Stepper) -> tuple[Callable[..., Any], Callable[..., None]]:

@@ -2,7 +2,7 @@
 
 DDP decides in the forward pass whether the next backward pass reduces. Here that is known only when the backward pass
 begins: forward passes run under `no_sync`, and the reducer is prepared when a backward pass begins. Buffers are
-broadcast after a reducing backward pass. So a forward pass has no collective, and one rank alone may evaluate.
+broadcast after a step. So a forward pass has no collective, and one rank alone may evaluate.
 """
 
 from __future__ import annotations
@@ -16,13 +16,20 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unisono.comm.shutdown import free_reducer
-from unisono.parallel.ledger import Ledger
 from unisono.parallel.parameter_names import parameters_of
+from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.flat import Flat
 from unisono.parallel.strategies.hooks import POST_LOCAL_SGD, attach_hook, hook_names
 from unisono.parallel.weak_methods import weak_method
 from unisono.strategies import DDP
+from unisono.torch_private import (
+    BUILD_PARAMETERS,
+    current_graph_task_id,
+    overrides,
+    push_rebuilt_parameters,
+    rebuild_buckets,
+)
 from unisono.tree import tensors
 from unisono.world import World
 
@@ -54,7 +61,7 @@ class DDPStrategy(Flat):
     def wrap_model(self, module: nn.Module) -> Engine:
         if not any(each.requires_grad for each in module.parameters()):  # refused by DDP
             return super().wrap_model(module)
-        return DDPEngine(module, self.world, self.ledger, self.options)
+        return DDPEngine(module, self.world, self.steps, self.options)
 
     def check_clipping(self) -> None:
         if self.options.comm_hook == POST_LOCAL_SGD:
@@ -68,16 +75,16 @@ class DDPEngine(Engine):
     """Runs the module in DistributedDataParallel, which reduces during the backward pass.
 
     Args:
-        module, world, ledger: as for `Engine`; the world consists of processes.
+        module, world, steps: as for `Engine`; the world consists of processes.
         options: the strategy's options.
     """
 
-    def __init__(self, module: nn.Module, world: World, ledger: Ledger, options: DDP) -> None:
-        super().__init__(module, world, ledger, options.broadcast_buffers)
+    def __init__(self, module: nn.Module, world: World, steps: Steps, options: DDP) -> None:
+        super().__init__(module, world, steps, options.broadcast_buffers)
         self._options = options
         self._finds_unused = options.find_unused_parameters
         self._outputs: list[list[torch.Tensor]] = []  # of each forward pass since the last backward pass
-        self._is_finished = True
+        self._is_finished, self._is_flat = True, False
         self._wrap()
 
     def _wrap(self) -> None:
@@ -95,7 +102,7 @@ class DDPEngine(Engine):
         self._averager = attach_hook(
             self._replicated,
             options.comm_hook,
-            weak_method(self._ledger.factor),
+            weak_method(self._steps.factor),
             options.comm_options,
             finish=weak_method(self._note_finish),
         )
@@ -107,7 +114,7 @@ class DDPEngine(Engine):
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None = None) -> Any:
         if not torch.is_grad_enabled():
             return super().run(args, kwargs, method)
-        if not self._is_finished and torch._C._current_graph_task_id() < 0:  # not in a checkpoint's recomputation
+        if not self._is_finished and current_graph_task_id() < 0:  # not in a checkpoint's recomputation
             raise RuntimeError(failed_before(self.name))
         with self._replicated.no_sync():
             result = self._replicated(*args, **kwargs) if method is None else super().run(args, kwargs, method)
@@ -117,7 +124,10 @@ class DDPEngine(Engine):
         return result
 
     def prepare(self, reduces: bool) -> None:
-        if reduces:
+        # DDP waits for each gradient once. One that has arrived in this pass already, at a parameter that the outputs
+        # do not depend on, would never come.
+        self._is_flat = reduces and self.num_arrived() != self._at_forward
+        if reduces and not self._is_flat:
             # Ranks that are not at the same place get an error here, where DDP would hang or mix gradients.
             self._world.comm.announce(f"the gradients of {self.place()}")
             # From these outputs DDP finds the unused parameters. Without `find_unused_parameters` it gets none, and
@@ -127,14 +137,20 @@ class DDPEngine(Engine):
         self._outputs = []
 
     def complete(self) -> None:
+        if self._is_flat:
+            self.reduce_late()
+            return
+        if frozen := [each for each in self.held() if not each.requires_grad]:
+            self.reduce_late(frozen)
         # The last bucket was not sent: it, or one before it, still waits for a gradient.
         if not self._is_finished:
             lacking = [name for each, name in self._names.items() if each.grad is None or not each.requires_grad]
             raise RuntimeError(unused(type(self.module).__name__, lacking))
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        super().after_step(optimizer)
         if self._averager is not None and any(each in self._names for each in parameters_of(optimizer)):
-            self._world.comm.announce(f"the end of {self._ledger.place()}")
+            self._world.comm.announce(f"the end of {self._steps.step.place()}")
             self._averager.average_parameters(optimizer.param_groups)
 
     def _note_finish(self) -> None:
@@ -150,14 +166,15 @@ class _Ordered(DistributedDataParallel):
 
     __del__ = free_reducer
 
+    @overrides(BUILD_PARAMETERS)
     def _build_params_for_reducer(self) -> tuple[list[Any], list[bool]]:
         parameters, are_sparse = super()._build_params_for_reducer()
         return (parameters, are_sparse) if self.find_unused_parameters else (parameters[::-1], are_sparse[::-1])
 
     def fill_buckets(self) -> None:
         """Create the final buckets. A collective. With find_unused_parameters, torch keeps its initial buckets."""
-        self.reducer._push_all_rebuilt_params()
-        self.reducer._rebuild_buckets()
+        push_rebuilt_parameters(self.reducer)
+        rebuild_buckets(self.reducer)
 
 
 def own_steps_contradict(what: str) -> str:

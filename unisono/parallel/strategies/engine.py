@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from functools import partial
+from operator import length_hint
+from typing import Any, ClassVar
 from weakref import WeakSet, ref
 
 import torch
@@ -15,17 +17,28 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from unisono.parallel.agreement import broadcast_together, check_agreement
 from unisono.parallel.gradients import reduce_gradients, scale_gradients
-from unisono.parallel.ledger import Ledger, Step, describe_rates
+from unisono.parallel.learning_rates import describe_rates
+from unisono.parallel.steps import Step, Steps
 from unisono.parallel.weak_methods import weak_method
+from unisono.torch_private import BUFFERS, MODULES, PARAMETERS, queue_callback, will_engine_execute_node
 from unisono.world import World
 
 
-class Begun(NamedTuple):
-    """The position of a rank: its step, its microbatch, and the number of step requests so far."""
+class Arrivals:
+    """Counts the gradients that arrive at leaves, without a Python call for each of them."""
 
-    step: Step | None = None
-    microbatch: int = 0
-    num_asked: int = 0
+    def __init__(self) -> None:
+        self._left = iter(range(_MANY))
+        # next(nones, gradient) is None, which leaves the gradient as it is; and nothing keeps the gradient.
+        nothing: dict[int, None] = {}
+        self.hook = partial(next, map(nothing.get, self._left))
+
+    def count(self) -> int:
+        """The number of gradients so far."""
+        return _MANY - length_hint(self._left)
+
+
+_MANY = 2**62
 
 
 class Engine:
@@ -34,19 +47,24 @@ class Engine:
     Args:
         module: the user's module, on the world's device.
         world: the rank's world.
-        ledger: provides the weights of the rank's gradients.
-        shares_buffers: whether rank zero's buffers are broadcast after each reducing backward pass.
+        steps: provides the weights of the rank's gradients.
+        shares_buffers: whether rank zero's buffers are broadcast after each step.
 
     Attributes:
         gathers: whether the module's parameters are whole only while it runs.
         name: the name of the module's class.
-        is_held: whether a backward pass has left gradients of this rank alone in `.grad`.
-        is_reduced: whether the current gradients are reduced over the ranks.
-        begun: the position of the rank when the last backward pass reached the model.
-        hooks: the gradient hook of each leaf.
-        passing: the last backward pass through the model; set by `passes.py`.
+        passed: the step of the last counted backward pass through the model, and its time (`Steps.now`); None if the
+            gradients are zero.
+        reduced_by: the factor by which the current gradients were reduced over the ranks; None if they are not.
+        hooks: the hooks of each leaf that scale its gradients, while there are any.
+        scale: the hook that scales the gradients of a leaf; set by `backward.py`.
+        passing: the last backward pass through the model; set by `backward.py`.
+        taken: the gradients that the parameters had when torch.autograd.grad was first asked for others; None if it was
+            not, since the last backward pass or step.
+        graphs: the origins of outputs whose gradients were differentiated (`create_graph=True`); set by `backward.py`.
         is_released: whether its model is no longer prepared.
-        optimizers: the prepared optimizers of its parameters, in the order of preparation.
+        optimizers: the optimizers of its parameters: the prepared ones, in the order of preparation, and others that
+            have stepped.
         replaced: the parameters that the module had before it was prepared, if it has others now.
         strangers: the optimizers that have stepped on its parameters without being prepared.
         is_local: whether steps use this rank's own gradients, and the caller averages the parameters over the ranks.
@@ -54,25 +72,64 @@ class Engine:
 
     gathers: ClassVar[bool] = False
 
-    def __init__(self, module: nn.Module, world: World, ledger: Ledger, shares_buffers: bool = True) -> None:
+    def __init__(self, module: nn.Module, world: World, steps: Steps, shares_buffers: bool = True) -> None:
         self.module, self.name = module, type(module).__name__
-        self.is_held = self.is_reduced = False
-        self.begun = Begun()
+        self.passed: tuple[Step, int] | None = None
+        self.reduced_by: float | None = None
         self.is_released = self.is_local = False
         self.hooks: dict[torch.Tensor, RemovableHandle] = {}
+        self.scale: Callable[[torch.Tensor | None], torch.Tensor | None] = lambda gradient: None
         self.passing: Any = None
+        self.give_trainers = partial(_trainers_of, ref(self))  # weak: it is kept by the graphs of losses
+        self.taken: list[torch.Tensor | None] | None = None
+        self.graphs: list[Any] = []
+        self._left: list[ref[torch.Tensor]] = []  # the gradients of the last step, if losses are sums
         self.strangers: WeakSet[Optimizer] = WeakSet()
         self.optimizers: list[ref[Optimizer]] = []
         self.replaced = WeakTensorKeyDictionary()
-        self._world, self._ledger, self._shares_buffers = world, ledger, shares_buffers
-        self._reduced_in: Step | None = None
+        self._world, self._steps, self._shares_buffers = world, steps, shares_buffers
+        self._arrivals = Arrivals()
+        self._left_out = self._noticed = self._at_forward = (
+            0  # arrivals: of torch.autograd.grad; and others, up to the last reduction
+        )
         self._earlier: dict[torch.Tensor, torch.Tensor] = {}  # gradients of earlier steps, which were not zeroed
         self._stepped: WeakSet[Optimizer] = WeakSet()  # since the last backward pass
+        self._zeroed: WeakSet[Optimizer] = WeakSet()  # likewise
         self._tree: list[nn.Module] = []  # the module and all its submodules
         self._children = [-1]  # the ids of their children; [-1] equals no list of them
         self._is_agreed = False  # whether the ranks have compared their models
         self._known = WeakTensorKeyDictionary(dict.fromkeys(module.parameters()))
+        self._counted: dict[torch.Tensor, RemovableHandle] = {}  # the hooks that count arrivals
+        self._counted_for: list[torch.Tensor] | None = None  # the leaves that have them
         self._trained = self.trained()  # in the last forward pass
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether the current gradients are reduced over the ranks."""
+        return self.reduced_by is not None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether `.grad` holds what backward passes have left on this rank alone, or a part of a step."""
+        if self._world.comm.size == 1 and self._steps.every == 1:
+            return False
+        return (self.passed is not None and self.reduced_by is None) or self.num_arrived() != self._noticed
+
+    def num_arrived(self) -> int:
+        """The number of gradients that have arrived at its leaves, of those that were not asked for by themselves."""
+        return self._arrivals.count() - self._left_out
+
+    def leave_out(self, before: int) -> None:
+        """Leave out what has arrived since `num_arrived` was that number: torch.autograd.grad has returned it."""
+        self._left_out += self.num_arrived() - before
+
+    def has_bypassed(self) -> bool:
+        """Whether gradients have arrived since the last reduction that no counted pass accounts for."""
+        return self.num_arrived() != self._noticed and (self.passed is None or self.reduced_by is not None)
+
+    def trainers(self) -> list[Optimizer]:
+        """The optimizers of its parameters."""
+        return [each for reference in self.optimizers if (each := reference()) is not None]
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None = None) -> Any:
         """The forward pass: a call of the module, or of one of its methods."""
@@ -81,13 +138,14 @@ class Engine:
 
     def place(self) -> str:
         """The position of this rank, and its learning rates: equal on all ranks, or they would drift apart."""
-        return self._ledger.place() + describe_rates(filter(None, (each() for each in self.optimizers)))
+        return self._steps.step.place() + describe_rates(self.trainers())
 
     def refresh(self) -> None:
         """Detect parameters that were frozen, unfrozen or added since the last forward pass with gradients.
 
         Called before each such pass. A change makes it a collective: added parameters get rank zero's values.
         """
+        self._at_forward = self.num_arrived()
         trained = self.trained()
         if list(map(id, trained)) != list(map(id, self._trained)) and not self._runs_with_others():
             self._trained = trained
@@ -99,7 +157,7 @@ class Engine:
 
     def _runs_with_others(self) -> bool:
         """Whether `torch.func.functional_call` has replaced parameters for this call."""
-        found = [each for part in self._tree for each in part._parameters.values()]
+        found = [each for part in self._tree for each in getattr(part, PARAMETERS).values()]
         return any(each is not None and not isinstance(each, nn.Parameter) for each in found)
 
     def adapt(self, new: Sequence[torch.Tensor]) -> None:
@@ -126,18 +184,28 @@ class Engine:
                 "are added, outside any graph; get what is to be differentiated again from torch.autograd.grad(..., "
                 "create_graph=True), and call backward() on a loss of it"
             )
-        if self.is_reduced and self._ledger.is_mean and self._reduced_in is not self._ledger.step:
+        steps, size = self._steps, self._world.comm.size
+        step, is_other = steps.step, self.passed is not None and self.passed[0] is not steps.step
+        if is_other and self.is_held and steps.every > 1 and size > 1:
+            raise RuntimeError(
+                f"the gradients of the {self.name} are of microbatches of two steps: its optimizer was not asked to "
+                "step when the first of them was complete; call the step() of each optimizer on each microbatch, or "
+                "train the models with an Accelerator each"
+            )
+        if self.reduced_by is not None and is_other and steps.is_mean:
             self._set_aside()
-        elif self.is_reduced and self._ledger.held_factor() not in (0, 1):
-            scale_gradients(self.trained(), 1 / self._ledger.held_factor())  # cancelled by the next reduction
-        # A single rank that does not accumulate has a factor of 1: its `.grad` is the step's at once.
-        self.is_held, self.is_reduced = self._world.comm.size > 1 or self._ledger.every > 1, False
-        self._stepped.clear()
+        elif self.reduced_by and (steps.is_mean or steps.is_sum) and self.reduced_by * size != 1:
+            # The next reduction multiplies by its factor, and adds up what the ranks hold.
+            scale_gradients(self.held(), 1 / (self.reduced_by * size))
+        self.passed, self.reduced_by, self.taken = (step, steps.now), None, None
+        for known in (self._stepped, self._zeroed):
+            if known:
+                known.clear()
         self.prepare(reduces and not self.is_local)
 
     def _set_aside(self) -> None:
         """Keep gradients of an earlier step, which were not zeroed, out of the reduction of this one."""
-        for each in self.trained():
+        for each in self.held():
             if each.grad is not None:
                 self._earlier[each], each.grad = each.grad, None
 
@@ -157,14 +225,12 @@ class Engine:
         self._settle(self.complete)
         if self._earlier:
             # torch's own final callback, which assigns `.grad`, may follow this one, but precedes one queued now.
-            torch.autograd.Variable._execution_engine.queue_callback(weak_method(self._add_earlier))
-        if not self.is_local:
-            self.share_buffers()
+            queue_callback(weak_method(self._add_earlier))
 
     def share_buffers(self) -> None:
         """Broadcast rank zero's buffers, since batch statistics make them differ between ranks. A collective."""
         if self._shares_buffers and self._world.comm.size > 1 and not self._world.backend.is_lazy:
-            buffers = [each for part in self._tree for each in part._buffers.values() if each is not None]
+            buffers = [each for part in self._tree for each in getattr(part, BUFFERS).values() if each is not None]
             broadcast_together(buffers, self._world)
 
     def complete(self) -> None:
@@ -181,12 +247,16 @@ class Engine:
         self._add_earlier()
 
     def _settle(self, reduce: Callable[[], None]) -> None:
-        if self.is_local:
+        factor = self._steps.factor()
+        if factor == self._world.comm.size == 1:
+            pass
+        elif self.is_local:
             # No sum over the ranks follows, so the factor is without 1 / R.
-            scale_gradients(self.trained(), self._ledger.held_factor())
+            scale_gradients(self.held(), factor * self._world.comm.size)
         else:
             reduce()
-        self.is_held, self.is_reduced, self._reduced_in = False, True, self._ledger.step
+        self.passed, self.reduced_by = self.passed or (self._steps.step, self._steps.now), factor
+        self._noticed = self.num_arrived()
 
     def adopt(self, part: float) -> None:
         """Reduce gradients that were assigned, for example from `torch.autograd.grad`, not left by a backward pass.
@@ -196,61 +266,126 @@ class Engine:
         """
         self._world.comm.announce(f"gradients that were assigned, or stepped on before, of {self.place()}")
         scale_gradients(self.trained(), part)
-        # From here on they count as left by a backward pass, so that `has_assigned` does not find them again.
-        self.begun = Begun(self._ledger.step)
         self._stepped.clear()
         self.reduce()
 
     def reduce_late(self, parameters: Sequence[torch.Tensor] | None = None) -> None:
         """Reduce the gradients of these parameters together; None means all trained parameters."""
-        ledger = self._ledger
         if not self._is_agreed and self._world.comm.size > 1:
             check_agreement(self.trained(), self._world)
             self._is_agreed = True  # after the comparison: an error leaves it to be repeated
-        reduced = self.trained() if parameters is None else parameters
-        reduce_gradients(reduced, self._world, ledger.factor(), self.place(), is_part=True)
+        reduced = self.held() if parameters is None else parameters
+        reduce_gradients(reduced, self._world, self._steps.factor(), self.place(), is_part=True)
+
+    def watch_leaves(self, is_scaled: bool) -> None:
+        """Notice gradients that arrive at the leaves; again, when others train.
+
+        Args:
+            is_scaled: whether they may have to be scaled.
+        """
+        if self.is_released:
+            return
+        leaves, is_scaled = self.leaves(), is_scaled or self.gathers
+        if leaves is not self._counted_for and self._world.comm.size > 1 and not self.gathers:
+            self._counted_for = leaves
+            for each in leaves:
+                if each not in self._counted:
+                    self._counted[each] = each.register_hook(self._arrivals.hook)
+        for each in leaves if is_scaled else ():
+            # A second hook would scale twice.
+            if each not in self.hooks:
+                self.hooks[each] = each.register_hook(self.scale)
 
     def release(self) -> None:
         """Remove the hooks from all gradients."""
         self.is_released = True
-        while self.hooks:
-            self.hooks.popitem()[1].remove()
+        _remove(self.hooks)
+        _remove(self._counted)
 
     def zero_grad(self, set_to_none: bool) -> None:
         """`zero_grad` of the module."""
         self.module.zero_grad(set_to_none)
 
-    def forget(self) -> None:
-        """Record that the gradients are zero."""
-        self.is_held = self.is_reduced = False
+    def forget(self, optimizer: Optimizer | None = None) -> None:
+        """Record that the gradients are zero.
+
+        Args:
+            optimizer: whose gradients they are; None for all of them.
+        """
+        if optimizer is not None and len(self.optimizers) > 1:
+            self._zeroed.add(optimizer)
+            if any(each not in self._zeroed for each in self.trainers()):
+                return  # those of the others are as they were
+        self.passed = self.reduced_by = self.taken = None
+        self._noticed = self.num_arrived()
         self._earlier.clear()
 
     def has_assigned(self, optimizer: Optimizer) -> bool:
         """Whether `.grad` holds gradients that no backward pass has left since that optimizer's last step."""
-        is_left = self.begun.step is not None and optimizer not in self._stepped
-        return self._world.comm.size > 1 and not is_left and any(each.grad is not None for each in self.trained())
+        if self._world.comm.size == 1:
+            return False
+        is_left = self.passed is not None and (optimizer not in self._stepped or self._is_left_again())
+        if is_left and not self.has_replaced():
+            return False
+        return any(each.grad is not None for each in self.trained())
+
+    def note_taken(self) -> None:
+        """Record that torch.autograd.grad is asked for gradients of parameters: they may be assigned."""
+        if self.taken is None:
+            self.taken = [each.grad for each in self.trained()]
+
+    def has_replaced(self) -> bool:
+        """Whether gradients were assigned in place of those that backward passes have left."""
+        return self.taken is not None and any(
+            each.grad is not before for each, before in zip(self.trained(), self.taken, strict=False)
+        )
+
+    def _is_left_again(self) -> bool:
+        """Whether `.grad` holds what the last step was on. Recorded for sums only: a mean of equal ones is equal."""
+        held = [each.grad for each in self.trained() if each.grad is not None]
+        return len(held) == len(self._left) and all(
+            each is known() for each, known in zip(held, self._left, strict=True)
+        )
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Record that the optimizer is stepping on the current gradients."""
         # Gradients that it finds again before the next backward pass count as assigned (`has_assigned`).
         self._stepped.add(optimizer)
-        self._ledger.close(optimizer)
+        self._steps.close(optimizer)
+        self.taken = None
+        self.graphs.clear()
+        if self._steps.is_sum:
+            self._left = [ref(each.grad) for each in self.trained() if each.grad is not None]
+        if not (self._steps.is_mean or self._steps.is_sum):
+            _remove(self.hooks)  # they were for an uneven batch, or a differentiated gradient
+
+    def step_by_stranger(self, optimizer: Optimizer) -> None:
+        """Record that an optimizer steps that was not prepared, so that no stepper notes it. A collective."""
+        self._steps.request(optimizer)
+        self.note_step(optimizer)
+        self.after_step(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Record that the optimizer has stepped."""
+        """Called after the optimizer has stepped, on all ranks. A collective."""
+        if not self.is_local:
+            self.share_buffers()
 
     def trained(self) -> list[torch.Tensor]:
-        """The parameters that require gradients, without the replacements of `torch.func.functional_call`.
+        """The parameters that require gradients, without the replacements of `torch.func.functional_call`."""
+        return [each for each in self._parameters() if each.requires_grad]
 
-        Called in each forward pass, so the tree of modules is traversed only after it has changed.
-        """
-        if [id(child) for each in self._tree for child in each._modules.values()] != self._children:
+    def held(self) -> list[torch.Tensor]:
+        """The parameters that require gradients, and those that were frozen with a gradient."""
+        return [each for each in self._parameters() if each.requires_grad or each.grad is not None]
+
+    def _parameters(self) -> list[nn.Parameter]:
+        # Called in each forward pass, so the tree of modules is traversed only after it has changed.
+        if [id(child) for each in self._tree for child in getattr(each, MODULES).values()] != self._children:
             self._tree = list(self.module.modules())
-            self._children = [id(child) for each in self._tree for child in each._modules.values()]
-        found = [each for part in self._tree for each in part._parameters.values()]
+            self._children = [id(child) for each in self._tree for child in getattr(each, MODULES).values()]
+        found = [each for part in self._tree for each in getattr(part, PARAMETERS).values()]
         # By identity: hashing a tensor costs a Python call.
-        once = {id(each): each for each in found if isinstance(each, nn.Parameter) and each.requires_grad}
-        return list(once.values())
+        return list({id(each): each for each in found if isinstance(each, nn.Parameter)}.values())
 
     def leaves(self) -> list[torch.Tensor]:
         """The tensors at which the gradients of a backward pass arrive, and which get the hooks."""
@@ -260,15 +395,24 @@ class Engine:
         """The tensors that `leaves` returns, by their names in the module. A collective."""
         return {name: each for name, each in self.module.named_parameters() if each.requires_grad}
 
-    def take_up(self, begun: Begun) -> None:
-        """Resume in the middle of a step, with its gradients so far in `.grad`."""
-        self.is_held, self.is_reduced, self.begun = True, False, begun
+    def resume(self) -> None:
+        """Continue in the middle of a step, with its gradients so far in `.grad`."""
+        self.passed, self.reduced_by = (self._steps.step, 0), None
+
+
+def _trainers_of(engine: Callable[[], Engine | None]) -> list[Optimizer]:
+    return [] if (found := engine()) is None else found.trainers()
+
+
+def _remove(hooks: dict[torch.Tensor, RemovableHandle]) -> None:
+    while hooks:
+        hooks.popitem()[1].remove()
 
 
 def is_left_at(leaf: torch.Tensor) -> bool:
     """Whether the running backward pass accumulates a gradient in this leaf's `.grad`."""
     try:
-        return bool(torch._C._will_engine_execute_node(get_gradient_edge(leaf).node))
+        return bool(will_engine_execute_node(get_gradient_edge(leaf).node))
     except RuntimeError:
         return False
 
@@ -276,7 +420,7 @@ def is_left_at(leaf: torch.Tensor) -> bool:
 def is_taken_from(leaf: torch.Tensor) -> bool:
     """Whether the running backward pass is `torch.autograd.grad` with respect to leaves that include this one."""
     try:
-        torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
+        will_engine_execute_node(get_gradient_edge(leaf).node)
     except RuntimeError:  # torch refuses the query for such a leaf
         return True
     return False

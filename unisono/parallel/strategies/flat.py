@@ -17,7 +17,7 @@ class Flat(Strategy):
     def wrap_model(self, module: nn.Module) -> Engine:
         if self.world.world_size > 1:
             broadcast_parameters(module, world=self.world)
-        return Engine(module, self.world, self.ledger, getattr(self.options, "broadcast_buffers", True))
+        return Engine(module, self.world, self.steps, getattr(self.options, "broadcast_buffers", True))
 
 
 strategy_class = Flat

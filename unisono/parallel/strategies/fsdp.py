@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from unisono.comm.selection import translate_errors
 from unisono.parallel.agreement import broadcast_parameters
-from unisono.parallel.ledger import Ledger
+from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.ddp import failed_before
 from unisono.parallel.strategies.elementwise import check_elementwise
 from unisono.parallel.strategies.engine import Engine, is_left_at, is_taken_from
@@ -29,6 +29,7 @@ from unisono.parallel.strategies.sharded import (
 from unisono.parallel.strategies.strategy import Strategy
 from unisono.parallel.weak_methods import weak_method
 from unisono.strategies import FSDP
+from unisono.torch_private import PARAMETERS, current_graph_task_id, queue_callback
 from unisono.tree import tensors
 from unisono.world import World
 
@@ -48,7 +49,7 @@ class FSDPStrategy(Strategy):
 
     def wrap_model(self, module: nn.Module) -> Engine:
         broadcast_parameters(module, world=self.world)
-        return FSDPEngine(module, self.world, self.ledger, self.options)
+        return FSDPEngine(module, self.world, self.steps, self.options)
 
 
 class FSDPEngine(Engine):
@@ -61,16 +62,16 @@ class FSDPEngine(Engine):
     of the model's inputs; the entire model is gathered when it begins.
 
     Args:
-        module, world, ledger: as for `Engine`; the world consists of processes.
+        module, world, steps: as for `Engine`; the world consists of processes.
         options: the strategy's options.
     """
 
     gathers = True
 
-    def __init__(self, module: nn.Module, world: World, ledger: Ledger, options: FSDP) -> None:
+    def __init__(self, module: nn.Module, world: World, steps: Steps, options: FSDP) -> None:
         name = type(module).__name__  # before `fully_shard` replaces its class
         sharded: Any = shard(module, world, options)
-        super().__init__(sharded, world, ledger)
+        super().__init__(sharded, world, steps)
         self._sharded, self.name = sharded, name
         self._units = units_in(sharded)
         self._whole = whole_parameters(sharded)
@@ -83,6 +84,7 @@ class FSDPEngine(Engine):
         for each in self._parts:
             if each.requires_grad:
                 each.register_hook(weak_method(self._arrive_at_part))
+        self._were_trained = [each.requires_grad for each in self._parts]
         self._backward_pass = -1  # the last one that was announced
         self._is_reducing = False  # during a reducing backward pass, and after one that failed
         sharded.register_forward_hook(weak_method(self._watch), prepend=True)
@@ -123,7 +125,7 @@ class FSDPEngine(Engine):
     def _refuse_replaced(self) -> None:
         """Refuse a pass with other parameters, in whose place FSDP2 would put its own."""
         for module, name in self._places:
-            if id(module._parameters.get(name)) not in self._held:
+            if id(getattr(module, PARAMETERS).get(name)) not in self._held:
                 raise RuntimeError(
                     f"the {self.name} is called with another {name!r} of its {type(module).__name__} than the one that "
                     "was prepared (by torch.func.functional_call, or an assignment), and strategy='fsdp' would compute "
@@ -163,10 +165,10 @@ class FSDPEngine(Engine):
 
         Its gradient is complete on every rank, and would count in each microbatch.
         """
-        if self._ledger.every > 1:
+        if self._steps.every > 1:
             raise RuntimeError(
                 f"a penalty on the parameters of the {self.name} has a backward pass of its own, and under "
-                f"strategy='fsdp' it would count in each of the gradient_accumulation_steps={self._ledger.every} "
+                f"strategy='fsdp' it would count in each of the gradient_accumulation_steps={self._steps.every} "
                 "microbatches of a step; let the optimizer add it (weight_decay=), or use strategy='ddp'"
             )
 
@@ -174,8 +176,15 @@ class FSDPEngine(Engine):
         """Check that no parameters were added.
 
         Raises:
-            RuntimeError: parameters were added, which are not sharded.
+            RuntimeError: parameters were added, which are not sharded; or frozen or unfrozen in the middle of a step.
         """
+        trained = [each.requires_grad for each in self._parts]
+        if trained != self._were_trained and self.is_held:
+            raise RuntimeError(
+                f"parameters of the {self.name} were frozen or unfrozen while microbatches accumulate, and "
+                "strategy='fsdp' cannot reduce what they hold; do so after optimizer.step(), or use strategy='ddp'"
+            )
+        self._were_trained = trained
         new = [each for each in self.trained() if each not in self._known]
         if new:
             shapes = ", ".join(str(list(each.shape)) for each in new)
@@ -198,7 +207,7 @@ class FSDPEngine(Engine):
             leaf.register_hook(weak_method(self._announce))
 
     def _announce(self, _: torch.Tensor | None = None) -> None:
-        backward_pass = torch._C._current_graph_task_id()
+        backward_pass = current_graph_task_id()
         # Each output calls this, and the pass is announced once.
         if backward_pass != self._backward_pass:
             self._backward_pass = backward_pass
@@ -211,11 +220,11 @@ class FSDPEngine(Engine):
         self._world.comm.announce(f"the backward pass of {self.place()}")
         self._sharded.set_requires_gradient_sync(reduces)
         if reduces:
-            scale_sums(self._units, self._ledger.factor())
+            scale_sums(self._units, self._steps.factor())
 
     def complete(self) -> None:
         """Queue the check of the reduction, since torch's final callback, which may reduce, may still follow."""
-        torch.autograd.Variable._execution_engine.queue_callback(weak_method(self._check_reduced))
+        queue_callback(weak_method(self._check_reduced))
 
     def _check_reduced(self) -> None:
         """Refuse a backward pass that has not reached an output, where torch's reduction begins."""
@@ -243,6 +252,7 @@ class FSDPEngine(Engine):
         )
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        super().after_step(optimizer)
         self._memory.check("fsdp")
         self._gradients.check("fsdp", "grad.data")
         self._sharded.reshard()  # gathered parameters that no backward pass has released are outdated

@@ -27,7 +27,6 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     allreduce_hook,
     bf16_compress_hook,
@@ -39,6 +38,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn.parallel import DistributedDataParallel
 
 from unisono.parallel.gradients import scale_in_place
+from unisono.torch_private import GradBucket
 from unisono.world import World, current_world
 
 POST_LOCAL_SGD = "post_local_sgd"

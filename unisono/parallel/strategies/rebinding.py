@@ -8,6 +8,7 @@ from weakref import ref
 import torch
 
 from unisono.parallel.parameter_names import name_of
+from unisono.torch_private import STORAGE_ADDRESS
 
 
 class Rebinding:
@@ -35,7 +36,9 @@ class Rebinding:
         """
         for place, (held, storage) in enumerate(self._known):
             tensor = held()
-            if tensor is not None and tensor.untyped_storage()._cdata != storage._cdata:
+            if tensor is None:
+                continue
+            if getattr(tensor.untyped_storage(), STORAGE_ADDRESS) != getattr(storage, STORAGE_ADDRESS):
                 name = name_of(tensor, [tensor]) if attribute == "data" else f"gradient {place}"
                 raise RuntimeError(
                     f"something, such as an optimizer's step, has assigned `parameter.{attribute} = ...`, of {name}, "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from unisono.parallel.ledger import Ledger
+from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.flat import Flat
 from unisono.parallel.strategies.strategy import Strategy
 from unisono.strategies import DDP, FSDP, SPMD, Choice, ZeRO1
@@ -38,6 +38,6 @@ def strategy_class(options: Choice) -> type[Strategy]:
     return found
 
 
-def strategy_in(world: World, kind: type[Strategy], ledger: Ledger, options: Choice) -> Strategy:
+def strategy_in(world: World, kind: type[Strategy], steps: Steps, options: Choice) -> Strategy:
     """Create the strategy for that world: the plain one instead of one of torch's if its engine cannot run there."""
-    return (kind if world.takes_engines or not kind.is_of_torch else Flat)(world, ledger, options)
+    return (kind if world.takes_engines or not kind.is_of_torch else Flat)(world, steps, options)

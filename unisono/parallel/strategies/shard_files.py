@@ -9,6 +9,7 @@ import enum
 import pickle
 import warnings
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,24 @@ from unisono.outcome import chain_of
 _SAFE: dict[str, set[str]] = {
     "torch.distributed.checkpoint.metadata": {
         *("Metadata", "MetadataIndex", "StorageMeta", "BytesStorageMetadata", "ChunkStorageMetadata"),
-        *("TensorStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+        *("TensorStorageMetadata", "TensorProperties"),
     },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
     "collections": {"OrderedDict"},
     "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath"},
 }
 """The names allowed in the metadata, by module. Whole modules are not allowed, since they contain their imports."""
+
+
+@cache
+def _safe_private() -> dict[str, str]:
+    """More of them, by module; looked up on first use, since it imports those modules."""
+    from unisono.torch_private import GET_LAYOUT, MEMORY_FORMATS, STORAGE_INFO
+
+    return {
+        "torch.distributed.checkpoint.metadata": MEMORY_FORMATS,
+        "torch.distributed.checkpoint.filesystem": STORAGE_INFO,
+        "torch.serialization": GET_LAYOUT,
+    }
 
 
 class ShardGroup:
@@ -112,7 +123,7 @@ class _Metadata(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         module = "pathlib" if module == "pathlib._local" else module  # where Python 3.13 has its classes, and no other
-        if name in _SAFE.get(module, set()):
+        if name in _SAFE.get(module, set()) or name == _safe_private().get(module):
             return super().find_class(module, name)
         if (module, name) == ("builtins", "getattr"):  # how Python 3.11.0 to 3.11.3 pickle the member of an enum
             return _member

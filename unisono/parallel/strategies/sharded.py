@@ -29,6 +29,7 @@ from unisono.parallel.agreement import broadcast_together
 from unisono.parallel.meta_modules import fill
 from unisono.parallel.sparse import is_sparse, sparse_layers, values_of
 from unisono.strategies import FSDP
+from unisono.torch_private import current_graph_task_id
 from unisono.world import World, current_world
 
 if TYPE_CHECKING:
@@ -174,7 +175,7 @@ class WholeParameter(nn.Parameter):
 
 
 def _is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return current_graph_task_id() != -1
 
 
 def whole_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -227,7 +228,10 @@ def with_part(tensor: DTensor, part: torch.Tensor) -> DTensor:
     """A tensor sharded like this one; this rank's shard is `part`, on any device."""
     from torch.distributed.tensor import DTensor
 
-    return DTensor(part, tensor._spec, requires_grad=False)  # `from_local` would move it to the mesh's devices
+    from unisono.torch_private import DTENSOR_SPEC
+
+    # `from_local` would move it to the mesh's devices.
+    return DTensor(part, getattr(tensor, DTENSOR_SPEC), requires_grad=False)
 
 
 def loaded_class(module: str, name: str) -> Any:

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from unisono.parallel.parameter_names import parameters_of
 from unisono.parallel.strategies.sharded import is_distributed
 from unisono.parallel.strategies.zero1 import is_divided, load_local, numbered
+from unisono.torch_private import MODULES
 from unisono.world import World, current_world
 
 K = TypeVar("K", bound=Hashable)
@@ -170,13 +171,15 @@ def load_optimizer_state(
 
 def plain_name(model: nn.Module, name: str) -> str:
     """A name in `model.state_dict()` without the prefixes of DistributedDataParallel and torch.compile."""
+    from unisono.torch_private import ORIGINAL
+
     module: Any = model
     words, kept = name.split("."), []
     for word in words:
-        is_wrapper = (isinstance(module, DistributedDataParallel) and word == "module") or word == "_orig_mod"
+        is_wrapper = (isinstance(module, DistributedDataParallel) and word == "module") or word == ORIGINAL
         if not is_wrapper:
             kept.append(word)
-        module = getattr(module, "_modules", {}).get(word)
+        module = getattr(module, MODULES, {}).get(word)
     return ".".join(kept)
 
 

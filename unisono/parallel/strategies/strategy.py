@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from unisono.parallel.ledger import Ledger
 from unisono.parallel.meta_modules import check_fillable
+from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.sharded import is_sharded, loaded_class
 from unisono.protocols import Backend
@@ -31,7 +31,7 @@ class Strategy(ABC):
 
     Args:
         world: the rank's world.
-        ledger: provides the weights of the rank's gradients.
+        steps: provides the weights of the rank's gradients.
         options: an object of `unisono.strategies` that has passed `check_options`.
 
     Attributes:
@@ -47,8 +47,8 @@ class Strategy(ABC):
     is_needed: ClassVar[bool] = False
     fills: ClassVar[bool] = False
 
-    def __init__(self, world: World, ledger: Ledger, options: Any) -> None:
-        self.world, self.ledger, self.options = world, ledger, options
+    def __init__(self, world: World, steps: Steps, options: Any) -> None:
+        self.world, self.steps, self.options = world, steps, options
 
     @classmethod
     def check_options(cls, options: Any, precision: str, max_grad_norm: float | None) -> None:

@@ -27,6 +27,7 @@ from unisono.parallel.strategies.rebinding import Rebinding
 from unisono.parallel.strategies.sharded import is_distributed, loaded_class
 from unisono.parallel.strategies.strategy import given_up
 from unisono.strategies import DDP
+from unisono.torch_private import STEP_POST_HOOKS, STEP_PRE_HOOKS
 
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -62,8 +63,20 @@ class ZeRO1Strategy(DDPStrategy):
 
     def _announce(self, prepared: Callable[[], Optimizer | None], optimizer: Optimizer, *_: Any) -> None:
         if optimizer is prepared():  # the hooks are shared with the user's optimizer, which may be prepared again
+            _refuse_frozen(optimizer)
             # At the end of the step, each rank broadcasts the parameters that it has stepped.
-            self.world.comm.announce(f"the end of {self.ledger.place()}")
+            self.world.comm.announce(f"the end of {self.steps.step.place()}")
+
+
+def _refuse_frozen(optimizer: Optimizer) -> None:
+    """Refuse to step while a frozen parameter has a gradient: on one device it would be stepped on, too."""
+    for place, each in enumerate(parameters_of(optimizer)):
+        if not each.requires_grad and each.grad is not None:
+            raise RuntimeError(
+                f"parameter {place} of the {type(optimizer).__name__} was frozen and still has a gradient, which "
+                "strategy='zero1' leaves out of its steps; call zero_grad(set_to_none=True) after freezing, or use "
+                "strategy='ddp'"
+            )
 
 
 def _share_groups(replaced: Callable[[], Optimizer | None], optimizer: Optimizer) -> None:
@@ -101,7 +114,7 @@ def shard_optimizer(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
     load_local(sharded, optimizer.state_dict())
     # The whole state, if the user's optimizer kept it, would occupy the memory that is saved.
     optimizer.state.clear()
-    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+    for hooks in (STEP_PRE_HOOKS, STEP_POST_HOOKS):
         # The same dictionaries, so that handles can still remove their hooks.
         setattr(sharded, hooks, getattr(optimizer, hooks))
     if shares_memory:

@@ -46,14 +46,18 @@ def extract_model_from_parallel(
 ) -> nn.Module:
     """The user's module. Other arguments have no effect, except `keep_torch_compile=False`, which returns the
     uncompiled module."""
+    from unisono.torch_private import ORIGINAL
+
     module = model.module if isinstance(model, PreparedModel) else model
-    plain: nn.Module = module if keep_torch_compile else getattr(module, "_orig_mod", module)
+    plain: nn.Module = module if keep_torch_compile else getattr(module, ORIGINAL, module)
     return plain
 
 
 def is_compiled_module(module: nn.Module) -> bool:
     """Whether it was returned by `torch.compile`."""
-    return isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
+    from unisono.torch_private import OptimizedModule  # imports the compiler
+
+    return isinstance(module, OptimizedModule)
 
 
 def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:

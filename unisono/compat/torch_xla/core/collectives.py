@@ -9,7 +9,6 @@ from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from unisono.compat.torch_xla.core.steps import mark_step
@@ -18,6 +17,7 @@ from unisono.parallel import optimizer as steps
 from unisono.parallel.parameter_names import trained_parameters
 from unisono.protocols import ReduceOp
 from unisono.timeline import REDUCE
+from unisono.torch_private import disable_dynamo
 from unisono.world import World, current_world
 
 L = TypeVar("L", bound=Sequence[torch.Tensor])
@@ -48,7 +48,7 @@ def all_reduce(
 ) -> torch.Tensor: ...
 @overload
 def all_reduce(reduce_type: str, inputs: L, scale: float = ..., groups: Groups = ..., pin_layout: bool = ...) -> L: ...
-@_disable_dynamo
+@disable_dynamo
 @torch.no_grad()
 def all_reduce(
     reduce_type: str, inputs: Any, scale: float = 1.0, groups: Groups = None, pin_layout: bool = True
@@ -105,7 +105,7 @@ def _parts(tensor: torch.Tensor, group: list[int] | None, world: World) -> list[
     return parts if group is None else [parts[rank] for rank in group]
 
 
-@_disable_dynamo
+@disable_dynamo
 @torch.no_grad()
 def all_gather(
     value: Any,
@@ -153,7 +153,7 @@ def all_gather_bucketized(
     return all_gather(input_list, dim, groups, output)  # type: ignore[no-any-return]
 
 
-@_disable_dynamo
+@disable_dynamo
 @torch.no_grad()
 def reduce_scatter(
     reduce_type: str,
@@ -209,7 +209,7 @@ def reduce_scatter_bucketized(
     )
 
 
-@_disable_dynamo
+@disable_dynamo
 @torch.no_grad()
 def collective_broadcast(
     tensors: Sequence[torch.Tensor], root_ordinal: int = 0, groups: Groups = None, pin_layout: bool = True

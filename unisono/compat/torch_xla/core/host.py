@@ -9,6 +9,7 @@ from torch import nn
 
 from unisono.backends import CPU
 from unisono.placement.copying import copy_to
+from unisono.torch_private import STORAGE_ADDRESS
 from unisono.tree import tree_map
 
 
@@ -36,7 +37,7 @@ def to_host(data: Any) -> Any:
 def _place(tensor: torch.Tensor) -> object:
     """A key that is equal for tensors over the same elements."""
     try:
-        storage = tensor.untyped_storage()._cdata
+        storage = getattr(tensor.untyped_storage(), STORAGE_ADDRESS)
     except (NotImplementedError, RuntimeError):  # a kind of tensor without storage
         return id(tensor)
     return storage, tensor.storage_offset(), tensor.dtype, tuple(tensor.shape), tensor.stride()

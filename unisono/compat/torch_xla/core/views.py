@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from unisono.compat.torch_xla.utils.utils import for_each_instance, for_each_instance_rewrite
+from unisono.torch_private import STORAGE_ADDRESS
 
 
 def check_view_sharing(obj: Any) -> None:
@@ -19,7 +20,7 @@ def check_view_sharing(obj: Any) -> None:
     owners: dict[int, torch.Tensor] = {}
 
     def check(tensor: torch.Tensor) -> None:
-        owner = owners.setdefault(tensor.untyped_storage()._cdata, tensor)
+        owner = owners.setdefault(getattr(tensor.untyped_storage(), STORAGE_ADDRESS), tensor)
         if owner is not tensor:
             raise RuntimeError(
                 f"tensors of shape {tuple(owner.shape)} and {tuple(tensor.shape)} share memory, and would no longer "

@@ -1,0 +1,280 @@
+"""The private names of torch: one file has them, the installed torch has them, and a lack of one is told in words."""
+
+from __future__ import annotations
+
+import ast
+import pkgutil
+import re
+import subprocess
+import sys
+import types
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from test_architecture import MODULES, XLA_DOORS, Module, imports_of
+from torch import nn
+
+from unisono import torch_private
+
+PRIVATE_OF_XLA = re.compile("_XLAC|_xla_.*|_set_all_reduce_token")
+PRIVATE_OF_OTHERS = {
+    *("_fields", "_replace", "_make", "_value_", "_config", "_target", "_is_owned"),  # of Python
+    *("_distributed", "_ex_iterable"),  # of HuggingFace's datasets
+}
+
+
+def is_private(name: object) -> bool:
+    return isinstance(name, str) and name.startswith("_") and not name.startswith("__")
+
+
+def has_private(path: str) -> bool:
+    return any(map(is_private, path.split(".")))
+
+
+def known_private() -> set[str]:
+    """The private attributes of torch's most used objects, and those in the table."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    objects = [model, model.weight, model.weight.untyped_storage(), optimizer, torch.Generator()]
+    objects += [torch.optim.lr_scheduler.StepLR(optimizer, 1), torch.utils.data.DataLoader([1])]
+    names = {name for each in objects for name in dir(each)}
+    return set(filter(is_private, names | {path.split(".")[-1] for path, _ in torch_private.NAMES.values()}))
+
+
+@cache
+def given_names(tree: ast.Module) -> set[str]:
+    """What a module defines, and the attributes that it gives to its own objects."""
+    found = set()
+    changed = {id(node.target) for node in ast.walk(tree) if isinstance(node, ast.AugAssign)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                found.add(name)
+            case ast.Name(id=name, ctx=ast.Store()):
+                found.add(name)
+            case ast.Attribute(value=ast.Name(id="self" | "cls"), ctx=ast.Store()) if id(node) not in changed:
+                found.add(node.attr)
+    return found
+
+
+KNOWN_PRIVATE = known_private()
+OWN = {name for module in MODULES.values() for name in given_names(module.tree)}
+
+
+def imported_paths(module: Module) -> dict[str, str]:
+    """What each imported name stands for: a dotted path, of torch for a name in the table."""
+    found = {}
+    for node in ast.walk(module.tree):
+        for each in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
+            if isinstance(node, ast.Import):
+                found[each.asname or each.name.split(".")[0]] = each.name if each.asname else each.name.split(".")[0]
+            elif node.module == torch_private.__name__ and each.name in torch_private.NAMES:
+                found[each.asname or each.name] = torch_private.NAMES[each.name][0]
+            else:
+                found[each.asname or each.name] = f"{node.module}.{each.name}"
+    return found
+
+
+def path_of(node: ast.AST, paths: dict[str, str]) -> str:
+    """The dotted path that an expression stands for, if it begins at an imported name; else nothing."""
+    first, *rest = ast.unparse(node).split(".")
+    return ".".join([paths[first], *rest]) if first in paths and all(map(str.isidentifier, rest)) else ""
+
+
+def is_of_torch(node: ast.Attribute, module: Module, paths: dict[str, str]) -> bool:
+    """Whether a private attribute belongs to an object of torch, or to one that no module of ours has given it to."""
+    root = path_of(node.value, paths).split(".")[0]
+    if root not in ("", "torch", "unisono") or node.attr in PRIVATE_OF_OTHERS:
+        return root == "torch_xla" and module.name not in XLA_DOORS
+    if module.name in XLA_DOORS and PRIVATE_OF_XLA.fullmatch(node.attr):
+        return False
+    given = given_names(module.tree)
+    if ast.unparse(node.value) in ("self", "cls", "super()") and node.attr in given:
+        return False
+    return root == "torch" or node.attr in KNOWN_PRIVATE or node.attr not in OWN | given
+
+
+def private_names(module: Module) -> list[str]:
+    """The places where a module names what is private in torch: imports, paths, attributes of any object, their names
+    as texts, private arguments, and methods in the place of private ones."""
+    if module.name == torch_private.__name__:
+        return []
+    paths, own = imported_paths(module), OWN | given_names(module.tree) | PRIVATE_OF_OTHERS
+    described = {id(node.value) for node in ast.walk(module.tree) if isinstance(node, ast.Expr)}
+    found = [
+        module.at(each.node, f"imports {each.target}.{each.name}")
+        for each in imports_of(module)
+        if each.target.split(".")[0] == "torch" and has_private(f"{each.target}.{each.name or ''}")
+    ]
+    for node in ast.walk(module.tree):
+        match node:
+            case ast.Attribute(attr=name) if is_private(name) and is_of_torch(node, module, paths):
+                found.append(module.at(node, f"uses {ast.unparse(node)}"))
+            case ast.Constant(value=str(text)) if id(node) not in described:
+                is_path = re.fullmatch(r"torch(\.\w+)+", text) and has_private(text)
+                if is_path or text in KNOWN_PRIVATE:
+                    found.append(module.at(node, f"has the text {text!r}"))
+            case ast.Call(
+                func=ast.Name(id="getattr" | "setattr" | "hasattr" | "delattr"), args=[_, ast.Constant(value=name), *_]
+            ):
+                if is_private(name) and name not in own:
+                    found.append(module.at(node, f"has the text {name!r}"))
+            case ast.Call(keywords=keywords) if path_of(node.func, paths).startswith("torch."):
+                found += [module.at(node, f"passes {each.arg}") for each in keywords if is_private(each.arg)]
+            case ast.ClassDef():
+                bases = [path_of(base, paths) for base in node.bases]
+                bases = [pkgutil.resolve_name(base) for base in bases if base.startswith("torch.")]
+                for each in node.body:
+                    name, marks = getattr(each, "name", ""), map(ast.unparse, getattr(each, "decorator_list", ()))
+                    is_marked = any(mark.startswith("overrides(") for mark in marks)
+                    if is_private(name) and not is_marked and any(hasattr(base, name) for base in bases):
+                        found.append(module.at(each, f"overrides {name}"))
+    return found
+
+
+def test_no_other_module_names_what_is_private_in_torch():
+    found = [place for module in MODULES.values() for place in private_names(module)]
+    assert not found, "\n".join(found)
+
+
+CULPRITS = [
+    "import torch._dynamo",
+    "from torch._C import _functions",
+    "def f():\n    from torch.nn.modules.batchnorm import _BatchNorm",
+    "import torch\ntorch._C._current_graph_task_id()",
+    "import torch.distributed as dist\ndist.distributed_c10d._get_default_store()",
+    "from torch import nn\nnn.Module._call_impl",
+    "module._parameters",
+    "self._modules",
+    "parameter._fsdp_anything",
+    "optimizer._opt_called = True",
+    "getattr(module, '_buffers')",
+    "hasattr(parameter, '_is_unheard_of')",
+    "for each in ('_forward_hooks', '_backward_hooks'): ...",
+    "import_module('torch._inductor.config')",
+    "import torch\ntorch.storage.TypedStorage(dtype=None, _internal=True)",
+    "from torch import nn\nclass Net(nn.Linear):\n    def _apply(self, fn): ...",
+]
+INNOCENTS = [
+    "'''Like `module._parameters`.'''",
+    "import os\nos._exit(0)",
+    "import torch\ntorch.__version__",
+    "point._replace(x=1)",
+    "class Own:\n    def __init__(self): self._parts = []\n    def f(self): return self._parts",
+    "from torch import nn\nfrom unisono.torch_private import APPLY, overrides\n"
+    "class Net(nn.Linear):\n    @overrides(APPLY)\n    def _apply(self, fn): return super()._apply(fn)",
+]
+
+
+@pytest.mark.parametrize("source", CULPRITS)
+def test_a_private_name_elsewhere_is_found(source):
+    assert private_names(Module("unisono.world", ast.parse(source)))
+
+
+@pytest.mark.parametrize("source", INNOCENTS)
+def test_what_is_not_private_in_torch_is_not_found(source):
+    assert not private_names(Module("unisono.world", ast.parse(source)))
+
+
+# The names themselves.
+
+
+@pytest.mark.parametrize("name", torch_private.NAMES)
+def test_the_installed_torch_has_it(name):
+    assert getattr(torch_private, name) is not None or name in torch_private.INSTEAD
+
+
+def test_each_name_is_used():
+    used = {
+        each.name for module in MODULES.values() for each in imports_of(module) if each.target == torch_private.__name__
+    }
+    assert torch_private.NAMES.keys() <= used
+    assert torch_private.INSTEAD.keys() <= torch_private.NAMES.keys()
+
+
+def test_the_names_for_processes_without_torch_are_those_of_torch():
+    assert f"{torch.__name__}._dynamo" == torch_private.COMPILER_MODULE
+    assert torch_private.loader_worker.__name__ == torch_private.LOADER_WORKER_MODULE
+    for name in torch_private.WRAPPING_FRAMES:
+        assert isinstance(getattr(nn.Module, name), types.FunctionType)
+
+
+def test_another_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="has no attribute 'current_graph'"):
+        torch_private.current_graph  # noqa: B018
+
+
+def run(code: str) -> str:
+    command = [sys.executable, "-c", code]
+    ran = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, cwd=Path(torch_private.__file__).parents[1]
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+WITHOUT = """
+import importlib, pkgutil
+import torch, torch.distributed, torch.utils.data
+owner, _, name = {path!r}.rpartition(".")
+{removal}
+try:
+    importlib.import_module({module!r})
+except ImportError as error:
+    print(error)
+"""
+DELETED = "delattr(pkgutil.resolve_name(owner), name)"
+NEVER_SET = """
+def reset(self, *args, **kwargs): ...
+pkgutil.resolve_name(owner)._reset = reset
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "removal"),
+    [
+        ("current_graph_task_id", "unisono.parallel.claims", DELETED),
+        ("TASK_INFO", "unisono.loaders.workers", NEVER_SET),
+        pytest.param("default_store", "unisono.launch.script_group", DELETED, marks=pytest.mark.slow),
+        pytest.param("CALL", "unisono.parallel.compilation", DELETED, marks=pytest.mark.slow),
+        pytest.param("BUILD_PARAMETERS", "unisono.parallel.strategies.ddp", DELETED, marks=pytest.mark.slow),
+    ],
+    ids=["a function", "an attribute of instances", "a function of a module", "a method", "a method overridden"],
+)
+def test_without_it_the_feature_is_missing_and_the_error_says_why(name, module, removal):
+    path, purpose = torch_private.NAMES[name]
+    said = run(WITHOUT.format(path=path, module=module, removal=removal))
+    assert said.strip() == (
+        f"torch {torch.__version__} has no {path}, a private name by which Unisono {purpose}; Unisono was tried with "
+        f"torch {', '.join(torch_private.TRIED)}: install one of these, or a later Unisono"
+    )
+
+
+def test_without_the_compilers_module_its_settings_are_missing_with_an_error(tmp_path):
+    (tmp_path / "torch").mkdir()
+    code = f"""
+import torch
+torch.__file__ = {str(tmp_path / "torch" / "__init__.py")!r}
+try:
+    from unisono.torch_private import INDUCTOR_CONFIG_MODULE
+except ImportError as error:
+    print(error)
+"""
+    assert "has no torch._inductor.config, a private name by which Unisono gives workers torch.compile's" in run(code)
+
+
+def test_the_names_cost_nothing_until_they_are_used():
+    code = "import sys, unisono.torch_private, unisono.stacks; print('torch' in sys.modules)"
+    assert run(code).strip() == "False"
+
+
+@pytest.mark.slow
+def test_that_a_module_is_not_compiled_is_known_without_the_compiler():
+    code = """
+import sys, torch
+from unisono.torch_private import ORIGINAL
+assert (ORIGINAL, "torch._dynamo" in sys.modules) == ("_orig_mod", False)
+"""
+    assert run(code) == ""

@@ -1,0 +1,434 @@
+"""Backward passes through an Accelerator's models: each is counted in a step, and its gradients are scaled on arrival.
+
+The outputs of a forward pass carry the origin of its inputs to the backward pass. When that reaches the model, the pass
+is counted, and it is known whether it makes its step final. If so, the gradients are reduced when the pass ends: every
+`.grad` is then the step's.
+
+Gradients are scaled as they arrive at the parameters, so that everything computed from a batch is scaled, a gradient
+penalty too. That needs a hook on each parameter, so they have one only while they may need it (`needs_hooks`):
+
+- the part of a batch is not 1; or steps have several microbatches, or losses are sums;
+- gradients were differentiated (`create_graph=True`): a second pass through them may bypass the outputs.
+
+Other passes that bypass the outputs are noticed by `Arrivals` when the optimizer steps, and reduced then: with even
+parts the mean over the ranks of what is in `.grad` is right, whatever was reduced before.
+
+If batches with different parts meet in one backward pass, the gradients that flow from the loss into the model differ,
+and they are scaled relative to the first of them.
+
+`torch.autograd.grad`, and `backward(inputs=...)` of other tensors, leave nothing in `.grad`, and are not counted. A
+backward pass that runs inside another one, as in reentrant checkpoints, is a part of that one.
+
+*Threads:* the rank's; on accelerators also autograd's, which runs the hooks of one device one after the other.
+
+Invariant: a hook belongs to the backward pass that calls it, by autograd's number of that pass. An interrupted pass
+leaves nothing that another one could mistake for its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Set
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch.optim import Optimizer
+
+from unisono.comm.selection import translate_errors
+from unisono.parallel.claims import Claim, Crossings, refuse_crossed, rows_of
+from unisono.parallel.gradients import scaled
+from unisono.parallel.steps import Origin, Steps, Visit
+from unisono.parallel.strategies.engine import Engine, is_left_at, is_taken_from
+from unisono.parallel.strategies.sharded import is_distributed
+from unisono.parallel.weak_methods import weak_method
+from unisono.torch_private import current_graph_task_id, queue_callback
+from unisono.tree import tensors
+
+
+@dataclass(eq=False)
+class _Pass:
+    """A backward pass that was counted.
+
+    Attributes:
+        origin: of its loss.
+        visit: that it belongs to.
+        part: the part of the microbatch, if the user gave it; None if each output knows its own.
+        reduces: whether it makes the step final.
+        engines: those of the models whose gradients it reduces when it ends; none after an interrupt.
+    """
+
+    origin: Origin
+    visit: Visit
+    part: float | None
+    reduces: bool
+    engines: list[ref[Engine]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Run:
+    """A backward pass through one model.
+
+    Attributes:
+        task: autograd's number of the backward pass.
+        origin: that the first output carried; None if the pass has bypassed the outputs.
+        counted: None if nothing arrives in `.grad`, or not yet.
+        part: that of the batch that came first.
+        is_mixed: whether outputs of another batch passed before the pass was counted.
+        is_taken: whether torch.autograd.grad has asked for gradients of parameters.
+    """
+
+    task: int
+    origin: Origin | None
+    counted: _Pass | None = None
+    part: float = 1.0
+    is_mixed: bool = False
+    is_taken: bool = False
+
+
+class Passes:
+    """The backward passes of one rank through the models of one Accelerator.
+
+    Args:
+        steps: the rank's.
+
+    Attributes:
+        origin: of the last forward pass.
+        went_past: whether a backward pass of the current step was not begun by `backward`.
+    """
+
+    def __init__(self, steps: Steps) -> None:
+        self.steps = steps
+        self.origin = steps.origin_of()
+        self.went_past = False
+        self._world = steps.world
+        self._crossings = self._world.state.part(Crossings)
+        self._is_called = False  # `backward`, and it runs
+        self._parts: set[float] = set()  # of the batches of the forward passes since the last backward pass
+        self._weak_arrive, self._weak_end = weak_method(self._arrive), weak_method(self._end)
+        self._begun: _Pass | None = None  # by `backward`, with the user's weight or batch
+        self._running: dict[int, _Pass] = {}  # by autograd's number
+        # Those that reach no leaf of a model by themselves, with the gradients that had arrived there.
+        self._passed_by: dict[int, tuple[ref[Engine], _Run, int]] = {}
+        # Those that have not ended: autograd drops a pass's callback when it ends, with or without an error.
+        self._open: dict[int, Callable[[], Any]] = {}
+        self._engines: WeakKeyDictionary[Engine, None] = WeakKeyDictionary()  # in the order of their first passes
+
+    def bind(self, engine: Engine, values: Any, syncs: bool = True) -> Origin:
+        """Find where the inputs of a forward pass come from, for its outputs to carry."""
+        task = current_graph_task_id()
+        if task < 0:  # in no backward pass
+            for known in (self._running, self._passed_by, self._open):
+                known.clear()  # an interrupted pass never ends
+        elif task in self._running:  # a checkpoint recomputes what it has not kept
+            return self._running[task].origin
+        found = tensors(values)
+        self.origin = self.steps.origin = origin = self.steps.find(found, rows_of(found), syncs, engine.give_trainers)
+        self._parts.add(origin.part)
+        engine.watch_leaves(origin.part != 1 or self._always_hooks)
+        return origin
+
+    @property
+    def _always_hooks(self) -> bool:
+        """Whether what arrives at the parameters may have to be scaled, whatever the part of its batch is."""
+        return self.steps.is_mean or self.steps.is_sum
+
+    def watch(self, engine: Engine, outputs: Any, origin: Origin) -> None:
+        """Watch for a backward pass to reach these outputs of the model."""
+        if engine.is_released:
+            return
+        arrive = partial(self._weak_arrive, ref(engine), origin)
+        found = tensors(outputs)
+        for each in found:
+            if each.requires_grad:
+                each.register_hook(arrive)
+        # Metrics and a second forward pass on these outputs then find the same batch.
+        if origin.batch is not None:
+            self._world.state.deliveries.know(found, origin.batch)
+
+    def know(self, inputs: Any, outputs: Any) -> None:
+        """Associate the outputs of a forward pass without gradients with the batch of its inputs."""
+        self._world.state.deliveries.know_computed(inputs, outputs)
+
+    def join(self, engine: Engine) -> None:
+        """Begin to watch a model, before its first pass."""
+        self._engines[engine] = None
+        engine.scale = partial(weak_method(self._arrive_at_leaf), ref(engine))
+        engine.watch_leaves(self._always_hooks)
+
+    def has(self, parameters: Set[torch.Tensor]) -> bool:
+        """Whether some of these are parameters of the models."""
+        return any(each in parameters for engine in list(self._engines) for each in engine.leaves())
+
+    def backward(
+        self, loss: torch.Tensor, weight: float | torch.Tensor | None, batch: Any, retain_graph: bool = False
+    ) -> None:
+        """Run `loss.backward()` with the user's weight or batch.
+
+        Args:
+            weight: the number of samples, or tokens. None uses the batch's.
+            batch: tensors of the batch. None uses those that the model's inputs came from; an empty list or tuple says
+                that the data is no loader's.
+
+        Raises:
+            TypeError: the loss was computed from the parts of parameters that strategy="fsdp" leaves on each rank.
+        """
+        if type(loss) is not torch.Tensor and is_distributed(loss):
+            raise TypeError(
+                "the loss is a DTensor: a penalty on parameters that strategy='fsdp' has sharded was added to it; give "
+                "the penalty a backward pass of its own, penalty.backward(), or let the optimizer add it "
+                "(weight_decay=)"
+            )
+        self._is_called = True
+        try:
+            if weight is not None or batch is not None:
+                if batch is not None:
+                    self.origin = self.steps.name(batch)
+                self._begun = self._count(self.origin, weight, None, True)
+                for engine in list(self._engines):
+                    engine.watch_leaves(True)
+            with translate_errors(self._world.comm):
+                loss.backward(retain_graph=retain_graph)
+        finally:
+            self._is_called, self._begun = False, None
+
+    def adopt(self, engine: Engine) -> None:
+        """Count gradients that were assigned by hand: those of the batch of the last forward pass. A collective.
+
+        Raises:
+            ValueError: their weight is not known.
+        """
+        if len(self._parts) > 1:
+            raise ValueError(
+                "the gradients were assigned by hand, and may come from several batches, of which this rank had "
+                f"different parts ({', '.join(f'{each:.3g}' for each in sorted(self._parts))} of an even one), so that "
+                "one number cannot weigh them; let accelerator.backward(loss) leave them in .grad, or step on each "
+                "batch and zero_grad() after each step"
+            )
+        self._count(self.origin, None, engine)
+        engine.adopt(self.origin.part)
+
+    def reduce(self, engine: Engine) -> None:
+        """Reduce what backward passes have left on this rank alone, at a step. A collective.
+
+        Raises:
+            ValueError: a pass was not seen, and has a batch of which this rank has an uneven part.
+        """
+        if engine.has_bypassed():
+            origin = self._bypassing(engine)
+            if not self.steps.is_recent():
+                self._count(origin, None, engine)
+            if origin.part != 1:
+                raise ValueError(
+                    f"a backward pass has reached parameters of the {engine.name} and none of its outputs, so that it "
+                    "is not known of which batch it is, and this rank has an uneven part of the current one; call the "
+                    "model itself, or a method after model.mark_forward_method(name), or name the batch, "
+                    "accelerator.backward(loss, batch=batch)"
+                )
+        engine.reduce()
+
+    def forget(self) -> None:
+        """Note that the gradients of one optimizer were zeroed: the others' microbatches still count."""
+        if self.steps.every == 1 or not any(each.is_held or each.is_reduced for each in self._engines):
+            self.steps.give_up()
+            self._parts.clear()
+        self.went_past = False
+
+    def weight(self) -> float:
+        """Return the weight of the current batch's gradients on this rank relative to other ranks; while a backward
+        pass runs, as far as it is known."""
+        task = current_graph_task_id()
+        for engine in self._engines if task >= 0 else ():
+            if engine.passing is not None and engine.passing.task == task:
+                part: float = engine.passing.part
+                return part
+        return self.origin.part
+
+    def _count(
+        self, origin: Origin, weight: float | torch.Tensor | None, engine: Engine | None, is_named: bool = False
+    ) -> _Pass:
+        """Count a backward pass.
+
+        Args:
+            engine: of the model that it has reached first; None for any.
+            is_named: whether the user gave the weight, or named the batch.
+
+        Raises:
+            ValueError: its batch is not known, and this matters.
+        """
+        # Before the pass is counted: a refused one must leave the step unchanged.
+        claim = self.steps.claim(origin, weight, is_named)
+        visit = self.steps.count(origin, claim, partial(self._reached, engine))
+        self._parts.clear()
+        part = claim.part(self._world.comm.size) if is_named else None
+        return _Pass(origin, visit, part, self.steps.step.state != "collecting")
+
+    def _reached(self, first: Engine | None) -> Collection[Optimizer]:
+        """The optimizers of the models that the running backward pass reaches; `first` is known to be one."""
+        engines = [each for each in self._engines if not each.is_released]
+        if first is not None and len(engines) > 1 and current_graph_task_id() >= 0:
+            engines = [each for each in engines if each is first or any(map(is_left_at, each.leaves()))]
+        return {optimizer for each in engines for optimizer in each.trainers()}
+
+    # In a backward pass.
+
+    def _arrive(
+        self, engine: Callable[[], Engine | None], origin: Origin, gradient: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Handle a gradient that flows from the loss into an output of the model."""
+        model = engine()
+        if model is None or gradient is None:
+            return None
+        run = self._run(model, origin)
+        if run.counted is None:
+            run.is_mixed |= run.origin is None or run.origin.batch is not origin.batch
+            return None
+        if run.counted.part is not None or origin is run.origin:
+            part = run.part
+        else:
+            part = origin.part
+            if origin.batch is not run.counted.origin.batch:
+                self._join_origin(model, run, origin)
+        # Zeros, not a product: the mean over no samples is NaN, and NaN * 0 stays NaN.
+        if part == 0:
+            return torch.zeros_like(gradient)
+        # The first output belonged to a batch of weight 0; the ratio below would divide by it.
+        if run.part == 0:  # earlier gradients were set to zero there
+            run.part = part
+        # Leaves multiply by the part of the first output, so other outputs are scaled relative to it.
+        return None if part == run.part else gradient * (part / run.part)
+
+    def _join_origin(self, engine: Engine, run: _Run, origin: Origin) -> None:
+        """Count a further batch that has a loss in this backward pass."""
+        self.steps.count(origin, self.steps.claim(origin), partial(self._reached, engine))
+
+    def _check_graphs(self, engine: Engine, part: float) -> None:
+        """Check that gradients which were differentiated, and which may be in this pass, have its part.
+
+        Raises:
+            ValueError: they do not: they bypass the outputs, where they could be scaled by themselves.
+        """
+        if any(each.part != part for each in engine.graphs):
+            raise ValueError(
+                "one backward pass may have a loss of one batch, and a penalty on gradients (create_graph=True) of "
+                "another one, of which this rank has a different part; call accelerator.backward(loss, batch=batch) "
+                "for each of them"
+            )
+        engine.graphs.clear()
+
+    def _arrive_at_leaf(
+        self, engine: Callable[[], Engine | None], gradient: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Handle a gradient that arrives at a parameter of the model; None if autograd has none."""
+        model = engine()
+        if model is None:
+            return None
+        run = self._run(model, None)
+        if run.counted is None:
+            return None
+        if self._crossings.task in (run.task, current_graph_task_id()):
+            visit = run.counted.visit
+            if visit.claim.uncut is not None:  # the loss is that of all ranks, also where this rank's batch repeats
+                visit.claim = Claim(*visit.claim.uncut, True)
+                run.part = visit.claim.part(self._world.comm.size)
+            refuse_crossed(run.part)
+        return scaled(self.steps.scale(run.counted.visit) * run.part, gradient)
+
+    def _run(self, engine: Engine, origin: Origin | None) -> _Run:
+        """Return the current backward pass through that model; begin it when it reaches the model.
+
+        Args:
+            origin: that an output carries; None if the pass has bypassed the outputs.
+        """
+        task = current_graph_task_id()
+        run: _Run | None = engine.passing
+        if run is not None and run.task == task:
+            return run
+        # Reentrant checkpointing runs a backward pass inside of the one that has reached the model.
+        outer = run if run is not None and run.task in self._open and self._open[run.task]() is not None else None
+        # torch.autograd.grad asks for gradients without leaving them in .grad: nothing to reduce.
+        for each in engine.leaves():
+            if each.requires_grad and is_left_at(each):
+                break
+        else:
+            run = _Run(task, origin, is_taken=any(is_taken_from(each) for each in engine.leaves()))
+            if outer is None:
+                engine.passing = run
+                self._passed_by[task] = ref(engine), run, engine.num_arrived()
+                self._watch_end(task)  # if all parameters are in reentrant checkpoints, they are reached from these
+            if run.is_taken:
+                engine.note_taken()
+            if torch.is_grad_enabled():  # a pass through these gradients may bypass the outputs
+                engine.graphs.append(origin or self.origin)
+                engine.watch_leaves(True)
+            engine.pass_by()
+            return run
+        if outer is None:
+            outer = _Run(task, origin)
+        if outer.counted is None:
+            self._count_run(engine, outer)
+        return outer
+
+    def _count_run(self, engine: Engine, run: _Run) -> None:
+        """Count a backward pass that leaves gradients at the model's parameters."""
+        # One loss may pass through several models: the pass is counted once, by the first that it reaches.
+        counted = self._running.get(run.task)
+        told = counted or self._begun
+        if run.is_mixed and (told is None or told.part is None):
+            raise RuntimeError(
+                f"outputs of the {engine.name} from several batches met in one backward pass, and all parameters that "
+                "it has reached are in checkpoints with use_reentrant=True, so their weights cannot be applied; pass "
+                "use_reentrant=False, or call backward() for the loss of each batch"
+            )
+        counted = counted or self._begin(engine, run.task, run.origin)
+        origin = run.origin or counted.origin
+        run.counted, run.part = counted, origin.part if counted.part is None else counted.part
+        if origin.batch is not counted.origin.batch and counted.part is None:
+            self._join_origin(engine, run, origin)
+        if engine.graphs and counted.part is None:
+            self._check_graphs(engine, run.part)
+        engine.passing = run
+        if run.part != 1 or self._always_hooks:
+            engine.watch_leaves(True)
+        if reduces := counted.reduces and origin.syncs:
+            counted.engines.append(ref(engine))
+        engine.begin(reduces)
+
+    def _begin(self, engine: Engine, task: int, origin: Origin | None) -> _Pass:
+        """Count the running backward pass, if `backward` has not."""
+        self.went_past = self.went_past or not self._is_called
+        counted = self._running[task] = self._begun or self._count(origin or self._bypassing(engine), None, engine)
+        self._watch_end(task)
+        return counted
+
+    def _bypassing(self, engine: Engine) -> Origin:
+        """The origin of a pass that has bypassed the outputs of the model."""
+        if engine.graphs:
+            return self.steps.origin_of(
+                list(dict.fromkeys(batch for each in engine.graphs for batch in each.candidates))
+            )
+        return self.origin if self.steps.is_recent() else self.steps.find(())
+
+    def _watch_end(self, task: int) -> None:
+        """Have `_end` called at the end of the running backward pass, unless it ends with an error."""
+        if task not in self._open:
+            ending = partial(self._weak_end, task)
+            self._open[task] = ref(ending)
+            queue_callback(ending)
+
+    def _end(self, task: int) -> None:
+        """Finish a backward pass that has ended without an error."""
+        self._open.pop(task, None)
+        if task in self._passed_by:
+            by, run, before = self._passed_by.pop(task)
+            if (engine := by()) is not None and run.counted is None and engine.num_arrived() != before:
+                if run.is_taken:
+                    engine.leave_out(before)
+                else:  # from checkpoints, which have no hooks, since the part is 1
+                    self._count(run.origin or self.origin, None, engine)
+                    engine.reduce()
+        ended = self._running.pop(task, None)
+        for each in ended.engines if ended is not None else ():
+            if (engine := each()) is not None:
+                engine.finish()

@@ -1,0 +1,167 @@
+"""Claims: how many of the samples of a microbatch a rank's gradients stand for.
+
+n and N come with the batch, from the loader; or from the user, who counts tokens: then N is summed over the ranks.
+
+*Threads:* the rank's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from unisono.comm.operations import HOST
+from unisono.deliveries import Batch
+from unisono.torch_private import current_graph_task_id
+from unisono.world import World
+
+_ROUNDING = 1e-9  # of a part, if all ranks have given the same weight
+
+
+class Claim(NamedTuple):
+    """States that a pass is of `samples` of the `total` of its microbatch on all ranks.
+
+    Attributes:
+        is_given: whether the numbers are the user's.
+        uncut: the numbers with the weights of batches that only repeat others, if there is such a batch.
+    """
+
+    samples: float
+    total: float
+    is_given: bool = False
+    uncut: tuple[float, float] | None = None
+
+    def part(self, size: int) -> float:
+        """Return the factor for the gradients of the loss, in a world of that size."""
+        return self.samples * size / self.total if self.total else 0.0
+
+
+def claim_of(batch: Batch | None, weight: float | torch.Tensor | None, world: World, is_sum: bool = False) -> Claim:
+    """What a pass claims. A small collective where the weight is given.
+
+    Args:
+        batch: that it is computed from; None for data of no loader, or of a loader that does not know the round: each
+            rank's counts the same then.
+        weight: what the loss is the mean over, where that is not the samples.
+        is_sum: losses are sums over samples, and add up as they are.
+
+    Raises:
+        TypeError, ValueError: the weight is no weight, or it is given for a sum.
+    """
+    size = world.comm.size
+    repeats = batch is not None and batch.rows is not None and not batch.samples
+    if is_sum:
+        if weight is not None:
+            raise ValueError("loss_reduction='sum' adds losses as they are; leave out weight=, or use 'mean'")
+        return Claim(0 if repeats else 1, size)  # a part of 0 or 1
+    if weight is not None:
+        given = checked_weight(weight)
+        own = given * (not repeats)  # the sample counts on another rank
+        if size == 1:
+            return Claim(own, own, True)
+        # float64, since float32 counts tokens exactly only up to 2**24; on the host, so that reading it waits for no
+        # device.
+        sums = world.comm.all_reduce(torch.tensor([own, given], dtype=torch.float64, device=HOST))
+        total, whole = sums.tolist()
+        return Claim(own, total, True, None if total == whole else (given, whole))
+    if batch is None or batch.total is None:
+        return Claim(1, size)
+    return Claim(batch.samples, batch.total)
+
+
+def checked_weight(weight: float | torch.Tensor) -> float:
+    """Return the weight as a number.
+
+    Raises:
+        TypeError: it is not a number.
+        ValueError: it is negative or not finite.
+    """
+    if isinstance(weight, torch.Tensor) and weight.numel() == 1:
+        weight = weight.item()
+    if isinstance(weight, bool) or not isinstance(weight, int | float):
+        raise TypeError(
+            f"weight={weight!r} is of type {type(weight).__name__}; pass a number, such as the "
+            "count of samples or tokens"
+        )
+    if not (math.isfinite(weight) and weight >= 0):
+        raise ValueError(f"weight={weight} is not a weight; pass a finite, non-negative number")
+    return float(weight)
+
+
+def check_counts(batches: Sequence[Batch | None], world: World, is_mean: bool = True, is_sum: bool = False) -> None:
+    """Check that all batches that may be meant count the same; None stands for data of no loader.
+
+    Args:
+        is_mean: the step is a mean over its microbatches, so that N must be equal, too, not only n / N.
+        is_sum: as for `claim_of`.
+
+    Raises:
+        ValueError: it is not known which of these batches is meant, and they count differently.
+    """
+    if len(batches) < 2:
+        return
+    claims = [claim_of(each, None, world, is_sum) for each in batches]
+    found = {each.part(world.comm.size) for each in claims}
+    loaded = {claim.total for claim, each in zip(claims, batches, strict=True) if each is not None}
+    if len(found) > 1 or (is_mean and len(loaded) > 1):
+        shown = " or ".join(dict.fromkeys(map(_describe, batches)))
+        raise ValueError(
+            f"the loss may be the mean over {shown}: its inputs were computed from a batch, or come from no loader, "
+            "and it is not known which; name the batch, accelerator.backward(loss, batch=batch) (by hand: "
+            "unisono.backward(loss, batch=batch)), or its samples, weight=; or say that it is no loader's, batch=()"
+        )
+
+
+def _describe(batch: Batch | None) -> str:
+    return "data of no loader" if batch is None else f"{batch.samples} of the {batch.total} samples of all ranks"
+
+
+class Crossings:
+    """The backward passes of `unisono.functional` on one rank: gradients that come from other ranks' losses.
+
+    Attributes:
+        number: the number of them so far.
+        task: autograd's number of the backward pass that contained the last one.
+        is_held: whether there was one since the last step by hand.
+    """
+
+    def __init__(self) -> None:
+        # Readers: `optimizer.backward` (number), `backward.py` (task), steps after a plain loss.backward() (is_held).
+        self.number, self.task, self.is_held = 0, -1, False
+
+    def note(self) -> None:
+        """Note that one runs, in a backward pass."""
+        self.number += 1
+        self.task, self.is_held = current_graph_task_id(), True
+
+    def restart(self) -> None:
+        """Start over: the rank's loop begins again."""
+        self.is_held = False
+
+
+def refuse_crossed(part: float) -> None:
+    """Refuse an uneven part of the microbatch as the weight of gradients that also come from other ranks' losses.
+
+    Rank r's would count n(r) R / N times, regardless of which rank's loss they come from.
+
+    Raises:
+        ValueError: the part is not that of an even split.
+    """
+    if abs(part - 1) > _ROUNDING:
+        raise ValueError(
+            "the ranks have different numbers of samples, or weights, in this step, and gradients that came through "
+            "unisono.functional are of the losses of all ranks: no weight of a rank is correct for them; compute the "
+            "loss of the global batch on each rank, and give all ranks the same weight, as in backward(loss, "
+            "weight=len(gathered) / world_size)"
+        )
+
+
+def rows_of(values: Sequence[torch.Tensor]) -> int | None:
+    """The number of rows of a pass's inputs: of the first tensor that has any."""
+    for each in values:
+        if each.ndim:
+            return int(each.shape[0])
+    return None

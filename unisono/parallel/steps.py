@@ -1,0 +1,454 @@
+"""Steps: which microbatches make a step, when it is final, and what their gradients weigh (docs/exactness.md).
+
+    collecting  fewer microbatches than a step has
+    final       all of them: the gradients are reduced, and are those of the step
+    taken       an optimizer has stepped; the first pass of a new visit begins the next step
+
+*Threads:* a rank's steps belong to the thread of its loop.
+
+Invariants:
+1. Only `count` adds to a step, and only `request` takes one. Questions change nothing.
+2. All ranks reach the same states at the same passes and requests: what decides is equal on all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch.optim import Optimizer
+
+from unisono.deliveries import Batch, Loop, name_batches
+from unisono.parallel.claims import Claim, check_counts, claim_of
+from unisono.world import World
+
+COLLECTING, FINAL, TAKEN = "collecting", "final", "taken"
+
+_ELSEWHERE = object()  # stands for the batch, and the loop, of data from no loader
+
+
+class Origin:
+    """Where the inputs of a forward pass come from.
+
+    Attributes:
+        candidates: the batches that may be meant, the most likely first; None stands for data of no loader.
+        batch: the first of them.
+        claim: what a pass on that batch claims.
+        part: this rank's part of it.
+        is_computed: whether the inputs share no memory with a batch.
+        syncs: whether the backward pass may reduce.
+        optimizers: returns those of the model.
+    """
+
+    __slots__ = ("batch", "candidates", "claim", "is_computed", "optimizers", "part", "syncs")
+
+    def __init__(
+        self,
+        candidates: Sequence[Batch | None],
+        world: World,
+        is_sum: bool,
+        is_computed: bool = False,
+        syncs: bool = True,
+        optimizers: Callable[[], Collection[Optimizer]] = tuple,
+    ) -> None:
+        self.candidates, self.batch = candidates, candidates[0]
+        self.is_computed, self.syncs, self.optimizers = is_computed, syncs, optimizers
+        self.claim = claim_of(self.batch, None, world, is_sum)
+        self.part = self.claim.part(world.comm.size)
+
+
+class Visit:
+    """One use of a batch between two requests of an optimizer.
+
+    Attributes:
+        source: the batch; or the `accumulate()` block, or what stands for data of no loader.
+        batch: None for data of no loader.
+        loop: that delivered it, or what stands for one; losses of different loops may be one microbatch.
+        claim: n of N.
+        began: the logical time of its first pass.
+        microbatch: the time of the first pass of its microbatch.
+    """
+
+    __slots__ = ("batch", "began", "claim", "microbatch", "source")
+
+    def __init__(self, source: object, batch: Batch | None, claim: Claim, began: int, microbatch: int) -> None:
+        self.source, self.batch, self.claim, self.began, self.microbatch = source, batch, claim, began, microbatch
+
+    @property
+    def loop(self) -> object:
+        return _ELSEWHERE if self.batch is None else self.batch.loop
+
+
+@dataclass(eq=False)
+class Step:
+    """The visits whose gradients an optimizer applies together.
+
+    Attributes:
+        number: its number, from 1 on; a step that was given up does not count.
+        before: the last batch of the previous step.
+        visits: in the order of their first passes.
+        latest: the latest visit of each source.
+        state: one of the three above.
+        stepped: the optimizers that have stepped on it. Others, on the same microbatches, belong to it.
+    """
+
+    number: int = 1
+    before: Batch | None = None
+    visits: list[Visit] = field(default_factory=list)
+    latest: dict[object, Visit] = field(default_factory=dict)
+    state: str = COLLECTING
+    # Weak: a rank keeps its last step, and must not keep an optimizer alive that the user has dropped.
+    stepped: WeakSet[Optimizer] = field(default_factory=WeakSet)
+
+    @property
+    def count(self) -> int:
+        """The number of its microbatches."""
+        return len({each.microbatch for each in self.visits})
+
+    @property
+    def last(self) -> Batch | None:
+        """The batch that was visited last."""
+        return self.visits[-1].batch if self.visits else None
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether its microbatches are no sequence of samples: some have several losses, or unknown sizes."""
+        return self.count < len(self.visits) or len({each.batch is None for each in self.visits}) > 1
+
+    @property
+    def unit(self) -> float:
+        """U: the first total; 0 if nothing counts."""
+        # Microbatches in which nothing counts on any rank are passed over: U is a divisor.
+        return next((each.claim.total for each in self.visits if each.claim.total), 0.0)
+
+    def is_empty(self) -> bool:
+        """Whether nothing counts in this step, on any rank: then there is no mean whose gradient could be taken."""
+        for each in self.visits:
+            if each.claim.total:
+                return False
+        return bool(self.visits)
+
+    def num_dealt(self) -> int:
+        """The number of batches of the user's loader in the step; of the first loader, if there are several."""
+        if len(self.visits) == 1:
+            return 1 if self.last is None else self.last.dealt
+        loop = next((each.loop for each in self.visits), None)
+        return sum(1 if each.batch is None else each.batch.dealt for each in self.visits if each.loop is loop)
+
+    def place(self) -> str:
+        """Describe where this rank is: equal on all ranks, unless they have lost step."""
+        batches = [each.batch for each in self.visits if each.batch is not None]
+        if not batches:
+            return f"step {self.number}" + (f" ({self.count} microbatches of no loader)" if self.count > 1 else "")
+        return f"step {self.number} ({name_batches(batches, self.before)})"
+
+
+class Steps:
+    """The steps of one rank's training loop.
+
+    Args:
+        world: the rank's.
+        every: the number of microbatches per step; math.inf if the user decides by stepping.
+        is_mean: whether the step is the mean over its microbatches' samples, or the sum of their means.
+        is_sum: losses are sums over samples, and nothing is averaged.
+
+    Attributes:
+        step: the current one.
+        origin: of the last forward pass; None after a pass or a request.
+        now: a logical time, counted over visits and requests.
+        requested: the time of the last request.
+    """
+
+    def __init__(self, world: World, every: float = 1, is_mean: bool = False, is_sum: bool = False) -> None:
+        self.world, self.every, self.is_mean, self.is_sum = world, every, is_mean, is_sum
+        self._next = (every, is_mean)
+        self._size = world.comm.size
+        self._block: object = None  # stands for the batch in an `accumulate()` block
+        self.restart()
+
+    def restart(self) -> None:
+        """The rank's loop starts again; where it was before, the ranks need not agree."""
+        self.origin: Origin | None = None
+        self._requests: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._visited: WeakKeyDictionary[Loop, int] = WeakKeyDictionary()  # the number of the latest batch visited
+        self.now = self.requested = 0
+        self._begin(Step())
+
+    def accumulate(self, every: int) -> None:
+        """Set the number of microbatches per step, from the next step on: one that has begun is not affected."""
+        # With every=1 each backward pass is a batch: several before a step add up their means, as in a plain script.
+        self._next = (every, every > 1)
+        if self.step.state == TAKEN or not self.step.visits:
+            self.every, self.is_mean = self._next
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        """The block is one visit, whatever passes it has."""
+        before, self._block = self._block, object()
+        try:
+            yield
+        finally:
+            self._block = before
+
+    def find(
+        self,
+        values: Any,
+        rows: int | None = None,
+        syncs: bool = True,
+        optimizers: Callable[[], Collection[Optimizer]] = tuple,
+    ) -> Origin:
+        """Where these inputs of a pass come from; note the batch as used."""
+        deliveries = self.world.state.deliveries
+        batches = deliveries.find(values)
+        found = self.origin_of(batches or deliveries.computed_from(rows), not batches, syncs, optimizers)
+        if found.batch is not None:
+            deliveries.use(found.batch)
+        return found
+
+    def origin_of(self, batches: Sequence[Batch | None] = (None,), *args: Any) -> Origin:
+        """The origin of a pass on one of these batches."""
+        return Origin(batches, self.world, self.is_sum, *args)
+
+    def name(self, batch: Any) -> Origin:
+        """The origin that the user names by tensors of a batch; an empty value names data of no loader."""
+        if isinstance(batch, list | tuple) and not batch:
+            return self.origin_of()
+        named = self.world.state.deliveries.named(batch)
+        self.world.state.deliveries.use(named[0])
+        return self.origin_of(named)
+
+    def claim(self, origin: Origin, weight: float | torch.Tensor | None = None, is_named: bool = False) -> Claim:
+        """The claim of a pass on that origin; a small collective where the weight is given.
+
+        Args:
+            is_named: whether the user has named the microbatch, by a weight or a batch.
+
+        Raises:
+            ValueError: it may be one batch or another, and they count differently, or steps depend on it.
+        """
+        if weight is None and len(origin.candidates) > 1:
+            check_counts(origin.candidates, self.world, self.is_mean, self.is_sum)
+        if self.every > 1 and self._block is None and self.every != math.inf and not is_named:
+            self._check_microbatch(origin)
+        return origin.claim if weight is None else claim_of(origin.batch, weight, self.world, self.is_sum)
+
+    def _check_microbatch(self, origin: Origin) -> None:
+        batch = origin.batch
+        is_known = not origin.is_computed or (batch is None and len(origin.candidates) == 1)
+        if not is_known and (batch is None or len(origin.candidates) > 1 or batch.loop.has_gap):
+            raise ValueError(
+                "the model's inputs were computed from a batch, and it may be any of several that were drawn, or come "
+                "from no loader: which microbatches make a step cannot be known; let each one's lines run in `with "
+                "accelerator.accumulate():`, or name the batch, accelerator.backward(loss, batch=batch)"
+            )
+
+    def count(
+        self,
+        origin: Origin,
+        claim: Claim,
+        optimizers: Callable[[], Collection[Optimizer]] = tuple,
+        elsewhere: object = _ELSEWHERE,
+    ) -> Visit:
+        """Count a pass that begins: in the current visit of its batch, or in a new one.
+
+        Args:
+            optimizers: returns those of the models that the pass reaches.
+            elsewhere: distinguishes data of no loader.
+
+        Raises:
+            ValueError: the batch was visited with another claim; or the step has visits of which some have weights of
+                the user's, or whose loops' batches change in size.
+        """
+        self.origin = None
+        batch = origin.batch
+        source = self._block or batch or elsewhere
+        step = self.step
+        known = step.latest.get(source)
+        if known is not None and (source is self._block or not self._is_over(known.began, optimizers)):
+            _check_same(known.claim, claim)
+            return known
+        if step.state == TAKEN:
+            step = step_after(step)
+        self.now += 1
+        visit = Visit(source, batch, claim, self.now, self.now)
+        if step.visits:
+            self._join(visit, step, optimizers)
+        if step is not self.step:
+            self._begin(step)
+        step.visits.append(visit)
+        step.latest[source] = visit
+        # `is_last` may wait for the loader, so it is asked only where the count does not decide.
+        if self.every == 1 or step.count >= self.every or self._ends_loop(batch):
+            step.state = FINAL
+        if batch is not None and self.every > 1:
+            self._visited[batch.loop] = max(batch.number, self._visited.get(batch.loop, 0))
+        return visit
+
+    def _join(self, visit: Visit, step: Step, optimizers: Callable[[], Collection[Optimizer]]) -> None:
+        """Make a new visit one of the current microbatch, if that has none of its loop yet."""
+        current = [each for each in step.visits if each.microbatch == step.visits[-1].microbatch]
+        joins = self._block is None and self.every != math.inf and all(each.loop is not visit.loop for each in current)
+        if joins and not self._is_over(current[0].microbatch, optimizers):
+            visit.microbatch = current[0].microbatch
+        if self.is_mean:
+            _check_totals([*step.visits, visit])
+
+    def _is_over(self, began: int, optimizers: Callable[[], Collection[Optimizer]]) -> bool:
+        """Whether every optimizer of the models that a pass reaches has requested a step since that time."""
+        if self.requested < began:
+            return False
+        return all(self._requests.get(each, 0) >= began for each in optimizers())
+
+    def _ends_loop(self, batch: Batch | None) -> bool:
+        if batch is None or self.every == math.inf:
+            return False
+        return batch.number > self._visited.get(batch.loop, 0) and batch.is_last()
+
+    def request(self, optimizer: Optimizer) -> bool:
+        """Note that a step is requested: return whether it is taken."""
+        step, before = self.step, self._requests.get(optimizer, 0)
+        self.origin = None
+        self.now += 1
+        self.requested = self._requests[optimizer] = self.now
+        if self.every == 1 or step.state == FINAL:
+            return True
+        if step.state == TAKEN:
+            return optimizer not in step.stepped
+        # What remains of a loop that was left: asked for again, without a further pass.
+        last = step.visits[-1] if step.visits else None
+        return last is not None and last.batch is not None and not last.batch.loop.is_open and before > last.began
+
+    def close(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer has stepped."""
+        self.step.stepped.add(optimizer)
+        self.step.state = TAKEN
+
+    def is_boundary(self) -> bool:
+        """Whether a request at this point is taken; after a request, whether it was."""
+        step, origin = self.step, self.origin
+        if self.every == 1:
+            return True
+        if self._block is not None:
+            is_counted = self._block in step.latest
+        elif origin is not None:
+            visit = step.latest.get(origin.batch or _ELSEWHERE)
+            is_counted = visit is not None and not self._is_over(visit.began, origin.optimizers)
+        else:
+            is_counted = True
+        if is_counted or step.state == FINAL:
+            return step.state != COLLECTING
+        # The pass that begins the next visit is still to come.
+        loop = self.world.state.deliveries.innermost() if origin is None else None
+        batch = origin.batch if origin is not None else loop.batches[-1] if loop is not None else None
+        count = 0 if step.state == TAKEN else step.count
+        return count + 1 >= self.every or self._ends_loop(batch)
+
+    def has_unknown_end(self) -> bool:
+        """Whether nothing says where the current loop ends: its data is no loader's, and in no block."""
+        visits = self.step.visits
+        return self._block is None and (not visits or visits[-1].source is _ELSEWHERE)
+
+    def is_recent(self) -> bool:
+        """Whether there was a forward or backward pass since the last request of a step."""
+        visits = self.step.visits
+        return self.origin is not None or (bool(visits) and visits[-1].began > self.requested)
+
+    def begins_step(self) -> bool:
+        """Whether a backward pass now would be the first of a step."""
+        return self.step.state == TAKEN or not self.step.visits
+
+    def give_up(self) -> None:
+        """Note that all gradients are zero: the next visit begins a step."""
+        self.origin = None
+        if self.step.state != TAKEN and self.step.visits:
+            for batch in (each.batch for each in self.step.visits if each.batch is not None):
+                if batch.loop in self._visited:
+                    self._visited[batch.loop] = min(self._visited[batch.loop], batch.number - 1)
+            self._begin(step_after(self.step))
+
+    def _begin(self, step: Step) -> None:
+        self.step, (self.every, self.is_mean) = step, self._next
+
+    def loop_number(self, visit: Visit) -> int:
+        """The number of that visit's loop among those of the step."""
+        return list(dict.fromkeys(each.loop for each in self.step.visits)).index(visit.loop)
+
+    def resume(self, step: Step) -> None:
+        """Continue in the middle of a step; its last visit is over."""
+        self._begin(step)
+        last = max((each.microbatch for each in step.visits), default=0)
+        for each in step.visits:  # each optimizer has made its request
+            each.microbatch -= last
+        self.now = self.requested = 1
+
+    # The numbers of docs/exactness.md, "The weights".
+
+    def scale(self, visit: Visit) -> float:
+        """The size of that visit's batch against the step's first: a factor for all that its passes compute."""
+        if not self.is_mean or self.is_sum or self.step.is_joint:
+            return 1.0
+        return visit.claim.total / (self.step.unit or 1)
+
+    def factor(self) -> float:
+        """The factor for the accumulated gradients, in the reduction that makes them those of the step."""
+        if self.is_sum:
+            return 1.0
+        if not self.is_mean:
+            return 1 / self._size
+        step = self.step
+        if step.is_joint:
+            return 1 / (self._size * step.count)
+        total = sum(each.claim.total for each in step.visits)
+        return step.unit / (self._size * total) if total else 0.0
+
+    def fraction(self) -> float:
+        """This rank's fraction of the samples of the step: the weight of its loss in the sum over the ranks."""
+        claims = [each.claim for each in self.step.visits]
+        if self.is_sum:
+            return float(claims[-1].samples) if claims else 1.0  # 0 for a batch that only repeats others
+        counted = claims if self.is_mean else claims[-1:]
+        total = sum(each.total for each in counted)
+        return sum(each.samples for each in counted) / total if total else 1 / self._size
+
+
+def step_after(step: Step) -> Step:
+    """The step after this one; or its replacement, if no optimizer has stepped."""
+    return Step(step.number + (step.state == TAKEN and bool(step.visits)), step.last or step.before)
+
+
+def _check_same(known: Claim, claim: Claim) -> None:
+    # A second loss of a microbatch, or a second pass through its graph: entered twice, its samples would count twice.
+    if known[:2] != claim[:2]:
+        raise ValueError(
+            f"one batch has the weights {known.samples:g} and {claim.samples:g}; several losses of a batch have one "
+            "weight, so add them up, each in its proportion, and call backward once; if they are of several batches "
+            "that come from no prepared loader, let the lines of each run in `with accelerator.accumulate():`"
+        )
+
+
+def _check_totals(visits: list[Visit]) -> None:
+    """Check that the claims of one step's visits can be averaged, before the last one is added."""
+    # Samples and the user's numbers, such as tokens, have different units: their sum W would mean nothing.
+    if any(each.claim.is_given != visits[-1].claim.is_given for each in visits):
+        raise ValueError(
+            "one microbatch of this step has a weight of its own, another one has none; pass backward(..., "
+            "weight=) for each of them, or for none"
+        )
+    step, before = Step(visits=visits), Step(visits=visits[:-1])
+    if not step.is_joint:
+        return
+    firsts: dict[object, float] = {}
+    for each in visits:
+        first = firsts.setdefault(each.loop, each.claim.total)
+        was_scaled = not before.is_joint and each is not visits[-1] and each.claim.total != before.unit
+        if each.claim.total != first or was_scaled:
+            raise ValueError(
+                "the losses of one step are of several loaders, whose batches differ in size from those before by "
+                f"different factors ({each.claim.total:g} after {first:g} samples); train them with an Accelerator "
+                "each, or drop the loaders' last batches"
+            )

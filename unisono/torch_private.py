@@ -1,0 +1,262 @@
+"""The private names of torch that this package uses; no other module names one, and a test keeps it so.
+
+A lowercase name is torch's object itself. An uppercase one is the name of an attribute of torch's objects, for
+`getattr` and `setattr`. Both are looked up by the first `from unisono.torch_private import ...`, and from then on cost
+nothing; importing this module does not import torch.
+
+If torch no longer has a name, the modules that import it raise an ImportError that says what it was for: a feature is
+missing then, but none computes something else. Names that some versions of torch lack are None there, and `INSTEAD`
+says what is done without them.
+
+The private names of torch_xla stand in `backends/xla.py` and `comm/xla.py`, which alone import it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dis
+import pkgutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:  # the types that are more than Any
+    import torch
+    from torch._C._distributed_c10d import GradBucket as _GradBucket
+    from torch._compile import _disable_dynamo
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    current_graph_task_id: Callable[[], int]
+    make_subclass = torch.Tensor._make_subclass
+    disable_dynamo = _disable_dynamo
+    BatchNorm = _BatchNorm
+    GradBucket = _GradBucket
+
+TRIED = ("2.9", "2.13", "2.14")
+"""The versions of torch that have these names, but for those in `INSTEAD`; the tests check the installed one."""
+
+_ITERATOR = "torch.utils.data.dataloader._MultiProcessingDataLoaderIter"
+_WORKER = "torch.utils.data._utils.worker"
+_AGENT = "torch.distributed.elastic.agent.server.SimpleElasticAgent"
+_GROUPS = "torch.distributed.distributed_c10d"
+_SCHEDULER = "torch.optim.lr_scheduler"
+
+NAMES = {  # ours: (torch's, what we do by it)
+    # Backward passes.
+    "current_graph_task_id": ("torch._C._current_graph_task_id", "tells backward passes apart"),
+    "will_engine_execute_node": ("torch._C._will_engine_execute_node", "sees where a backward pass leaves gradients"),
+    "queue_callback": ("torch.autograd.Variable._execution_engine.queue_callback", "ends steps with backward passes"),
+    # Many tensors in one call.
+    "foreach_copy_": ("torch._foreach_copy_", "copies gradients and buffers"),
+    "foreach_mul_": ("torch._foreach_mul_", "scales gradients"),
+    "foreach_zero_": ("torch._foreach_zero_", "clears gradients"),
+    # Tensors and their memory.
+    "sparse_indices": ("torch.Tensor._indices", "reads sparse tensors that are not coalesced"),
+    "sparse_values": ("torch.Tensor._values", "reads sparse tensors that are not coalesced"),
+    "sparse_nnz": ("torch.Tensor._nnz", "counts the rows of a sparse gradient"),
+    "make_subclass": ("torch.Tensor._make_subclass", "copies parameters of user-defined classes"),
+    "STORAGE_ADDRESS": ("torch.UntypedStorage._cdata", "tells which tensors share memory"),
+    "UNTYPED_STORAGE": ("torch.TypedStorage._untyped_storage", "sends typed storages to workers"),
+    "REBUILD_FROM_CPU": (
+        "torch._utils._rebuild_device_tensor_from_cpu_tensor",
+        "sends tensors to workers as those of main memory",
+    ),
+    "TENSOR_MODULE": ("torch._tensor", "finds the user's line that mixes devices or precisions"),
+    # Modules.
+    "PARAMETERS": ("torch.nn.Module._parameters", "finds a module's own parameters"),
+    "BUFFERS": ("torch.nn.Module._buffers", "finds a module's own buffers"),
+    "MODULES": ("torch.nn.Module._modules", "finds a module's children"),
+    "FORWARD_PRE_HOOKS": ("torch.nn.Module._forward_pre_hooks", "registers a hook only once"),
+    "APPLY": ("torch.nn.Module._apply", "converts and moves the tensors of a module"),
+    "RESET_PARAMETERS": ("torch.nn.MultiheadAttention._reset_parameters", "initialises modules built on 'meta'"),
+    "BatchNorm": ("torch.nn.modules.batchnorm._BatchNorm", "finds the layers that synchronize_batch_norm converts"),
+    "CHECK_INPUT_DIM": ("torch.nn.BatchNorm1d._check_input_dim", "checks the input of a synchronised BatchNorm"),
+    # torch.compile.
+    "disable_dynamo": ("torch._compile._disable_dynamo", "keeps collectives out of compiled graphs"),
+    "set_lru_cache": ("torch._C._dynamo.eval_frame._set_lru_cache", "keeps the order of compiled graphs"),
+    "compile_session_context": ("torch.compiler._compile_session_context", "compiles while other replicas run"),
+    "compile_counters": ("torch._dynamo.utils.counters", "sees whether a call has compiled something"),
+    "functorch_config": ("torch._functorch.config", "compiles the backward graph with the forward one"),
+    "functorch_entries": (
+        "torch._functorch.config._config",
+        "lets a compiled graph's first call draw as later ones do",
+    ),
+    "aot_autograd": ("torch._functorch.aot_autograd", "compiles the backward graph with the forward one, in torch 2.9"),
+    "CALL": ("torch.nn.Module._call_impl", "compiles modules of torch's own classes"),
+    "COMPILED_CALL": ("torch.nn.Module._compiled_call_impl", "compiles a module once for all replicas"),
+    "OptimizedModule": ("torch._dynamo.eval_frame.OptimizedModule", "recognises what torch.compile has returned"),
+    "ORIGINAL": ("torch._dynamo.eval_frame.OptimizedModule._orig_mod", "finds the module that torch.compile wraps"),
+    "get_settings": ("torch.utils._config_module.ConfigModule._get_dict", "gives workers torch.compile's settings"),
+    "DYNAMO_CONFIG_MODULE": ("torch._dynamo.config", "gives workers torch.compile's settings"),
+    "INDUCTOR_CONFIG_MODULE": ("torch._inductor.config", "gives workers torch.compile's settings"),
+    "FUNCTORCH_CONFIG_MODULE": ("torch._functorch.config", "gives workers torch.compile's settings"),
+    # Other switches of the process.
+    "get_fp32_precision": ("torch._C._get_fp32_precision_getter", "gives workers torch.backends.fp32_precision"),
+    "set_fp32_precision": ("torch._C._set_fp32_precision_setter", "gives workers torch.backends.fp32_precision"),
+    "print_options": ("torch._tensor_str.PRINT_OPTS", "gives workers the options of torch.set_printoptions"),
+    "CACHE_ENABLED": ("torch.amp.autocast._cache_enabled", "applies AutocastKwargs(cache_enabled=...)"),
+    # Operators, and a generator for each replica.
+    "all_schemas": ("torch._C._jit_get_all_schemas", "finds the operators that draw or communicate"),
+    "OpOverload": ("torch._ops.OpOverload", "gives each replica its own generator"),
+    "include_dispatch_key": (
+        "torch._C._dispatch_tls_set_dispatch_key_included",
+        "gives each replica its own generator",
+    ),
+    "keys_after": ("torch._C._dispatch_keyset_full_after", "gives each replica its own generator"),
+    "parse_dispatch_key": ("torch._C._dispatch_key_parse", "gives each replica its own generator"),
+    "GENERATOR_ADDRESS": ("torch.Generator._cdata", "gives each replica its own generator"),
+    # Optimizers and schedulers.
+    "STEP_PRE_HOOKS": ("torch.optim.Optimizer._optimizer_step_pre_hooks", "keeps an optimizer's hooks with zero1"),
+    "STEP_POST_HOOKS": ("torch.optim.Optimizer._optimizer_step_post_hooks", "keeps an optimizer's hooks with zero1"),
+    "STEP_CALLED": (f"{_SCHEDULER}.LRScheduler._opt_called", "tells schedulers of steps"),
+    "STEP_WRAPPED": (f"{_SCHEDULER}.LRScheduler._wrapped_by_lr_sched", "tells schedulers of steps"),
+    "SCHEDULERS": (f"{_SCHEDULER}.SequentialLR._schedulers", "finds the length of a schedule of several"),
+    "MILESTONES": (f"{_SCHEDULER}.SequentialLR._milestones", "finds the length of a schedule of several"),
+    # DataLoaders and their workers.
+    "loader_worker": (_WORKER, "shows loader workers the user's dataset"),
+    "WORKER_INFO": (f"{_WORKER}._worker_info", "shows loader workers the user's dataset"),
+    "WORKER_LOOP": (f"{_WORKER}._worker_loop", "shows the user's part of a loader worker's stack"),
+    "remove_worker_pids": (
+        "torch.utils.data._utils.signal_handling._remove_worker_pids",
+        "notices dead loader workers itself",
+    ),
+    "LOADER_ITERATOR": ("torch.utils.data.DataLoader._iterator", "replaces dead loader workers"),
+    "WORKER_PIDS_SET": (f"{_ITERATOR}._worker_pids_set", "notices dead loader workers itself"),
+    "TRY_GET_DATA": (f"{_ITERATOR}._try_get_data", "limits the wait for a loader worker"),
+    "TASK_INFO": (f"{_ITERATOR}._task_info", "names the loader worker that is awaited"),
+    "AWAITED_INDEX": (f"{_ITERATOR}._rcvd_idx", "names the loader worker that is awaited"),
+    "WORKERS": (f"{_ITERATOR}._workers", "finds dead loader workers"),
+    "share_memory_lock": ("torch.storage._share_memory_lock", "forks loader workers from a process with threads"),
+    "share_memory_map": ("torch.storage._share_memory_map", "forks loader workers from a process with threads"),
+    "INITIALIZATION_LOCK": ("torch.cuda._initialization_lock", "forks loader workers from a process with threads"),
+    # Process groups.
+    "default_store": (f"{_GROUPS}._get_default_store", "meets the other ranks in their store"),
+    "abort_process_group": (f"{_GROUPS}._abort_process_group", "ends a group whose collectives hang"),
+    "sequence_number": (
+        "torch.distributed.ProcessGroup._get_sequence_number_for_group",
+        "sees whether collectives go on",
+    ),
+    "GlooOptions": ("torch.distributed.ProcessGroupGloo._Options", "sends what shared memory does not carry"),
+    "GLOO_TIMEOUT": ("torch.distributed.ProcessGroupGloo._Options._timeout", "limits what waits for gloo"),
+    "GLOO_DEVICES": ("torch.distributed.ProcessGroupGloo._Options._devices", "connects gloo within a machine"),
+    "START_WORKERS": (f"{_AGENT}._start_workers", "runs on several machines"),
+    "MONITOR_WORKERS": (f"{_AGENT}._monitor_workers", "runs on several machines"),
+    "STOP_WORKERS": (f"{_AGENT}._stop_workers", "runs on several machines"),
+    "SHUTDOWN": (f"{_AGENT}._shutdown", "runs on several machines"),
+    "REMAINING_RESTARTS": (f"{_AGENT}._remaining_restarts", "restarts the workers of several machines"),
+    # Strategies.
+    "BUILD_PARAMETERS": (
+        "torch.nn.parallel.DistributedDataParallel._build_params_for_reducer",
+        "fixes the order of additions with strategy='ddp'",
+    ),
+    "push_rebuilt_parameters": (
+        "torch.distributed.Reducer._push_all_rebuilt_params",
+        "fixes the order of additions with strategy='ddp'",
+    ),
+    "rebuild_buckets": (
+        "torch.distributed.Reducer._rebuild_buckets",
+        "fixes the order of additions with strategy='ddp'",
+    ),
+    "GradBucket": ("torch._C._distributed_c10d.GradBucket", "weights gradients in torch's communication hooks"),
+    "DTENSOR_SPEC": ("torch.distributed.tensor.DTensor._spec", "saves and loads shards with strategy='fsdp'"),
+    "STORAGE_INFO": ("torch.distributed.checkpoint.filesystem._StorageInfo", "reads checkpoints of strategy='fsdp'"),
+    "GET_LAYOUT": ("torch.serialization._get_layout", "reads checkpoints of strategy='fsdp'"),
+    "MEMORY_FORMATS": (
+        "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
+        "reads checkpoints of strategy='fsdp'",
+    ),
+}
+INSTEAD = {
+    "set_lru_cache": "torch 2.9: replicas run one after another what torch.compile has compiled",
+    "compile_session_context": "as without set_lru_cache",
+}
+
+# For processes that have not imported torch. Without the first two, something starts more slowly, or a printed stack is
+# longer; the third stands above, too, in the names that the loaders import.
+COMPILER_MODULE = "torch._dynamo"
+WRAPPING_FRAMES = ("_call_impl", "_wrapped_call_impl")  # of nn.Module
+LOADER_WORKER_MODULE = "torch.utils.data._utils.worker"
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def __getattr__(name: str) -> Any:
+    if name not in NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import torch
+
+    path, purpose = NAMES[name]
+    if name == "ORIGINAL" and COMPILER_MODULE not in sys.modules:  # then nothing is compiled, and it takes a second
+        return path.rpartition(".")[2]
+    try:
+        found = _find(name, path)
+    except (ImportError, AttributeError) as error:
+        if name not in INSTEAD:
+            raise ImportError(
+                f"torch {torch.__version__} has no {path}, a private name by which Unisono {purpose}; Unisono was "
+                f"tried with torch {', '.join(TRIED)}: install one of these, or a later Unisono"
+            ) from error
+        found = None
+    globals()[name] = found
+    return found
+
+
+def _find(name: str, path: str) -> Any:
+    if name.endswith("_MODULE"):  # looked for, since importing the compiler takes seconds
+        root = Path(pkgutil.resolve_name("torch").__file__).parent.joinpath(*path.split(".")[1:])
+        if not (root.is_dir() or root.with_suffix(".py").exists()):
+            raise ImportError(f"there is no module {path}")
+        return path
+    if not name.isupper():
+        return pkgutil.resolve_name(path)
+    owner, _, attribute = path.rpartition(".")
+    holder = pkgutil.resolve_name(owner)
+    if not hasattr(holder, attribute) and not _is_set(holder, attribute):
+        raise AttributeError(f"{owner} has no {attribute}")
+    return attribute
+
+
+def _is_set(kind: Any, attribute: str) -> bool:
+    """Whether a method of the class assigns it, or has its name as a text: then instances have it."""
+
+    def is_set_in(code: CodeType) -> bool:
+        inner = (each for each in code.co_consts if isinstance(each, CodeType))
+        return (
+            attribute in code.co_consts
+            or any(map(is_set_in, inner))
+            or (
+                attribute in code.co_names
+                and any(each.opname == "STORE_ATTR" and each.argval == attribute for each in dis.get_instructions(code))
+            )
+        )
+
+    methods = [each for base in getattr(kind, "__mro__", ()) for each in vars(base).values()]
+    return any(is_set_in(each.__code__) for each in methods if isinstance(each, FunctionType))
+
+
+def overrides(name: str) -> Callable[[_Method], _Method]:
+    """Mark a method that takes the place of torch's private one of that name, which is in the table above."""
+
+    def check(method: _Method) -> _Method:
+        assert method.__name__ == name
+        return method
+
+    return check
+
+
+def typed_storage(untyped: Any, dtype: Any) -> Any:
+    """A `torch.TypedStorage`, by the private argument without which creating one warns."""
+    import torch
+
+    return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
+
+
+def read_log_level() -> None:
+    """Make torch's library read TORCH_CPP_LOG_LEVEL again, if it has kept the function that does."""
+    import torch
+
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))._ZN3c1011initLoggingEv()
