@@ -434,8 +434,11 @@ def judge(program: Program, ranks: int, outcomes: Sequence[Outcome], is_sharded:
     for rank, outcome in enumerate(outcomes):
         at = min(outcome.at, end)
         expected = plain.states[at]
-        if is_sharded:
-            expected = [_part(each, ranks, rank) for each in expected]
+        if is_sharded:  # but for what is gathered at the moment
+            expected = [
+                whole if own.shape == whole.shape else _part(whole, ranks, rank)
+                for own, whole in zip(outcome.state, expected, strict=True)
+            ]
         flaw = max(
             (
                 float((one - other).abs().max() / other.abs().max().clamp(min=1e-3))
