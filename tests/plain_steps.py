@@ -119,7 +119,6 @@ class Plain(Machine):
         self.assigned = False  # whether gradients have been, with k > 1
         self.is_pending = False  # whether there is a forward pass since the last pass or request
         self.last: Batch | None = None  # of the last forward pass since the last request
-        self.answer: bool | None = None  # to the last request, until the next pass
         self.skips = dict.fromkeys(self.optimizers, False)
         self.shared: Any = None  # the visit of an accumulate() block
 
@@ -235,7 +234,7 @@ class Plain(Machine):
         self.reached |= dict.fromkeys(hit, self.clock)
         now.hit |= hit
         now.held |= hit
-        self.answer, self.is_pending = None, False
+        self.is_pending = False
 
     def count(self, batch: Batch, hit: set[str], weight: float | None) -> float:
         """Count a visit. Returns: what the mean so far weighs from now on."""
@@ -251,6 +250,8 @@ class Plain(Machine):
         self.visits[key] = Visit(self.clock, size)
         self.recent, self.recent_began = batch, self.clock
         if self.now.state == "taken":
+            if self.setup.every > 1 and hit & (self.now.held - self.now.stepped):
+                raise Unsaid("microbatches of two steps")
             self.restart()
         now = self.now
         if self.is_mean and now.is_weighed not in (None, weight is not None):
@@ -304,11 +305,11 @@ class Plain(Machine):
     def step(self, name: str) -> None:
         if name not in self.optimizers:
             return
-        self.answer, self.is_pending = bool(self.is_due(name)), False
+        is_due, self.is_pending = self.is_due(name), False
         self.asked[name], self.last = self.clock, None
-        if self.answer and self.assigned:
+        if is_due and self.assigned:
             raise Refused("gradients that were assigned while microbatches accumulate")
-        if self.answer:
+        if is_due:
             self.skips[name] = bool(self.now.count) and not self.now.total
             if not self.skips[name]:
                 self.optimizers[name].step()
@@ -333,6 +334,8 @@ class Plain(Machine):
             is_final = now.state == "final" and names <= now.hit
             last = max(self.reached[name] for name in names)
             is_first = all(asked <= last for asked in self.asked.values())
+            if is_final and not is_first:
+                raise Unsaid("a step that was requested before it was final")
             if not is_final and not is_first:
                 return
             if now.state == "collecting" and now.held - names:
@@ -367,7 +370,7 @@ class Plain(Machine):
     def is_due_now(self) -> bool:
         if self.setup.every == 1:
             return True
-        return self.answer if self.answer is not None else self.now.state in ("final", "taken")
+        return self.now.state != "collecting"
 
     def read(self, what: str) -> None:
         if what == "sync" and self.is_ahead():
@@ -431,8 +434,11 @@ def judge(program: Program, ranks: int, outcomes: Sequence[Outcome], is_sharded:
     for rank, outcome in enumerate(outcomes):
         at = min(outcome.at, end)
         expected = plain.states[at]
-        if is_sharded:
-            expected = [_part(each, ranks, rank) for each in expected]
+        if is_sharded:  # but for what is gathered at the moment
+            expected = [
+                whole if own.shape == whole.shape else _part(whole, ranks, rank)
+                for own, whole in zip(outcome.state, expected, strict=True)
+            ]
         flaw = max(
             (
                 float((one - other).abs().max() / other.abs().max().clamp(min=1e-3))
