@@ -301,7 +301,14 @@ class Passes:
 
     def _join_origin(self, engine: Engine, origin: Origin) -> None:
         """Count a further batch that has a loss in this backward pass."""
+        before = self.steps.factor()
         self.steps.count(origin, self.steps.claim(origin), partial(self._reached, engine))
+        if engine.gathers and self.steps.factor() != before:
+            raise RuntimeError(
+                f"one backward pass has losses of several microbatches of the {engine.name}, and strategy='fsdp' has "
+                "begun to reduce by the weights of the first one; call backward() for the loss of each, or use "
+                "strategy='ddp'"
+            )
 
     def _check_graphs(self, engine: Engine, part: float) -> None:
         """Check that gradients which were differentiated, and which may be in this pass, have its part.

@@ -20,6 +20,7 @@ from unisono.parallel.strategies.engine import Engine, is_left_at, is_taken_from
 from unisono.parallel.strategies.rebinding import Rebinding
 from unisono.parallel.strategies.sharded import (
     check_shardable,
+    drop_whole_gradients,
     named_whole_parameters,
     scale_sums,
     shard,
@@ -239,6 +240,11 @@ class FSDPEngine(Engine):
             )
         self._gradients = Rebinding(each.grad for each in self._parts if each.grad is not None)
 
+    def forget(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        super().forget(optimizer)
+        if self.passed is None:  # zero_grad(set_to_none=False) does not reach what microbatches have left
+            drop_whole_gradients(self._whole)
+
     def adopt(self, part: float) -> None:
         raise RuntimeError(
             f"the gradients of the {self.name} were assigned by hand, and strategy='fsdp' reduces only what backward "
@@ -247,8 +253,9 @@ class FSDPEngine(Engine):
 
     def reduce(self) -> None:
         raise RuntimeError(
-            "strategy='fsdp' reduces in the backward pass that ends a step, and this one ran under no_sync(model); let "
-            "the last backward pass of a step run outside of it"
+            "strategy='fsdp' reduces in the backward pass that ends a step, and the gradients are of passes that end "
+            "none: they ran under no_sync(model), or their loop was left; let the last backward pass of a step run "
+            "outside of it, or zero_grad() after a loop that was left"
         )
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:

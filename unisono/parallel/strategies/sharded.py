@@ -174,6 +174,12 @@ class WholeParameter(nn.Parameter):
             self.sharded.grad = None
 
 
+def drop_whole_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    """Drop what earlier backward passes have left at whole parameters; the sharded ones keep theirs."""
+    for each in parameters:
+        _GRAD.__set__(each, None)
+
+
 def _is_in_backward() -> bool:
     return current_graph_task_id() != -1
 
