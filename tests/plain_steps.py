@@ -329,6 +329,8 @@ class Plain(Machine):
     def give_up(self, names: set[str], parameters: Sequence[Any], how: str) -> None:
         """Zero, and drop what these optimizers have of the step, unless they are between two microbatches."""
         now = self.now
+        if now.state == "taken" and self.setup.every > 1 and names & (now.held - now.stepped):
+            raise Unsaid("a step that another optimizer has taken, and this one gives up")
         is_held = now.state != "taken" and names & now.held
         if self.setup.every > 1 and is_held:
             is_final = now.state == "final" and names <= now.hit
