@@ -115,7 +115,7 @@ class Plain(Machine):
         self.clock = 1
         self.asked = dict.fromkeys(self.optimizers, 0)  # when each has made its last request
         self.reached = dict.fromkeys(self.optimizers, 0)  # when a pass has reached its models
-        self.recent, self.recent_began = None, 0  # the batch of the last visit
+        self.recent_began = 0  # the last visit
         self.assigned = False  # whether gradients have been, with k > 1
         self.is_pending = False  # whether there is a forward pass since the last pass or request
         self.last: Batch | None = None  # of the last forward pass since the last request
@@ -153,7 +153,8 @@ class Plain(Machine):
         super().forward(kind)
         if len(self.losses) > count:
             self.last, self.is_pending = self.meant(self.hand), True
-            self.losses[-1] = self.losses[-1]._replace(batches=(self.last,))
+            ((value, _),) = self.losses[-1].parts
+            self.losses[-1] = self.losses[-1]._replace(parts=((value, self.last),))
 
     def meant(self, batch: Batch) -> Batch:
         """Data of no loader is taken for the batch that the innermost loop has delivered last, if rows agree."""
@@ -173,7 +174,7 @@ class Plain(Machine):
         pass
 
     def failing(self, where: str) -> None:
-        pass
+        self.is_pending = True
 
     # Passes.
 
@@ -181,60 +182,68 @@ class Plain(Machine):
         trained = [each for each in self.parameters if each.requires_grad]
         if not loss.value.requires_grad:
             raise Unsaid("nothing is trained")
-        try:
-            found = torch.autograd.grad(loss.value, trained, allow_unused=True)
-        except RuntimeError as error:  # the parameters have changed since the forward pass
-            raise Unsaid(f"plain torch refuses: {str(error)[:60]}") from None
-        gradients = dict(zip(trained, found, strict=True))
-        gradients = {each: gradient for each, gradient in gradients.items() if gradient is not None}
-        if way == "assigned":
-            for each in gradients:
+        parts = []
+        for value, batch in loss.parts:
+            try:
+                found = torch.autograd.grad(value, trained, retain_graph=True, allow_unused=True)
+            except RuntimeError as error:  # the parameters have changed since the forward pass
+                raise Unsaid(f"plain torch refuses: {str(error)[:60]}") from None
+            pairs = zip(trained, found, strict=True)
+            parts.append(({each: gradient for each, gradient in pairs if gradient is not None}, batch))
+        if way == "assigned" and self.setup.every > 1 and self.now.state == "collecting":
+            self.assigned = True
+        for each in trained if way == "assigned" else ():
+            if any(each in gradients for gradients, _ in parts):
                 each.grad = None
-            if self.setup.every > 1:
-                if self.now.state == "collecting":
-                    self.assigned = True
-                for each, gradient in gradients.items():  # an edit of the gradients of a step that is complete
-                    each.grad, self.mean[each] = gradient.clone(), gradient.clone()
-                return
-        self.arrive(gradients, loss.batches, None if loss.weight is None else float(loss.weight))
+                self.mean[each].zero_()
+        if way != "assigned" or self.setup.every == 1:
+            self.arrive(parts, None if loss.weight is None else float(loss.weight))
+            return
+        for gradients, _ in parts:  # an edit of the gradients of a step that is complete
+            self.leave_at(gradients, 1.0)
 
     def decay(self) -> None:
-        times = self.ranks if self.setup.reduction == "sum" else 1  # it is no rank's own
-        value = sum(each.pow(2).sum() for each in self.models["f"].parameters()) * times
+        if self.setup.reduction == "sum":
+            raise Unsaid("a penalty beside sums: it is no rank's own")
         if self.setup.every > 1 and self.last is None:
             raise Unsaid("a penalty of no batch")
-        self.passed(Loss(value, None, (self.last or Batch((), NO_LOADER),)), "plain")  # type: ignore[arg-type]
+        value = sum(each.pow(2).sum() for each in self.models["f"].parameters())
+        self.passed(Loss(((value, self.last or Batch((), NO_LOADER)),)), "plain")  # type: ignore[arg-type]
 
-    def arrive(self, gradients: dict[Any, torch.Tensor], batches: Sequence[Batch], weight: float | None) -> None:
-        """A backward pass leaves gradients of the mean over these batches."""
-        models = {name for name, model in self.models.items() if any(each in gradients for each in model.parameters())}
-        hit = {self.owner[each] for name in models for each in self.models[name].parameters()}
-        share, before = 1.0, None
-        for batch in dict.fromkeys(batches):
-            before = self.count(batch, hit, weight) if before is None else before * self.count(batch, hit, weight)
+    def arrive(self, parts: Sequence[tuple[dict[Any, torch.Tensor], Batch]], weight: float | None) -> None:
+        """A backward pass leaves gradients of the means over these batches."""
+        gradients = {each for part, _ in parts for each in part}
+        models = [model for model in self.models.values() if not gradients.isdisjoint(model.parameters())]
+        hit = {self.owner[each] for model in models for each in model.parameters()}
+        before = 1.0  # what the mean so far weighs from now on
+        for batch in dict.fromkeys(batch for _, batch in parts):
+            before *= self.count(batch, hit, weight)
         now = self.now
         if self.is_mean:
             if now.is_joint and any(len(sizes) > 1 for sizes in now.sizes.values()):
                 raise Refused("sizes of several loops")
-            if now.is_joint:
-                share = 1 / now.count
-            else:
-                size = weight if weight is not None else self.size(batches[0])
-                share = size / now.total if now.total else 0.0
             for each, mean in self.mean.items():
                 if each.grad is not None:
                     each.grad.add_(mean, alpha=before - 1)
                 mean.mul_(before)
-        elif weight is not None and not weight:
-            share = 0.0
-        for each, gradient in gradients.items():
-            each.grad = torch.zeros_like(each) if each.grad is None else each.grad
-            each.grad.add_(gradient, alpha=share)
-            self.mean[each].add_(gradient, alpha=share)
+        for part, batch in parts:
+            size = weight if weight is not None else self.size(batch)
+            if not self.is_mean:
+                self.leave_at(part, 0.0 if weight == 0 else 1.0)
+            elif now.is_joint:
+                self.leave_at(part, 1 / now.count)
+            else:
+                self.leave_at(part, size / now.total if now.total else 0.0)
         self.reached |= dict.fromkeys(hit, self.clock)
         now.hit |= hit
         now.held |= hit
         self.is_pending = False
+
+    def leave_at(self, gradients: dict[Any, torch.Tensor], share: float) -> None:
+        for each, gradient in gradients.items():
+            each.grad = torch.zeros_like(each) if each.grad is None else each.grad
+            each.grad.add_(gradient, alpha=share)
+            self.mean[each].add_(gradient, alpha=share)
 
     def count(self, batch: Batch, hit: set[str], weight: float | None) -> float:
         """Count a visit. Returns: what the mean so far weighs from now on."""
@@ -248,7 +257,7 @@ class Plain(Machine):
             self.finish(batch)
             return 1.0
         self.visits[key] = Visit(self.clock, size)
-        self.recent, self.recent_began = batch, self.clock
+        self.recent_began = self.clock
         if self.now.state == "taken":
             if self.setup.every > 1 and hit & (self.now.held - self.now.stepped):
                 raise Unsaid("microbatches of two steps")
@@ -299,7 +308,7 @@ class Plain(Machine):
         if self.setup.every == 1 or now.state == "final" or (now.state == "taken" and name not in now.stepped):
             return True
         # What remains of a loop that was left: requested once more, without a further pass.
-        is_over = self.recent is not None and self.recent.loop not in (NO_LOADER, *self.open)
+        is_over = self.now.loops.isdisjoint({NO_LOADER, *self.open})
         return now.state == "collecting" and is_over and now.count and self.asked[name] > self.recent_began
 
     def step(self, name: str) -> None:
@@ -329,6 +338,8 @@ class Plain(Machine):
     def give_up(self, names: set[str], parameters: Sequence[Any], how: str) -> None:
         """Zero, and drop what these optimizers have of the step, unless they are between two microbatches."""
         now = self.now
+        if now.state == "taken" and self.setup.every > 1 and names & (now.held - now.stepped):
+            raise Unsaid("a step that another optimizer has taken, and this one gives up")
         is_held = now.state != "taken" and names & now.held
         if self.setup.every > 1 and is_held:
             is_final = now.state == "final" and names <= now.hit
@@ -406,6 +417,7 @@ class Plain(Machine):
             optimizer.load_state_dict(state)
         self.positions, self.starts = dict(positions), dict(positions)
         self.now = copy.deepcopy(self.saved_step)
+        self.now.began = 0
         self.asked = dict.fromkeys(self.optimizers, self.clock)
 
     def enter_block(self) -> None:

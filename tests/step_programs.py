@@ -111,9 +111,19 @@ def rows_of_loss(kind: str, models: Any, inputs: torch.Tensor, targets: torch.Te
 
 
 class Loss(NamedTuple):
-    value: torch.Tensor
-    weight: torch.Tensor | None
-    batches: tuple[Any, ...]  # what it is computed from
+    """One backward pass.
+
+    Attributes:
+        parts: means, and the batches that they are over; their sum is the loss.
+        weight: what the mean is over, if that is not samples.
+    """
+
+    parts: tuple[tuple[torch.Tensor, Any], ...]
+    weight: torch.Tensor | None = None
+
+    @property
+    def value(self) -> torch.Tensor:
+        return sum(value for value, _ in self.parts)  # type: ignore[return-value]
 
 
 class Interrupted(Exception):  # noqa: N818 - of the script, and caught by it
@@ -208,13 +218,13 @@ class Machine:
             value, weight = (errors * tokens).sum() / tokens.sum().clamp(min=1), tokens.sum()
         else:
             value = errors.mean()
-        self.losses.append(Loss(value, weight, (self.hand,)))
+        self.losses.append(Loss(((value, self.hand),), weight))
 
     def add(self) -> None:
         """One backward pass for the last two losses."""
         if len(self.losses) > 1 and self.losses[-1].weight is None and self.losses[-2].weight is None:
             last, first = self.losses.pop(), self.losses.pop()
-            self.losses.append(Loss(first.value + last.value, None, (*first.batches, *last.batches)))
+            self.losses.append(Loss((*first.parts, *last.parts)))
 
     def backward(self, way: str) -> None:
         if self.losses:
@@ -304,7 +314,7 @@ class Ranked(Machine):
         elif way == "hand":
             backward(loss.value)
         elif way == "named":
-            self.accelerator.backward(loss.value, batch=loss.batches[0])
+            self.accelerator.backward(loss.value, batch=loss.parts[0][1])
         elif way == "assigned":
             trained = [p for model in self.models.values() for p in model.parameters() if p.requires_grad]
             gradients = torch.autograd.grad(loss.value, trained, allow_unused=True)
@@ -447,11 +457,10 @@ def any_program(choose: Choose) -> Program:
             body += ["forward other", "backward plain"] * (setup.layout == "two") + ["step g", "zero g none"]
         for _ in range(choose([0, 0, 1, 2, 3])):
             place = choose(range(len(body)))
-            change = choose(["insert", "insert", "remove", "replace"])
-            if change != "remove":
+            if choose([True, True, False]):
                 body.insert(place, choose(LINES))
-            if change != "insert" and len(body) > 1:
-                body.pop(place + (change == "replace"))
+            elif len(body) > 1 and not body[place].startswith(("forward", "backward")):  # a step needs gradients
+                body.pop(place)
         ops += body * choose([1, 2, 3, 5])
     return Program(setup, tuple(ops))
 
