@@ -100,6 +100,12 @@ EXACT: dict[str, Callable[[int], Program]] = {
         samples=rounds(ranks, 5),
         every=2,
     ),
+    "one backward pass has losses of two batches of one loop that differ in size": lambda ranks: program(
+        [f"draw a; forward fit; draw a; forward square; add; {STEP}"], samples=12 * ranks // 4 + 1, batch=3, every=2
+    ),
+    "a layer is frozen between a forward pass and its backward pass": lambda ranks: program(
+        [f"draw a; {VISIT}; draw a; forward fit; freeze 0; {STEP}; unfreeze 0"] * 2, samples=8 * ranks
+    ),
     "inputs are computed, after a batch that was skipped": lambda ranks: program(
         ["draw a", *[f"draw a; compute; {VISIT}"] * 4], samples=rounds(ranks, 5)
     ),
@@ -132,6 +138,14 @@ EXACT_OR_REFUSED: dict[str, Callable[[int], Program]] = {
     "a layer is frozen within a step": lambda ranks: program(
         [f"draw a; {VISIT}; freeze 0; draw a; {VISIT}; unfreeze 0"] * 3, samples=rounds(ranks, 7), every=2
     ),
+    "a backward pass adds to gradients that were assigned, in steps of three": lambda ranks: program(
+        ["draw a; forward fit; backward assigned", *[f"draw a; forward fit; {STEP}"] * 3],
+        samples=rounds(ranks, 4),
+        every=3,
+    ),
+    "a backward pass adds to gradients that were assigned, in an uneven tail": lambda ranks: program(
+        [f"draw a; {VISIT}; draw a; forward fit; backward assigned; forward square; {STEP}"], samples=rounds(ranks, 2)
+    ),
     "a step on gradients that were assigned after a backward pass": lambda ranks: program(
         ["draw a; forward fit; backward accelerator; forward square; backward assigned; step f"], samples=8 * ranks
     ),
@@ -150,6 +164,15 @@ def test_they_are_or_it_is_refused_where_a_layer_is_frozen_whose_gradients_becom
     step = "draw a; forward fit; backward accelerator; step f; zero f zeros"
     one = program([step, step, "freeze 0", step, step], samples=16, optimizer="adam")
     assert verdict_on(PROCESSES_2, one, strategy) in ("exact", "refused")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_a_layer_may_be_frozen_before_a_backward_pass_where_torch_reduces(strategy: str) -> None:
+    """Between a forward pass and its backward pass, and between two forward passes of which both follow."""
+    lines = [f"draw a; {VISIT}", f"draw a; forward fit; freeze 0; {STEP}", "unfreeze 0", f"draw a; {VISIT}"]
+    lines += [f"draw a; forward fit; freeze 0; draw a; forward square; backward plain; {STEP}"]
+    kinds = [verdict_on(PROCESSES_2, program(lines[:count], samples=40), strategy) for count in (2, 5)]
+    assert kinds == ["exact", "exact"]
 
 
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)

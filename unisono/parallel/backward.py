@@ -39,7 +39,7 @@ from torch.optim import Optimizer
 from unisono.comm.selection import translate_errors
 from unisono.parallel.claims import Claim, Crossings, refuse_crossed, rows_of
 from unisono.parallel.gradients import scaled
-from unisono.parallel.steps import Origin, Steps, Visit
+from unisono.parallel.steps import COLLECTING, Origin, Steps, Visit
 from unisono.parallel.strategies.engine import Engine, is_left_at, is_taken_from
 from unisono.parallel.strategies.sharded import is_distributed
 from unisono.parallel.weak_methods import weak_method
@@ -262,7 +262,7 @@ class Passes:
         visit = self.steps.count(origin, claim, partial(self._reached, engine))
         self._parts.clear()
         part = claim.part(self._world.comm.size) if is_named else None
-        return _Pass(origin, visit, part, self.steps.step.state != "collecting")
+        return _Pass(origin, visit, part, self.steps.step.state != COLLECTING)
 
     def _reached(self, first: Engine | None) -> Collection[Optimizer]:
         """The optimizers of the models that the running backward pass reaches; `first` is known to be one."""
@@ -284,31 +284,33 @@ class Passes:
         if run.counted is None:
             run.is_mixed |= run.origin is None or run.origin.batch is not origin.batch
             return None
-        if run.counted.part is not None or origin is run.origin:
-            part = run.part
-        else:
+        part, size = run.part, 1.0
+        if run.counted.part is None and origin is not run.origin:
             part = origin.part
             if origin.batch is not run.counted.origin.batch:
-                self._join_origin(model, origin)
+                visit = self._join_origin(model, origin)
+                size = self.steps.scale(visit) / self.steps.scale(run.counted.visit)
         # Zeros, not a product: the mean over no samples is NaN, and NaN * 0 stays NaN.
         if part == 0:
             return torch.zeros_like(gradient)
         # The outputs so far were of batches of weight 0, whose gradients are zeros: this one is the first that counts.
         if run.part == 0:
             run.part = part
-        # Leaves multiply by the part of the first output, so other outputs are scaled relative to it.
-        return None if part == run.part else gradient * (part / run.part)
+        # Leaves multiply by the numbers of the first output, so other outputs are scaled relative to it.
+        factor = part / run.part * size
+        return None if factor == 1 else gradient * factor
 
-    def _join_origin(self, engine: Engine, origin: Origin) -> None:
+    def _join_origin(self, engine: Engine, origin: Origin) -> Visit:
         """Count a further batch that has a loss in this backward pass."""
         before = self.steps.factor()
-        self.steps.count(origin, self.steps.claim(origin), partial(self._reached, engine))
+        visit = self.steps.count(origin, self.steps.claim(origin), partial(self._reached, engine))
         if engine.gathers and self.steps.factor() != before:
             raise RuntimeError(
                 f"one backward pass has losses of several microbatches of the {engine.name}, and strategy='fsdp' has "
                 "begun to reduce by the weights of the first one; call backward() for the loss of each, or use "
                 "strategy='ddp'"
             )
+        return visit
 
     def _check_graphs(self, engine: Engine, part: float) -> None:
         """Check that gradients which were differentiated, and which may be in this pass, have its part.
@@ -395,6 +397,12 @@ class Passes:
             self._join_origin(engine, origin)
         if engine.graphs and counted.part is None:
             self._check_graphs(engine, run.part)
+        if engine.has_replaced() and (self.steps.every > 1 or run.part != 1):
+            raise RuntimeError(
+                f"the gradients of the {engine.name} were assigned by hand, for example from torch.autograd.grad, and "
+                "a backward pass adds to them, which is weighted otherwise; let backward() leave all of them, or step "
+                "and zero_grad() in between"
+            )
         engine.passing = run
         if run.part != 1 or self._always_hooks:
             engine.watch_leaves(True)

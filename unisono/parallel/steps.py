@@ -329,8 +329,9 @@ class Steps:
         if step.state == TAKEN:
             return optimizer not in step.stepped
         # What remains of a loop that was left: asked for again, without a further pass.
-        last = step.visits[-1] if step.visits else None
-        return last is not None and last.batch is not None and not last.batch.loop.is_open and before > last.began
+        last = [each for each in step.visits if each.microbatch == step.visits[-1].microbatch]
+        loops = [each.batch.loop for each in last if each.batch is not None]
+        return bool(loops) and not any(each.is_open for each in loops) and all(before > each.began for each in last)
 
     def close(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has stepped."""

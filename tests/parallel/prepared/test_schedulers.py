@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
     StepLR,
 )
-from twin import Plain, State, assert_all_are, loader_of, mean_loss, model, sgd
+from twin import loader_of, model, sgd
 
 from unisono import Accelerator
 
@@ -371,47 +370,3 @@ def test_a_metric_that_differs_between_ranks_is_an_error_on_all_of_them(mode: Mo
 def test_an_unknown_unit_is_refused():
     with pytest.raises(ValueError, match="schedule_unit='epoch' does not exist; choose one of batch, device_step"):
         Accelerator(schedule_unit="epoch")
-
-
-class SharpnessAware(torch.optim.Optimizer):
-    """SAM in two steps, as it is published: the second one is a step of the optimizer within."""
-
-    def __init__(self, parameters: Any, **options: Any) -> None:
-        super().__init__(parameters, options)
-        self.base = torch.optim.SGD(self.param_groups, **options)
-        self.param_groups = self.base.param_groups
-
-    @torch.no_grad()
-    def first_step(self) -> None:
-        for each in self.param_groups[0]["params"]:
-            self.state[each]["climbed"] = each.grad * 0.05
-            each.add_(self.state[each]["climbed"])
-        self.zero_grad()
-
-    @torch.no_grad()
-    def second_step(self) -> None:
-        for each in self.param_groups[0]["params"]:
-            each.sub_(self.state[each]["climbed"])
-        self.base.step()
-        self._opt_called = True  # or torch warns that no step came before the scheduler's
-        self.zero_grad()
-
-
-def sharpness_aware(accelerator: Any, loader: Any) -> State:
-    network = model()
-    optimizer = SharpnessAware(network.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    network, optimizer, loader, scheduler = accelerator.prepare(network, optimizer, loader, scheduler)
-    for batch in loader:
-        accelerator.backward(mean_loss(network, batch))
-        optimizer.first_step()
-        accelerator.backward(mean_loss(network, batch))
-        optimizer.second_step()
-        scheduler.step()
-    return network.state_dict()
-
-
-@pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
-def test_a_scheduler_follows_the_optimizer_within_another_one(mode):
-    ranks = mode.run(lambda: sharpness_aware(Accelerator(schedule_unit="step"), loader_of(23, 3)))
-    assert_all_are(ranks, sharpness_aware(Plain(), loader_of(23, 3 * mode.ranks)))

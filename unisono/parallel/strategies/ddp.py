@@ -87,8 +87,12 @@ class DDPEngine(Engine):
         self._is_finished, self._is_flat = True, False
         self._wrap()
 
-    def _wrap(self) -> None:
-        """Create a reducer for the currently trained parameters. A collective; all ranks get rank zero's values."""
+    def _wrap(self, fills: bool = True) -> None:
+        """Create a reducer for the currently trained parameters. A collective.
+
+        Args:
+            fills: whether all ranks get rank zero's values, which changes them in place.
+        """
         options = self._options
         self._names = {each: name for name, each in self.module.named_parameters() if each.requires_grad}
         self._replicated = _Ordered(
@@ -96,6 +100,7 @@ class DDPEngine(Engine):
             find_unused_parameters=options.find_unused_parameters,
             bucket_cap_mb=options.bucket_cap_mb,  # may be a fraction
             gradient_as_bucket_view=options.gradient_as_bucket_view,
+            init_sync=fills,
             **_SYNCS_NO_BUFFERS,
         )
         self._replicated.fill_buckets()
@@ -108,8 +113,9 @@ class DDPEngine(Engine):
         )
 
     def adapt(self, new: Sequence[torch.Tensor]) -> None:
+        super().adapt(new)
         if any(each.requires_grad for each in self.module.parameters()):
-            self._wrap()
+            self._wrap(fills=False)  # the graphs of earlier forward passes need the others unchanged
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None = None) -> Any:
         if not torch.is_grad_enabled():
@@ -125,8 +131,9 @@ class DDPEngine(Engine):
 
     def prepare(self, reduces: bool) -> None:
         # DDP waits for each gradient once. One that has arrived in this pass already, at a parameter that the outputs
-        # do not depend on, would never come.
-        self._is_flat = reduces and self.num_arrived() != self._at_forward
+        # do not depend on, would never come; and a parameter frozen since the forward pass would be given one.
+        is_frozen = False in [each.requires_grad for each in self._names]
+        self._is_flat = reduces and (is_frozen or self.num_arrived() != self._at_forward)
         if reduces and not self._is_flat:
             # Ranks that are not at the same place get an error here, where DDP would hang or mix gradients.
             self._world.comm.announce(f"the gradients of {self.place()}")

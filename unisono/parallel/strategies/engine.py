@@ -89,9 +89,8 @@ class Engine:
         self.replaced = WeakTensorKeyDictionary()
         self._world, self._steps, self._shares_buffers = world, steps, shares_buffers
         self._arrivals = Arrivals()
-        self._left_out = self._noticed = self._at_forward = (
-            0  # arrivals: of torch.autograd.grad; and others, up to the last reduction
-        )
+        # Numbers of arrivals: of torch.autograd.grad; of others, up to the last reduction, and the last forward pass.
+        self._left_out = self._noticed = self._at_forward = 0
         self._earlier: dict[torch.Tensor, torch.Tensor] = {}  # gradients of earlier steps, which were not zeroed
         self._stepped: WeakSet[Optimizer] = WeakSet()  # since the last backward pass
         self._zeroed: WeakSet[Optimizer] = WeakSet()  # likewise
@@ -289,11 +288,11 @@ class Engine:
         if leaves is not self._counted_for and self._world.comm.size > 1 and not self.gathers:
             self._counted_for = leaves
             for each in leaves:
-                if each not in self._counted:
+                if each not in self._counted and each.requires_grad:
                     self._counted[each] = each.register_hook(self._arrivals.hook)
         for each in leaves if is_scaled else ():
             # A second hook would scale twice.
-            if each not in self.hooks:
+            if each not in self.hooks and each.requires_grad:  # not frozen since its forward pass
                 self.hooks[each] = each.register_hook(self.scale)
 
     def release(self) -> None:
@@ -337,7 +336,8 @@ class Engine:
     def has_replaced(self) -> bool:
         """Whether gradients were assigned in place of those that backward passes have left."""
         return self.taken is not None and any(
-            each.grad is not before for each, before in zip(self.trained(), self.taken, strict=False)
+            each.grad is not None and each.grad is not before
+            for each, before in zip(self.trained(), self.taken, strict=False)
         )
 
     def _is_left_again(self) -> bool:
