@@ -116,7 +116,7 @@ class Plain(Machine):
         self.asked = dict.fromkeys(self.optimizers, 0)  # when each has made its last request
         self.reached = dict.fromkeys(self.optimizers, 0)  # when a pass has reached its models
         self.recent_began = 0  # the last visit
-        self.assigned = False  # whether gradients have been, with k > 1
+        self.assigned = set[str]()  # the optimizers whose gradients have been, with k > 1
         self.is_pending = False  # whether there is a forward pass since the last pass or request
         self.last: Batch | None = None  # of the last forward pass since the last request
         self.skips = dict.fromkeys(self.optimizers, False)
@@ -191,7 +191,7 @@ class Plain(Machine):
             pairs = zip(trained, found, strict=True)
             parts.append(({each: gradient for each, gradient in pairs if gradient is not None}, batch))
         if way == "assigned" and self.setup.every > 1 and self.now.state == "collecting":
-            self.assigned = True
+            self.assigned |= {self.owner[each] for gradients, _ in parts for each in gradients}
         for each in trained if way == "assigned" else ():
             if any(each in gradients for gradients, _ in parts):
                 each.grad = None
@@ -316,7 +316,7 @@ class Plain(Machine):
             return
         is_due, self.is_pending = self.is_due(name), False
         self.asked[name], self.last = self.clock, None
-        if is_due and self.assigned:
+        if is_due and name in self.assigned:
             raise Refused("gradients that were assigned while microbatches accumulate")
         if is_due:
             self.skips[name] = bool(self.now.count) and not self.now.total
@@ -355,7 +355,7 @@ class Plain(Machine):
             each.grad = None if how == "none" or each.grad is None else torch.zeros_like(each)
             self.mean[each].zero_()
         now.held -= names
-        self.assigned = self.assigned and any(each.grad is not None for each in self.parameters)
+        self.assigned -= names
         if is_held and not now.held:
             self.ended -= now.ended
             self.restart()
