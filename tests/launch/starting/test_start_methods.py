@@ -97,7 +97,7 @@ def test_nothing_survives_the_caller(tmp_path, signum):
         assert [words[0] for words in ear.hear_all(2)] == ["running", "running"]
         assert len(script.living()) == 2 + 2 + 4 + 2  # caller and reaper, workers, loader workers, grandchildren
         script.kill(signum)
-        assert script.survivors(4.0 if signum == signal.SIGINT else 2.0) == []
+        assert script.survivors() == []
         assert script.leftovers() == []
 
 
