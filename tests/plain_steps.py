@@ -7,6 +7,7 @@ and no reduction is here: only which passes make a step, when it is taken, and t
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ class Batch:
     loop: Any
     start: int = 0
     is_last: bool = False
+    is_computed: bool = False  # its tensors are new ones
 
     @property
     def key(self) -> Any:
@@ -158,17 +160,22 @@ class Plain(Machine):
 
     def meant(self, batch: Batch) -> Batch:
         """Data of no loader is taken for the batch that the innermost loop has delivered last, if rows agree."""
-        if batch.loop is not NO_LOADER or not self.open:
+        if batch.loop is not NO_LOADER and not batch.is_computed or not self.open:
             return batch
         last = list(self.open.values())[-1]
-        return last if len(last.tensors[0]) == len(batch.tensors[0]) else batch
+        if len(last.tensors[0]) != len(batch.tensors[0]):
+            return batch
+        if batch.loop is not NO_LOADER and batch.loop not in self.open and self.setup.every > 1:
+            raise Unsaid("computed inputs of a batch that was kept, while another loop delivers")
+        return last if batch.loop is NO_LOADER else batch
 
     def foreign(self, number: str) -> None:
         parts = [data(3, 10 + 10 * int(number) + rank).tensors for rank in range(self.ranks)]
         self.hand = Batch([torch.cat(each) for each in zip(*parts, strict=True)], NO_LOADER)
 
     def compute(self) -> None:
-        pass
+        if self.hand is not None:
+            self.hand = dataclasses.replace(self.hand, is_computed=True)
 
     def evaluate(self, count: str) -> None:
         pass
@@ -319,7 +326,8 @@ class Plain(Machine):
         if is_due and name in self.assigned:
             raise Refused("gradients that were assigned while microbatches accumulate")
         if is_due:
-            self.skips[name] = bool(self.now.count) and not self.now.total
+            held = [each.grad for each in self.optimizers[name].param_groups[0]["params"] if each.grad is not None]
+            self.skips[name] = bool(self.now.count) and not self.now.total and not any(map(torch.any, held))
             if not self.skips[name]:
                 self.optimizers[name].step()
             if self.now.count:

@@ -138,6 +138,8 @@ class Deliveries:
     def __init__(self) -> None:
         self._loops: list[Loop] = []  # the open ones, and the last that have ended, in the order of their last batches
         self._by_memory: StorageMap[list[Batch]] = StorageMap(_are_unused)  # the latest last
+        # By the memory of computed inputs: the batch that they were taken for, and torch's count of writes to them.
+        self._computed: StorageMap[tuple[Batch, int]] = StorageMap()
         self._changing = threading.Lock()  # for changes of the attributes above; `end` never acquires it
         self._used: Batch | None = None  # by the last pass
 
@@ -269,24 +271,27 @@ class Deliveries:
             batch.loop.num_used += 1
         self._used = batch
 
-    def computed_from(self, rows: int | None) -> list[Batch | None]:
+    def computed_from(self, rows: int | None, inputs: Sequence[torch.Tensor] = ()) -> list[Batch | None]:
         """What inputs in other memory than any batch's may have been computed from, the most likely one first.
 
         None stands for data of no loader. The caller compares what the entries count: where that is the same, they need
         not be distinguished.
 
         Args:
-            rows: of the inputs; None if they are unknown, as where no forward pass was observed.
+            rows, inputs: of the pass; None and () if they are unknown, as where no forward pass was observed.
         """
-        loop = self.innermost()
-        if loop is not None:
-            last = loop.batches[-1]
+        loops = self._open_loops()
+        if loops:
+            last = loops[0].batches[-1]
+            found = {last: None} | self._taken_before(inputs, last)
             if None in (rows, last.rows) or rows == last.rows:
                 # Equal rows tell batches that count differently apart on some rank, unless rows are repeated there.
-                others = [each for each in loop.kinds.values() if rows is None or each.rows in (rows, None)]
-                return [last, *(each for each in others if each.counts != last.counts)] if loop.has_gap else [last]
-            # Of another number of rows: of no loader, or computed from any batch of the loop.
-            return [None, *loop.kinds.values()]
+                others = loops[0].kinds.values() if loops[0].has_gap else ()
+                found |= {each: None for each in others if each.counts != last.counts}
+                found |= {each.batches[-1]: None for each in loops if not each.batches[-1].is_used}
+                return [each for each in found if rows is None or each.rows in (rows, None)]
+            # Of another number of rows: of no loader, or computed from any batch of the loops.
+            return [None, *(each for loop in loops for each in loop.kinds.values())]
         # No loop is open: a replay of a batch of the last one, or data of no loader.
         ended = next((each for each in reversed(self._loops) if each.batches and each.is_trained), None)
         if ended is None:
@@ -298,10 +303,22 @@ class Deliveries:
             return [*kinds]
         return [None, *kinds] if len(kinds) > 1 else [None]
 
+    def _taken_before(self, inputs: Sequence[torch.Tensor], batch: Batch) -> dict[Batch, None]:
+        """The batch that the same computed inputs were taken for before, if they have not changed; now for `batch`."""
+        first = next((each for each in inputs if each.ndim and not each.is_inference()), None)
+        if first is None:
+            return {}
+        known, version = self._computed.find(first), first._version
+        self._computed.note(first, (batch, version))
+        return {known[0]: None} if known is not None and known[1] == version else {}
+
     def innermost(self) -> Loop | None:
         """The open loop that delivered last; one of evaluation only if no other is open."""
+        return next(iter(self._open_loops()), None)
+
+    def _open_loops(self) -> list[Loop]:
         found = [each for each in reversed(self._loops) if each.is_open and each.batches]
-        return next((each for each in found if each.is_trained), found[0] if found else None)
+        return [each for each in found if each.is_trained] or found[:1]
 
     def recent(self) -> list[Loop]:
         """The last few loops, open and ended; the loop that received the latest batch comes first."""

@@ -107,7 +107,7 @@ class Passes:
         self._is_called = False  # `backward`, and it runs
         self._parts: set[float] = set()  # of the batches of the forward passes since the last backward pass
         self._weak_arrive, self._weak_end = weak_method(self._arrive), weak_method(self._end)
-        self._begun: _Pass | None = None  # by `backward`, with the user's weight or batch
+        self._given: tuple[Any, Origin | None] | None = None  # to `backward`, which runs: the weight, and the batch
         self._running: dict[int, _Pass] = {}  # by autograd's number
         # Those that reach no leaf of a model by themselves, with the gradients that had arrived there.
         self._passed_by: dict[int, tuple[ref[Engine], _Run, int]] = {}
@@ -183,15 +183,13 @@ class Passes:
         self._is_called = True
         try:
             if weight is not None or batch is not None:
-                if batch is not None:
-                    self.origin = self.steps.name(batch)
-                self._begun = self._count(self.origin, weight, None, True)
+                self._given = weight, None if batch is None else self.steps.name(batch)
                 for engine in list(self._engines):
                     engine.watch_leaves(True)
             with translate_errors(self._world.comm):
                 loss.backward(retain_graph=retain_graph)
         finally:
-            self._is_called, self._begun = False, None
+            self._is_called, self._given = False, None
 
     def adopt(self, engine: Engine) -> None:
         """Count gradients that were assigned by hand: those of the batch of the last forward pass. A collective.
@@ -246,12 +244,12 @@ class Passes:
         return self.origin.part
 
     def _count(
-        self, origin: Origin, weight: float | torch.Tensor | None, engine: Engine | None, is_named: bool = False
+        self, origin: Origin, weight: float | torch.Tensor | None, engine: Engine, is_named: bool = False
     ) -> _Pass:
         """Count a backward pass.
 
         Args:
-            engine: of the model that it has reached first; None for any.
+            engine: of the model that it has reached first.
             is_named: whether the user gave the weight, or named the batch.
 
         Raises:
@@ -264,10 +262,10 @@ class Passes:
         part = claim.part(self._world.comm.size) if is_named else None
         return _Pass(origin, visit, part, self.steps.step.state != COLLECTING)
 
-    def _reached(self, first: Engine | None) -> Collection[Optimizer]:
+    def _reached(self, first: Engine) -> Collection[Optimizer]:
         """The optimizers of the models that the running backward pass reaches; `first` is known to be one."""
         engines = [each for each in self._engines if not each.is_released]
-        if first is not None and len(engines) > 1 and current_graph_task_id() >= 0:
+        if len(engines) > 1 and current_graph_task_id() >= 0:
             engines = [each for each in engines if each is first or any(map(is_left_at, each.leaves()))]
         return {optimizer for each in engines for optimizer in each.trainers()}
 
@@ -383,8 +381,7 @@ class Passes:
         """Count a backward pass that leaves gradients at the model's parameters."""
         # One loss may pass through several models: the pass is counted once, by the first that it reaches.
         counted = self._running.get(run.task)
-        told = counted or self._begun
-        if run.is_mixed and (told is None or told.part is None):
+        if run.is_mixed and self._given is None:
             raise RuntimeError(
                 f"outputs of the {engine.name} from several batches met in one backward pass, and all parameters that "
                 "it has reached are in checkpoints with use_reentrant=True, so their weights cannot be applied; pass "
@@ -413,7 +410,9 @@ class Passes:
     def _begin(self, engine: Engine, task: int, origin: Origin | None) -> _Pass:
         """Count the running backward pass, if `backward` has not."""
         self.went_past = self.went_past or not self._is_called
-        counted = self._running[task] = self._begun or self._count(origin or self._bypassing(engine), None, engine)
+        weight, named = self._given or (None, None)
+        origin = named or origin or self._bypassing(engine)
+        counted = self._running[task] = self._count(origin, weight, engine, self._given is not None)
         self._watch_end(task)
         return counted
 

@@ -104,6 +104,8 @@ def check_counts(batches: Sequence[Batch | None], world: World, is_mean: bool = 
     """
     if len(batches) < 2:
         return
+    # The ranks must take the same one, also where sums weigh all alike.
+    is_sum = is_sum and None not in batches
     claims = [claim_of(each, None, world, is_sum) for each in batches]
     found = {each.part(world.comm.size) for each in claims}
     loaded = {claim.total for claim, each in zip(claims, batches, strict=True) if each is not None}

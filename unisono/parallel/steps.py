@@ -206,7 +206,7 @@ class Steps:
         """Where these inputs of a pass come from; note the batch as used."""
         deliveries = self.world.state.deliveries
         batches = deliveries.find(values)
-        found = self.origin_of(batches or deliveries.computed_from(rows), not batches, syncs, optimizers)
+        found = self.origin_of(batches or deliveries.computed_from(rows, values), not batches, syncs, optimizers)
         if found.batch is not None:
             deliveries.use(found.batch)
         return found

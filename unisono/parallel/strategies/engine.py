@@ -91,7 +91,8 @@ class Engine:
         self._arrivals = Arrivals()
         # Numbers of arrivals: of torch.autograd.grad; of others, up to the last reduction, and the last forward pass.
         self._left_out = self._noticed = self._at_forward = 0
-        self._earlier: dict[torch.Tensor, torch.Tensor] = {}  # gradients of earlier steps, which were not zeroed
+        # Gradients of earlier steps, which were not zeroed; None for those that were added again.
+        self._earlier: dict[torch.Tensor, torch.Tensor | None] = {}
         self._stepped: WeakSet[Optimizer] = WeakSet()  # since the last backward pass
         self._zeroed: WeakSet[Optimizer] = WeakSet()  # likewise
         self._tree: list[nn.Module] = []  # the module and all its submodules
@@ -193,6 +194,12 @@ class Engine:
             )
         if self.reduced_by is not None and is_other and steps.is_mean:
             self._set_aside()
+        elif self.reduced_by is not None and self._earlier:
+            raise RuntimeError(
+                f"the gradients of the {self.name} hold those of an earlier step, which were not zeroed, and a "
+                "microbatch is to be averaged with those of this step, which was complete; zero_grad() after each "
+                "step, or step as soon as its microbatches are there"
+            )
         elif self.reduced_by and (steps.is_mean or steps.is_sum) and self.reduced_by * size != 1:
             # The next reduction multiplies by its factor, and adds up what the ranks hold.
             scale_gradients(self.held(), 1 / (self.reduced_by * size))
@@ -204,14 +211,15 @@ class Engine:
 
     def _set_aside(self) -> None:
         """Keep gradients of an earlier step, which were not zeroed, out of the reduction of this one."""
-        for each in self.held():
-            if each.grad is not None:
-                self._earlier[each], each.grad = each.grad, None
+        self._earlier = {each: each.grad for each in self.held() if each.grad is not None}
+        for each in self._earlier:
+            each.grad = None
 
     def _add_earlier(self) -> None:
-        while self._earlier:
-            each, earlier = self._earlier.popitem()
-            each.grad = earlier if each.grad is None else each.grad + earlier
+        for each, earlier in self._earlier.items():
+            if earlier is not None:
+                each.grad = earlier if each.grad is None else each.grad + earlier
+        self._earlier = dict.fromkeys(self._earlier)
 
     def pass_by(self) -> None:
         """Record a backward pass through the model that leaves nothing in `.grad`, such as `torch.autograd.grad`."""
