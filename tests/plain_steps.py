@@ -160,7 +160,7 @@ class Plain(Machine):
 
     def meant(self, batch: Batch) -> Batch:
         """Data of no loader is taken for the batch that the innermost loop has delivered last, if rows agree."""
-        if batch.loop is not NO_LOADER and not batch.is_computed or not self.open:
+        if (batch.loop is not NO_LOADER and not batch.is_computed) or not self.open:
             return batch
         last = list(self.open.values())[-1]
         if len(last.tensors[0]) != len(batch.tensors[0]):

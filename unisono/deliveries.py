@@ -24,6 +24,7 @@ import torch
 
 from unisono.rows import LoopRows
 from unisono.storages import StorageMap
+from unisono.torch_private import VERSION
 from unisono.tree import tensors
 
 REMEMBERED = 8  # loops that have ended
@@ -195,12 +196,12 @@ class Deliveries:
             if self._loops[-1:] != [loop]:
                 # `recent` lists the loops by their latest batches.
                 self._loops = [*(each for each in self._loops if each is not loop), loop]
-            self.know(values, batch)
+            self.know(tensors(values), batch)
         return batch
 
-    def know(self, values: Any, batch: Batch) -> None:
+    def know(self, found: Sequence[torch.Tensor], batch: Batch) -> None:
         """Register these tensors, and all that share their memory, as belonging to `batch`."""
-        for each in tensors(values):
+        for each in found:
             known = [batch]
             if before := self._by_memory.note(each, known):
                 known[:0] = [one for one in before[-_KEPT:] if self._is_meant_beside(one, batch)]
@@ -236,16 +237,12 @@ class Deliveries:
         known = self._batches_in(inputs)
         batches = {batches[-1] for batches in known if len({each.counted for each in batches}) == 1}
         if len(batches) == 1:
-            self.know(outputs, *batches)
+            self.know(tensors(outputs), *batches)
 
     def _batches_in(self, values: Any) -> list[list[Batch]]:
         """For each tensor that shares memory with batches: these batches."""
-        listed = (
-            values
-            if type(values) is list and all(isinstance(each, torch.Tensor) for each in values)
-            else tensors(values)
-        )
-        return [found for each in listed if (found := self._by_memory.find(each))]
+        known = map(self._by_memory.find, tensors(values))
+        return list(filter(None, known))  # without a Python call of its own for each tensor
 
     def named(self, values: Any) -> list[Batch]:
         """The batches that the user names by these tensors: that of the last pass if it matches, else as `find`.
@@ -308,7 +305,7 @@ class Deliveries:
         first = next((each for each in inputs if each.ndim and not each.is_inference()), None)
         if first is None:
             return {}
-        known, version = self._computed.find(first), first._version
+        known, version = self._computed.find(first), getattr(first, VERSION)
         self._computed.note(first, (batch, version))
         return {known[0]: None} if known is not None and known[1] == version else {}
 

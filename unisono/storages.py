@@ -40,14 +40,15 @@ class StorageMap(Generic[T]):
         Returns:
             The previous note for exactly the same bytes, or None.
         """
-        storage = _storage(tensor)
-        if storage is None:
+        if (found := _place_of(tensor)) is None:
             return None
-        begin, end = stretch = _bytes_of(tensor)
+        storage, stretch = found
+        begin, end = stretch
         # A weak reference keeps the address occupied, so no other storage can be found at it.
         held = self._held.get(getattr(storage, STORAGE_ADDRESS))
         if held is None:
-            self._sweep()
+            if len(self._held) >= self._sweep_at:
+                self._sweep()
             held = self._held[getattr(storage, STORAGE_ADDRESS)] = (StorageWeakRef(storage), {})
         notes = held[1]
         before = notes.pop(stretch, None)
@@ -65,11 +66,11 @@ class StorageMap(Generic[T]):
 
     def find(self, tensor: torch.Tensor) -> T | None:
         """The note for this tensor; else for one that contains it; else for one that overlaps it; else None."""
-        storage = _storage(tensor)
-        held = self._held.get(getattr(storage, STORAGE_ADDRESS)) if storage is not None else None
-        if held is None:
+        found = _place_of(tensor)
+        held = self._held.get(getattr(found[0], STORAGE_ADDRESS)) if found is not None else None
+        if found is None or held is None:
             return None
-        begin, end = stretch = _bytes_of(tensor)
+        begin, end = stretch = found[1]
         if stretch in held[1]:
             return held[1][stretch]
         overlapping = None
@@ -85,23 +86,21 @@ class StorageMap(Generic[T]):
         return len(self._held)
 
     def _sweep(self) -> None:
-        """Remove expired storages, once the number of entries is twice what was left by the previous sweep."""
-        if len(self._held) >= self._sweep_at:
-            self._held = {at: held for at, held in self._held.items() if not held[0].expired()}
-            self._sweep_at = max(_SWEEP_FROM, 2 * len(self._held))
+        """Remove expired storages. Again when the number of entries is twice what is left."""
+        self._held = {at: held for at, held in self._held.items() if not held[0].expired()}
+        self._sweep_at = max(_SWEEP_FROM, 2 * len(self._held))
 
 
-def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+def _place_of(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, _Stretch] | None:
+    """The tensor's storage; its first byte in it, and the one after its last. None if it has no accessible memory."""
     try:
-        return tensor.untyped_storage() if tensor.numel() else None
+        storage = tensor.untyped_storage() if tensor.numel() else None
     except (RuntimeError, NotImplementedError):  # sparse tensors and some subclasses have none
+        storage = None
+    if storage is None:
         return None
-
-
-def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """The tensor's first byte in its storage, and the one after its last."""
     begin = int(tensor.storage_offset()) * tensor.itemsize
     if tensor.is_contiguous():
-        return begin, begin + tensor.nbytes
+        return storage, (begin, begin + tensor.nbytes)
     extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    return begin, begin + int(extent) * tensor.itemsize
+    return storage, (begin, begin + int(extent) * tensor.itemsize)

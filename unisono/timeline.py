@@ -57,6 +57,9 @@ def wait_counter(cause: str) -> str:
 _WAIT_SOURCE, _WAIT_TRANSFER, _WAIT_PEERS = map(wait_counter, Waits._fields)
 
 
+_SAME: Any = object()
+
+
 class Span(NamedTuple):
     """One stretch of time in one phase; `start` and `stop` in nanoseconds."""
 
@@ -80,31 +83,32 @@ class Track:
         self._name: str | None = None  # of the innermost named block, to which all its time belongs
         self.since = 0  # when the current phase began
 
-    def switch(self, phase: str | None) -> str | None:
-        """Leave the current phase, enter `phase` (None: outside any loop), and return the one that was left."""
-        left = self._phase
-        self._turn(phase, self._name)
-        return left
+    def switch(self, phase: str | None, name: str | None = _SAME) -> str | None:
+        """Leave the current phase, enter `phase` (None: outside any loop), and return the one that was left.
 
-    def _turn(self, phase: str | None, name: str | None) -> None:
-        now = time.perf_counter_ns()
-        ended = self._name or self._phase
+        Args:
+            name: of the innermost named block, if that changes.
+        """
+        now, left = time.perf_counter_ns(), self._phase
+        ended = self._name or left
         if ended is not None:
             self.spans.append(Span(ended, self.since, now))
             self.totals[ended] += now - self.since
-        self._phase, self._name, self.since = phase, name, now
+        self._phase, self.since = phase, now
+        self._name = self._name if name is _SAME else name
         if self.on_device is not None:
-            self.on_device.enter(name or phase, now)
+            self.on_device.enter(self._name or phase, now)
+        return left
 
     @contextmanager
     def named(self, name: str) -> Iterator[None]:
         """Attribute the time of the block to this name, whatever its phases; of nested blocks, the inner one counts."""
         outer = self._name
-        self._turn(self._phase, name)
+        self.switch(self._phase, name)
         try:
             yield
         finally:
-            self._turn(self._phase, outer)
+            self.switch(self._phase, outer)
 
     def span(self, phase: str) -> _Block:
         """Run the block in `phase`, then return to the phase before it; outside a loop, record only the block."""

@@ -59,6 +59,7 @@ NAMES = {  # ours: (torch's, what we do by it)
     "sparse_nnz": ("torch.Tensor._nnz", "counts the rows of a sparse gradient"),
     "make_subclass": ("torch.Tensor._make_subclass", "copies parameters of user-defined classes"),
     "STORAGE_ADDRESS": ("torch.UntypedStorage._cdata", "tells which tensors share memory"),
+    "VERSION": ("torch.Tensor._version", "tells whether inputs have changed since the pass before"),
     "UNTYPED_STORAGE": ("torch.TypedStorage._untyped_storage", "sends typed storages to workers"),
     "REBUILD_FROM_CPU": (
         "torch._utils._rebuild_device_tensor_from_cpu_tensor",

@@ -112,26 +112,10 @@ def seat_of(comm: Communicator) -> Communicator:
     return inner  # type: ignore[no-any-return]
 
 
-class translate_errors:  # noqa: N801 - used as a function
-    """In the block, translate errors that torch's engines raise when they use the process group without the
-    communicator. Not a generator: a step of the loop enters two of them."""
-
-    __slots__ = ("_comm",)
-
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if isinstance(error, RuntimeError):
-            told = translate_error(error, self._comm)
-            if told is not error:
-                raise told from told.__cause__
-
-
 def translate_error(error: BaseException, comm: Communicator) -> BaseException:
-    """Translate an error of the transport, if its reason is known; return any other error unchanged."""
+    """Translate an error of the transport, if its reason is known; return any other error unchanged.
+
+    For errors of torch's engines, too, which use the process group without the communicator.
+    """
     seat = seat_of(comm)
     return seat.explain(error) if is_of_transport(error) and isinstance(seat, ProcessCommunicator) else error

@@ -36,13 +36,12 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch.optim import Optimizer
 
-from unisono.comm.selection import translate_errors
-from unisono.parallel.claims import Claim, Crossings, refuse_crossed, rows_of
+from unisono.comm.selection import translate_error
+from unisono.parallel.claims import Claim, Crossings, refuse_crossed
 from unisono.parallel.gradients import scaled
 from unisono.parallel.steps import COLLECTING, Origin, Steps, Visit
 from unisono.parallel.strategies.engine import Engine, is_left_at, is_taken_from
 from unisono.parallel.strategies.sharded import is_distributed
-from unisono.parallel.weak_methods import weak_method
 from unisono.torch_private import current_graph_task_id, queue_callback
 from unisono.tree import tensors
 
@@ -106,7 +105,6 @@ class Passes:
         self._crossings = self._world.state.part(Crossings)
         self._is_called = False  # `backward`, and it runs
         self._parts: set[float] = set()  # of the batches of the forward passes since the last backward pass
-        self._weak_arrive, self._weak_end = weak_method(self._arrive), weak_method(self._end)
         self._given: tuple[Any, Origin | None] | None = None  # to `backward`, which runs: the weight, and the batch
         self._running: dict[int, _Pass] = {}  # by autograd's number
         # Those that reach no leaf of a model by themselves, with the gradients that had arrived there.
@@ -123,22 +121,17 @@ class Passes:
                 known.clear()  # an interrupted pass never ends
         elif task in self._running:  # a checkpoint recomputes what it has not kept
             return self._running[task].origin
-        found = tensors(values)
-        self.origin = self.steps.origin = origin = self.steps.find(found, rows_of(found), syncs, engine.give_trainers)
+        self.origin = self.steps.origin = origin = self.steps.find(values, syncs, engine.give_optimizers)
         self._parts.add(origin.part)
-        engine.watch_leaves(origin.part != 1 or self._always_hooks)
+        if origin.part != 1 or self.steps.is_mean or self.steps.is_sum:
+            engine.scale_leaves()
         return origin
-
-    @property
-    def _always_hooks(self) -> bool:
-        """Whether what arrives at the parameters may have to be scaled, whatever the part of its batch is."""
-        return self.steps.is_mean or self.steps.is_sum
 
     def watch(self, engine: Engine, outputs: Any, origin: Origin) -> None:
         """Watch for a backward pass to reach these outputs of the model."""
         if engine.is_released:
             return
-        arrive = partial(self._weak_arrive, ref(engine), origin)
+        arrive = partial(self._arrive, ref(self), ref(engine), origin)
         found = tensors(outputs)
         for each in found:
             if each.requires_grad:
@@ -154,8 +147,10 @@ class Passes:
     def join(self, engine: Engine) -> None:
         """Begin to watch a model, before its first pass."""
         self._engines[engine] = None
-        engine.scale = partial(weak_method(self._arrive_at_leaf), ref(engine))
-        engine.watch_leaves(self._always_hooks)
+        engine.scale = partial(self._arrive_at_leaf, ref(self), ref(engine))
+        engine.count_leaves()
+        if self.steps.is_mean or self.steps.is_sum:
+            engine.scale_leaves()
 
     def has(self, parameters: Set[torch.Tensor]) -> bool:
         """Whether some of these are parameters of the models."""
@@ -185,9 +180,12 @@ class Passes:
             if weight is not None or batch is not None:
                 self._given = weight, None if batch is None else self.steps.name(batch)
                 for engine in list(self._engines):
-                    engine.watch_leaves(True)
-            with translate_errors(self._world.comm):
-                loss.backward(retain_graph=retain_graph)
+                    engine.scale_leaves()
+            loss.backward(retain_graph=retain_graph)
+        except RuntimeError as error:
+            if (told := translate_error(error, self._world.comm)) is error:
+                raise
+            raise told from told.__cause__
         finally:
             self._is_called, self._given = False, None
 
@@ -267,16 +265,17 @@ class Passes:
         engines = [each for each in self._engines if not each.is_released]
         if len(engines) > 1 and current_graph_task_id() >= 0:
             engines = [each for each in engines if each is first or any(map(is_left_at, each.leaves()))]
-        return {optimizer for each in engines for optimizer in each.trainers()}
+        return {optimizer for each in engines for optimizer in each.optimizers()}
 
-    # In a backward pass.
+    # In a backward pass. Hooks hold their objects weakly: the garbage collector does not see autograd's references.
 
+    @staticmethod
     def _arrive(
-        self, engine: Callable[[], Engine | None], origin: Origin, gradient: torch.Tensor | None
+        passes: ref[Passes], engine: ref[Engine], origin: Origin, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
         """Handle a gradient that flows from the loss into an output of the model."""
-        model = engine()
-        if model is None or gradient is None:
+        self, model = passes(), engine()
+        if self is None or model is None or gradient is None:
             return None
         run = self._run(model, origin)
         if run.counted is None:
@@ -324,12 +323,11 @@ class Passes:
             )
         engine.graphs.clear()
 
-    def _arrive_at_leaf(
-        self, engine: Callable[[], Engine | None], gradient: torch.Tensor | None
-    ) -> torch.Tensor | None:
+    @staticmethod
+    def _arrive_at_leaf(passes: ref[Passes], engine: ref[Engine], gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Handle a gradient that arrives at a parameter of the model; None if autograd has none."""
-        model = engine()
-        if model is None:
+        self, model = passes(), engine()
+        if self is None or model is None:
             return None
         run = self._run(model, None)
         if run.counted is None:
@@ -366,9 +364,11 @@ class Passes:
                 self._watch_end(task)  # if all parameters are in reentrant checkpoints, they are reached from these
             if run.is_taken:
                 engine.note_taken()
+            elif engine.gathers:  # it reduces as they arrive, and they may come in a pass inside of this one
+                engine.scale_leaves()
             if torch.is_grad_enabled():  # a pass through these gradients may bypass the outputs
                 engine.graphs.append(origin or self.origin)
-                engine.watch_leaves(True)
+                engine.scale_leaves()
             engine.pass_by()
             return run
         if outer is None:
@@ -394,15 +394,15 @@ class Passes:
             self._join_origin(engine, origin)
         if engine.graphs and counted.part is None:
             self._check_graphs(engine, run.part)
-        if engine.has_replaced() and (self.steps.every > 1 or run.part != 1):
+        if engine.taken is not None and engine.has_replaced() and (self.steps.every > 1 or run.part != 1):
             raise RuntimeError(
                 f"the gradients of the {engine.name} were assigned by hand, for example from torch.autograd.grad, and "
                 "a backward pass adds to them, which is weighted otherwise; let backward() leave all of them, or step "
                 "and zero_grad() in between"
             )
         engine.passing = run
-        if run.part != 1 or self._always_hooks:
-            engine.watch_leaves(True)
+        if run.part != 1 or self.steps.is_mean or self.steps.is_sum:  # others may train since the forward pass
+            engine.scale_leaves()
         if reduces := counted.reduces and origin.syncs:
             counted.engines.append(ref(engine))
         engine.begin(reduces)
@@ -427,12 +427,15 @@ class Passes:
     def _watch_end(self, task: int) -> None:
         """Have `_end` called at the end of the running backward pass, unless it ends with an error."""
         if task not in self._open:
-            ending = partial(self._weak_end, task)
+            ending = partial(self._end, ref(self), task)
             self._open[task] = ref(ending)
             queue_callback(ending)
 
-    def _end(self, task: int) -> None:
+    @staticmethod
+    def _end(passes: ref[Passes], task: int) -> None:
         """Finish a backward pass that has ended without an error."""
+        if (self := passes()) is None:
+            return
         self._open.pop(task, None)
         if task in self._passed_by:
             by, run, before = self._passed_by.pop(task)

@@ -241,7 +241,7 @@ def reduce_held(
 
 def _is_counted(optimizer: Optimizer, hand: ByHand) -> bool:
     """Whether the gradients that the optimizer is about to apply come from `backward`."""
-    return hand.steps is not None and bool(hand.steps.step.visits) and optimizer not in hand.steps.step.stepped
+    return hand.steps is not None and bool(hand.steps.step.visits) and not hand.steps.has_stepped(optimizer)
 
 
 def _batches_to_step_on(optimizer: Optimizer, hand: ByHand, world: World) -> Sequence[Batch]:

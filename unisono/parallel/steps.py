@@ -16,15 +16,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch.optim import Optimizer
 
 from unisono.deliveries import Batch, Loop, name_batches
-from unisono.parallel.claims import Claim, check_counts, claim_of
+from unisono.parallel.claims import Claim, check_counts, claim_of, rows_of
+from unisono.tree import tensors
 from unisono.world import World
 
 COLLECTING, FINAL, TAKEN = "collecting", "final", "taken"
@@ -58,8 +58,8 @@ class Origin:
     ) -> None:
         self.candidates, self.batch = candidates, candidates[0]
         self.is_computed, self.syncs, self.optimizers = is_computed, syncs, optimizers
-        self.claim = claim_of(self.batch, None, world, is_sum)
-        self.part = self.claim.part(world.comm.size)
+        self.claim = claim = claim_of(self.batch, None, world, is_sum)
+        self.part = claim.samples * world.comm.size / claim.total if claim.total else 0.0
 
 
 class Visit:
@@ -84,26 +84,25 @@ class Visit:
         return _ELSEWHERE if self.batch is None else self.batch.loop
 
 
-@dataclass(eq=False)
 class Step:
     """The visits whose gradients an optimizer applies together.
 
-    Attributes:
+    Args:
         number: its number, from 1 on; a step that was given up does not count.
         before: the last batch of the previous step, from which `place` tells which were left out.
         visits: in the order of their first passes.
+
+    Attributes:
         latest: the latest visit of each source.
         state: one of the three above.
-        stepped: the optimizers that have stepped on it. Requests of others are taken, too.
     """
 
-    number: int = 1
-    before: Batch | None = None
-    visits: list[Visit] = field(default_factory=list)
-    latest: dict[object, Visit] = field(default_factory=dict)
-    state: str = COLLECTING
-    # Weak: a rank keeps its last step, and must not keep an optimizer alive that the user has dropped.
-    stepped: WeakSet[Optimizer] = field(default_factory=WeakSet)
+    __slots__ = ("before", "latest", "number", "state", "visits")
+
+    def __init__(self, number: int = 1, before: Batch | None = None, visits: Sequence[Visit] = ()) -> None:
+        self.number, self.before, self.visits = number, before, list(visits)
+        self.latest: dict[object, Visit] = {}
+        self.state = COLLECTING
 
     @property
     def count(self) -> int:
@@ -136,7 +135,8 @@ class Step:
     def num_dealt(self) -> int:
         """The number of batches of the user's loader in the step; of the first loader, if there are several."""
         if len(self.visits) == 1:
-            return 1 if self.last is None else self.last.dealt
+            batch = self.visits[0].batch
+            return 1 if batch is None else batch.dealt
         loop = next((each.loop for each in self.visits), None)
         return sum(1 if each.batch is None else each.batch.dealt for each in self.visits if each.loop is loop)
 
@@ -146,6 +146,16 @@ class Step:
         if not batches:
             return f"step {self.number}" + (f" ({self.count} microbatches of no loader)" if self.count > 1 else "")
         return f"step {self.number} ({name_batches(batches, self.before)})"
+
+
+class _Requests:
+    """The requests of an optimizer: the time of the last one, and the step that it has stepped on last."""
+
+    __slots__ = ("at", "stepped")
+
+    def __init__(self) -> None:
+        self.at = 0
+        self.stepped: Step | None = None
 
 
 class Steps:
@@ -175,10 +185,12 @@ class Steps:
     def restart(self) -> None:
         """The rank's loop starts again; where it was before, the ranks need not agree."""
         self.origin: Origin | None = None
-        self._requests: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        # Weak: a rank keeps its steps, and must not keep an optimizer alive that the user has dropped.
+        self._requests: dict[ref[Optimizer], _Requests] = {}
         self._visited: WeakKeyDictionary[Loop, int] = WeakKeyDictionary()  # the number of the latest batch visited
         self.now = self.requested = 0
-        self._begin(Step())
+        self.step = Step()
+        self.every, self.is_mean = self._next
 
     def accumulate(self, every: int) -> None:
         """Set the number of microbatches per step, from the next step on: one that has begun is not affected."""
@@ -199,21 +211,24 @@ class Steps:
     def find(
         self,
         values: Any,
-        rows: int | None = None,
         syncs: bool = True,
         optimizers: Callable[[], Collection[Optimizer]] = tuple,
     ) -> Origin:
         """Where these inputs of a pass come from; note the batch as used."""
         deliveries = self.world.state.deliveries
-        batches = deliveries.find(values)
-        found = self.origin_of(batches or deliveries.computed_from(rows, values), not batches, syncs, optimizers)
+        batches: Sequence[Batch | None] = deliveries.find(values)
+        is_computed = not batches
+        if is_computed:
+            inputs = tensors(values)
+            batches = deliveries.computed_from(rows_of(inputs), inputs)
+        found = Origin(batches, self.world, self.is_sum, is_computed, syncs, optimizers)
         if found.batch is not None:
             deliveries.use(found.batch)
         return found
 
-    def origin_of(self, batches: Sequence[Batch | None] = (None,), *args: Any) -> Origin:
+    def origin_of(self, batches: Sequence[Batch | None] = (None,)) -> Origin:
         """The origin of a pass on one of these batches."""
-        return Origin(batches, self.world, self.is_sum, *args)
+        return Origin(batches, self.world, self.is_sum)
 
     def name(self, batch: Any) -> Origin:
         """The origin that the user names by tensors of a batch; an empty value names data of no loader."""
@@ -283,7 +298,7 @@ class Steps:
             self._join(visit, step, optimizers)
         # An error above leaves the step as it was.
         if step is not self.step:
-            self._begin(step)
+            self.step, (self.every, self.is_mean) = step, self._next
         step.visits.append(visit)
         step.latest[source] = visit
         self._note_batch(batch)
@@ -311,7 +326,17 @@ class Steps:
         """Whether every optimizer of the models that a pass reaches has requested a step since that time."""
         if self.requested < began:  # spares looking the optimizers up
             return False
-        return all(self._requests.get(each, 0) >= began for each in optimizers())
+        return all(self._requests_of(each).at >= began for each in optimizers())
+
+    def _requests_of(self, optimizer: Optimizer) -> _Requests:
+        known = self._requests.get(ref(optimizer))
+        if known is None:
+            known = self._requests[ref(optimizer, self._requests.pop)] = _Requests()
+        return known
+
+    def has_stepped(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer has stepped on the current step."""
+        return self._requests_of(optimizer).stepped is self.step
 
     def _ends_loop(self, batch: Batch | None) -> bool:
         if batch is None or self.every == math.inf:
@@ -320,14 +345,14 @@ class Steps:
 
     def request(self, optimizer: Optimizer) -> bool:
         """Note that a step is requested: return whether it is taken."""
-        step, before = self.step, self._requests.get(optimizer, 0)
-        self.origin = None
+        step, requests = self.step, self._requests_of(optimizer)
+        self.origin, before = None, requests.at
         self.now += 1
-        self.requested = self._requests[optimizer] = self.now
+        self.requested = requests.at = self.now
         if self.every == 1 or step.state == FINAL:
             return True
         if step.state == TAKEN:
-            return optimizer not in step.stepped
+            return requests.stepped is not step
         # What remains of a loop that was left: asked for again, without a further pass.
         last = [each for each in step.visits if each.microbatch == step.visits[-1].microbatch]
         loops = [each.batch.loop for each in last if each.batch is not None]
@@ -335,7 +360,7 @@ class Steps:
 
     def close(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has stepped."""
-        self.step.stepped.add(optimizer)
+        self._requests_of(optimizer).stepped = self.step
         self.step.state = TAKEN
 
     def is_boundary(self) -> bool:
@@ -428,7 +453,8 @@ class Steps:
 
 def step_after(step: Step) -> Step:
     """The step after this one; or its replacement, if no optimizer has stepped."""
-    return Step(step.number + (step.state == TAKEN and bool(step.visits)), step.last or step.before)
+    last = step.visits[-1].batch if step.visits else None
+    return Step(step.number + (step.state == TAKEN and bool(step.visits)), last or step.before)
 
 
 def _check_same(known: Claim, claim: Claim) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -99,9 +99,7 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
             )
         if is_plain:
             # An optimizer that is not prepared has no stepper, which would note it.
-            if optimizer not in engine.strangers:
-                engine.strangers.add(optimizer)
-                engine.optimizers.append(ref(optimizer))
+            engine.trainer(optimizer).is_stranger = True
             engine.step_by_stranger(optimizer)
             for stepper in _alive(steppers):
                 if any(id(each) in places for each in parameters_of(stepper.optimizer)):

@@ -15,13 +15,13 @@ import logging
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
 
 from unisono.comm.operations import HOST
-from unisono.comm.selection import translate_errors
+from unisono.comm.selection import translate_error
 from unisono.deliveries import Loop
 from unisono.parallel import optimizer as by_hand
 from unisono.parallel.backward import Passes
@@ -85,6 +85,7 @@ class Stepper:
         self._max_grad_norm = max_grad_norm
         self._scaler = scaler
         self._guard = guard
+        self._finishes = guard is not None or max_grad_norm is not None
         self._is_unscaled = self._is_inside = self._has_warned = False
         self._plain_step, self._plain_zero = optimizer.step, optimizer.zero_grad
         # What others have patched on the instance, such as a scheduler's counter of steps, for `release` to restore.
@@ -100,7 +101,7 @@ class Stepper:
     def train(self, engine: Engine) -> None:
         """Record that a model with some of the optimizer's parameters is prepared."""
         self._engines.append(engine)
-        engine.optimizers.append(ref(self.optimizer))
+        engine.trainer(self.optimizer).is_stranger = False
 
     def release(self) -> None:
         """Restore the optimizer's own methods."""
@@ -118,7 +119,8 @@ class Stepper:
             self._count_step()
             return self._plain_step(**arguments)
         self.num_asked += 1
-        self._refuse_inside_backward()
+        if current_graph_task_id() >= 0:
+            self._refuse_inside_backward()
         if not self._steps.request(self.optimizer):
             self._skip()
             return None
@@ -137,14 +139,21 @@ class Stepper:
                 return None
             else:
                 self.reduce()
-            with track.span(STEP), translate_errors(self.world.comm):
+            phase = track.switch(STEP)  # no `with`, which would cost four calls
+            try:
                 result = self._step(closure, arguments)
                 self.world.backend.mark_step(self.world.device)
+            finally:
+                track.switch(phase)
+        except RuntimeError as error:
+            if (told := translate_error(error, self.world.comm)) is error:
+                raise
+            raise told from told.__cause__
         finally:  # zero_grad() is next, whether the step succeeded or failed
             self._close()
         for engine in self._engines:
             engine.after_step(self.optimizer)
-        track.count("steps")
+        track.counts["steps"] += 1
         self.was_skipped = self.taken.steps == before
         return result
 
@@ -196,7 +205,7 @@ class Stepper:
         since the last backward pass.
         """
         steps, step = self._steps, self._steps.step
-        if steps.every == 1 or self.optimizer in step.stepped:
+        if steps.every == 1 or steps.has_stepped(self.optimizer):
             return True
         passed = [each.passed for each in self._engines if each.passed is not None and each.passed[0] is step]
         is_final = any(each.is_reduced for each in self._engines)
@@ -211,7 +220,8 @@ class Stepper:
             for engine in self._engines:
                 engine.forget(self.optimizer)
             self._passes.forget()
-            self._settle()
+            if self._scaler is not None:
+                self._settle()
 
     def note_step_within(self) -> None:
         """Record a step of another optimizer on its parameters, as of SAM's base optimizer: schedulers count it."""
@@ -237,7 +247,7 @@ class Stepper:
 
     def _refuse_inside_backward(self) -> None:
         """Refuse a step in a hook, where gradients are still those of one rank, or of a part of the step."""
-        if current_graph_task_id() >= 0 and (self.world.comm.size > 1 or self._steps.every > 1):
+        if self.world.comm.size > 1 or self._steps.every > 1:
             raise RuntimeError(
                 f"the {type(self.optimizer).__name__} was asked to step during a backward pass, as in a hook of a "
                 "parameter, where gradients are this rank's alone; step after the backward pass"
@@ -276,7 +286,7 @@ class Stepper:
         try:
             if closure is not None:
                 arguments["closure"] = closure  # reduces and finishes the gradients in each of its calls
-            else:
+            elif self._finishes or not self.taken.steps:
                 self._finish()
             if self._scaler is not None:
                 before = self.taken.steps
@@ -293,9 +303,7 @@ class Stepper:
         """Check and clip the gradients, between the reduction and the step."""
         if not self.taken.steps:
             by_hand.warn_of_foreign_batches(self.world, "optimizer.step()", "prepare(loader) cuts it")
-        if self._guard is None and self._max_grad_norm is None:
-            return
-        parameters = trained_parameters(self.optimizer)
+        parameters = trained_parameters(self.optimizer) if self._finishes else []
         if self._guard is not None:
             self._guard.check(parameters)  # before clipping, which would spread one NaN to all gradients
         if self._max_grad_norm is not None:
@@ -325,7 +333,8 @@ class Stepper:
             self._is_unscaled, self._scaler.is_due = False, True
 
     def _close(self) -> None:
-        self._settle()
+        if self._scaler is not None:
+            self._settle()
         for engine in self._engines:
             engine.note_step(self.optimizer)
 

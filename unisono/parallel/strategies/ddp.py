@@ -1,7 +1,7 @@
 """strategy="ddp": torch's DistributedDataParallel reduces during the backward pass, each bucket as soon as it is full.
 
 DDP decides in the forward pass whether the next backward pass reduces. Here that is known only when the backward pass
-begins: forward passes run under `no_sync`, and the reducer is prepared when a backward pass begins. Buffers are
+begins: forward passes run as under `no_sync`, and the reducer is prepared when a backward pass begins. Buffers are
 broadcast after a step. So a forward pass has no collective, and one rank alone may evaluate.
 """
 
@@ -84,7 +84,7 @@ class DDPEngine(Engine):
         self._options = options
         self._finds_unused = options.find_unused_parameters
         self._outputs: list[list[torch.Tensor]] = []  # of each forward pass since the last backward pass
-        self._is_finished, self._is_flat = True, False
+        self._is_finished, self._is_flat, self._at_forward = True, False, 0
         self._wrap()
 
     def _wrap(self, fills: bool = True) -> None:
@@ -104,6 +104,7 @@ class DDPEngine(Engine):
             **_SYNCS_NO_BUFFERS,
         )
         self._replicated.fill_buckets()
+        self._replicated.require_backward_grad_sync = False  # `prepare` begins what its forward pass would
         self._averager = attach_hook(
             self._replicated,
             options.comm_hook,
@@ -122,8 +123,8 @@ class DDPEngine(Engine):
             return super().run(args, kwargs, method)
         if not self._is_finished and current_graph_task_id() < 0:  # not in a checkpoint's recomputation
             raise RuntimeError(failed_before(self.name))
-        with self._replicated.no_sync():
-            result = self._replicated(*args, **kwargs) if method is None else super().run(args, kwargs, method)
+        self._at_forward = self.num_arrived()
+        result = self._replicated(*args, **kwargs) if method is None else super().run(args, kwargs, method)
         if self._finds_unused:
             found = [each for each in tensors(result) if each.requires_grad]
             self._outputs = [*self._outputs[1 - _FORWARD_PASSES :], found]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from operator import length_hint
 from typing import Any, ClassVar
-from weakref import WeakSet, ref
+from weakref import ref
 
 import torch
 from torch import nn
@@ -19,8 +19,9 @@ from unisono.parallel.agreement import broadcast_together, check_agreement
 from unisono.parallel.gradients import reduce_gradients, scale_gradients
 from unisono.parallel.learning_rates import describe_rates
 from unisono.parallel.steps import Step, Steps
+from unisono.parallel.strategies.members import Members
 from unisono.parallel.weak_methods import weak_method
-from unisono.torch_private import BUFFERS, MODULES, PARAMETERS, queue_callback, will_engine_execute_node
+from unisono.torch_private import queue_callback, will_engine_execute_node
 from unisono.world import World
 
 
@@ -28,17 +29,29 @@ class Arrivals:
     """Counts the gradients that arrive at leaves, without a Python call for each of them."""
 
     def __init__(self) -> None:
-        self._left = iter(range(_MANY))
+        self.left = iter(range(_MANY))  # its length tells how many have arrived
         # next(nones, gradient) is None, which leaves the gradient as it is; and nothing keeps the gradient.
         nothing: dict[int, None] = {}
-        self.hook = partial(next, map(nothing.get, self._left))
-
-    def count(self) -> int:
-        """The number of gradients so far."""
-        return _MANY - length_hint(self._left)
+        self.hook = partial(next, map(nothing.get, self.left))
 
 
 _MANY = 2**62
+
+
+class Trainer:
+    """An optimizer of a model's parameters.
+
+    Attributes:
+        optimizer: held weakly.
+        is_stranger: whether it steps without being prepared.
+        has_stepped, has_zeroed: since the last backward pass.
+    """
+
+    __slots__ = ("has_stepped", "has_zeroed", "is_stranger", "optimizer")
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = ref(optimizer)
+        self.is_stranger = self.has_stepped = self.has_zeroed = False
 
 
 class Engine:
@@ -63,10 +76,9 @@ class Engine:
             not, since the last backward pass or step.
         graphs: the origins of outputs whose gradients were differentiated (`create_graph=True`); set by `backward.py`.
         is_released: whether its model is no longer prepared.
-        optimizers: the optimizers of its parameters: the prepared ones, in the order of preparation, and others that
-            have stepped.
+        trainers: the optimizers of its parameters: the prepared ones, in the order of preparation, and others that have
+            stepped.
         replaced: the parameters that the module had before it was prepared, if it has others now.
-        strangers: the optimizers that have stepped on its parameters without being prepared.
         is_local: whether steps use this rank's own gradients, and the caller averages the parameters over the ranks.
     """
 
@@ -80,27 +92,22 @@ class Engine:
         self.hooks: dict[torch.Tensor, RemovableHandle] = {}
         self.scale: Callable[[torch.Tensor | None], torch.Tensor | None] = lambda gradient: None
         self.passing: Any = None
-        self.give_trainers = partial(_trainers_of, ref(self))  # weak: it is kept by the graphs of losses
+        self.give_optimizers = partial(_optimizers_of, ref(self))  # weak: it is kept by the graphs of losses
         self.taken: list[torch.Tensor | None] | None = None
         self.graphs: list[Any] = []
         self._left: list[ref[torch.Tensor]] = []  # the gradients of the last step, if losses are sums
-        self.strangers: WeakSet[Optimizer] = WeakSet()
-        self.optimizers: list[ref[Optimizer]] = []
+        self.trainers: list[Trainer] = []
         self.replaced = WeakTensorKeyDictionary()
-        self._world, self._steps, self._shares_buffers = world, steps, shares_buffers
+        self._world, self._steps = world, steps
+        self._shares_buffers = shares_buffers and world.comm.size > 1 and not world.backend.is_lazy
         self._arrivals = Arrivals()
-        # Numbers of arrivals: of torch.autograd.grad; of others, up to the last reduction, and the last forward pass.
-        self._left_out = self._noticed = self._at_forward = 0
+        self._left_out = self._noticed = 0  # numbers of arrivals: of torch.autograd.grad; up to the last reduction
         # Gradients of earlier steps, which were not zeroed; None for those that were added again.
         self._earlier: dict[torch.Tensor, torch.Tensor | None] = {}
-        self._stepped: WeakSet[Optimizer] = WeakSet()  # since the last backward pass
-        self._zeroed: WeakSet[Optimizer] = WeakSet()  # likewise
-        self._tree: list[nn.Module] = []  # the module and all its submodules
-        self._children = [-1]  # the ids of their children; [-1] equals no list of them
+        self._members = Members(module)
         self._is_agreed = False  # whether the ranks have compared their models
         self._known = WeakTensorKeyDictionary(dict.fromkeys(module.parameters()))
         self._counted: dict[torch.Tensor, RemovableHandle] = {}  # the hooks that count arrivals
-        self._counted_for: list[torch.Tensor] | None = None  # the leaves that have them
         self._trained = self.trained()  # in the last forward pass
 
     @property
@@ -117,7 +124,7 @@ class Engine:
 
     def num_arrived(self) -> int:
         """The number of gradients that have arrived at its leaves, of those that were not asked for by themselves."""
-        return self._arrivals.count() - self._left_out
+        return _MANY - length_hint(self._arrivals.left) - self._left_out
 
     def leave_out(self, before: int) -> None:
         """Leave out what has arrived since `num_arrived` was that number: torch.autograd.grad has returned it."""
@@ -127,9 +134,17 @@ class Engine:
         """Whether gradients have arrived since the last reduction that no counted pass accounts for."""
         return self.num_arrived() != self._noticed and (self.passed is None or self.reduced_by is not None)
 
-    def trainers(self) -> list[Optimizer]:
+    def optimizers(self) -> list[Optimizer]:
         """The optimizers of its parameters."""
-        return [each for reference in self.optimizers if (each := reference()) is not None]
+        return [each for trainer in self.trainers if (each := trainer.optimizer()) is not None]
+
+    def trainer(self, optimizer: Optimizer) -> Trainer:
+        """The record of an optimizer; of one that has none, from now on."""
+        for each in self.trainers:
+            if each.optimizer() is optimizer:
+                return each
+        self.trainers.append(Trainer(optimizer))
+        return self.trainers[-1]
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None = None) -> Any:
         """The forward pass: a call of the module, or of one of its methods."""
@@ -138,27 +153,24 @@ class Engine:
 
     def place(self) -> str:
         """The position of this rank, and its learning rates: equal on all ranks, or they would drift apart."""
-        return self._steps.step.place() + describe_rates(self.trainers())
+        return self._steps.step.place() + describe_rates(self.optimizers())
 
     def refresh(self) -> None:
         """Detect parameters that were frozen, unfrozen or added since the last forward pass with gradients.
 
         Called before each such pass. A change makes it a collective: added parameters get rank zero's values.
         """
-        self._at_forward = self.num_arrived()
+        if not self._members.has_changed():
+            return
         trained = self.trained()
-        if list(map(id, trained)) != list(map(id, self._trained)) and not self._runs_with_others():
+        if list(map(id, trained)) != list(map(id, self._trained)) and not self._members.is_replaced():
             self._trained = trained
             if self._world.comm.size > 1:
                 self._world.comm.announce(f"new buckets for {len(trained)} trained parameters of the {self.name}")
                 self._world.comm.barrier()  # names the ranks, if only some have detected a change
                 self.adapt([each for each in trained if each not in self._known])
+                self.count_leaves()
             self._known.update(dict.fromkeys(trained))
-
-    def _runs_with_others(self) -> bool:
-        """Whether `torch.func.functional_call` has replaced parameters for this call."""
-        found = [each for part in self._tree for each in getattr(part, PARAMETERS).values()]
-        return any(each is not None and not isinstance(each, nn.Parameter) for each in found)
 
     def adapt(self, new: Sequence[torch.Tensor]) -> None:
         """Adapt to a changed set of trained parameters. A collective.
@@ -204,9 +216,8 @@ class Engine:
             # The next reduction multiplies by its factor, and adds up what the ranks hold.
             scale_gradients(self.held(), 1 / (self.reduced_by * size))
         self.passed, self.reduced_by, self.taken = (step, steps.now), None, None
-        for known in (self._stepped, self._zeroed):
-            if known:
-                known.clear()
+        for each in self.trainers:
+            each.has_stepped = each.has_zeroed = False
         self.prepare(reduces and not self.is_local)
 
     def _set_aside(self) -> None:
@@ -236,9 +247,7 @@ class Engine:
 
     def share_buffers(self) -> None:
         """Broadcast rank zero's buffers, since batch statistics make them differ between ranks. A collective."""
-        if self._shares_buffers and self._world.comm.size > 1 and not self._world.backend.is_lazy:
-            buffers = [each for part in self._tree for each in getattr(part, BUFFERS).values() if each is not None]
-            broadcast_together(buffers, self._world)
+        broadcast_together(self._members.buffers(), self._world)
 
     def complete(self) -> None:
         """Reduce the gradients that a backward pass has not reduced itself.
@@ -273,7 +282,8 @@ class Engine:
         """
         self._world.comm.announce(f"gradients that were assigned, or stepped on before, of {self.place()}")
         scale_gradients(self.trained(), part)
-        self._stepped.clear()
+        for each in self.trainers:
+            each.has_stepped = False
         self.reduce()
 
     def reduce_late(self, parameters: Sequence[torch.Tensor] | None = None) -> None:
@@ -284,24 +294,20 @@ class Engine:
         reduced = self.held() if parameters is None else parameters
         reduce_gradients(reduced, self._world, self._steps.factor(), self.place(), is_part=True)
 
-    def watch_leaves(self, is_scaled: bool) -> None:
-        """Notice gradients that arrive at the leaves; again, when others train.
+    def count_leaves(self) -> None:
+        """Count the gradients that arrive at the leaves; again, when others train."""
+        if self._world.comm.size > 1:
+            self._hook(self._counted, self._arrivals.hook)
 
-        Args:
-            is_scaled: whether they may have to be scaled.
-        """
-        if self.is_released:
-            return
-        leaves, is_scaled = self.leaves(), is_scaled or self.gathers
-        if leaves is not self._counted_for and self._world.comm.size > 1 and not self.gathers:
-            self._counted_for = leaves
-            for each in leaves:
-                if each not in self._counted and each.requires_grad:
-                    self._counted[each] = each.register_hook(self._arrivals.hook)
-        for each in leaves if is_scaled else ():
+    def scale_leaves(self) -> None:
+        """Scale the gradients that arrive at the leaves."""
+        self._hook(self.hooks, self.scale)
+
+    def _hook(self, hooked: dict[torch.Tensor, RemovableHandle], hook: Callable[[Any], Any]) -> None:
+        for each in () if self.is_released else self.leaves():
             # A second hook would scale twice.
-            if each not in self.hooks and each.requires_grad:  # not frozen since its forward pass
-                self.hooks[each] = each.register_hook(self.scale)
+            if each not in hooked and each.requires_grad:  # not frozen since its forward pass
+                hooked[each] = each.register_hook(hook)
 
     def release(self) -> None:
         """Remove the hooks from all gradients."""
@@ -319,9 +325,9 @@ class Engine:
         Args:
             optimizer: whose gradients they are; None for all of them.
         """
-        if optimizer is not None and len(self.optimizers) > 1:
-            self._zeroed.add(optimizer)
-            if any(each not in self._zeroed for each in self.trainers()):
+        if optimizer is not None and len(self.trainers) > 1:
+            self.trainer(optimizer).has_zeroed = True
+            if not all(each.has_zeroed for each in self.trainers if each.optimizer() is not None):
                 return  # those of the others are as they were
         self.passed = self.reduced_by = self.taken = None
         self._noticed = self.num_arrived()
@@ -331,7 +337,7 @@ class Engine:
         """Whether `.grad` holds gradients that no backward pass has left since that optimizer's last step."""
         if self._world.comm.size == 1:
             return False
-        is_left = self.passed is not None and (optimizer not in self._stepped or self._is_left_again())
+        is_left = self.passed is not None and (not self.trainer(optimizer).has_stepped or self._is_left_again())
         if is_left and not self.has_replaced():
             return False
         return any(each.grad is not None for each in self.trained())
@@ -358,13 +364,13 @@ class Engine:
     def note_step(self, optimizer: Optimizer) -> None:
         """Record that the optimizer is stepping on the current gradients."""
         # Gradients that it finds again before the next backward pass count as assigned (`has_assigned`).
-        self._stepped.add(optimizer)
+        self.trainer(optimizer).has_stepped = True
         self._steps.close(optimizer)
         self.taken = None
         self.graphs.clear()
         if self._steps.is_sum:
             self._left = [ref(each.grad) for each in self.trained() if each.grad is not None]
-        if not (self._steps.is_mean or self._steps.is_sum):
+        if self.hooks and not (self._steps.is_mean or self._steps.is_sum):
             _remove(self.hooks)  # they were for an uneven batch, or a differentiated gradient
 
     def step_by_stranger(self, optimizer: Optimizer) -> None:
@@ -375,25 +381,16 @@ class Engine:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Called after the optimizer has stepped, on all ranks. A collective."""
-        if not self.is_local:
+        if self._shares_buffers and not self.is_local:
             self.share_buffers()
 
     def trained(self) -> list[torch.Tensor]:
         """The parameters that require gradients, without the replacements of `torch.func.functional_call`."""
-        return [each for each in self._parameters() if each.requires_grad]
+        return [each for each in self._members.parameters() if each.requires_grad]
 
     def held(self) -> list[torch.Tensor]:
         """The parameters that require gradients, and those that were frozen with a gradient."""
-        return [each for each in self._parameters() if each.requires_grad or each.grad is not None]
-
-    def _parameters(self) -> list[nn.Parameter]:
-        # Called in each forward pass, so the tree of modules is traversed only after it has changed.
-        if [id(child) for each in self._tree for child in getattr(each, MODULES).values()] != self._children:
-            self._tree = list(self.module.modules())
-            self._children = [id(child) for each in self._tree for child in getattr(each, MODULES).values()]
-        found = [each for part in self._tree for each in getattr(part, PARAMETERS).values()]
-        # By identity: hashing a tensor costs a Python call.
-        return list({id(each): each for each in found if isinstance(each, nn.Parameter)}.values())
+        return [each for each in self._members.parameters() if each.requires_grad or each.grad is not None]
 
     def leaves(self) -> list[torch.Tensor]:
         """The tensors at which the gradients of a backward pass arrive, and which get the hooks."""
@@ -408,8 +405,8 @@ class Engine:
         self.passed, self.reduced_by = (self._steps.step, 0), None
 
 
-def _trainers_of(engine: Callable[[], Engine | None]) -> list[Optimizer]:
-    return [] if (found := engine()) is None else found.trainers()
+def _optimizers_of(engine: Callable[[], Engine | None]) -> list[Optimizer]:
+    return [] if (found := engine()) is None else found.optimizers()
 
 
 def _remove(hooks: dict[torch.Tensor, RemovableHandle]) -> None:

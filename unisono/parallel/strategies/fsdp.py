@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from unisono.comm.selection import translate_errors
+from unisono.comm.selection import translate_error
 from unisono.parallel.agreement import broadcast_parameters
 from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.ddp import failed_before
@@ -19,6 +19,7 @@ from unisono.parallel.strategies.elementwise import check_elementwise
 from unisono.parallel.strategies.engine import Engine, is_left_at, is_taken_from
 from unisono.parallel.strategies.rebinding import Rebinding
 from unisono.parallel.strategies.sharded import (
+    any_whole_gradient,
     check_shardable,
     drop_whole_gradients,
     named_whole_parameters,
@@ -102,8 +103,11 @@ class FSDPEngine(Engine):
         self._world.comm.announce(f"a forward pass of the {self.name}")  # gathers parameters
         if not torch.is_grad_enabled():
             try:
-                with translate_errors(self._world.comm):
-                    return call(*args, **kwargs)
+                return call(*args, **kwargs)
+            except RuntimeError as error:
+                if (told := translate_error(error, self._world.comm)) is error:
+                    raise
+                raise told from told.__cause__
             finally:
                 # FSDP2 keeps the root's parameters gathered for the backward pass, which does not come.
                 self._sharded.reshard()
@@ -111,8 +115,12 @@ class FSDPEngine(Engine):
         for each in entries:
             if each not in self._entries:  # a trained prompt, for example, is an input repeatedly
                 self._entries[each] = each.register_hook(weak_method(self._leave))
-        with translate_errors(self._world.comm):
+        try:
             result = call(*args, **kwargs)
+        except RuntimeError as error:
+            if (told := translate_error(error, self._world.comm)) is error:
+                raise
+            raise told from told.__cause__
         for each in _with_gradients(result) if not entries else ():
             if each.grad_fn is not None:
                 each.grad_fn.register_prehook(weak_method(self._refuse_graph))
@@ -230,15 +238,15 @@ class FSDPEngine(Engine):
     def _check_reduced(self) -> None:
         """Refuse a backward pass that has not reached an output, where torch's reduction begins."""
         self._is_reducing = False
-        # In a backward pass `grad` is what arrived at the whole parameter, which FSDP2 removes when it reduces.
-        if any(each.grad is not None for each in self._whole):
+        # What has arrived at the whole parameters FSDP2 removes when it reduces.
+        if any_whole_gradient(self._whole):
             for each in self._whole:  # or it would be added to the next pass's
                 each.grad = None
             raise RuntimeError(
                 f"the loss depends on parameters of the {self.name} and on none of its outputs, and strategy='fsdp' "
                 "reduces nothing then; add 0 * outputs.sum() to the loss"
             )
-        self._gradients = Rebinding(each.grad for each in self._parts if each.grad is not None)
+        self._gradients = Rebinding([each.grad for each in self._parts if each.grad is not None])
 
     def forget(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         super().forget(optimizer)

@@ -165,23 +165,24 @@ class WholeParameter(nn.Parameter):
     @property
     def grad(self) -> torch.Tensor | None:
         own: torch.Tensor | None = _GRAD.__get__(self)
-        return self.sharded.grad if own is None and not _is_in_backward() else own
+        return self.sharded.grad if own is None and current_graph_task_id() == -1 else own
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
         _GRAD.__set__(self, gradient)
-        if gradient is None and not _is_in_backward():
+        if gradient is None and current_graph_task_id() == -1:
             self.sharded.grad = None
+
+
+def any_whole_gradient(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether a gradient has arrived at some whole parameter."""
+    return list(map(_GRAD.__get__, parameters)).count(None) < len(parameters)
 
 
 def drop_whole_gradients(parameters: Iterable[torch.Tensor]) -> None:
     """Drop what earlier backward passes have left at whole parameters; the sharded ones keep theirs."""
     for each in parameters:
         _GRAD.__set__(each, None)
-
-
-def _is_in_backward() -> bool:
-    return current_graph_task_id() != -1
 
 
 def whole_parameters(model: nn.Module) -> list[nn.Parameter]:

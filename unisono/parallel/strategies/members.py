@@ -1,0 +1,65 @@
+"""The parameters and buffers of a module, without a Python call for each of its parts: each step asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain, repeat
+from typing import Any
+
+import torch
+from torch import nn
+
+from unisono.torch_private import BUFFERS, MODULES, PARAMETERS
+
+
+class Members:
+    """What a module, and the modules in it, consist of at the moment.
+
+    Args:
+        module: which may change.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._tree: list[nn.Module] = []
+        self._tables: tuple[list[dict[str, Any]], list[dict[str, Any]]] = [], []  # of the children; of the parameters
+        self._children = [-1]  # their ids; this equals no list of them
+        self._seen: Any = None
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Each once, without the tensors that `torch.func.functional_call` puts in their places."""
+        self._look()
+        found = [each for each in _values(self._tables[1]) if isinstance(each, nn.Parameter)]
+        return list(dict(zip(map(id, found), found, strict=True)).values())  # hashing a tensor costs a Python call
+
+    def buffers(self) -> list[torch.Tensor]:
+        """The buffers; a shared one several times."""
+        self._look()
+        return [each for part in self._tree for each in getattr(part, BUFFERS).values() if each is not None]
+
+    def is_replaced(self) -> bool:
+        """Whether `torch.func.functional_call` has put other tensors in the place of parameters."""
+        return any(each is not None and not isinstance(each, nn.Parameter) for each in _values(self._tables[1]))
+
+    def has_changed(self) -> bool:
+        """Whether its parts, its parameters, or what is frozen of them, are others than at the last call."""
+        children = list(chain.from_iterable(map(dict.values, self._tables[0])))
+        parameters = list(chain.from_iterable(map(dict.values, self._tables[1])))
+        flags = list(map(getattr, parameters, repeat("requires_grad"), repeat(None)))
+        seen = list(map(id, children)), list(map(id, parameters)), flags
+        before, self._seen = self._seen, seen
+        return bool(seen != before)
+
+    def _look(self) -> None:
+        """Traverse the tree of modules again, after it has changed."""
+        if list(map(id, _values(self._tables[0]))) != self._children:
+            self._tree = list(self._module.modules())
+            self._tables = (
+                [getattr(each, MODULES) for each in self._tree],
+                [getattr(each, PARAMETERS) for each in self._tree],
+            )
+            self._children = list(map(id, _values(self._tables[0])))
+
+
+def _values(tables: list[dict[str, Any]]) -> Iterator[Any]:
+    return chain.from_iterable(map(dict.values, tables))
