@@ -69,9 +69,11 @@ class SharedArrivals:
         self._words[start // 8 + 1] = len(own)
         self._words[start // 8] = number
         found = self._others(number, own)
-        if found:  # on machines that reorder writes, a text may become visible after its number
-            time.sleep(_SETTLING_S)
-            found = self._others(number, own)
+        if not found:
+            return {}
+        # On machines that reorder writes, a text may become visible after its number.
+        time.sleep(_SETTLING_S)
+        found = self._others(number, own)
         return {peer: text.decode(errors="replace") for peer, text in found.items()}
 
     def missing(self, number: int) -> list[int]:
@@ -84,8 +86,11 @@ class SharedArrivals:
         return (rank * _KEPT + number % _KEPT) * _NOTE
 
     def _others(self, number: int, own: bytes) -> dict[int, bytes]:
-        here = [peer for peer in self._peers if self._words[self._place(peer, number) // 8] == number]
-        return {peer: text for peer in here if (text := self._text(peer, number)) != own}
+        found: dict[int, bytes] = {}
+        for peer in self._peers:
+            if self._words[self._place(peer, number) // 8] == number and (text := self._text(peer, number)) != own:
+                found[peer] = text
+        return found
 
     def _text(self, rank: int, number: int) -> bytes:
         start = self._place(rank, number)

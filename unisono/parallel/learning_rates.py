@@ -13,12 +13,10 @@ _SHOWN = 3  # more are compared by a checksum
 def describe_rates(optimizers: Iterable[Optimizer]) -> str:
     """The learning rates that are plain numbers, to be compared by the ranks, which step with them."""
     # To six digits: hosts may compute the cosine of a schedule differently in the last one.
-    rates = [f"{group['lr']:.6g}" for each in optimizers for group in each.param_groups if _is_number(group.get("lr"))]
+    groups = [group for each in optimizers for group in each.param_groups]
+    rates = [f"{rate:.6g}" for group in groups if isinstance(rate := group.get("lr"), int | float)]
     shown = list(dict.fromkeys(rates))
     if len(shown) > _SHOWN:
         shown = [*shown[:_SHOWN], f"{zlib.crc32(repr(rates).encode()):08x}"]
     return f" at lr {'/'.join(shown)}" if shown else ""
 
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float)
