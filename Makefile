@@ -1,4 +1,4 @@
-# make demo | test | test-all | test-xla | test-newest | gpu-check | check | docs | package | bench
+# make demo | test | test-slow | test-all | test-xla | test-newest | gpu-check | check | docs | package | bench
 # Everything is installed into .venv, at the versions in constraints.txt; for test-xla into .venv-xla, with torch 2.9;
 # for test-newest into .venv-newest, as pip finds it.
 
@@ -18,13 +18,16 @@ ON_XLA := PJRT_DEVICE=CPU $(XLA)/bin/python $(PYTEST) --backend xla
 NEWEST := .venv-newest
 NEWEST_PIP := $(NEWEST)/bin/pip --disable-pip-version-check install --quiet --no-compile --upgrade
 
-.PHONY: demo test test-all test-xla test-newest gpu-check check docs package bench clean
+.PHONY: demo test test-slow test-all test-xla test-newest gpu-check check docs package bench clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/train_digits.py --mode processes --devices 2
 
 test: $(VENV)/.test
 	$(BIN)/python $(PYTEST) -m "not slow"
+
+test-slow: $(VENV)/.test
+	$(BIN)/python $(PYTEST) -m slow
 
 test-all: $(VENV)/.test
 	$(BIN)/python $(PYTEST)
