@@ -106,6 +106,11 @@ EXACT: dict[str, Callable[[int], Program]] = {
     "a layer is frozen between a forward pass and its backward pass": lambda ranks: program(
         [f"draw a; {VISIT}; draw a; forward fit; freeze 0; {STEP}; unfreeze 0"] * 2, samples=8 * ranks
     ),
+    "the losses of two batches have a weight each, and the last one has its backward pass first": lambda ranks: program(
+        [f"draw b; forward tokens; draw a; forward tokens; backward accelerator; {STEP}"] * 3,
+        samples=rounds(ranks, 4),
+        others=rounds(ranks, 4),
+    ),
     "inputs are computed, after a batch that was skipped": lambda ranks: program(
         ["draw a", *[f"draw a; compute; {VISIT}"] * 4], samples=rounds(ranks, 5)
     ),
@@ -132,6 +137,30 @@ EXACT_OR_REFUSED: dict[str, Callable[[int], Program]] = {
         samples=rounds(ranks, 2),
         others=rounds(ranks, 3),
     ),
+    "computed inputs are used again after a further draw, in steps of two": lambda ranks: program(
+        ["draw a; compute; forward fit; backward accelerator; ahead a", f"forward square; {STEP}"]
+        + [f"draw a; {VISIT}"] * 3,
+        samples=8 * ranks,
+        every=2,
+        layout="two",
+    ),
+    "two loops are open, and inputs are computed from the batch of the first, in steps of two": lambda ranks: program(
+        [f"draw a; keep; draw b; replay {number}; compute; {VISIT}" for number in range(3)],
+        samples=6 * ranks,
+        others=12 * ranks,
+        every=2,
+    ),
+    "gradients are never zeroed, and a step gets a microbatch after it was complete": lambda ranks: program(
+        [
+            f"draw a; forward fit; backward accelerator; draw a; forward fit; backward accelerator; {line}step f"
+            for line in ("", "draw a; forward fit; backward accelerator; ")
+        ],
+        samples=16 * ranks,
+        every=2,
+    ),
+    "losses are sums, and data of no loader has the rows of an uneven tail": lambda ranks: program(
+        [*["draw a; " + VISIT] * 2, f"foreign 0; {VISIT}"], samples=6 * ranks - 1, batch=3, reduction="sum"
+    ),
     "data from no loader has the rows of an uneven tail": lambda ranks: program(
         [*["draw a; " + VISIT] * 2, f"foreign 0; {VISIT}"], samples=6 * ranks - 1, batch=3
     ),
@@ -156,6 +185,29 @@ EXACT_OR_REFUSED: dict[str, Callable[[int], Program]] = {
 @pytest.mark.parametrize("what", EXACT_OR_REFUSED)
 def test_they_are_or_it_is_refused_where(what: str, mode: Mode) -> None:
     assert verdict_on(mode, EXACT_OR_REFUSED[what](mode.ranks)) in ("exact", "refused")
+
+
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
+def test_a_penalty_is_stepped_on_where_no_sample_counts(mode: Mode) -> None:
+    def body() -> State:
+        accelerator, network = Accelerator(), model()
+        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(6, 3))
+        for is_counted in (True, False):
+            sum(each.pow(2).sum() for each in network.parameters()).backward()
+            for batch in itertools.islice(loader, 1):
+                accelerator.backward(mean_loss(network, batch), weight=int(is_counted))
+            optimizer.step()
+            optimizer.zero_grad()
+        return network.state_dict()
+
+    network = model()
+    optimizer = sgd(network.parameters())
+    batch = next(iter(loader_of(6, 3 * mode.ranks)))
+    for is_counted in (True, False):
+        (sum(each.pow(2).sum() for each in network.parameters()) + is_counted * mean_loss(network, batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_all_are(mode.run(body), network.state_dict())
 
 
 @pytest.mark.slow

@@ -211,7 +211,7 @@ class Passes:
         Raises:
             ValueError: a pass was not seen, and has a batch of which this rank has an uneven part.
         """
-        if engine.has_bypassed():
+        if engine.gradients.has_bypassed():
             origin = self._bypassing(engine)
             if not self.steps.is_recent():
                 self._count(origin, None, engine)
@@ -226,7 +226,9 @@ class Passes:
 
     def forget(self) -> None:
         """Note that the gradients of one optimizer were zeroed: the others' microbatches still count."""
-        if self.steps.every == 1 or not any(each.is_held or each.is_reduced for each in self._engines):
+        if self.steps.every == 1 or not any(
+            each.gradients.is_own or each.gradients.is_reduced for each in self._engines
+        ):
             self.steps.give_up()
             self._parts.clear()
         self.went_past = False
@@ -360,10 +362,10 @@ class Passes:
             run = _Run(task, origin, is_taken=any(is_taken_from(each) for each in engine.leaves()))
             if outer is None:
                 engine.passing = run
-                self._passed_by[task] = ref(engine), run, engine.num_arrived()
+                self._passed_by[task] = ref(engine), run, engine.gradients.arrivals.count()
                 self._watch_end(task)  # if all parameters are in reentrant checkpoints, they are reached from these
             if run.is_taken:
-                engine.note_taken()
+                engine.gradients.note_others()
             elif engine.gathers:  # it reduces as they arrive, and they may come in a pass inside of this one
                 engine.scale_leaves()
             if torch.is_grad_enabled():  # a pass through these gradients may bypass the outputs
@@ -394,7 +396,7 @@ class Passes:
             self._join_origin(engine, origin)
         if engine.graphs and counted.part is None:
             self._check_graphs(engine, run.part)
-        if engine.taken is not None and engine.has_replaced() and (self.steps.every > 1 or run.part != 1):
+        if engine.gradients.is_replaced() and (self.steps.every > 1 or run.part != 1):
             raise RuntimeError(
                 f"the gradients of the {engine.name} were assigned by hand, for example from torch.autograd.grad, and "
                 "a backward pass adds to them, which is weighted otherwise; let backward() leave all of them, or step "
@@ -439,9 +441,10 @@ class Passes:
         self._open.pop(task, None)
         if task in self._passed_by:
             by, run, before = self._passed_by.pop(task)
-            if (engine := by()) is not None and run.counted is None and engine.num_arrived() != before:
+            engine = by()
+            if engine is not None and run.counted is None and engine.gradients.arrivals.count() != before:
                 if run.is_taken:
-                    engine.leave_out(before)
+                    engine.gradients.arrivals.leave_out(before)
                 else:  # from checkpoints, which have no hooks, since the part is 1
                     self._count(run.origin or self.origin, None, engine)
                     engine.reduce()

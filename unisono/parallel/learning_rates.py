@@ -19,4 +19,3 @@ def describe_rates(optimizers: Iterable[Optimizer]) -> str:
     if len(shown) > _SHOWN:
         shown = [*shown[:_SHOWN], f"{zlib.crc32(repr(rates).encode()):08x}"]
     return f" at lr {'/'.join(shown)}" if shown else ""
-

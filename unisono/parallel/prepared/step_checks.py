@@ -78,13 +78,13 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
             continue
         is_ours = True
         is_plain = optimizer not in by_hand.prepared and not _is_stepping(engine)
-        if asked and is_plain and not engine.is_held:
+        if asked and is_plain and not engine.gradients.is_own:
             raise RuntimeError(
                 f"the {type(optimizer).__name__} steps for the {engine.name} and was not prepared, so that "
                 f"{' and '.join(asked)} would do nothing: an Accelerator acts in the steps of the optimizers that "
                 "prepare() returns; prepare this one, too"
             )
-        if engine.is_held:
+        if engine.gradients.is_own:
             raise RuntimeError(
                 f"the {type(optimizer).__name__}{', which was not prepared,' if is_plain else ''} steps on gradients "
                 f"of the {engine.name} that are this rank's alone, in the middle of an accumulation or of a backward "

@@ -171,9 +171,9 @@ class Stepper:
             RuntimeError: none of the parameters has a gradient; or, with a scaler, a backward pass ran without it.
         """
         for engine in self._engines:
-            if self._steps.every > 1 and engine.has_replaced():
+            if self._steps.every > 1 and engine.gradients.is_replaced():
                 self._refuse_assigned()
-            if engine.is_held:
+            if engine.gradients.is_own:
                 with self.world.timeline.loop().span(REDUCE):
                     self._passes.reduce(engine)
             # With accumulation, assigned gradients belong to no counted microbatch; `_skip` refuses them.
@@ -207,8 +207,9 @@ class Stepper:
         steps, step = self._steps, self._steps.step
         if steps.every == 1 or steps.has_stepped(self.optimizer):
             return True
-        passed = [each.passed for each in self._engines if each.passed is not None and each.passed[0] is step]
-        is_final = any(each.is_reduced for each in self._engines)
+        held = [each.gradients for each in self._engines]
+        passed = [each.passed for each in held if each.passed is not None and each.passed[0] is step]
+        is_final = any(each.is_reduced for each in held)
         return not passed or is_final or any(at > steps.requested for _, at in passed)
 
     def forget(self) -> None:
@@ -267,7 +268,7 @@ class Stepper:
         if not self._steps.step.visits or self._steps.step.state == TAKEN:
             check_presence(parameters)
         is_new = not self._steps.step.visits and any(each.grad is not None and each.grad.any() for each in parameters)
-        if is_new or any(engine.has_replaced() for engine in self._engines):
+        if is_new or any(engine.gradients.is_replaced() for engine in self._engines):
             self._refuse_assigned()
         if self._steps.has_unknown_end() and not self._has_warned and self.world.rank == 0:
             self._has_warned = True

@@ -123,7 +123,7 @@ class DDPEngine(Engine):
             return super().run(args, kwargs, method)
         if not self._is_finished and current_graph_task_id() < 0:  # not in a checkpoint's recomputation
             raise RuntimeError(failed_before(self.name))
-        self._at_forward = self.num_arrived()
+        self._at_forward = self.gradients.arrivals.count()
         result = self._replicated(*args, **kwargs) if method is None else super().run(args, kwargs, method)
         if self._finds_unused:
             found = [each for each in tensors(result) if each.requires_grad]
@@ -134,7 +134,7 @@ class DDPEngine(Engine):
         # DDP waits for each gradient once. One that has arrived in this pass already, at a parameter that the outputs
         # do not depend on, would never come; and a parameter frozen since the forward pass would be given one.
         is_frozen = False in [each.requires_grad for each in self._names]
-        self._is_flat = reduces and (is_frozen or self.num_arrived() != self._at_forward)
+        self._is_flat = reduces and (is_frozen or self.gradients.arrivals.count() != self._at_forward)
         if reduces and not self._is_flat:
             # Ranks that are not at the same place get an error here, where DDP would hang or mix gradients.
             self._world.comm.announce(f"the gradients of {self.place()}")
@@ -148,7 +148,7 @@ class DDPEngine(Engine):
         if self._is_flat:
             self.reduce_late()
             return
-        if frozen := [each for each in self.held() if not each.requires_grad]:
+        if frozen := [each for each in self.members.with_gradients() if not each.requires_grad]:
             self.reduce_late(frozen)
         # The last bucket was not sent: it, or one before it, still waits for a gradient.
         if not self._is_finished:

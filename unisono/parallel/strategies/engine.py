@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import length_hint
 from typing import Any, ClassVar
 from weakref import ref
 
@@ -18,24 +17,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from unisono.parallel.agreement import broadcast_together, check_agreement
 from unisono.parallel.gradients import reduce_gradients, scale_gradients
 from unisono.parallel.learning_rates import describe_rates
-from unisono.parallel.steps import Step, Steps
+from unisono.parallel.steps import Steps
+from unisono.parallel.strategies.held import HeldGradients
 from unisono.parallel.strategies.members import Members
 from unisono.parallel.weak_methods import weak_method
 from unisono.torch_private import queue_callback, will_engine_execute_node
 from unisono.world import World
-
-
-class Arrivals:
-    """Counts the gradients that arrive at leaves, without a Python call for each of them."""
-
-    def __init__(self) -> None:
-        self.left = iter(range(_MANY))  # its length tells how many have arrived
-        # next(nones, gradient) is None, which leaves the gradient as it is; and nothing keeps the gradient.
-        nothing: dict[int, None] = {}
-        self.hook = partial(next, map(nothing.get, self.left))
-
-
-_MANY = 2**62
 
 
 class Trainer:
@@ -66,14 +53,11 @@ class Engine:
     Attributes:
         gathers: whether the module's parameters are whole only while it runs.
         name: the name of the module's class.
-        passed: the step of the last counted backward pass through the model, and its time (`Steps.now`); None if the
-            gradients are zero.
-        reduced_by: the factor by which the current gradients were reduced over the ranks; None if they are not.
+        members: the parameters and buffers of the module.
+        gradients: what `.grad` of its parameters holds.
         hooks: the hooks of each leaf that scale its gradients, while there are any.
         scale: the hook that scales the gradients of a leaf; set by `backward.py`.
         passing: the last backward pass through the model; set by `backward.py`.
-        taken: the gradients that the parameters had when torch.autograd.grad was first asked for others; None if it was
-            not, since the last backward pass or step.
         graphs: the origins of outputs whose gradients were differentiated (`create_graph=True`); set by `backward.py`.
         is_released: whether its model is no longer prepared.
         trainers: the optimizers of its parameters: the prepared ones, in the order of preparation, and others that have
@@ -86,53 +70,22 @@ class Engine:
 
     def __init__(self, module: nn.Module, world: World, steps: Steps, shares_buffers: bool = True) -> None:
         self.module, self.name = module, type(module).__name__
-        self.passed: tuple[Step, int] | None = None
-        self.reduced_by: float | None = None
+        self.members = Members(module)
+        self.gradients = HeldGradients(self.members, world, steps)
         self.is_released = self.is_local = False
         self.hooks: dict[torch.Tensor, RemovableHandle] = {}
         self.scale: Callable[[torch.Tensor | None], torch.Tensor | None] = lambda gradient: None
         self.passing: Any = None
         self.give_optimizers = partial(_optimizers_of, ref(self))  # weak: it is kept by the graphs of losses
-        self.taken: list[torch.Tensor | None] | None = None
         self.graphs: list[Any] = []
-        self._left: list[ref[torch.Tensor]] = []  # the gradients of the last step, if losses are sums
         self.trainers: list[Trainer] = []
         self.replaced = WeakTensorKeyDictionary()
         self._world, self._steps = world, steps
         self._shares_buffers = shares_buffers and world.comm.size > 1 and not world.backend.is_lazy
-        self._arrivals = Arrivals()
-        self._left_out = self._noticed = 0  # numbers of arrivals: of torch.autograd.grad; up to the last reduction
-        # Gradients of earlier steps, which were not zeroed; None for those that were added again.
-        self._earlier: dict[torch.Tensor, torch.Tensor | None] = {}
-        self._members = Members(module)
         self._is_agreed = False  # whether the ranks have compared their models
         self._known = WeakTensorKeyDictionary(dict.fromkeys(module.parameters()))
         self._counted: dict[torch.Tensor, RemovableHandle] = {}  # the hooks that count arrivals
         self._trained = self.trained()  # in the last forward pass
-
-    @property
-    def is_reduced(self) -> bool:
-        """Whether the current gradients are reduced over the ranks."""
-        return self.reduced_by is not None
-
-    @property
-    def is_held(self) -> bool:
-        """Whether `.grad` holds what backward passes have left on this rank alone, or a part of a step."""
-        if self._world.comm.size == 1 and self._steps.every == 1:
-            return False
-        return (self.passed is not None and self.reduced_by is None) or self.num_arrived() != self._noticed
-
-    def num_arrived(self) -> int:
-        """The number of gradients that have arrived at its leaves, of those that were not asked for by themselves."""
-        return _MANY - length_hint(self._arrivals.left) - self._left_out
-
-    def leave_out(self, before: int) -> None:
-        """Leave out what has arrived since `num_arrived` was that number: torch.autograd.grad has returned it."""
-        self._left_out += self.num_arrived() - before
-
-    def has_bypassed(self) -> bool:
-        """Whether gradients have arrived since the last reduction that no counted pass accounts for."""
-        return self.num_arrived() != self._noticed and (self.passed is None or self.reduced_by is not None)
 
     def optimizers(self) -> list[Optimizer]:
         """The optimizers of its parameters."""
@@ -160,10 +113,10 @@ class Engine:
 
         Called before each such pass. A change makes it a collective: added parameters get rank zero's values.
         """
-        if not self._members.has_changed():
+        if not self.members.has_changed():
             return
         trained = self.trained()
-        if list(map(id, trained)) != list(map(id, self._trained)) and not self._members.is_replaced():
+        if list(map(id, trained)) != list(map(id, self._trained)) and not self.members.is_replaced():
             self._trained = trained
             if self._world.comm.size > 1:
                 self._world.comm.announce(f"new buckets for {len(trained)} trained parameters of the {self.name}")
@@ -197,40 +150,29 @@ class Engine:
                 "create_graph=True), and call backward() on a loss of it"
             )
         steps, size = self._steps, self._world.comm.size
-        step, is_other = steps.step, self.passed is not None and self.passed[0] is not steps.step
-        if is_other and self.is_held and steps.every > 1:
+        held, reduced_by = self.gradients, self.gradients.reduced_by
+        is_other = held.passed is not None and held.passed[0] is not steps.step
+        if is_other and held.is_own and steps.every > 1:
             raise RuntimeError(
                 f"the gradients of the {self.name} are of microbatches of two steps: its optimizer was not asked to "
                 "step when the first of them was complete; call the step() of each optimizer on each microbatch, or "
                 "train the models with an Accelerator each"
             )
-        if self.reduced_by is not None and is_other and steps.is_mean:
-            self._set_aside()
-        elif self.reduced_by is not None and self._earlier:
+        if reduced_by is not None and is_other and steps.is_mean:
+            held.set_aside()
+        elif reduced_by is not None and held.has_earlier:
             raise RuntimeError(
                 f"the gradients of the {self.name} hold those of an earlier step, which were not zeroed, and a "
                 "microbatch is to be averaged with those of this step, which was complete; zero_grad() after each "
                 "step, or step as soon as its microbatches are there"
             )
-        elif self.reduced_by and (steps.is_mean or steps.is_sum) and self.reduced_by * size != 1:
+        elif reduced_by and (steps.is_mean or steps.is_sum) and reduced_by * size != 1:
             # The next reduction multiplies by its factor, and adds up what the ranks hold.
-            scale_gradients(self.held(), 1 / (self.reduced_by * size))
-        self.passed, self.reduced_by, self.taken = (step, steps.now), None, None
+            scale_gradients(self.members.with_gradients(), 1 / (reduced_by * size))
+        held.note_pass()
         for each in self.trainers:
             each.has_stepped = each.has_zeroed = False
         self.prepare(reduces and not self.is_local)
-
-    def _set_aside(self) -> None:
-        """Keep gradients of an earlier step, which were not zeroed, out of the reduction of this one."""
-        self._earlier = {each: each.grad for each in self.held() if each.grad is not None}
-        for each in self._earlier:
-            each.grad = None
-
-    def _add_earlier(self) -> None:
-        for each, earlier in self._earlier.items():
-            if earlier is not None:
-                each.grad = earlier if each.grad is None else each.grad + earlier
-        self._earlier = dict.fromkeys(self._earlier)
 
     def pass_by(self) -> None:
         """Record a backward pass through the model that leaves nothing in `.grad`, such as `torch.autograd.grad`."""
@@ -241,13 +183,13 @@ class Engine:
     def finish(self) -> None:
         """Called when a reducing backward pass has ended. A collective."""
         self._settle(self.complete)
-        if self._earlier:
+        if self.gradients.has_earlier:
             # torch's own final callback, which assigns `.grad`, may follow this one, but precedes one queued now.
-            queue_callback(weak_method(self._add_earlier))
+            queue_callback(weak_method(self.gradients.add_earlier))
 
     def share_buffers(self) -> None:
         """Broadcast rank zero's buffers, since batch statistics make them differ between ranks. A collective."""
-        broadcast_together(self._members.buffers(), self._world)
+        broadcast_together(self.members.buffers(), self._world)
 
     def complete(self) -> None:
         """Reduce the gradients that a backward pass has not reduced itself.
@@ -260,7 +202,7 @@ class Engine:
     def reduce(self) -> None:
         """Reduce at a step, if the gradients are still those of this rank alone. A collective."""
         self._settle(self.reduce_late)
-        self._add_earlier()
+        self.gradients.add_earlier()
 
     def _settle(self, reduce: Callable[[], None]) -> None:
         factor = self._steps.factor()
@@ -268,11 +210,10 @@ class Engine:
             pass
         elif self.is_local:
             # No sum over the ranks follows, so the factor is without 1 / R.
-            scale_gradients(self.held(), factor * self._world.comm.size)
+            scale_gradients(self.members.with_gradients(), factor * self._world.comm.size)
         else:
             reduce()
-        self.passed, self.reduced_by = self.passed or (self._steps.step, self._steps.now), factor
-        self._noticed = self.num_arrived()
+        self.gradients.note_reduction(factor)
 
     def adopt(self, part: float) -> None:
         """Reduce gradients that were assigned, for example from `torch.autograd.grad`, not left by a backward pass.
@@ -291,13 +232,13 @@ class Engine:
         if not self._is_agreed and self._world.comm.size > 1:
             check_agreement(self.trained(), self._world)
             self._is_agreed = True  # after the comparison: an error leaves it to be repeated
-        reduced = self.held() if parameters is None else parameters
+        reduced = self.members.with_gradients() if parameters is None else parameters
         reduce_gradients(reduced, self._world, self._steps.factor(), self.place(), is_part=True)
 
     def count_leaves(self) -> None:
         """Count the gradients that arrive at the leaves; again, when others train."""
         if self._world.comm.size > 1:
-            self._hook(self._counted, self._arrivals.hook)
+            self._hook(self._counted, self.gradients.arrivals.hook)
 
     def scale_leaves(self) -> None:
         """Scale the gradients that arrive at the leaves."""
@@ -329,47 +270,32 @@ class Engine:
             self.trainer(optimizer).has_zeroed = True
             if not all(each.has_zeroed for each in self.trainers if each.optimizer() is not None):
                 return  # those of the others are as they were
-        self.passed = self.reduced_by = self.taken = None
-        self._noticed = self.num_arrived()
-        self._earlier.clear()
+        self.gradients.forget()
 
     def has_assigned(self, optimizer: Optimizer) -> bool:
         """Whether `.grad` holds gradients that no backward pass has left since that optimizer's last step."""
         if self._world.comm.size == 1:
             return False
-        is_left = self.passed is not None and (not self.trainer(optimizer).has_stepped or self._is_left_again())
-        if is_left and not self.has_replaced():
+        held, has_stepped = self.gradients, self.trainer(optimizer).has_stepped
+        if held.passed is not None and not has_stepped and not held.is_replaced():
             return False
-        return any(each.grad is not None for each in self.trained())
-
-    def note_taken(self) -> None:
-        """Record that torch.autograd.grad is asked for gradients of parameters: they may be assigned."""
-        if self.taken is None:
-            self.taken = [each.grad for each in self.trained()]
-
-    def has_replaced(self) -> bool:
-        """Whether gradients were assigned in place of those that backward passes have left."""
-        return self.taken is not None and any(
-            each.grad is not None and each.grad is not before
-            for each, before in zip(self.trained(), self.taken, strict=False)
-        )
-
-    def _is_left_again(self) -> bool:
-        """Whether `.grad` holds what the last step was on. Recorded for sums only: a mean of equal ones is equal."""
-        held = [each.grad for each in self.trained() if each.grad is not None]
-        return len(held) == len(self._left) and all(
-            each is known() for each, known in zip(held, self._left, strict=True)
-        )
+        is_there = any(each.grad is not None for each in self.trained())
+        # The sum of what all ranks hold already would be larger; a mean of equal ones is equal.
+        if is_there and held.passed is not None and has_stepped and self._steps.is_sum and not held.is_replaced():
+            raise RuntimeError(
+                f"the {type(optimizer).__name__} has stepped on the gradients of the {self.name}, which were not "
+                "zeroed, and steps again: with loss_reduction='sum' they are the sum over the ranks, or were assigned on "
+                "each; zero_grad() after each step"
+            )
+        return is_there
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Record that the optimizer is stepping on the current gradients."""
         # Gradients that it finds again before the next backward pass count as assigned (`has_assigned`).
         self.trainer(optimizer).has_stepped = True
         self._steps.close(optimizer)
-        self.taken = None
+        self.gradients.note_step()
         self.graphs.clear()
-        if self._steps.is_sum:
-            self._left = [ref(each.grad) for each in self.trained() if each.grad is not None]
         if self.hooks and not (self._steps.is_mean or self._steps.is_sum):
             _remove(self.hooks)  # they were for an uneven batch, or a differentiated gradient
 
@@ -386,11 +312,7 @@ class Engine:
 
     def trained(self) -> list[torch.Tensor]:
         """The parameters that require gradients, without the replacements of `torch.func.functional_call`."""
-        return [each for each in self._members.parameters() if each.requires_grad]
-
-    def held(self) -> list[torch.Tensor]:
-        """The parameters that require gradients, and those that were frozen with a gradient."""
-        return [each for each in self._members.parameters() if each.requires_grad or each.grad is not None]
+        return self.members.trained()
 
     def leaves(self) -> list[torch.Tensor]:
         """The tensors at which the gradients of a backward pass arrive, and which get the hooks."""
@@ -402,7 +324,7 @@ class Engine:
 
     def resume(self) -> None:
         """Continue in the middle of a step, with its gradients so far in `.grad`."""
-        self.passed, self.reduced_by = (self._steps.step, 0), None
+        self.gradients.resume()
 
 
 def _optimizers_of(engine: Callable[[], Engine | None]) -> list[Optimizer]:

@@ -188,7 +188,7 @@ class FSDPEngine(Engine):
             RuntimeError: parameters were added, which are not sharded; or frozen or unfrozen in the middle of a step.
         """
         trained = [each.requires_grad for each in self._parts]
-        if trained != self._were_trained and self.is_held:
+        if trained != self._were_trained and self.gradients.is_own:
             raise RuntimeError(
                 f"parameters of the {self.name} were frozen or unfrozen while microbatches accumulate, and "
                 "strategy='fsdp' cannot reduce what they hold; do so after optimizer.step(), or use strategy='ddp'"
@@ -250,7 +250,7 @@ class FSDPEngine(Engine):
 
     def forget(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         super().forget(optimizer)
-        if self.passed is None:  # zero_grad(set_to_none=False) does not reach what microbatches have left
+        if self.gradients.passed is None:  # zero_grad(set_to_none=False) does not reach what microbatches have left
             drop_whole_gradients(self._whole)
 
     def adopt(self, part: float) -> None:

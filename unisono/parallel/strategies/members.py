@@ -32,6 +32,14 @@ class Members:
         found = [each for each in _values(self._tables[1]) if isinstance(each, nn.Parameter)]
         return list(dict(zip(map(id, found), found, strict=True)).values())  # hashing a tensor costs a Python call
 
+    def trained(self) -> list[torch.Tensor]:
+        """The parameters that require gradients."""
+        return [each for each in self.parameters() if each.requires_grad]
+
+    def with_gradients(self) -> list[torch.Tensor]:
+        """The parameters that require gradients, and those that were frozen with a gradient."""
+        return [each for each in self.parameters() if each.requires_grad or each.grad is not None]
+
     def buffers(self) -> list[torch.Tensor]:
         """The buffers; a shared one several times."""
         self._look()

@@ -1,0 +1,138 @@
+"""What `.grad` of a model's parameters holds: gradients of which step, reduced or not, left by passes or assigned.
+
+*Threads:* the rank's, and autograd's during a backward pass.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from operator import length_hint
+
+import torch
+
+from unisono.parallel.steps import Step, Steps
+from unisono.parallel.strategies.members import Members
+from unisono.world import World
+
+
+class Arrivals:
+    """Counts the gradients that arrive at leaves, without a Python call for each of them.
+
+    Attributes:
+        hook: to be registered at a leaf.
+    """
+
+    def __init__(self) -> None:
+        self._left = iter(range(_MANY))
+        # next(nones, gradient) is None, which leaves the gradient as it is; and nothing keeps the gradient.
+        nothing: dict[int, None] = {}
+        self.hook = partial(next, map(nothing.get, self._left))
+        self._left_out = 0
+
+    def count(self) -> int:
+        """The number of gradients so far, without those that were left out."""
+        return _MANY - length_hint(self._left) - self._left_out
+
+    def leave_out(self, before: int) -> None:
+        """Leave out what has arrived since `count` was that number: torch.autograd.grad has returned it."""
+        self._left_out += self.count() - before
+
+
+_MANY = 2**62
+
+
+class HeldGradients:
+    """The gradients of one model on this rank.
+
+    Args:
+        members: of the model.
+        world, steps: the rank's.
+
+    Attributes:
+        arrivals: counts the gradients that arrive at the leaves.
+        passed: the step of the last counted backward pass through the model, and its time (`Steps.now`); None if the
+            gradients are zero.
+        reduced_by: the factor by which they were reduced over the ranks; None if they are not.
+    """
+
+    def __init__(self, members: Members, world: World, steps: Steps) -> None:
+        self.arrivals = Arrivals()
+        self.passed: tuple[Step, int] | None = None
+        self.reduced_by: float | None = None
+        self._members, self._steps = members, steps
+        self._is_alone = world.comm.size == 1
+        self._noticed = 0  # the number of arrivals up to the last reduction
+        # Those that the parameters had when torch.autograd.grad was first asked for others; None if it was not, since
+        # the last backward pass or step.
+        self._before: list[torch.Tensor | None] | None = None
+        # Those of earlier steps, which were not zeroed; None for those that were added again.
+        self._earlier: dict[torch.Tensor, torch.Tensor | None] = {}
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether they are reduced over the ranks."""
+        return self.reduced_by is not None
+
+    @property
+    def is_own(self) -> bool:
+        """Whether backward passes have left them on this rank alone, or they are a part of a step."""
+        if self._is_alone and self._steps.every == 1:
+            return False
+        return (self.passed is not None and self.reduced_by is None) or self.arrivals.count() != self._noticed
+
+    @property
+    def has_earlier(self) -> bool:
+        """Whether gradients of an earlier step, which were not zeroed, are there, too."""
+        return bool(self._earlier)
+
+    def has_bypassed(self) -> bool:
+        """Whether gradients have arrived since the last reduction that no counted pass accounts for."""
+        return self.arrivals.count() != self._noticed and (self.passed is None or self.reduced_by is not None)
+
+    def note_pass(self) -> None:
+        """Note that a counted backward pass adds to them."""
+        self.passed, self.reduced_by, self._before = (self._steps.step, self._steps.now), None, None
+
+    def note_reduction(self, factor: float) -> None:
+        """Note that they were reduced, by that factor."""
+        self.passed, self.reduced_by = self.passed or (self._steps.step, self._steps.now), factor
+        self._noticed = self.arrivals.count()
+
+    def note_step(self) -> None:
+        """Note that an optimizer steps by them."""
+        self._before = None
+
+    def note_others(self) -> None:
+        """Note that torch.autograd.grad is asked for gradients of parameters: they may be assigned."""
+        if self._before is None:
+            self._before = [each.grad for each in self._members.trained()]
+
+    def is_replaced(self) -> bool:
+        """Whether gradients were assigned in place of those that backward passes have left."""
+        return self._before is not None and any(
+            each.grad is not None and each.grad is not before
+            for each, before in zip(self._members.trained(), self._before, strict=False)
+        )
+
+    def forget(self) -> None:
+        """Note that they are zero."""
+        self.passed = self.reduced_by = self._before = None
+        self._noticed = self.arrivals.count()
+        self._earlier.clear()
+
+    def set_aside(self) -> None:
+        """Keep those of an earlier step, which were not zeroed, out of the reduction of this one."""
+        self._earlier = {each: each.grad for each in self._members.with_gradients() if each.grad is not None}
+        for each in self._earlier:
+            each.grad = None
+
+    def add_earlier(self) -> None:
+        """Add what was set aside."""
+        for each, earlier in self._earlier.items():
+            if earlier is not None:
+                each.grad = earlier if each.grad is None else each.grad + earlier
+        self._earlier = dict.fromkeys(self._earlier)
+
+    def resume(self) -> None:
+        """Note that they are those of the current step so far."""
+        self.passed, self.reduced_by = (self._steps.step, 0), None
