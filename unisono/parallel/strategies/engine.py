@@ -284,8 +284,8 @@ class Engine:
         if is_there and held.passed is not None and has_stepped and self._steps.is_sum and not held.is_replaced():
             raise RuntimeError(
                 f"the {type(optimizer).__name__} has stepped on the gradients of the {self.name}, which were not "
-                "zeroed, and steps again: with loss_reduction='sum' they are the sum over the ranks, or were assigned on "
-                "each; zero_grad() after each step"
+                "zeroed, and steps again: with loss_reduction='sum' they are the ranks' sum, or were assigned on each; "
+                "zero_grad() after each step"
             )
         return is_there
 
