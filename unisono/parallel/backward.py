@@ -396,7 +396,8 @@ class Passes:
             self._join_origin(engine, origin)
         if engine.graphs and counted.part is None:
             self._check_graphs(engine, run.part)
-        if engine.gradients.is_replaced() and (self.steps.every > 1 or run.part != 1):
+        held = engine.gradients
+        if held.before is not None and held.is_replaced() and (self.steps.every > 1 or run.part != 1):
             raise RuntimeError(
                 f"the gradients of the {engine.name} were assigned by hand, for example from torch.autograd.grad, and "
                 "a backward pass adds to them, which is weighted otherwise; let backward() leave all of them, or step "

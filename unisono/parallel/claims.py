@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -38,6 +39,9 @@ class Claim(NamedTuple):
     def part(self, size: int) -> float:
         """Return the factor for the gradients of the loss, in a world of that size."""
         return self.samples * size / self.total if self.total else 0.0
+
+
+_counted = lru_cache(Claim)  # a loop's batches have few sizes
 
 
 def claim_of(batch: Batch | None, weight: float | torch.Tensor | None, world: World, is_sum: bool = False) -> Claim:
@@ -70,7 +74,7 @@ def claim_of(batch: Batch | None, weight: float | torch.Tensor | None, world: Wo
         return Claim(own, total, True, None if total == whole else (given, whole))
     if batch is None or batch.total is None:
         return Claim(1, size)
-    return Claim(batch.samples, batch.total)
+    return _counted(batch.samples, batch.total)
 
 
 def checked_weight(weight: float | torch.Tensor) -> float:

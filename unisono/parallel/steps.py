@@ -149,12 +149,12 @@ class Step:
 
 
 class _Requests:
-    """The requests of an optimizer: the time of the last one, and the step that it has stepped on last."""
+    """The requests of an optimizer: the time of the last one; the step that it has stepped on last, and when."""
 
-    __slots__ = ("at", "stepped")
+    __slots__ = ("at", "stepped", "stepped_at")
 
     def __init__(self) -> None:
-        self.at = 0
+        self.at = self.stepped_at = 0
         self.stepped: Step | None = None
 
 
@@ -338,6 +338,10 @@ class Steps:
         """Whether the optimizer has stepped on the current step."""
         return self._requests_of(optimizer).stepped is self.step
 
+    def stepped_at(self, optimizer: Optimizer) -> int:
+        """When the optimizer has stepped last; 0 if it has not."""
+        return self._requests_of(optimizer).stepped_at
+
     def _ends_loop(self, batch: Batch | None) -> bool:
         if batch is None or self.every == math.inf:
             return False
@@ -360,7 +364,8 @@ class Steps:
 
     def close(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has stepped."""
-        self._requests_of(optimizer).stepped = self.step
+        requests = self._requests_of(optimizer)
+        requests.stepped, requests.stepped_at = self.step, self.now
         self.step.state = TAKEN
 
     def is_boundary(self) -> bool:

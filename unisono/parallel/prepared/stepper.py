@@ -170,7 +170,8 @@ class Stepper:
         Raises:
             RuntimeError: none of the parameters has a gradient; or, with a scaler, a backward pass ran without it.
         """
-        for engine in self._engines:
+        is_alone = self.world.comm.size == self._steps.every == 1  # nothing is reduced or scaled
+        for engine in () if is_alone else self._engines:
             if self._steps.every > 1 and engine.gradients.is_replaced():
                 self._refuse_assigned()
             if engine.gradients.is_own:
@@ -194,7 +195,7 @@ class Stepper:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """`optimizer.zero_grad`, which does nothing between microbatches of one step."""
-        if self._is_inside or self.may_zero():
+        if self._is_inside or self._steps.every == 1 or self.may_zero():
             self._plain_zero(set_to_none)
             self.forget()
 

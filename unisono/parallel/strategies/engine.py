@@ -31,14 +31,14 @@ class Trainer:
     Attributes:
         optimizer: held weakly.
         is_stranger: whether it steps without being prepared.
-        has_stepped, has_zeroed: since the last backward pass.
+        has_zeroed: since the last backward pass.
     """
 
-    __slots__ = ("has_stepped", "has_zeroed", "is_stranger", "optimizer")
+    __slots__ = ("has_zeroed", "is_stranger", "optimizer")
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = ref(optimizer)
-        self.is_stranger = self.has_stepped = self.has_zeroed = False
+        self.is_stranger = self.has_zeroed = False
 
 
 class Engine:
@@ -160,7 +160,7 @@ class Engine:
             )
         if reduced_by is not None and is_other and steps.is_mean:
             held.set_aside()
-        elif reduced_by is not None and held.has_earlier:
+        elif reduced_by is not None and held.earlier:
             raise RuntimeError(
                 f"the gradients of the {self.name} hold those of an earlier step, which were not zeroed, and a "
                 "microbatch is to be averaged with those of this step, which was complete; zero_grad() after each "
@@ -171,7 +171,7 @@ class Engine:
             scale_gradients(self.members.with_gradients(), 1 / (reduced_by * size))
         held.note_pass()
         for each in self.trainers:
-            each.has_stepped = each.has_zeroed = False
+            each.has_zeroed = False
         self.prepare(reduces and not self.is_local)
 
     def pass_by(self) -> None:
@@ -183,7 +183,7 @@ class Engine:
     def finish(self) -> None:
         """Called when a reducing backward pass has ended. A collective."""
         self._settle(self.complete)
-        if self.gradients.has_earlier:
+        if self.gradients.earlier:
             # torch's own final callback, which assigns `.grad`, may follow this one, but precedes one queued now.
             queue_callback(weak_method(self.gradients.add_earlier))
 
@@ -223,8 +223,7 @@ class Engine:
         """
         self._world.comm.announce(f"gradients that were assigned, or stepped on before, of {self.place()}")
         scale_gradients(self.trained(), part)
-        for each in self.trainers:
-            each.has_stepped = False
+        self.gradients.note_pass()
         self.reduce()
 
     def reduce_late(self, parameters: Sequence[torch.Tensor] | None = None) -> None:
@@ -276,12 +275,13 @@ class Engine:
         """Whether `.grad` holds gradients that no backward pass has left since that optimizer's last step."""
         if self._world.comm.size == 1:
             return False
-        held, has_stepped = self.gradients, self.trainer(optimizer).has_stepped
+        held = self.gradients
+        has_stepped = held.passed is not None and self._steps.stepped_at(optimizer) > held.passed[1]
         if held.passed is not None and not has_stepped and not held.is_replaced():
             return False
         is_there = any(each.grad is not None for each in self.trained())
         # The sum of what all ranks hold already would be larger; a mean of equal ones is equal.
-        if is_there and held.passed is not None and has_stepped and self._steps.is_sum and not held.is_replaced():
+        if is_there and has_stepped and self._steps.is_sum and not held.is_replaced():
             raise RuntimeError(
                 f"the {type(optimizer).__name__} has stepped on the gradients of the {self.name}, which were not "
                 "zeroed, and steps again: with loss_reduction='sum' they are the ranks' sum, or were assigned on each; "
@@ -292,9 +292,8 @@ class Engine:
     def note_step(self, optimizer: Optimizer) -> None:
         """Record that the optimizer is stepping on the current gradients."""
         # Gradients that it finds again before the next backward pass count as assigned (`has_assigned`).
-        self.trainer(optimizer).has_stepped = True
         self._steps.close(optimizer)
-        self.gradients.note_step()
+        self.gradients.before = None
         self.graphs.clear()
         if self.hooks and not (self._steps.is_mean or self._steps.is_sum):
             _remove(self.hooks)  # they were for an uneven batch, or a differentiated gradient

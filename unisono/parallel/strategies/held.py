@@ -53,6 +53,9 @@ class HeldGradients:
         passed: the step of the last counted backward pass through the model, and its time (`Steps.now`); None if the
             gradients are zero.
         reduced_by: the factor by which they were reduced over the ranks; None if they are not.
+        earlier: those of earlier steps, which were not zeroed; None for those that were added again.
+        before: those that the parameters had when torch.autograd.grad was first asked for others; None if it was not,
+            since the last backward pass or step.
     """
 
     def __init__(self, members: Members, world: World, steps: Steps) -> None:
@@ -62,11 +65,8 @@ class HeldGradients:
         self._members, self._steps = members, steps
         self._is_alone = world.comm.size == 1
         self._noticed = 0  # the number of arrivals up to the last reduction
-        # Those that the parameters had when torch.autograd.grad was first asked for others; None if it was not, since
-        # the last backward pass or step.
-        self._before: list[torch.Tensor | None] | None = None
-        # Those of earlier steps, which were not zeroed; None for those that were added again.
-        self._earlier: dict[torch.Tensor, torch.Tensor | None] = {}
+        self.earlier: dict[torch.Tensor, torch.Tensor | None] = {}
+        self.before: list[torch.Tensor | None] | None = None
 
     @property
     def is_reduced(self) -> bool:
@@ -80,58 +80,49 @@ class HeldGradients:
             return False
         return (self.passed is not None and self.reduced_by is None) or self.arrivals.count() != self._noticed
 
-    @property
-    def has_earlier(self) -> bool:
-        """Whether gradients of an earlier step, which were not zeroed, are there, too."""
-        return bool(self._earlier)
-
     def has_bypassed(self) -> bool:
         """Whether gradients have arrived since the last reduction that no counted pass accounts for."""
         return self.arrivals.count() != self._noticed and (self.passed is None or self.reduced_by is not None)
 
     def note_pass(self) -> None:
-        """Note that a counted backward pass adds to them."""
-        self.passed, self.reduced_by, self._before = (self._steps.step, self._steps.now), None, None
+        """Note that a counted backward pass adds to them, or that they were assigned."""
+        self.passed, self.reduced_by, self.before = (self._steps.step, self._steps.now), None, None
 
     def note_reduction(self, factor: float) -> None:
         """Note that they were reduced, by that factor."""
         self.passed, self.reduced_by = self.passed or (self._steps.step, self._steps.now), factor
         self._noticed = self.arrivals.count()
 
-    def note_step(self) -> None:
-        """Note that an optimizer steps by them."""
-        self._before = None
-
     def note_others(self) -> None:
         """Note that torch.autograd.grad is asked for gradients of parameters: they may be assigned."""
-        if self._before is None:
-            self._before = [each.grad for each in self._members.trained()]
+        if self.before is None:
+            self.before = [each.grad for each in self._members.trained()]
 
     def is_replaced(self) -> bool:
         """Whether gradients were assigned in place of those that backward passes have left."""
-        return self._before is not None and any(
+        return self.before is not None and any(
             each.grad is not None and each.grad is not before
-            for each, before in zip(self._members.trained(), self._before, strict=False)
+            for each, before in zip(self._members.trained(), self.before, strict=False)
         )
 
     def forget(self) -> None:
         """Note that they are zero."""
-        self.passed = self.reduced_by = self._before = None
+        self.passed = self.reduced_by = self.before = None
         self._noticed = self.arrivals.count()
-        self._earlier.clear()
+        self.earlier.clear()
 
     def set_aside(self) -> None:
         """Keep those of an earlier step, which were not zeroed, out of the reduction of this one."""
-        self._earlier = {each: each.grad for each in self._members.with_gradients() if each.grad is not None}
-        for each in self._earlier:
+        self.earlier = {each: each.grad for each in self._members.with_gradients() if each.grad is not None}
+        for each in self.earlier:
             each.grad = None
 
     def add_earlier(self) -> None:
         """Add what was set aside."""
-        for each, earlier in self._earlier.items():
+        for each, earlier in self.earlier.items():
             if earlier is not None:
                 each.grad = earlier if each.grad is None else each.grad + earlier
-        self._earlier = dict.fromkeys(self._earlier)
+        self.earlier = dict.fromkeys(self.earlier)
 
     def resume(self) -> None:
         """Note that they are those of the current step so far."""
