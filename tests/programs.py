@@ -41,7 +41,7 @@ def main() -> int:
     first, end = map(int, given.seeds.split(":"))
     programs = [any_program(random.Random(seed).choice) for seed in range(first, end)]
     began = time.monotonic()
-    verdicts = verdicts_on(programs, mode, given.strategy, is_told=True)
+    verdicts = verdicts_on(programs, mode, given.strategy, is_sized=True)
     groups: dict[tuple[str, str], list[int]] = defaultdict(list)
     for number, verdict in enumerate(verdicts):
         groups[verdict.kind, _kind_of(verdict.reason)].append(number)
@@ -60,8 +60,8 @@ def main() -> int:
     return int(any(kind == "different" for kind, _ in groups))
 
 
-def verdicts_on(programs: Sequence[Program], mode: Mode, strategy: str, is_told: bool = False) -> list[Verdict]:
-    outcomes = run_programs(mode, programs, strategy, _tell if is_told else lambda _: None)
+def verdicts_on(programs: Sequence[Program], mode: Mode, strategy: str, is_sized: bool = False) -> list[Verdict]:
+    outcomes = run_programs(mode, programs, strategy, _tell if is_sized else lambda _: None)
     is_sharded = strategy == "fsdp" and mode.name == "processes"
     return [judge(each, mode.ranks, found, is_sharded) for each, found in zip(programs, outcomes, strict=True)]
 

@@ -181,14 +181,14 @@ def with_nothing_in_it(accelerator: Accelerator, values: dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize(
-    "deed", [of_another_form, of_another_shape, of_another_type, in_another_order, another_call, with_nothing_in_it]
+    "action", [of_another_form, of_another_shape, of_another_type, in_another_order, another_call, with_nothing_in_it]
 )
 @SEVERAL
-def test_structures_that_differ_between_ranks_are_an_error_on_all_of_them(mode: Mode, deed: Any) -> None:
+def test_structures_that_differ_between_ranks_are_an_error_on_all_of_them(mode: Mode, action: Any) -> None:
     def body() -> str:
         accelerator = Accelerator()
         values = {"a": torch.ones(2, 2), "b": torch.ones(2, 2)}
-        act = deed if accelerator.process_index == 1 else lambda one, each: one.gather(each)
+        act = action if accelerator.process_index == 1 else lambda one, each: one.gather(each)
         try:
             act(accelerator, values)
         except (CollectiveMismatchError, BrokenWorldError) as error:

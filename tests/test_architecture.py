@@ -154,8 +154,8 @@ def upward_imports(module: Module) -> list[str]:
         part = target.split(".")[1] if "." in target else ""
         if FLOOR[part] > floor:
             found.append(module.at(each.node, f"imports {target}, which is above it"))
-        is_stranger = part != module.part and FLOOR[part] == floor and floor in STRANGERS
-        if is_stranger and (module.name, part) not in SEEN_ALL_THE_SAME:
+        is_unprepared = part != module.part and FLOOR[part] == floor and floor in STRANGERS
+        if is_unprepared and (module.name, part) not in SEEN_ALL_THE_SAME:
             found.append(module.at(each.node, f"imports {target}, which is a stranger on its own floor"))
     return found
 

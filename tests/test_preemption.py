@@ -1,4 +1,4 @@
-"""SIGTERM becomes a flag, for a process that heeds it and for its loader workers, and for nobody else.
+"""SIGTERM becomes a flag, for a process that handles it and for its loader workers, and for nobody else.
 
 Each test runs in a process of its own, since what a signal does to a process is the whole process's.
 """
@@ -65,7 +65,7 @@ def test_a_shell_shows_the_code_of_a_stop_for_a_process_that_sigterm_ended():
     assert STOP_EXIT_CODE == 143
 
 
-def test_before_it_is_heeded_sigterm_ends_the_process_shielded_loader_workers_or_not():
+def test_before_it_is_handled_sigterm_ends_the_process_shielded_loader_workers_or_not():
     assert run("term()")[0] == -15
     assert run("preemption.shield_loader_workers(); term()")[0] == -15
 
@@ -73,11 +73,11 @@ def test_before_it_is_heeded_sigterm_ends_the_process_shielded_loader_workers_or
 def test_sigterm_is_noted_and_nothing_else_happens_however_often_it_comes():
     code, lines, errors = run(
         """
-        preemption.heed()
+        preemption.handle()
         print(preemption.is_requested())
         for _ in range(3):
             term()
-            preemption.heed()
+            preemption.handle()
             print(preemption.is_requested())
         """
     )
@@ -99,7 +99,7 @@ def test_a_handler_that_was_there_is_called_too():
     code, lines, _ = run(
         """
         signal.signal(15, lambda signum, frame: print("the user's", signum))
-        preemption.heed()
+        preemption.handle()
         term()
         print(preemption.is_requested())
         """
@@ -110,35 +110,35 @@ def test_a_handler_that_was_there_is_called_too():
 def test_the_first_call_from_another_thread_is_refused_with_the_way_out_and_later_ones_are_not():
     code, lines, _ = run(
         """
-        def heed():
+        def handle():
             try:
-                preemption.heed()
-                print("heeded")
+                preemption.handle()
+                print("handled")
             except RuntimeError as error:
                 print(type(error).__name__, error)
         for turn in range(2):
-            thread = threading.Thread(target=heed, name="replica")
+            thread = threading.Thread(target=handle, name="replica")
             thread.start(); thread.join()
-            preemption.heed()
+            preemption.handle()
         """
     )
     assert code == 0
     assert lines[0].startswith("UnisonoError SIGTERM cannot be handled from thread 'replica': ")
     assert lines[0].endswith("; call should_stop() once in the main thread before, outside of DataParallel")
-    assert lines[1:] == ["heeded"]
+    assert lines[1:] == ["handled"]
 
 
-def test_who_asked_is_told_once_that_it_is_heeded_and_at_once_where_it_is_already():
+def test_who_asked_is_told_once_that_it_is_handled_and_at_once_where_it_is_already():
     code, lines, _ = run(
         """
-        preemption.on_heed(lambda: print("before"))
-        print("heed")
-        preemption.heed()
-        preemption.heed()
-        preemption.on_heed(lambda: print("after"))
+        preemption.on_handling(lambda: print("before"))
+        print("handle")
+        preemption.handle()
+        preemption.handle()
+        preemption.on_handling(lambda: print("after"))
         """
     )
-    assert (code, lines) == (0, ["heed", "before", "after"])
+    assert (code, lines) == (0, ["handle", "before", "after"])
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
@@ -150,7 +150,7 @@ def test_other_children_are_ended_by_sigterm_as_ever(context, tmp_path):
             f"""
             import multiprocessing, subprocess
             if __name__ == "__main__":
-                preemption.heed()
+                preemption.handle()
                 process = multiprocessing.get_context({context!r}).Process(target=time.sleep, args=(1000,))
                 process.start(); process.terminate(); process.join()
                 print(process.exitcode)
@@ -165,7 +165,7 @@ def test_other_children_are_ended_by_sigterm_as_ever(context, tmp_path):
     assert (done.returncode, done.stdout.split()) == (0, ["-15"] * 4), done.stderr
 
 
-def test_a_fork_from_another_thread_is_as_if_nobody_heeded():
+def test_a_fork_from_another_thread_is_as_if_nobody_handled():
     code, lines, _ = run(
         """
         def fork():
@@ -173,7 +173,7 @@ def test_a_fork_from_another_thread_is_as_if_nobody_heeded():
                 term()
                 os._exit(0)
             print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-        preemption.heed()
+        preemption.handle()
         thread = threading.Thread(target=fork)
         thread.start(); thread.join()
         """
@@ -184,8 +184,8 @@ def test_a_fork_from_another_thread_is_as_if_nobody_heeded():
 def test_a_signal_that_comes_before_a_fork_knows_what_it_is_is_not_lost():
     code, lines, _ = run(
         """
-        os.register_at_fork(after_in_child=term)  # before the hooks that heeding installs, so it runs first
-        preemption.heed()
+        os.register_at_fork(after_in_child=term)  # before the hooks that handling installs, so it runs first
+        preemption.handle()
         if (pid := os.fork()) == 0:
             os._exit(0)
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), preemption.is_requested())
@@ -199,7 +199,7 @@ def test_a_signal_that_comes_before_a_fork_knows_what_it_is_is_not_lost():
 # Loader workers.
 
 
-@pytest.mark.parametrize("begin", ["preemption.heed()", "preemption.shield_loader_workers()"])
+@pytest.mark.parametrize("begin", ["preemption.handle()", "preemption.shield_loader_workers()"])
 def test_loader_workers_outlive_sigterm_and_leave_nothing_behind(begin):
     code, lines, errors = run(
         f"""
@@ -210,7 +210,7 @@ def test_loader_workers_outlive_sigterm_and_leave_nothing_behind(begin):
                 found = []
                 for batch in loader:
                     if len(found) == 4:
-                        preemption.heed()  # where only the workers were shielded, it is heeded while they run
+                        preemption.handle()  # where only the workers were shielded, it is handled while they run
                         let_a_stranger_term(os.getpid(), *(child.pid for child in children()))
                     found += batch.tolist()
                 print(found == list(range(32)), preemption.is_requested(), len(children()))
@@ -235,7 +235,7 @@ def test_a_loader_worker_that_is_stuck_is_ended_by_its_parent():
                 if index == 2:
                     time.sleep(1000)
                 return index
-        preemption.heed()
+        preemption.handle()
         values = iter(DataLoader(Stuck(), 2, num_workers=1))
         next(values)
         worker, = values._workers
@@ -261,7 +261,7 @@ def test_what_a_loader_worker_forks_is_ended_by_sigterm_as_ever():
                     term()
                     os._exit(0)
                 return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        preemption.heed()
+        preemption.handle()
         print(next(iter(DataLoader(Forking(), 2, num_workers=1))).tolist())
         """,
         LOADERS,

@@ -57,10 +57,10 @@ class Batch:
         mark: int,
         repeated: int = 0,
         dealt: int = 1,
-        is_told: bool = True,
+        is_sized: bool = True,
     ) -> None:
         self.loop, self.samples, self.total, self.mark = loop, samples, total, mark
-        self.rows, self.dealt = samples + repeated if is_told else None, dealt
+        self.rows, self.dealt = samples + repeated if is_sized else None, dealt
         self.number, self.at = loop.num_batches, next(_clock)
         self.is_used = False
 
@@ -177,7 +177,7 @@ class Deliveries:
         mark: int = 0,
         repeated: int = 0,
         dealt: int = 1,
-        is_told: bool = True,
+        is_sized: bool = True,
     ) -> Batch:
         """Register a batch that is being delivered, in the loop's thread.
 
@@ -185,11 +185,11 @@ class Deliveries:
             values: the batch itself, tensors in any nesting.
             samples, total, mark, dealt: as for `Batch`.
             repeated: the number of rows that follow the samples and do not count.
-            is_told: whether the number of its rows is known.
+            is_sized: whether the number of its rows is known.
         """
-        loop.rows.count(samples, repeated, is_told)
+        loop.rows.count(samples, repeated, is_sized)
         loop.is_evaluation = loop.is_evaluation and not torch.is_grad_enabled()
-        batch = Batch(loop, samples, total, mark, repeated, dealt, is_told)
+        batch = Batch(loop, samples, total, mark, repeated, dealt, is_sized)
         loop.kinds.setdefault((batch.counts, batch.rows), batch)
         loop.batches.append(batch)
         with self._changing:

@@ -184,7 +184,7 @@ def _num_samples(batch: Any, dim: int) -> int:
     return counts.pop() if counts else 0
 
 
-class _Seat(NamedTuple):
+class _Context(NamedTuple):
     """The communicator of a call, the rank's record of backward passes through such calls, and the call in words."""
 
     comm: Communicator
@@ -195,20 +195,20 @@ class _Seat(NamedTuple):
 def _forward(function: Any, call: Call, world: World | None, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
     world = world or current_world()
     with world.timeline.loop().span(REDUCE):
-        return _meet(function, _Seat(world.comm, world.state.part(Crossings), str(call)), x, *arguments)
+        return _meet(function, _Context(world.comm, world.state.part(Crossings), str(call)), x, *arguments)
 
 
-def _backward(function: Any, seat: _Seat, gradient: torch.Tensor, *arguments: Any) -> torch.Tensor:
+def _backward(function: Any, context: _Context, gradient: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """Run a backward pass; without a timeline span, since this may be autograd's thread."""
-    seat.crossings.note()
-    return _meet(function, seat._replace(call=f"the gradient of {seat.call}"), gradient, *arguments)
+    context.crossings.note()
+    return _meet(function, context._replace(call=f"the gradient of {context.call}"), gradient, *arguments)
 
 
-def _meet(function: Any, seat: _Seat, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+def _meet(function: Any, context: _Context, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """Apply `function`, after the ranks have compared their calls: a backward pass of some ranks only would hang."""
     is_recorded = x.requires_grad and torch.is_grad_enabled()
-    seat.comm.announce(f"{seat.call} {'with' if is_recorded else 'without'} a gradient")
-    found: torch.Tensor = function.apply(x, *arguments, seat)
+    context.comm.announce(f"{context.call} {'with' if is_recorded else 'without'} a gradient")
+    found: torch.Tensor = function.apply(x, *arguments, context)
     return found
 
 
@@ -216,69 +216,69 @@ class _AllGather(torch.autograd.Function):
     """[n, ...] to [size n, ...]."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, seat: _Seat) -> torch.Tensor:
-        ctx.seat = seat
-        return torch.cat(seat.comm.all_gather(x))
+    def forward(ctx: Any, x: torch.Tensor, context: _Context) -> torch.Tensor:
+        ctx.context = context
+        return torch.cat(context.comm.all_gather(x))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         # The sum, since the gradient is that of the sum of the ranks' losses.
-        return _backward(_ReduceScatter, ctx.seat, gradient, "sum"), None
+        return _backward(_ReduceScatter, ctx.context, gradient, "sum"), None
 
 
 class _ReduceScatter(torch.autograd.Function):
     """[size n, ...] to [n, ...]."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, op: LinearOp, seat: _Seat) -> torch.Tensor:
-        ctx.op, ctx.seat = op, seat
-        return seat.comm.reduce_scatter(x, op)
+    def forward(ctx: Any, x: torch.Tensor, op: LinearOp, context: _Context) -> torch.Tensor:
+        ctx.op, ctx.context = op, context
+        return context.comm.reduce_scatter(x, op)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        gathered = _backward(_AllGather, ctx.seat, gradient)
-        return gathered / ctx.seat.comm.size if ctx.op == "mean" else gathered, None, None
+        gathered = _backward(_AllGather, ctx.context, gradient)
+        return gathered / ctx.context.comm.size if ctx.op == "mean" else gathered, None, None
 
 
 class _AllReduce(torch.autograd.Function):
     """Any shape."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, op: LinearOp, seat: _Seat) -> torch.Tensor:
-        ctx.op, ctx.seat = op, seat
-        return seat.comm.all_reduce(_copy(x), op)  # in place
+    def forward(ctx: Any, x: torch.Tensor, op: LinearOp, context: _Context) -> torch.Tensor:
+        ctx.op, ctx.context = op, context
+        return context.comm.all_reduce(_copy(x), op)  # in place
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _backward(_AllReduce, ctx.seat, gradient, ctx.op), None, None
+        return _backward(_AllReduce, ctx.context, gradient, ctx.op), None, None
 
 
 class _Broadcast(torch.autograd.Function):
     """Any shape."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, root: int, seat: _Seat) -> torch.Tensor:
-        ctx.root, ctx.seat = root, seat
-        return seat.comm.broadcast(_copy(x), root)
+    def forward(ctx: Any, x: torch.Tensor, root: int, context: _Context) -> torch.Tensor:
+        ctx.root, ctx.context = root, context
+        return context.comm.broadcast(_copy(x), root)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _backward(_Reduce, ctx.seat, gradient, ctx.root), None, None
+        return _backward(_Reduce, ctx.context, gradient, ctx.root), None, None
 
 
 class _Reduce(torch.autograd.Function):
     """The sum on the root, zeros on the other ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, root: int, seat: _Seat) -> torch.Tensor:
-        ctx.root, ctx.seat = root, seat
+    def forward(ctx: Any, x: torch.Tensor, root: int, context: _Context) -> torch.Tensor:
+        ctx.root, ctx.context = root, context
         # The communicator has no reduction to one rank.
-        total = seat.comm.all_reduce(_copy(x))
-        return total if seat.comm.rank == root else total.zero_()
+        total = context.comm.all_reduce(_copy(x))
+        return total if context.comm.rank == root else total.zero_()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _backward(_Broadcast, ctx.seat, gradient, ctx.root), None, None
+        return _backward(_Broadcast, ctx.context, gradient, ctx.root), None, None
 
 
 def _copy(x: torch.Tensor) -> torch.Tensor:

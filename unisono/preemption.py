@@ -1,11 +1,11 @@
 """Preemption: SIGTERM as a request that a loop handles when it can, not as the end of the process.
 
 A scheduler that needs the machine sends SIGTERM, to every process of a job or to its first one, and SIGKILL a little
-later. Once this process *heeds* the signal, it only notes its arrival; the loop checks at step boundaries, saves, and
+later. Once this process *handles* the signal, it only notes its arrival; the loop checks at step boundaries, saves, and
 leaves in its own time.
 
 Loader workers must live as long, or the loop would fail before it can save. Those that are forked while this process
-heeds the signal, or after `shield_loader_workers`, ignore it, except when it comes from their parent, by which torch
+handles the signal, or after `shield_loader_workers`, ignore it, except when it comes from their parent, by which torch
 ends a stuck worker. Ignoring the signal (SIG_IGN) is not sufficient: torch gives each loader worker its own handler,
 written in C++, which ends it. So the signal is blocked there, which no handler can undo, and a thread takes it instead.
 
@@ -16,7 +16,7 @@ whatever program a process executes, and a user's own `multiprocessing.Pool` is 
 native code, or waits in a collective, runs it later. Everything else may be called from any thread.
 
 Invariants:
-1. Before the first `heed`, this process is unchanged: no handler, and forked processes are not affected.
+1. Before the first `handle`, this process is unchanged: no handler, and forked processes are not affected.
 2. Requests are idempotent: a second SIGTERM changes nothing.
 """
 
@@ -36,7 +36,7 @@ from unisono.torch_private import LOADER_WORKER_MODULE
 
 _is_requested = False
 _is_agreed = False
-_is_heeded = False
+_is_handled = False
 _shields_loader_workers = False
 _is_shielded = False  # this process is a shielded loader worker
 _previous: Any = signal.SIG_DFL  # what SIGTERM did before
@@ -44,7 +44,7 @@ _callbacks: list[Callable[[], None]] = []
 _forking = threading.local()  # each thread's signal mask from before the fork that it makes
 
 
-def heed() -> None:
+def handle() -> None:
     """From now on SIGTERM only sets a flag, which `is_requested` reads. Idempotent.
 
     An existing handler of the user is called as well. Loader workers are shielded from now on.
@@ -52,8 +52,8 @@ def heed() -> None:
     Raises:
         UnisonoError: this is the first call, and not in the main thread.
     """
-    global _is_heeded, _previous
-    if _is_heeded:
+    global _is_handled, _previous
+    if _is_handled:
         return
     if threading.current_thread() is not threading.main_thread():
         raise UnisonoError(
@@ -64,38 +64,38 @@ def heed() -> None:
     shield_loader_workers()
     before = signal.signal(signal.SIGTERM, _note)
     _previous = signal.SIG_DFL if before is None else before  # None: installed by native code, and cannot be restored
-    _is_heeded = True
+    _is_handled = True
     for callback in _callbacks:
         callback()
 
 
 @contextmanager
 def scope() -> Iterator[None]:
-    """Restore the handling of SIGTERM after the block, if the block has begun to heed it.
+    """Restore the handling of SIGTERM after the block, if the block has begun to handle it.
 
     A request that the block has not answered by an agreed stop is sent again, to the handler of that time.
     """
-    global _is_heeded, _is_requested, _is_agreed
-    was_heeded, was_agreed, _is_agreed = _is_heeded, _is_agreed, False
+    global _is_handled, _is_requested, _is_agreed
+    was_handled, was_agreed, _is_agreed = _is_handled, _is_agreed, False
     try:
         yield
     finally:
         is_unanswered = _is_requested and not _is_agreed
         _is_agreed = was_agreed
-        if _is_heeded and not was_heeded:
-            _is_heeded = _is_requested = False
+        if _is_handled and not was_handled:
+            _is_handled = _is_requested = False
             signal.signal(signal.SIGTERM, _previous)
             if is_unanswered:
                 os.kill(os.getpid(), signal.SIGTERM)
 
 
 def takes(handler: object) -> bool:
-    """Whether that is the handler of a process that heeds SIGTERM."""
+    """Whether that is the handler of a process that handles SIGTERM."""
     return handler is _note
 
 
 def is_requested() -> bool:
-    """Whether this process was asked to stop: SIGTERM has arrived since it is heeded, or `request` was called."""
+    """Whether this process was asked to stop: SIGTERM has arrived since it is handled, or `request` was called."""
     return _is_requested
 
 
@@ -116,9 +116,9 @@ def is_agreed() -> bool:
     return _is_agreed
 
 
-def on_heed(callback: Callable[[], None]) -> None:
-    """Call `callback` when SIGTERM is heeded for the first time; at once if it is heeded already."""
-    if _is_heeded:
+def on_handling(callback: Callable[[], None]) -> None:
+    """Call `callback` when SIGTERM is handled for the first time; at once if it is handled already."""
+    if _is_handled:
         callback()
     else:
         _callbacks.append(callback)
@@ -128,7 +128,7 @@ def shield_loader_workers() -> None:
     """Make torch's loader workers that this process forks from now on ignore SIGTERM, except from this process.
 
     If they end with their parent in any case, as in a worker of `spawn`, this can be done long before SIGTERM is
-    heeded, if it ever is: then workers that are running at that time are shielded, too.
+    handled, if it ever is: then workers that are running at that time are shielded, too.
     """
     global _shields_loader_workers
     if not _shields_loader_workers and hasattr(os, "register_at_fork"):
@@ -156,14 +156,14 @@ def _end_fork() -> None:
 
 def _begin_child() -> None:
     """Run first in a fork of this process: a loader worker shields itself; any other restores the signal's handling."""
-    global _is_shielded, _is_heeded
+    global _is_shielded, _is_handled
     was_shielded, _is_shielded = _is_shielded, _is_loader_worker(sys._getframe(1))
     if _is_shielded:
         # SIGTERM stays blocked in all threads of this process, so only `sigwaitinfo` takes it.
         threading.Thread(target=listen_to_parent, name="unisono-sigterm", daemon=True).start()
         return
-    if _is_heeded:
-        _is_heeded = False
+    if _is_handled:
+        _is_handled = False
         signal.signal(signal.SIGTERM, _previous)
     # A child of a shielded loader worker is not shielded, so it must not inherit the blocked signal.
     signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask - ({signal.SIGTERM} if was_shielded else set()))

@@ -45,7 +45,7 @@ class LoopRows:
     Attributes:
         num_batches: the number of batches.
         is_gathered: whether a metric was gathered of some batch.
-        is_told: whether the number of rows of every batch is known; else no number of rows identifies batches.
+        is_sized: whether the number of rows of every batch is known; else no number of rows identifies batches.
     """
 
     def __init__(self) -> None:
@@ -53,11 +53,11 @@ class LoopRows:
         self._ungathered: deque[_Run] = deque()  # of these no metric was gathered, as far as is known
         self.num_batches = 0
         self.is_gathered = False
-        self.is_told = True
+        self.is_sized = True
 
-    def count(self, samples: int, repeated: int, is_told: bool = True) -> None:
+    def count(self, samples: int, repeated: int, is_sized: bool = True) -> None:
         """Register a delivered batch: its number of samples, and of the rows after them, which do not count."""
-        self.is_told = self.is_told and is_told
+        self.is_sized = self.is_sized and is_sized
         for runs in (self._runs, self._ungathered):
             # Equal batches are counted in one run, so that an epoch has only a few.
             is_more = bool(runs) and runs[-1][:2] == (samples, samples + repeated)
@@ -71,7 +71,7 @@ class LoopRows:
 
         Only batches of which no metric was gathered are considered; if none of these fit, the last batches.
         """
-        if not self.is_told:
+        if not self.is_sized:
             return []
         found: dict[tuple[tuple[int, int], ...], int] = {}
         end, behind = self.num_batches, 0

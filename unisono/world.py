@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from unisono.backends import backend_of_group, get_backend, pick_backend
 from unisono.comm.processes import ProcessCommunicator
-from unisono.comm.selection import process_communicator, seat_of, thread_communicators
+from unisono.comm.selection import innermost, process_communicator, thread_communicators
 from unisono.comm.solo import SoloCommunicator
 from unisono.comm.threads import ThreadCommunicator
 from unisono.deliveries import Deliveries
@@ -96,12 +96,12 @@ class World:
     @property
     def is_of_processes(self) -> bool:
         """Whether each rank is a process, joined with the others by torch's process group."""
-        return isinstance(seat_of(self.comm), ProcessCommunicator)
+        return isinstance(innermost(self.comm), ProcessCommunicator)
 
     @property
     def is_hosted(self) -> bool:
         """Whether a rank's tensors reach the others through main memory, or through the devices' runtime."""
-        return seat_of(self.comm) is not self.comm
+        return innermost(self.comm) is not self.comm
 
     @property
     def takes_engines(self) -> bool:
@@ -233,9 +233,9 @@ def thread_worlds(
 
 def meet_anew(worlds: list[World]) -> None:
     """Reset the meeting of these worlds, whose threads have all ended, as if it were new."""
-    found = [seat_of(world.comm) for world in worlds]
-    if seats := [seat for seat in found if isinstance(seat, ThreadCommunicator)]:
-        ThreadCommunicator.meet_anew(seats)
+    found = [innermost(world.comm) for world in worlds]
+    if members := [member for member in found if isinstance(member, ThreadCommunicator)]:
+        ThreadCommunicator.meet_anew(members)
 
 
 def _adopted_world() -> World:

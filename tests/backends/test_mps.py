@@ -18,7 +18,7 @@ from twin import Case, State, assert_all_are, plain_run, run
 from unisono import Accelerator
 from unisono.backends.mps import MpsBackend
 from unisono.comm.processes import ProcessCommunicator
-from unisono.comm.selection import process_communicator, seat_of
+from unisono.comm.selection import innermost, process_communicator
 from unisono.comm.through_host import ThroughHostCommunicator
 from unisono.strategies import DDP
 from unisono.world import World, current_world, use_world
@@ -50,7 +50,7 @@ class StandIn(MpsBackend):
 def on_stand_in() -> Iterator[World]:
     """The rank's world, on that family."""
     world, family = current_world(), StandIn()
-    seat: Any = seat_of(world.comm)
+    seat: Any = innermost(world.comm)
     store = dist.PrefixStore("stand-in", seat._store)  # type: ignore[attr-defined]
     comm = process_communicator(family, world.device, store, owns_group=False)
     with use_world(replace(world, backend=family, comm=comm)) as found:
@@ -60,7 +60,7 @@ def on_stand_in() -> Iterator[World]:
 def test_ranks_meet_in_main_memory_and_train_as_one_without_an_engine_of_torch() -> None:
     def body() -> tuple[State, type, type]:
         with on_stand_in() as world, patch.object(DistributedDataParallel, "__init__", side_effect=AssertionError):
-            return run(CASE, strategy="ddp"), type(world.comm), type(seat_of(world.comm))
+            return run(CASE, strategy="ddp"), type(world.comm), type(innermost(world.comm))
 
     ranks = PROCESSES_2.run(body)
     assert_all_are([state for state, *_ in ranks], plain_run(CASE, 2))

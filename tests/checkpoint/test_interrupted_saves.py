@@ -95,7 +95,7 @@ def test_a_kill_at_a_file_operation_leaves_the_one_before_or_the_new_one(
         taken.append(loaded(root / place))
         way(root, 4)
         assert loaded(root / place) == 4
-        assert not list(root.glob(".*")), "wrecks are cleared away"
+        assert not list(root.glob(".*")), "interrupted saves are cleared away"
     assert taken == sorted(taken), "once it is there, it is there"
     assert set(taken) == {2, 3}
 

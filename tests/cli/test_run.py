@@ -381,17 +381,17 @@ import sys, unisono
 from pathlib import Path
 from faults import Line, stand_still
 from unisono.parallel.stopping import should_stop
-if "heed" in sys.argv:
+if "handle" in sys.argv:
     should_stop()
 Line(Path(sys.argv[1])).say("running")
-while "heed" in sys.argv:
+while "handle" in sys.argv:
     if should_stop():
         sys.exit(0)
 stand_still()
 """
 
 
-@pytest.mark.parametrize(("how", "signum", "code"), [("stand", signal.SIGINT, 130), ("heed", signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("how", "signum", "code"), [("stand", signal.SIGINT, 130), ("handle", signal.SIGTERM, 143)])
 def test_the_exit_code_tells_of_a_stop(tmp_path, how, signum, code):
     (tmp_path / "standing.py").write_text(STANDING)
     line = Line.at(tmp_path / "line")

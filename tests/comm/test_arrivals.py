@@ -26,7 +26,7 @@ def seat(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[int], Arri
 
 def test_whoever_has_noted_nothing_is_missing_and_has_done_nothing(seat):
     assert seat(0).missing(1) == [0, 1, 2]
-    assert seat(0).last_deed(1) == ""
+    assert seat(0).last_action(1) == ""
 
 
 def test_a_rank_that_has_come_is_not_missing_nor_one_that_has_gone_on(seat):
@@ -37,7 +37,7 @@ def test_a_rank_that_has_come_is_not_missing_nor_one_that_has_gone_on(seat):
     seats[2].note(3, "called sum()")
     assert [each.missing(2) for each in seats] == [[1]] * SIZE
     assert seats[1].missing(1) == []
-    assert [seats[1].last_deed(rank) for rank in range(SIZE)] == [
+    assert [seats[1].last_action(rank) for rank in range(SIZE)] == [
         "called barrier()",
         "called barrier()",
         "called sum()",
@@ -60,16 +60,16 @@ def test_missing_are_exactly_those_whose_number_is_smaller(tmp_path_factory, num
     st.lists(st.lists(st.sampled_from("abc"), min_size=5, max_size=5), min_size=2, max_size=4),
     st.permutations([rank for rank in range(4) for _ in range(5)]),
 )
-def test_whoever_comes_later_reads_what_the_others_do_there_and_nobody_else_does(tmp_path_factory, deeds, order):
-    seats = shared(tmp_path_factory.mktemp("rendezvous"), len(deeds))
-    numbers = [0] * len(deeds)
-    for rank in (each for each in order if each < len(deeds)):
+def test_whoever_comes_later_reads_what_the_others_do_there_and_nobody_else_does(tmp_path_factory, actions, order):
+    seats = shared(tmp_path_factory.mktemp("rendezvous"), len(actions))
+    numbers = [0] * len(actions)
+    for rank in (each for each in order if each < len(actions)):
         number = numbers[rank] = numbers[rank] + 1
-        own = deeds[rank][number - 1]
+        own = actions[rank][number - 1]
         expected = {
-            peer: deeds[peer][number - 1]
-            for peer in range(len(deeds))
-            if peer != rank and numbers[peer] >= number and deeds[peer][number - 1] != own
+            peer: actions[peer][number - 1]
+            for peer in range(len(actions))
+            if peer != rank and numbers[peer] >= number and actions[peer][number - 1] != own
         }
         assert seats[rank].note(number, own) == expected
 

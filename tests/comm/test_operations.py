@@ -14,7 +14,7 @@ from unisono.comm.operations import (
     Announcement,
     Call,
     Entry,
-    deed_of,
+    action_of,
     departure,
     digest_of,
     mismatch_error,
@@ -114,15 +114,15 @@ def test_a_mismatch_reads_as_a_sentence():
 
 
 def mismatch_of(*entries: Entry) -> CollectiveMismatchError:
-    return mismatch_error({rank: deed_of(entry) for rank, entry in enumerate(entries)})
+    return mismatch_error({rank: action_of(entry) for rank, entry in enumerate(entries)})
 
 
 @pytest.mark.slow
 def test_equal_calls_have_equal_digests_in_every_process_and_others_other_ones():
     program = (
-        "import torch; from unisono.comm.operations import Call, deed_of, digest_of;"
-        "print(digest_of(deed_of(Call.on('all_reduce', torch.ones(10), 'sum'))))"
+        "import torch; from unisono.comm.operations import Call, action_of, digest_of;"
+        "print(digest_of(action_of(Call.on('all_reduce', torch.ones(10), 'sum'))))"
     )
     elsewhere = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert digest_of(deed_of(CALLS[1])) == int(elsewhere.stdout)
-    assert len({digest_of(deed_of(call)) for call in CALLS}) == len(CALLS)
+    assert digest_of(action_of(CALLS[1])) == int(elsewhere.stdout)
+    assert len({digest_of(action_of(call)) for call in CALLS}) == len(CALLS)

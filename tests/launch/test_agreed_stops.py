@@ -139,7 +139,7 @@ def test_sigterm_to_one_rank_stops_all_at_the_same_step_and_their_results_are_ke
     assert len(set(caught.value.results)) == 1
 
 
-def test_a_group_that_does_not_heed_sigterm_is_ended_by_it(tmp_path, line, ear):
+def test_a_group_that_does_not_handle_sigterm_is_ended_by_it(tmp_path, line, ear):
     source = SCRIPT.replace("    should_stop()\n", "").replace("if should_stop():", "if False:")
     source = source.replace("nprocs=2", "nprocs=2, log_dir='logs'")
     with Script(source, tmp_path) as script:
@@ -150,7 +150,7 @@ def test_a_group_that_does_not_heed_sigterm_is_ended_by_it(tmp_path, line, ear):
     assert read_run(tmp_path / "logs" / "latest").facts["state"] == "stopped"
 
 
-def test_a_rank_that_heeds_sigterm_is_stopped_all_the_same_when_a_peer_fails(line, ear):
+def test_a_rank_that_handles_sigterm_is_stopped_all_the_same_when_a_peer_fails(line, ear):
     def work(index):
         should_stop()
         line.say(os.getpid())
@@ -188,7 +188,7 @@ def test_a_peer_that_fails_after_a_request_ends_the_others_at_once(line, ear):
     assert survivors(list(pids.values())) == []
 
 
-def test_stop_still_stops_those_that_heed_sigterm(line, ear):
+def test_stop_still_stops_those_that_handle_sigterm(line, ear):
     context = spawn(train, args=(line,), nprocs=2, join=False)
     ear.hear_all(2)
     context.stop()
@@ -196,7 +196,7 @@ def test_stop_still_stops_those_that_heed_sigterm(line, ear):
         context.join()
 
 
-def test_stop_kills_after_the_grace_those_that_heed_sigterm_and_never_ask_again(line, ear):
+def test_stop_kills_after_the_grace_those_that_handle_sigterm_and_never_ask_again(line, ear):
     def work(index):
         should_stop()
         line.say(index)
@@ -277,7 +277,7 @@ except SystemExit as stop:
 """
 
 
-@pytest.mark.parametrize("begin", ["", "should_stop()  # the caller heeds SIGTERM itself"], ids=["plain", "heeding"])
+@pytest.mark.parametrize("begin", ["", "should_stop()  # the caller handles SIGTERM itself"], ids=["plain", "handling"])
 def test_a_stop_that_comes_after_the_last_question_is_not_lost(tmp_path, line, ear, gate, let_pass, begin):
     with Script(LATE.format(begin=begin), tmp_path) as script:
         ear.hear_all(2)

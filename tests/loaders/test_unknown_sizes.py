@@ -206,7 +206,7 @@ def test_two_views_of_a_batch_whose_size_is_known_are_still_cut() -> None:
 def test_beside_a_batch_that_does_not_tell_all_count_as_one() -> None:
     told, untold = Size(4), Size(1, False, "Scene")
     first, second = deal([told, untold], 2)
-    assert (first, second) == (Part(0, 0, 4, 1, 2, is_told=False), Part(1, 0, 1, 1, 2, is_told=False))
+    assert (first, second) == (Part(0, 0, 4, 1, 2, is_sized=False), Part(1, 0, 1, 1, 2, is_sized=False))
     assert [part.samples for part in deal([untold, told], 5)] == [1, 0, 0, 1, 0]
     assert [part.repeated for part in deal([untold, told], 5)] == [0, 1, 1, 0, 4]
 

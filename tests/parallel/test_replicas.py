@@ -86,17 +86,17 @@ def test_dropping_the_owner_ends_the_threads():
 
 
 def test_an_interrupt_is_passed_on_and_the_functions_are_still_waited_for():
-    threads, ended, is_told, seen = ReplicaThreads(2), [], threading.Event(), []
+    threads, ended, is_sized, seen = ReplicaThreads(2), [], threading.Event(), []
 
     def body(number: int) -> None:
         if number == 0:
             interrupt_main_thread()
-        is_told.wait(PATIENCE_S)
+        is_sized.wait(PATIENCE_S)
         ended.append(number)
 
     def on_interrupt(error: BaseException) -> None:
         seen.append(type(error))
-        is_told.set()
+        is_sized.set()
 
     with pytest.raises(KeyboardInterrupt):
         threads.run([lambda: body(0), lambda: body(1)], on_interrupt)

@@ -34,9 +34,9 @@ def batches() -> Iterator[list[torch.Tensor]]:
 
 
 @pytest.fixture
-def heeded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the main thread had heeded SIGTERM, and no stop were requested; no handler is installed in this process."""
-    monkeypatch.setattr(preemption, "_is_heeded", True)
+def handled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the main thread had handled SIGTERM, and no stop were requested; this process has no handler."""
+    monkeypatch.setattr(preemption, "_is_handled", True)
     monkeypatch.setattr(preemption, "_is_requested", False)
 
 
@@ -44,7 +44,7 @@ def heeded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.any_family
-def test_replicas_stop_after_the_same_step_when_their_process_is_asked(heeded):
+def test_replicas_stop_after_the_same_step_when_their_process_is_asked(handled):
     def body() -> int:
         for step in range(1000):
             if unisono.rank() == 1 and step == 5:
@@ -65,7 +65,7 @@ def test_replicas_that_nobody_prepared_are_told_what_to_call_first():
 
 
 @pytest.mark.any_family
-def test_once_agreed_it_stays_so_in_that_world_and_meets_nobody(heeded):
+def test_once_agreed_it_stays_so_in_that_world_and_meets_nobody(handled):
     def body() -> tuple[list[bool], int]:
         world, calls = current_world(), []
         reduce = world.comm.all_reduce
@@ -184,7 +184,7 @@ def test_a_signal_stops_replicas_that_the_main_thread_waits_for(tmp_path: Path):
     assert (code, output.split(), errors) == (0, ["1", "True"], "")
 
 
-def test_this_process_heeds_nothing_after_all():
+def test_this_process_handles_nothing_after_all():
     """What the tests here do to signals, they do elsewhere."""
     assert threading.current_thread() is threading.main_thread()
     assert signal.getsignal(signal.SIGTERM) is not preemption._note

@@ -11,7 +11,7 @@ from torch import nn
 
 from unisono import Accelerator, all_gather_object, all_reduce, current_world, spawn
 from unisono.backends import xla
-from unisono.comm.selection import seat_of
+from unisono.comm.selection import innermost
 from unisono.comm.xla import XlaProcesses
 from unisono.errors import BrokenWorldError, CollectiveMismatchError
 from unisono.strategies import DDP
@@ -111,12 +111,12 @@ def test_processes_that_the_runtime_joins_compare_their_calls_before_it_is_asked
 
     def differs(index: int) -> None:
         world = current_world()
-        comm = XlaProcesses(seat_of(world.comm), partial(world.backend.synchronize, world.device))
+        comm = XlaProcesses(innermost(world.comm), partial(world.backend.synchronize, world.device))
         if index and other == "barrier()":
             comm.barrier()
         comm.all_reduce(torch.ones(2 + index, device=world.device))
 
     with pytest.raises(CollectiveMismatchError) as mismatch:
         spawn(differs, nprocs=2, backend="xla")
-    for deed in (other, "all_reduce(float32[2], 'sum')"):
-        assert f"called {deed}" in str(mismatch.value)
+    for action in (other, "all_reduce(float32[2], 'sum')"):
+        assert f"called {action}" in str(mismatch.value)

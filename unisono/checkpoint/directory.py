@@ -282,7 +282,7 @@ def find(path: Path, check: Callable[[Path], Manifest] = verify) -> tuple[Path, 
         return candidate, manifest
     if damaged:
         raise DamagedCheckpointError(f"no checkpoint at {path} is intact: {'; '.join(damaged)}")
-    left = [each.name for each in _wrecks(path)]
+    left = [each.name for each in _interrupted_saves(path)]
     told = f"; saves that were interrupted have left {', '.join(left)}" if left else ""
     raise NoCheckpointError(f"there is no checkpoint at {path}{told}")
 
@@ -290,20 +290,20 @@ def find(path: Path, check: Callable[[Path], Manifest] = verify) -> tuple[Path, 
 def _candidates(path: Path) -> list[Path]:
     """The checkpoints that may be loaded, in order of preference."""
     if (path / NAME).exists() or not list(numbered_in(path)):
-        own = [path] if path.is_dir() and (any(path.iterdir())) and not _holds_wrecks_only(path) else []
-        return [*own, *_whole(_wrecks(path))]
+        own = [path] if path.is_dir() and (any(path.iterdir())) and not _holds_interrupted_only(path) else []
+        return [*own, *_whole(_interrupted_saves(path))]
     numbered = newest_first(path)
     with suppress(OSError, UnicodeDecodeError):
         named = path / (path / LATEST).read_text().strip()
         numbered = [*(each for each in numbered if each == named), *(each for each in numbered if each != named)]
-    return [*numbered, *_whole(_wrecks(path))]
+    return [*numbered, *_whole(_interrupted_saves(path))]
 
 
-def _holds_wrecks_only(path: Path) -> bool:
+def _holds_interrupted_only(path: Path) -> bool:
     return all(_WRECK.fullmatch(each.name) for each in path.iterdir())
 
 
-def _wrecks(path: Path) -> list[Path]:
+def _interrupted_saves(path: Path) -> list[Path]:
     """What interrupted saves of this checkpoint, or into this directory, have left, next to it or in it."""
     kinds = ("saving", "replaced")  # of the same save, the new one first
     beside = [each for kind in kinds for each in path.parent.glob(f".{kind}-{escape(path.name)}-@*")]

@@ -102,7 +102,7 @@ class PreparedStates:
             CheckpointError: there is such an optimizer.
         """
         for engine in self._engines():
-            for each in (trainer.optimizer() for trainer in engine.trainers if trainer.is_stranger):
+            for each in (trainer.optimizer() for trainer in engine.trainers if trainer.is_unprepared):
                 if each is not None and not any(each is other for other in self._registered):
                     raise CheckpointError(
                         f"save_state would leave out the {type(each).__name__} that has stepped for the {engine.name}, "

@@ -99,15 +99,15 @@ def location(path: str | os.PathLike[str] | RemotePath) -> Location:
 
 def check_place_at(place: Place) -> None:
     """Like `directory.check_place`, in a store."""
-    strangers = _strangers_at(place.path)
-    if strangers:
+    others = _others_at(place.path)
+    if others:
         raise FileExistsError(
-            f"{place.path} holds {', '.join(strangers[:3])}, and a checkpoint would replace them; pass an unused "
+            f"{place.path} holds {', '.join(others[:3])}, and a checkpoint would replace them; pass an unused "
             f"place, or that of a checkpoint, such as {place.path / 'best'}"
         )
 
 
-def _strangers_at(path: RemotePath) -> list[str]:
+def _others_at(path: RemotePath) -> list[str]:
     """The names there that do not belong to a checkpoint."""
     store, base = path.store()
     names = _names_at(store, base)
@@ -158,7 +158,7 @@ def _clear(place: Place, own: str) -> None:
             if name != own and _OWN.fullmatch(name):
                 store.rm(f"{base}/{name}", recursive=True)
         kept = place.keep if place.is_numbered else None
-        for path in [path for path in newest_first(target.parent) if not _strangers_at(path)][kept:] if kept else []:
+        for path in [path for path in newest_first(target.parent) if not _others_at(path)][kept:] if kept else []:
             if path != target:
                 _remove(path)
     except OSError as error:

@@ -34,14 +34,14 @@ _SETTLING_S = 0.001
 class Arrivals(Protocol):
     """Where the ranks of a group note how many collectives they have entered."""
 
-    def note(self, number: int, deed: str) -> dict[int, str]:
-        """Note that this rank enters its `number`-th collective with that deed; return the deeds of ranks that differ
+    def note(self, number: int, action: str) -> dict[int, str]:
+        """Note that this rank enters its `number`-th collective with that action; return those of ranks that differ
         there."""
 
     def missing(self, number: int) -> list[int]:
         """The ranks that have not yet entered their `number`-th."""
 
-    def last_deed(self, rank: int) -> str:
+    def last_action(self, rank: int) -> str:
         """What that rank did last; "" if it is not known."""
 
 
@@ -60,8 +60,8 @@ class SharedArrivals:
             os.close(file)
         self._words = memoryview(self._bytes).cast("q")  # one aligned write, one aligned read
 
-    def note(self, number: int, deed: str) -> dict[int, str]:
-        own = fitted(deed, _NOTE - _HEAD)
+    def note(self, number: int, action: str) -> dict[int, str]:
+        own = fitted(action, _NOTE - _HEAD)
         start = self._place(self._rank, number)
         # While the text is rewritten, the note belongs to no call.
         self._words[start // 8] = 0
@@ -79,7 +79,7 @@ class SharedArrivals:
     def missing(self, number: int) -> list[int]:
         return [rank for rank in range(self._size) if self._newest_entry(rank) < number]
 
-    def last_deed(self, rank: int) -> str:
+    def last_action(self, rank: int) -> str:
         return self._text(rank, self._newest_entry(rank)).decode(errors="replace")
 
     def _place(self, rank: int, number: int) -> int:
@@ -108,14 +108,14 @@ class StoredArrivals:
         self._rank = rank
         self._size = size
 
-    def note(self, number: int, deed: str) -> dict[int, str]:
-        self._store.set(_KEY.format(self._rank), f"{number} {deed}")
+    def note(self, number: int, action: str) -> dict[int, str]:
+        self._store.set(_KEY.format(self._rank), f"{number} {action}")
         return {}
 
     def missing(self, number: int) -> list[int]:
         return [rank for rank in range(self._size) if int(self._read_entry(rank)[0]) < number]
 
-    def last_deed(self, rank: int) -> str:
+    def last_action(self, rank: int) -> str:
         return self._read_entry(rank)[2]
 
     def _read_entry(self, rank: int) -> tuple[str, str, str]:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from unisono.comm.operations import Call, broken, deed_of, departure, left, mismatch_error
+from unisono.comm.operations import Call, action_of, broken, departure, left, mismatch_error
 from unisono.outcome import Outcome, copy_error
 
 R = TypeVar("R")
@@ -98,7 +98,7 @@ class Meeting:
         with self._changed:
             if rank in self._departed:
                 return
-            self._departed[rank] = deed_of(self._last_calls[rank]) if rank in self._last_calls else ""
+            self._departed[rank] = action_of(self._last_calls[rank]) if rank in self._last_calls else ""
             waiting = self._round.calls
             if waiting:
                 first = min(waiting)
@@ -133,7 +133,7 @@ class Meeting:
             outcome = Outcome.capture(combine, [here.values[rank] for rank in range(self.size)])
             here.values.clear()
         else:
-            outcome = Outcome.failure(mismatch_error({rank: deed_of(call) for rank, call in here.calls.items()}))
+            outcome = Outcome.failure(mismatch_error({rank: action_of(call) for rank, call in here.calls.items()}))
         if outcome.error is not None:
             with self._changed:
                 self._break(f"{type(outcome.error).__name__}: {outcome.error}", outcome.error)

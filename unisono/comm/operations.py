@@ -78,23 +78,23 @@ class Announcement:
 Entry = Call | Announcement
 
 
-def deed_of(entry: Entry) -> str:
+def action_of(entry: Entry) -> str:
     """What the rank did, as the end of a sentence that begins with its name. Equal only for equal entries."""
     return f"called {entry}" if isinstance(entry, Call) else f"came to {entry}"
 
 
-def digest_of(deed: str) -> int:
+def digest_of(action: str) -> int:
     """A number below 2**56, the same in every process for equal texts, and different for others."""
     # 7 bytes, so that a digest and its negative fit into an int64 tensor.
-    return int.from_bytes(blake2b(deed.encode(), digest_size=7).digest())
+    return int.from_bytes(blake2b(action.encode(), digest_size=7).digest())
 
 
-def fitted(deed: str, room: int) -> bytes:
+def fitted(action: str, room: int) -> bytes:
     """The text in at most `room` bytes; if it is truncated, a digest keeps different texts distinct."""
-    text = deed.encode()
+    text = action.encode()
     if len(text) <= room:
         return text
-    digest = f"... ({digest_of(deed):x})".encode()
+    digest = f"... ({digest_of(action):x})".encode()
     return text[: room - len(digest)] + digest
 
 
@@ -171,34 +171,36 @@ def left(rank: int, call: Entry) -> BrokenWorldError:
     return BrokenWorldError(f"rank {rank} has left this world and cannot call {call}")
 
 
-def departure(last_deeds: Mapping[int, str]) -> str:
+def departure(last_actions: Mapping[int, str]) -> str:
     """Describe which ranks have left and, if that is known, the last action of each."""
-    names = ", ".join(map(str, sorted(last_deeds)))
-    has = f"rank {names} has left this world" if len(last_deeds) == 1 else f"ranks {names} have left this world"
-    deeds = {_RATES.sub("", _ROUND.sub("", deed)) for deed in last_deeds.values() if deed}
-    if len(last_deeds) > 1 or not deeds:
+    names = ", ".join(map(str, sorted(last_actions)))
+    has = f"rank {names} has left this world" if len(last_actions) == 1 else f"ranks {names} have left this world"
+    actions = {_RATES.sub("", _ROUND.sub("", action)) for action in last_actions.values() if action}
+    if len(last_actions) > 1 or not actions:
         return has
-    return f"{has} after it {deeds.pop()}: it returned, or left its loop, while others continue; end loops on all ranks"
+    return (
+        f"{has} after it {actions.pop()}: it returned, or left its loop, while others continue; end loops on all ranks"
+    )
 
 
-def mismatch_error(deeds: Mapping[int, str]) -> CollectiveMismatchError:
+def mismatch_error(actions: Mapping[int, str]) -> CollectiveMismatchError:
     """The error of ranks that met in different calls; the message names all of them, grouped by what they did.
 
     Args:
-        deeds: of each rank that has arrived, as `deed_of` returns it.
+        actions: of each rank that has arrived, as `action_of` returns it.
     """
     groups: dict[str, list[int]] = {}
-    without_rounds = {rank: _ROUND.sub("", deed) for rank, deed in deeds.items()}
-    short = {rank: _RATES.sub("", deed) for rank, deed in without_rounds.items()}
+    without_rounds = {rank: _ROUND.sub("", action) for rank, action in actions.items()}
+    short = {rank: _RATES.sub("", action) for rank, action in without_rounds.items()}
     if have_other_rates := len(set(without_rounds.values())) > len(set(short.values())) == 1:
-        deeds = without_rounds
+        actions = without_rounds
     elif len(set(short.values())) > 1:  # the difference is visible without them
-        deeds = short
-    for rank, deed in sorted(deeds.items()):
-        groups.setdefault(deed, []).append(rank)
-    first, *others = (f"{name_ranks(ranks)} {deed}" for deed, ranks in groups.items())
+        actions = short
+    for rank, action in sorted(actions.items()):
+        groups.setdefault(action, []).append(rank)
+    first, *others = (f"{name_ranks(ranks)} {action}" for action, ranks in groups.items())
     rule = "call the same collectives in the same order with the same shapes and types"
-    are_of_steps = [bool(_OF_A_STEP.search(deed)) for deed in groups]
+    are_of_steps = [bool(_OF_A_STEP.search(action)) for action in groups]
     if have_other_rates:
         rule = "step the scheduler, set learning rates, and load optimizer states alike: not under `if is_rank_zero():`"
     elif all(are_of_steps):
@@ -216,13 +218,13 @@ def mismatch_error(deeds: Mapping[int, str]) -> CollectiveMismatchError:
     found = f"{first} while {' and '.join(others)}"
     if len(set(without_rounds.values())) == 1:
         apart = " and ".join(map(name_ranks, groups.values()))
-        found = f"{name_ranks(sorted(deeds))} {short[min(deeds)]}, but {apart} are in different loops or loaders"
+        found = f"{name_ranks(sorted(actions))} {short[min(actions)]}, but {apart} are in different loops or loaders"
     return CollectiveMismatchError(f"{found}; every rank must {rule}")
 
 
-def _differ_in_rows(deeds: Iterable[str]) -> bool:
+def _differ_in_rows(actions: Iterable[str]) -> bool:
     """Whether all ranks gather the same kind of rows, but in different numbers."""
-    found = [_GATHERED.search(deed) for deed in deeds]
+    found = [_GATHERED.search(action) for action in actions]
     return (
         all(found)
         and len({(each["type"], each["row"]) for each in found if each}) == 1

@@ -12,7 +12,7 @@ group has no such part, tensors in main memory are sent by way of the rank's dev
 
 That all ranks make the same call is verified before the transport is used: on one machine by notes in shared memory
 (`arrivals`). Elsewhere announcements are compared, and with `is_checked` all calls: by a reduction of two numbers,
-whose minimum and maximum show whether all ranks do the same; only if they do not are their deeds exchanged.
+whose minimum and maximum show whether all ranks do the same; only if they do not are their actions exchanged.
 
 *Threads:* the rank's own thread; for `abort`, `current`, `num_calls` and `progress` any thread.
 """
@@ -35,12 +35,12 @@ from unisono.comm.operations import (
     Announcement,
     Call,
     Entry,
+    action_of,
     broken,
     check_reduction,
     check_root,
     check_scatter,
     check_tensor,
-    deed_of,
     departure,
     digest_of,
     left,
@@ -294,26 +294,26 @@ class ProcessCommunicator:
     def _enter(self, call: Entry) -> None:
         self._call, self._last = call if isinstance(call, Call) else None, call
         self.num_calls += 1
-        deed = deed_of(call)
-        others = self._arrivals.note(self.num_calls, deed) if self._arrivals is not None else {}
+        action = action_of(call)
+        others = self._arrivals.note(self.num_calls, action) if self._arrivals is not None else {}
         if others:
-            mismatch = mismatch_error({**others, self.rank: deed})
+            mismatch = mismatch_error({**others, self.rank: action})
             self.abort(mismatch)  # peers that arrived before are waiting in the transport
             raise mismatch
         # Notes in shared memory have been compared above.
         if not isinstance(self._arrivals, SharedArrivals) and (self._is_checked or isinstance(call, Announcement)):
-            self._compare(deed)
+            self._compare(action)
 
-    def _compare(self, deed: str) -> None:
-        digest = digest_of(deed)
+    def _compare(self, action: str) -> None:
+        digest = digest_of(action)
         # One reduction yields both bounds: the least of the negated digests is the negated greatest.
         bounds = torch.tensor([digest, -digest], device=self._host)
         dist.all_reduce(bounds, dist.ReduceOp.MIN)
         least, negated_greatest = bounds.tolist()
         if least != -negated_greatest:
             # All ranks see the same bounds, so all of them enter this gather.
-            deeds = [unpack(data) for data in self._gather_bytes(pack(deed))]
-            mismatch = mismatch_error(dict(enumerate(deeds)))
+            actions = [unpack(data) for data in self._gather_bytes(pack(action))]
+            mismatch = mismatch_error(dict(enumerate(actions)))
             # No `abort` is needed: every rank has found the mismatch, and none waits in the transport.
             self._broken = (f"{type(mismatch).__name__}: {mismatch}", mismatch)
             raise mismatch
@@ -332,7 +332,7 @@ class ProcessCommunicator:
                 known = self._arrivals
                 missing = known.missing(self.num_calls) if known else []
                 first = [rank for rank in gone if rank in missing] or gone  # the others arrived, and left as victims
-                return departure({rank: known.last_deed(rank) if known else "" for rank in first}), error
+                return departure({rank: known.last_action(rank) if known else "" for rank in first}), error
             if self._arrivals is not None and (missing := self._arrivals.missing(self.num_calls)):
                 return f"{name_ranks(missing)} did not arrive and may be gone, stuck or late ({error})", error
         advice = _ADVICE_SHARED if isinstance(self._arrivals, SharedArrivals) else _ADVICE

@@ -28,25 +28,25 @@ def thread_communicators(
         devices: the ranks' devices.
         backends: the devices' families.
     """
-    seats = ThreadCommunicator.group(len(devices), timeout)
+    communicators = ThreadCommunicator.group(len(devices), timeout)
     transports = {
         backend.thread_transport([each for each, its in zip(devices, backends, strict=True) if its is backend])
         for backend in backends
     }
     places = list(zip(backends, devices, strict=True))
     if transports == {"torch"}:
-        for seat, (backend, device) in zip(seats, places, strict=True):
-            seat.follow_streams(backend, device)
-        return list(seats)
+        for communicator, (backend, device) in zip(communicators, places, strict=True):
+            communicator.follow_streams(backend, device)
+        return list(communicators)
     if transports == {"runtime"}:
         from unisono.comm.xla import XlaThreads, join_devices
 
         join_devices(tuple(devices), len(devices))
         waits = [partial(backend.synchronize, device) for backend, device in places]
-        return [XlaThreads(seat, wait) for seat, wait in zip(seats, waits, strict=True)]
+        return [XlaThreads(communicator, wait) for communicator, wait in zip(communicators, waits, strict=True)]
     # Also for families with different transports, which have main memory in common.
     settles = [partial(backend.mark_step, device) for backend, device in places]
-    return [ThroughHostCommunicator(seat, settle) for seat, settle in zip(seats, settles, strict=True)]
+    return [ThroughHostCommunicator(inner, settle) for inner, settle in zip(communicators, settles, strict=True)]
 
 
 def group_backend(backend: Backend, asked: str | None = None) -> str:
@@ -101,12 +101,12 @@ def process_communicator(
     from unisono.comm.xla import XlaProcesses, join_devices
 
     # Always checked: a device that is alone in a collective of the runtime could not be detected.
-    seat = ProcessCommunicator(_HOST, store, True, owns_group)
-    join_devices((device,), seat.size)
-    return XlaProcesses(seat, partial(backend.synchronize, device))
+    communicator = ProcessCommunicator(_HOST, store, True, owns_group)
+    join_devices((device,), communicator.size)
+    return XlaProcesses(communicator, partial(backend.synchronize, device))
 
 
-def seat_of(comm: Communicator) -> Communicator:
+def innermost(comm: Communicator) -> Communicator:
     """The communicator in which the ranks meet, without the wrapper that brings their tensors there."""
     inner: Any = getattr(comm, "inner", comm)
     return inner  # type: ignore[no-any-return]
@@ -117,5 +117,5 @@ def translate_error(error: BaseException, comm: Communicator) -> BaseException:
 
     For errors of torch's engines, too, which use the process group without the communicator.
     """
-    seat = seat_of(comm)
-    return seat.explain(error) if is_of_transport(error) and isinstance(seat, ProcessCommunicator) else error
+    inner = innermost(comm)
+    return inner.explain(error) if is_of_transport(error) and isinstance(inner, ProcessCommunicator) else error

@@ -33,7 +33,7 @@ R = TypeVar("R")
 
 
 class ThreadCommunicator:
-    """One replica thread's seat at a `Meeting`."""
+    """One replica thread's place at a `Meeting`."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.rank = rank

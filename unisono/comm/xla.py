@@ -67,7 +67,7 @@ class _XlaCommunicator(ThroughHostCommunicator[C], ABC):
 
 
 class XlaThreads(_XlaCommunicator[ThreadCommunicator]):
-    """A replica thread's seat, if the threads' devices are all that the runtime has in this process."""
+    """A replica thread's communicator, if the threads' devices are all that the runtime has in this process."""
 
     def _together(self, call: Call, own: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         reduced: list[torch.Tensor] = self.inner.meet(call, own, lambda all_: _reduce_all(all_, op))
@@ -75,7 +75,7 @@ class XlaThreads(_XlaCommunicator[ThreadCommunicator]):
 
 
 class XlaProcesses(_XlaCommunicator[ProcessCommunicator]):
-    """A process's seat, if the runtime joins the processes: one TPU chip each. Objects use the process group."""
+    """A process's communicator, if the runtime joins the processes, one TPU chip each. Objects use the group."""
 
     def _together(self, call: Call, own: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         self.inner.meet(call)  # a peer that failed, or makes another call, breaks this rather than the runtime

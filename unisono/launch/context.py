@@ -92,7 +92,7 @@ class ProcessContext:
 
 @contextmanager
 def _interrupt_asks(supervisor: Supervisor) -> Iterator[None]:
-    """Let the first Ctrl-C ask workers that heed a stop to do so; if no worker heeds it, and the second time,
+    """Let the first Ctrl-C ask workers that handle a stop to do so; if no worker handles it, and the second time,
     interrupt."""
     before = signal.getsignal(signal.SIGINT)
     # Python sets handlers only in the main thread, and one that the program has set must stay.
@@ -103,7 +103,7 @@ def _interrupt_asks(supervisor: Supervisor) -> Iterator[None]:
 
     def handle(signum: int, frame: FrameType | None) -> None:
         nonlocal was_asked
-        if was_asked or not supervisor.heeds_stop():
+        if was_asked or not supervisor.handles_stop():
             signal.default_int_handler(signum, frame)  # raises KeyboardInterrupt
         was_asked = True
         supervisor.ask_to_stop()
@@ -119,19 +119,19 @@ def _interrupt_asks(supervisor: Supervisor) -> Iterator[None]:
 
 @contextmanager
 def _sigterm_asks(supervisor: Supervisor) -> Iterator[None]:
-    """Let SIGTERM ask workers that heed it to stop; if none does, it ends this process, and with it the workers.
+    """Let SIGTERM ask workers that handle it to stop; if none does, it ends this process, and with it the workers.
 
-    A process that heeds SIGTERM itself continues to do so.
+    A process that handles SIGTERM itself continues to do so.
     """
     before = signal.getsignal(signal.SIGTERM)
-    is_heeding = preemption.takes(before)
+    is_handling = preemption.takes(before)
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or not (is_heeding or before is signal.SIG_DFL):
+    if not is_main or not (is_handling or before is signal.SIG_DFL):
         yield
         return
 
     def handle(signum: int, frame: FrameType | None) -> None:
-        if is_heeding or supervisor.heeds_stop():
+        if is_handling or supervisor.handles_stop():
             supervisor.ask_to_stop()
             if callable(before):
                 before(signum, frame)
@@ -144,7 +144,7 @@ def _sigterm_asks(supervisor: Supervisor) -> Iterator[None]:
     signal.signal(signal.SIGTERM, handle)
     try:
         # The request may have come before this handler was set.
-        if is_heeding and preemption.is_requested():
+        if is_handling and preemption.is_requested():
             supervisor.ask_to_stop()
         yield
     finally:

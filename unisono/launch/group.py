@@ -136,10 +136,10 @@ class Group:
         self._stop_with(signal.SIGTERM)
 
     def ask_to_stop(self) -> None:
-        """Ask the workers that heed a stop to stop at their next step; those that begin to heed it later are asked
+        """Ask the workers that handle a stop to stop at their next step; those that begin to handle it later are asked
         then."""
         self._is_stop_wanted = True
-        self._signal(signal.SIGTERM, [worker for worker in self.workers if worker.heeds_stop], to_sessions=False)
+        self._signal(signal.SIGTERM, [worker for worker in self.workers if worker.handles_stop], to_sessions=False)
 
     def hear(self, word: Word) -> None:
         """Handle a word of another machine: its workers' progress, or that its part of the group has failed."""
@@ -244,8 +244,8 @@ class Group:
             self._hang_watch.hear(worker.rank, pulse, time.monotonic())
             self._standstill.tell_progress()
             self._monitor.tell_pulse(worker.rank, pulse)
-        elif kind is Kind.HEEDS_STOP:
-            worker.heeds_stop = True
+        elif kind is Kind.HANDLES_STOP:
+            worker.handles_stop = True
             # The request came before this worker could be asked: SIGTERM would have ended it.
             if self._is_stop_wanted:
                 self._signal(signal.SIGTERM, [worker], to_sessions=False)
@@ -346,10 +346,10 @@ class Group:
         if self._signals:
             signum = self._signals.pop(0)
             self._stopped_at = min(self._stopped_at, time.monotonic())
-            # A worker that heeds SIGTERM treats it as a request. The caller's stop is one; after a failure none is
+            # A worker that handles SIGTERM treats it as a request. The caller's stop is one; after a failure none is
             # answered.
             is_deaf = signum == signal.SIGTERM and not self._was_stopped
-            deaf = [worker for worker in self.workers if worker.heeds_stop and is_deaf]
+            deaf = [worker for worker in self.workers if worker.handles_stop and is_deaf]
             # Both are recorded: a death by a signal in `_sent` was caused by us.
             self._sent += [signum, signal.SIGKILL] if deaf else [signum]
             self._signal(signal.SIGKILL, deaf)

@@ -44,7 +44,7 @@ class Worker:
     outcome: Outcome[Any] | None = None
     has_begun: bool = False  # fn is about to be called
     has_ended: bool = False
-    heeds_stop: bool = False
+    handles_stop: bool = False
     has_agreed_to_stop: bool = False
     was_stopped: bool = False  # it ended after we had sent a signal
 
@@ -70,8 +70,8 @@ def conclude(workers: Sequence[Worker], tails: dict[int, list[str]], reason: Out
     stopped = [worker.rank for worker in workers if worker.was_stopped]
     own = {rank: outcome for rank, outcome in failures.items() if rank not in stopped}
     errors = {rank: outcome.error for rank, outcome in failures.items()}
-    is_told = all(outcome.is_secondary for outcome in own.values()) and not (own and reason and reason.is_secondary)
-    if reason is not None and reason.error is not None and is_told:  # later failures were caused by us
+    is_sized = all(outcome.is_secondary for outcome in own.values()) and not (own and reason and reason.is_secondary)
+    if reason is not None and reason.error is not None and is_sized:  # later failures were caused by us
         _with_failures(reason.error, errors)
         return reason
     cause = _first_cause(own or failures)
@@ -104,9 +104,11 @@ def _lost_step(
     text = "\n".join(tails.get(rank, []))
     if not (isinstance(died, WorkerDiedError) and died.exit_code == -signal.SIGABRT and _ABORTED in text):
         return None
-    deeds = {rank: f"called {describe_call(frames_of(main_stack(text))) or 'a collective of torch'}"}
-    deeds.update((peer, deed) for peer, each in failures.items() if peer != rank and (deed := _deed_in(each.error)))
-    told = [f"rank {each} {deed}" for each, deed in deeds.items()]
+    actions = {rank: f"called {describe_call(frames_of(main_stack(text))) or 'a collective of torch'}"}
+    actions.update(
+        (peer, action) for peer, each in failures.items() if peer != rank and (action := _action_in(each.error))
+    )
+    told = [f"rank {each} {action}" for each, action in actions.items()]
     if len(told) == 1:
         told.append("its peers called another one")
     sizes = _SIZES.search(text)
@@ -120,7 +122,7 @@ def _lost_step(
     return lost
 
 
-def _deed_in(error: BaseException | None) -> str:
+def _action_in(error: BaseException | None) -> str:
     """What a rank that was woken by the end of a peer was doing; "" if that is not known."""
     cause = getattr(error, "__cause__", None)
     if isinstance(cause, RemoteTraceback):

@@ -30,7 +30,7 @@ class Kind(IntEnum):
     """The kinds of messages."""
 
     PULSE = 1  # a pickled `Pulse`
-    HEEDS_STOP = 2  # SIGTERM is a request to this worker, which acts on it at its next step: see `should_stop`
+    HANDLES_STOP = 2  # SIGTERM is a request to this worker, which acts on it at its next step: see `should_stop`
     STOPPED = 3  # all ranks have agreed to stop; the outcome is that of an early end
     OUTCOME = 4  # an `Outcome` as bytes
     BEGUN = 6  # fn is about to be called

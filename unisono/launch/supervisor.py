@@ -119,14 +119,14 @@ class Supervisor:
         """After the end: the workers' results by rank; or raise the first cause."""
         return self._verdict.unwrap()
 
-    def heeds_stop(self) -> bool:
+    def handles_stop(self) -> bool:
         """Whether a running worker has said, before this call, that it treats a stop as a request.
 
         Waits until the workers' pipes have been read, `_READING_S` at most.
         """
         self._catch_up()
         group = self._group
-        return group is not None and any(worker.heeds_stop and not worker.has_ended for worker in group.workers)
+        return group is not None and any(worker.handles_stop and not worker.has_ended for worker in group.workers)
 
     def interrupt(self) -> None:
         """Ask the workers to stop as Ctrl-C does; kill them on the second call."""
@@ -138,7 +138,7 @@ class Supervisor:
         self._ask(Group.stop)
 
     def ask_to_stop(self) -> None:
-        """Ask the workers that heed it to stop early; if they are past their last check, their end counts as an early
+        """Ask the workers that handle it to stop early; if they are past their last check, their end counts as an early
         one."""
         self._was_preempted = True
         self._ask(Group.ask_to_stop)

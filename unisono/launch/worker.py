@@ -177,7 +177,7 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
         # Until here an interrupt ended the process: nothing was lost, and the transport would not have noticed it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         preemption.shield_loader_workers()  # none outlives this process, however it ends
-        preemption.on_heed(lambda: reporter.send(Kind.HEEDS_STOP))
+        preemption.on_handling(lambda: reporter.send(Kind.HANDLES_STOP))
         let_scripts_initialise()
         with beating(world, reporter, job.pulse_s):
             outcome = Outcome.capture(_call, job, world, reporter)

@@ -147,7 +147,7 @@ class Lockstep:
         batch, repeated = self._pad(own)
         mark, dealt = mark_of(self._position["offset"]), sum(map(bool, sizes))
         if any(size.untold for size in there):
-            claim = Claim(min(own.claim.samples, 1), len(there), mark, repeated, dealt, is_told=False)
+            claim = Claim(min(own.claim.samples, 1), len(there), mark, repeated, dealt, is_sized=False)
         else:
             claim = Claim(own.claim.samples, sum(sizes), mark, repeated, dealt)
         return own._replace(batch=batch, claim=claim, position=self._position, stamps=stamps)
@@ -198,7 +198,7 @@ class Lockstep:
         for each in self._own:
             _, workers, taken = each.position["layers"][-1]
             own = taken[rank * workers : (rank + 1) * workers]
-            untold = "" if each.claim.is_told else type(each.batch).__name__
+            untold = "" if each.claim.is_sized else type(each.batch).__name__
             size, trail = Size(each.claim.samples, untold=untold), each.position.get("trail")
             batches.append(_Ready(size, own, each.position["last"][rank], trail))
         failure = f"{type(error).__name__}: {error}" if error is not None else None
@@ -224,20 +224,20 @@ class Lockstep:
     def _pad(self, own: Delivery) -> tuple[Any, int]:
         """Return the batch, padded if the rule says so, and how many of its samples are only repeated."""
         batch, samples = own.batch, own.claim.samples
-        size = (batch_size(batch, self._dim) or 1) if own.claim.is_told else 1
+        size = (batch_size(batch, self._dim) or 1) if own.claim.is_sized else 1
         is_short = self._rule.policy.fills and size < self._full
-        if not is_short or not own.claim.is_told or not can_cut(batch, self._dim):
+        if not is_short or not own.claim.is_sized or not can_cut(batch, self._dim):
             return batch, 0 if samples else size
         self._lane.backend.wait_ready(own.token)
         return pick(batch, [place % size for place in range(self._full)], self._dim), self._full - samples
 
     def _sample_of(self, own: Delivery) -> Delivery:
         """Return one sample of a batch, to be repeated, or the whole batch if it cannot be cut."""
-        batch, is_told = own.batch, own.claim.is_told
-        if is_told and can_cut(batch, self._dim):
+        batch, is_sized = own.batch, own.claim.is_sized
+        if is_sized and can_cut(batch, self._dim):
             self._lane.backend.wait_ready(own.token)
             batch = pick(batch, [0], self._dim)
-        return own._replace(batch=batch, claim=Claim(0, None, is_told=is_told), nbytes=0)
+        return own._replace(batch=batch, claim=Claim(0, None, is_sized=is_sized), nbytes=0)
 
     def _share_sample(self, root: int) -> None:
         """Send one sample to the ranks that have never received any."""
@@ -247,11 +247,11 @@ class Lockstep:
             self._lane.backend.wait_ready(self._spare.token)
             # Via the host: a pickled tensor would name the root's device, and each rank moves it to its own.
             to_cpu = lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
-            sample = tree_map(to_cpu, self._spare.batch), self._own[0].claim.samples, self._spare.claim.is_told
-        batch, size, is_told = world.comm.broadcast_object(sample, root)
+            sample = tree_map(to_cpu, self._spare.batch), self._own[0].claim.samples, self._spare.claim.is_sized
+        batch, size, is_sized = world.comm.broadcast_object(sample, root)
         if self._spare is None:
             batch, token = world.backend.to_device(batch, self._lane.device)
-            self._spare = Delivery(batch, token, Claim(0, None, is_told=is_told), {}, 0, Stamps())
+            self._spare = Delivery(batch, token, Claim(0, None, is_sized=is_sized), {}, 0, Stamps())
             self._full = max(self._full, size)
 
     def _end_uneven(self, offers: list[_Offer]) -> None:

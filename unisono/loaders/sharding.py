@@ -131,7 +131,7 @@ class Part(NamedTuple):
 
     `samples` of the round's `total` samples are this rank's; 0 if the part only repeats a sample to keep step. They are
     followed by `padding` samples, which repeat the part from its start. If some batch of the round is of unknown size
-    (`is_told` is False), these are numbers of batches, each of which is taken whole and counts as one.
+    (`is_sized` is False), these are numbers of batches, each of which is taken whole and counts as one.
     """
 
     batch: int
@@ -140,12 +140,12 @@ class Part(NamedTuple):
     samples: int
     total: int
     padding: int = 0
-    is_told: bool = True
+    is_sized: bool = True
 
     @property
     def repeated(self) -> int:
         """How many of the delivered samples only repeat others."""
-        own = self.samples if self.is_told else (self.stop - self.start) * self.samples
+        own = self.samples if self.is_sized else (self.stop - self.start) * self.samples
         return self.stop - self.start + self.padding - own
 
     def order(self) -> list[int]:
@@ -159,8 +159,8 @@ class Claim(NamedTuple):
 
     `mark` is the same on all ranks that are in the same round, and almost certainly different otherwise. `repeated`
     samples of the batch only repeat others, and come after those that count. `dealt` batches of the given loader make
-    the round. If `is_told` is False, the samples are batches, each of which counts as one: some batch of the round does
-    not say how many samples it holds.
+    the round. If `is_sized` is False, the samples are batches, each of which counts as one: some batch of the round
+    does not say how many samples it holds.
     """
 
     samples: int
@@ -168,12 +168,12 @@ class Claim(NamedTuple):
     mark: int = 0
     repeated: int = 0
     dealt: int = 1
-    is_told: bool = True
+    is_sized: bool = True
 
     @property
     def valid_samples(self) -> int | None:
         """How many samples of the batch count, from the front; None if unknown."""
-        return self.samples if self.is_told or not self.samples else None
+        return self.samples if self.is_sized or not self.samples else None
 
     @property
     def weight(self) -> float | None:
@@ -239,7 +239,7 @@ def _slice_evenly(sizes: Sequence[Size], rank: int, count: int, total: int) -> P
 
 def _part_of_unknown_size(sizes: Sequence[Size], rank: int, count: int) -> Part:
     batch, first, _ = _sharing(len(sizes), rank, count)
-    return Part(batch, 0, sizes[batch].samples, int(rank == first), len(sizes), is_told=False)
+    return Part(batch, 0, sizes[batch].samples, int(rank == first), len(sizes), is_sized=False)
 
 
 def _sharing(batches: int, rank: int, count: int) -> tuple[int, int, int]:
@@ -362,7 +362,7 @@ def cut(dealt: Round[Any], rank: int, dim: int, mark: int = 0) -> Piece:
         batch = pick(batch, part.order(), dim)
     elif (part.start, part.stop) != (0, dealt.sizes[part.batch].samples):
         batch = take(batch, part.start, part.stop, dim)
-    return Piece(batch, Claim(part.samples, part.total, mark, part.repeated, len(dealt.batches), part.is_told))
+    return Piece(batch, Claim(part.samples, part.total, mark, part.repeated, len(dealt.batches), part.is_sized))
 
 
 def mark_of(*content: Any) -> int:

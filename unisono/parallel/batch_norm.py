@@ -50,13 +50,13 @@ from unisono.world import World
 
 
 @dataclass(frozen=True)
-class _Seat:
+class _Ranks:
     """The rank that a layer belongs to. Copies of the layer share it; an unpickled layer has none."""
 
     comm: Communicator
     weigh: Callable[[], float]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Seat:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Ranks:
         return self
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
@@ -65,7 +65,7 @@ class _Seat:
 
 
 def _nobody() -> None:
-    """The seat of a layer that belongs to no rank."""
+    """The ranks of a layer that belongs to no rank."""
 
 
 class _Statistics(NamedTuple):
@@ -82,17 +82,17 @@ class SyncBatchNorm(BatchNorm):
     In evaluation, alone in its world, or after unpickling, the layer behaves as the original BatchNorm.
     """
 
-    _seat: _Seat | None = None
+    _ranks: _Ranks | None = None
 
     def meet_in(self, comm: Communicator, weigh: Callable[[], float]) -> None:
         """Normalise over the samples of these ranks from now on. `weigh`: as for `synchronize_batch_norm`."""
-        self._seat = _Seat(comm, weigh)
+        self._ranks = _Ranks(comm, weigh)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if not self.training or self._seat is None or self._seat.comm.size == 1:
+        if not self.training or self._ranks is None or self._ranks.comm.size == 1:
             return super().forward(input)
         getattr(self, CHECK_INPUT_DIM)(input)
-        return _normalize(self, self._seat, input)
+        return _normalize(self, self._ranks, input)
 
 
 class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
@@ -158,15 +158,15 @@ def _refuse_others(name: str, layer: BatchNorm) -> None:
 
 
 @disable_dynamo
-def _normalize(layer: SyncBatchNorm, seat: _Seat, input: torch.Tensor) -> torch.Tensor:
+def _normalize(layer: SyncBatchNorm, ranks: _Ranks, input: torch.Tensor) -> torch.Tensor:
     """The layer's output in training. Not traced by torch.compile, since it contains collectives."""
-    share = float(seat.weigh())
-    found = _gather_statistics(input.detach(), seat.comm, share)
+    share = float(ranks.weigh())
+    found = _gather_statistics(input.detach(), ranks.comm, share)
     _update_running(layer, found)
     # The weight may change until the backward pass. Whether the batch counts may not: its statistics are left out
     # already.
-    weigh = seat.weigh if share else _weightless
-    output: torch.Tensor = _Normalize.apply(input, layer.weight, layer.bias, found, layer.eps, seat.comm, weigh)
+    weigh = ranks.weigh if share else _weightless
+    output: torch.Tensor = _Normalize.apply(input, layer.weight, layer.bias, found, layer.eps, ranks.comm, weigh)
     return output
 
 

@@ -49,7 +49,7 @@ def should_stop(*, world: World | None = None) -> bool:
         BrokenWorldError, CollectiveMismatchError: as for `all_reduce`.
     """
     world = world or current_world()
-    preemption.heed()
+    preemption.handle()
     stop = world.state.part(_Stop)
     if stop.is_agreed:
         # All ranks agreed in the same call, so all of them leave out the reduction from then on.

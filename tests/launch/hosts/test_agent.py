@@ -297,7 +297,7 @@ def test_nothing_of_a_killed_worker_survives_it(standing, line, ear):
         assert script.survivors() == []
 
 
-HEEDING = """
+HANDLING = """
 import os, sys
 from pathlib import Path
 import torch, unisono
@@ -320,18 +320,18 @@ line.say("ends", unisono.rank())
 
 
 @pytest.fixture
-def heeding(tmp_path: Path) -> Callable[..., Script]:
-    (tmp_path / "heeding.py").write_text(HEEDING)
+def handling(tmp_path: Path) -> Callable[..., Script]:
+    (tmp_path / "handling.py").write_text(HANDLING)
 
     def start(how: str, *more: str) -> Script:
-        script = [str(tmp_path / "heeding.py"), str(tmp_path / "line"), how]
+        script = [str(tmp_path / "handling.py"), str(tmp_path / "line"), how]
         return agent(tmp_path / "agent", *agent_command("1", 2), *more, *script)
 
     return start
 
 
-def test_workers_that_heed_a_stop_save_before_the_agent_ends(heeding, line, ear):
-    with heeding("continue") as script:
+def test_workers_that_handle_a_stop_save_before_the_agent_ends(handling, line, ear):
+    with handling("continue") as script:
         assert [words[0] for words in ear.hear_all(2)] == ["running", "running"]
         script.kill(signal.SIGTERM)
         assert ear.hear_all(4) == [["ends", "0"], ["ends", "1"], ["saves", "0"], ["saves", "1"]]
@@ -347,8 +347,8 @@ def is_silent(ear: Ear) -> bool:
     return False
 
 
-def test_an_agreed_stop_is_not_taken_for_a_failure(heeding, line, ear):
-    with heeding("continue", "--max-restarts", "2") as script:
+def test_an_agreed_stop_is_not_taken_for_a_failure(handling, line, ear):
+    with handling("continue", "--max-restarts", "2") as script:
         told = ear.hear_all(2)
         os.kill(int(told[1][2]), signal.SIGTERM)  # to one worker
         assert [words[0] for words in ear.hear_all(4)] == ["ends", "ends", "saves", "saves"]
@@ -358,8 +358,8 @@ def test_an_agreed_stop_is_not_taken_for_a_failure(heeding, line, ear):
         assert is_silent(ear)
 
 
-def test_the_first_ctrl_c_asks_workers_that_heed_a_stop_for_it(heeding, line, ear):
-    with heeding("continue") as script:
+def test_the_first_ctrl_c_asks_workers_that_handle_a_stop_for_it(handling, line, ear):
+    with handling("continue") as script:
         assert [words[0] for words in ear.hear_all(2)] == ["running", "running"]
         script.kill(signal.SIGINT)
         assert [words[0] for words in ear.hear_all(4)] == ["ends", "ends", "saves", "saves"]
@@ -369,8 +369,8 @@ def test_the_first_ctrl_c_asks_workers_that_heed_a_stop_for_it(heeding, line, ea
 
 
 @pytest.mark.parametrize("how", ["stand", "fail"])
-def test_an_agent_that_was_asked_ends_though_its_workers_do_not_end_well(heeding, line, ear, how):
-    with heeding(how, "--max-restarts", "2", "--grace", "1") as script:
+def test_an_agent_that_was_asked_ends_though_its_workers_do_not_end_well(handling, line, ear, how):
+    with handling(how, "--max-restarts", "2", "--grace", "1") as script:
         assert {words[0] for words in ear.hear_all(2)} == {"running"}
         began = time.monotonic()
         script.kill(signal.SIGTERM)
@@ -382,9 +382,9 @@ def test_an_agent_that_was_asked_ends_though_its_workers_do_not_end_well(heeding
 
 @pytest.mark.parametrize("nodes", ["2", "1:2"])
 def test_agents_of_all_machines_end_together_when_one_is_asked_to_stop(tmp_path, line, ear, nodes):
-    (tmp_path / "heeding.py").write_text(HEEDING)
+    (tmp_path / "handling.py").write_text(HANDLING)
     command = [*agent_command(nodes), "--max-restarts", "2", "--rdzv-conf", "last_call_timeout=10"]
-    script = [str(tmp_path / "heeding.py"), str(tmp_path / "line"), "continue"]
+    script = [str(tmp_path / "handling.py"), str(tmp_path / "line"), "continue"]
     one = agent(tmp_path / "one", *command, "--node-rank", "0", *script)
     two = agent(tmp_path / "two", *command, "--node-rank", "1", *script)
     with one, two:
@@ -399,8 +399,8 @@ def test_agents_of_all_machines_end_together_when_one_is_asked_to_stop(tmp_path,
         assert one.survivors() == [] == two.survivors()
 
 
-def test_a_worker_that_heeds_stops_is_ended_all_the_same_when_another_has_failed(heeding, line, ear):
-    with heeding("stand") as script:
+def test_a_worker_that_handles_stops_is_ended_all_the_same_when_another_has_failed(handling, line, ear):
+    with handling("stand") as script:
         told = ear.hear_all(2)
         began = time.monotonic()
         os.kill(int(told[1][2]), signal.SIGKILL)

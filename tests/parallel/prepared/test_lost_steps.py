@@ -33,7 +33,7 @@ class Training:
         mean_loss(self.network, batch).backward()
 
 
-Deed = Callable[[Training, Any], str]
+Action = Callable[[Training, Any], str]
 
 
 def leaves_out_a_batch(training: Training, batch: Any) -> str:
@@ -90,11 +90,11 @@ def returns(training: Training, batch: Any) -> str:
     return RETURNS
 
 
-def train(deed: Deed, strategy: str, accumulate: int) -> None:
+def train(action: Action, strategy: str, accumulate: int) -> None:
     training = Training(strategy, accumulate)
     for epoch in range(2):
         for number, batch in enumerate(training.loader, 1):
-            what = deed(training, batch) if (rank(), epoch, number) == (1, 0, AT) else GOES_ON
+            what = action(training, batch) if (rank(), epoch, number) == (1, 0, AT) else GOES_ON
             if what == LEAVES_OUT:
                 continue
             if what == LEAVES_LOOP:
@@ -110,20 +110,20 @@ ENGINES = [(THREADS_2, "ddp"), (THREADS_3, "ddp"), (PROCESSES_2, "ddp"), (PROCES
 engines = pytest.mark.parametrize(("mode", "strategy"), ENGINES, ids=[f"{mode}-{name}" for mode, name in ENGINES])
 
 
-def lost(mode: Mode, deed: Deed, strategy: str, accumulate: int = 1) -> str:
+def lost(mode: Mode, action: Action, strategy: str, accumulate: int = 1) -> str:
     """What the caller is told."""
     with pytest.raises((CollectiveMismatchError, BrokenWorldError)) as caught:
-        mode.run(lambda: train(deed, strategy, accumulate))
+        mode.run(lambda: train(action, strategy, accumulate))
     return str(caught.value)
 
 
 @engines
 @pytest.mark.parametrize(
-    "deed",
+    "action",
     [leaves_out_a_batch, leaves_out_a_backward_pass, leaves_out_a_step, has_two_backward_passes, begins_the_next_loop],
 )
-def test_a_rank_that_takes_other_steps_is_named_with_its_batch(mode: Mode, strategy: str, deed: Deed) -> None:
-    told = lost(mode, deed, strategy)
+def test_a_rank_that_takes_other_steps_is_named_with_its_batch(mode: Mode, strategy: str, action: Action) -> None:
+    told = lost(mode, action, strategy)
     assert "rank 1" in told
     assert "every rank must take the same steps on the same rounds: skip a batch" in told
     assert f"of step {AT} (batch" in told or "forward pass of the Sequential" in told
@@ -131,12 +131,12 @@ def test_a_rank_that_takes_other_steps_is_named_with_its_batch(mode: Mode, strat
 
 @engines
 @pytest.mark.parametrize(
-    ("deed", "call"), [(calls_a_barrier, "barrier()"), (gathers_something, "all_gather(float32[3])")]
+    ("action", "call"), [(calls_a_barrier, "barrier()"), (gathers_something, "all_gather(float32[3])")]
 )
 def test_a_rank_that_calls_another_collective_is_named_with_the_call(
-    mode: Mode, strategy: str, deed: Deed, call: str
+    mode: Mode, strategy: str, action: Action, call: str
 ) -> None:
-    told = lost(mode, deed, strategy)
+    told = lost(mode, action, strategy)
     assert f"rank 1 called {call}" in told
     assert "came to" in told or "for the gradients of step 4 (batch 4 of its loop" in told
 
@@ -193,13 +193,13 @@ def test_what_ranks_do_in_step_is_no_mismatch_however_they_do_it() -> None:
 
 
 @engines
-@pytest.mark.parametrize("deed", [sets_a_learning_rate, steps_a_scheduler])
+@pytest.mark.parametrize("action", [sets_a_learning_rate, steps_a_scheduler])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_rank_with_another_learning_rate_is_named_with_it(
-    mode: Mode, strategy: str, deed: Deed, accumulate: int
+    mode: Mode, strategy: str, action: Action, accumulate: int
 ) -> None:
-    told = lost(mode, deed, strategy, accumulate)
-    rate, other = (0.1, 0.25) if deed is sets_a_learning_rate else (0.1, 0.05)
+    told = lost(mode, action, strategy, accumulate)
+    rate, other = (0.1, 0.25) if action is sets_a_learning_rate else (0.1, 0.05)
     assert f" at lr {rate}" in told
     assert f" at lr {other}" in told
     assert "every rank must step the scheduler, set learning rates, and load optimizer states alike" in told

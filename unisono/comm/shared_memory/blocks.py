@@ -53,53 +53,53 @@ class Blocks:
         self._slot_bytes = slot_bytes(self.size)
         self._views: dict[tuple[torch.dtype, int, int], list[torch.Tensor]] = {}
 
-    def all_reduce(self, deed: str, flat: torch.Tensor, op: str) -> None:
+    def all_reduce(self, action: str, flat: torch.Tensor, op: str) -> None:
         """Reduce into `flat`, on each rank."""
         if self.size > 2 and flat.nbytes > _DIRECT_BYTES:
-            self._reduce_together(deed, flat, op)
+            self._reduce_together(action, flat, op)
             return
-        for block, slots in self._show(deed, flat):
+        for block, slots in self._show(action, flat):
             fold_into(block, slots, op)
 
-    def reduce(self, deed: str, flat: torch.Tensor, op: str, root: int) -> None:
+    def reduce(self, action: str, flat: torch.Tensor, op: str, root: int) -> None:
         """Reduce into the root's `flat`."""
-        for block, slots in self._show(deed, flat):
+        for block, slots in self._show(action, flat):
             if self.rank == root:
                 fold_into(block, slots, op)
 
-    def broadcast(self, deed: str, flat: torch.Tensor, root: int) -> None:
+    def broadcast(self, action: str, flat: torch.Tensor, root: int) -> None:
         """Copy the root's `flat` into those of the others."""
-        for block, slots in self._show(deed, flat, is_shown=self.rank == root):
+        for block, slots in self._show(action, flat, is_shown=self.rank == root):
             if self.rank != root:
                 block.copy_(slots[root])
 
-    def all_gather(self, deed: str, outputs: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
+    def all_gather(self, action: str, outputs: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
         """Copy each rank's `flat` into the output of its number, if this rank has outputs."""
         start = 0
-        for block, slots in self._show(deed, flat):
+        for block, slots in self._show(action, flat):
             stop = start + block.shape[0]
             for output, slot in zip(outputs, slots, strict=False):
                 output[start:stop].copy_(slot)
             start = stop
 
-    def reduce_scatter(self, deed: str, output: torch.Tensor, parts: Sequence[torch.Tensor], op: str) -> None:
+    def reduce_scatter(self, action: str, output: torch.Tensor, parts: Sequence[torch.Tensor], op: str) -> None:
         """Reduce the parts of this rank's number, of all ranks, into `output`."""
-        for block, pieces in self._show_parts(deed, output, parts):
+        for block, pieces in self._show_parts(action, output, parts):
             fold_into(block, [each[self.rank] for each in pieces], op)
 
-    def scatter(self, deed: str, output: torch.Tensor, parts: Sequence[torch.Tensor], root: int) -> None:
+    def scatter(self, action: str, output: torch.Tensor, parts: Sequence[torch.Tensor], root: int) -> None:
         """Copy the root's part of this rank's number into `output`."""
-        for block, pieces in self._show_parts(deed, output, parts if self.rank == root else ()):
+        for block, pieces in self._show_parts(action, output, parts if self.rank == root else ()):
             block.copy_(pieces[root][self.rank])
 
-    def barrier(self, deed: str) -> None:
+    def barrier(self, action: str) -> None:
         """Wait for all ranks."""
-        self._here.enter(deed)
+        self._here.enter(action)
 
-    def _reduce_together(self, deed: str, flat: torch.Tensor, op: str) -> None:
+    def _reduce_together(self, action: str, flat: torch.Tensor, op: str) -> None:
         """Each rank folds its part of a block into the first slot; all copy from there after they have met again."""
         folded: tuple[torch.Tensor, torch.Tensor] | None = None
-        for block, slots in self._show(deed, flat):
+        for block, slots in self._show(action, flat):
             # Rounded up: the last ranks' parts may be shorter, or empty.
             share = -(-block.shape[0] // self.size)
             parts = [slot[self.rank * share : (self.rank + 1) * share] for slot in slots]
@@ -114,7 +114,7 @@ class Blocks:
         folded[0].copy_(folded[1])
 
     def _show(
-        self, deed: str, flat: torch.Tensor, is_shown: bool = True
+        self, action: str, flat: torch.Tensor, is_shown: bool = True
     ) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
         """Yield each block of `flat`, once all ranks have shown theirs, with the blocks that the ranks have shown."""
         length, start = flat.shape[0], 0
@@ -125,12 +125,12 @@ class Blocks:
             slots = self._slots(flat.dtype, block.shape[0])
             if is_shown:
                 slots[self.rank].copy_(block)
-            self._meet(deed, is_first=not start)
+            self._meet(action, is_first=not start)
             yield block, slots
             start += capacity
 
     def _show_parts(
-        self, deed: str, output: torch.Tensor, parts: Sequence[torch.Tensor]
+        self, action: str, output: torch.Tensor, parts: Sequence[torch.Tensor]
     ) -> Iterator[tuple[torch.Tensor, list[tuple[torch.Tensor, ...]]]]:
         """Yield each block of `output`, once all ranks have shown that block of all their parts, with what they have
         shown."""
@@ -143,13 +143,13 @@ class Blocks:
             pieces = [slot.view(self.size, width).unbind() for slot in self._slots(output.dtype, self.size * width)]
             for part, piece in zip(parts, pieces[self.rank], strict=False):
                 piece.copy_(part[start : start + width])
-            self._meet(deed, is_first=not start)
+            self._meet(action, is_first=not start)
             yield block, pieces
             start += capacity
 
-    def _meet(self, deed: str, is_first: bool) -> None:
+    def _meet(self, action: str, is_first: bool) -> None:
         if is_first:
-            self._here.enter(deed)
+            self._here.enter(action)
         else:
             self._here.meet()
 

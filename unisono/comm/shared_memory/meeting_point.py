@@ -41,7 +41,7 @@ _REASONS = {_OPEN: "has ended", _LEFT: "has left the group", _BROKEN: "has broke
 
 
 class MeetingPoint:
-    """This rank's seat.
+    """This rank's place.
 
     Attributes:
         turn: the number of meetings that this rank has arrived at; the memory holds it modulo the word.
@@ -60,14 +60,14 @@ class MeetingPoint:
         self._num_calls = 0
         self._is_closed = False
 
-    def enter(self, deed: str) -> None:
+    def enter(self, action: str) -> None:
         """Begin a collective: wait for all ranks, and compare what they do. This rank's data must be written before.
 
         Raises:
             CollectiveMismatchError: others do something else; on all ranks.
             DistNetworkError: as for `meet`.
         """
-        own = _note_of(deed)
+        own = _note_of(action)
         # While this rank still reads, a peer may arrive at the next call, but not at the one after it.
         self._num_calls += 1
         offset = _NOTES_AT + self._num_calls % 2 * _NOTE
@@ -78,13 +78,13 @@ class MeetingPoint:
             start = self._count_at[rank] + offset
             # A note begins with its length, so a longer one of a peer differs in its first bytes.
             if memory[start : start + length] != own:
-                raise self._mismatch(deed, offset)
+                raise self._mismatch(action, offset)
 
-    def _mismatch(self, deed: str, offset: int) -> CollectiveMismatchError:
+    def _mismatch(self, action: str, offset: int) -> CollectiveMismatchError:
         """The error, with the places of the calls. All ranks get here, since each has found that another one
         differs."""
         site = describe_call(own_frames())
-        self._write(offset, _note_of(f"{deed} from {site}" if site else deed))
+        self._write(offset, _note_of(f"{action} from {site}" if site else action))
         # All must have written their places before any rank reads them.
         self.meet()
         self.close(is_broken=True)
@@ -176,6 +176,6 @@ class MeetingPoint:
 
 
 @lru_cache(1024)
-def _note_of(deed: str) -> bytes:
-    text = fitted(deed, _NOTE - _HEAD)
+def _note_of(action: str) -> bytes:
+    text = fitted(action, _NOTE - _HEAD)
     return len(text).to_bytes(_HEAD) + text

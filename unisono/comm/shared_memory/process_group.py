@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from unisono.comm.folding import fold_into
-from unisono.comm.operations import Call, deed_of
+from unisono.comm.operations import Call, action_of
 from unisono.comm.shared_memory import futex
 from unisono.comm.shared_memory.blocks import Blocks, bytes_of_blocks
 from unisono.comm.shared_memory.mapping import Mapping, map_together
@@ -88,21 +88,21 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         if any(tensor.is_sparse for tensor in tensors):
             return self._by_gloo(*range(self.size())).allreduce(tensors, opts)
         op = _op_of(opts, tensors)
-        deeds = [_describe_call("all_reduce", tensor, op) for tensor in tensors]
-        return self._in_place(tensors, opts, lambda number, flat: self._blocks.all_reduce(deeds[number], flat, op))
+        actions = [_describe_call("all_reduce", tensor, op) for tensor in tensors]
+        return self._in_place(tensors, opts, lambda number, flat: self._blocks.all_reduce(actions[number], flat, op))
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         return self.allreduce(tensors, opts)
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         op, root = _op_of(opts, tensors), opts.rootRank
-        deeds = [_describe_call("reduce", tensor, f"{op} to {root}") for tensor in tensors]
-        return self._in_place(tensors, opts, lambda number, flat: self._blocks.reduce(deeds[number], flat, op, root))
+        actions = [_describe_call("reduce", tensor, f"{op} to {root}") for tensor in tensors]
+        return self._in_place(tensors, opts, lambda number, flat: self._blocks.reduce(actions[number], flat, op, root))
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         root = opts.rootRank
-        deeds = [_describe_call("broadcast", tensor, root) for tensor in tensors]
-        return self._in_place(tensors, opts, lambda number, flat: self._blocks.broadcast(deeds[number], flat, root))
+        actions = [_describe_call("broadcast", tensor, root) for tensor in tensors]
+        return self._in_place(tensors, opts, lambda number, flat: self._blocks.broadcast(actions[number], flat, root))
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Any:
         return self._gather("all_gather", outputs, inputs, opts)
@@ -126,12 +126,12 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Any:
         op = _op_of(opts, outputs)
-        deeds = [_describe_call("reduce_scatter", output, op) for output in outputs]
+        actions = [_describe_call("reduce_scatter", output, op) for output in outputs]
         parts = [[_flat(part) for part in each] for each in inputs]
         for output, each in zip(outputs, parts, strict=True):
             self._check_parts("reduce_scatter", each, output)
         return self._in_place(
-            outputs, opts, lambda number, flat: self._blocks.reduce_scatter(deeds[number], flat, parts[number], op)
+            outputs, opts, lambda number, flat: self._blocks.reduce_scatter(actions[number], flat, parts[number], op)
         )
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
@@ -147,8 +147,8 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         parts = [_flat(part) for part in inputs[0]] if inputs else []
         if self.rank() == root:
             self._check_parts("scatter", parts, outputs[0])
-        deed = _describe_call("scatter", outputs[0], root)
-        return self._in_place(outputs, opts, lambda number, flat: self._blocks.scatter(deed, flat, parts, root))
+        action = _describe_call("scatter", outputs[0], root)
+        return self._in_place(outputs, opts, lambda number, flat: self._blocks.scatter(action, flat, parts, root))
 
     def barrier(self, opts: Any = None) -> Any:
         return self._run(lambda: self._blocks.barrier("called barrier()"), [], opts)
@@ -210,7 +210,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         opts: Any,
         root: int | None = None,
     ) -> Any:
-        deeds = [_describe_call(name, tensor, root) for tensor in inputs]
+        actions = [_describe_call(name, tensor, root) for tensor in inputs]
         flats = [_flat(tensor) for tensor in inputs]
         wanted = [[_flat(each) for each in pieces] for pieces in outputs]
         if root is None or root == self.rank():
@@ -218,8 +218,8 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
                 self._check_parts(name, pieces, flat)
 
         def gather() -> None:
-            for deed, pieces, flat, tensors in zip(deeds, wanted, flats, outputs, strict=True):
-                self._blocks.all_gather(deed, pieces, flat)
+            for action, pieces, flat, tensors in zip(actions, wanted, flats, outputs, strict=True):
+                self._blocks.all_gather(action, pieces, flat)
                 for tensor, piece in zip(tensors, pieces, strict=True):
                     _write_back(tensor, piece)
 
@@ -306,7 +306,7 @@ def _describe_call(name: str, tensor: torch.Tensor, argument: str | int | None) 
 
 @lru_cache(4096)
 def _describe_call_on(name: str, shape: tuple[int, ...], dtype: torch.dtype, argument: str | int | None) -> str:
-    return deed_of(Call(name, tuple(shape), dtype, argument))
+    return action_of(Call(name, tuple(shape), dtype, argument))
 
 
 def _op_of(opts: Any, tensors: Sequence[torch.Tensor]) -> str:

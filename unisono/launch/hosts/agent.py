@@ -5,10 +5,10 @@ machines join or leave. All of that is torch's. What an agent starts is a `Super
 group: its workers are started and ended as those of `spawn` are, with their ranks in the whole world. Unsuitable
 defaults of the agent are corrected by settings; `_VARIABLES` and `rendezvous_settings` give the reason for each.
 
-SIGTERM is a request that is passed on to the workers if they heed it. The workers of all machines agree to stop and end
-normally everywhere, so this agent then does what it does at any normal end: it meets the others, and exits. It exits
-immediately if that fails: if the group has failed, or has not ended when the grace period is over. If no worker heeds
-the request, SIGTERM ends the agent at once, as usual. The first Ctrl-C is such a request, too.
+SIGTERM is a request that is passed on to the workers if they handle it. The workers of all machines agree to stop, and
+end normally everywhere, so this agent then does what it does at any normal end: it meets the others, and exits. It
+exits immediately if that fails: if the group has failed, or has not ended when the grace period is over. If no worker
+handles the request, SIGTERM ends the agent at once, as usual. The first Ctrl-C is such a request, too.
 
 *Threads:* the main one, which receives signals; methods named `on_*` are called in other threads, and in the main one
 by signal handlers.
@@ -204,7 +204,7 @@ class Agent(SimpleElasticAgent):
     def on_signal(self, signum: int, frame: FrameType | None) -> None:
         is_repeated, self.was_asked = self.was_asked, True
         may_wish = signum in (signal.SIGTERM, signal.SIGINT) and not is_repeated
-        if may_wish and self._supervisor is not None and self._supervisor.heeds_stop():
+        if may_wish and self._supervisor is not None and self._supervisor.handles_stop():
             self._patience_until = time.monotonic() + self._policy.grace_s + _MARGIN_S
             self._supervisor.ask_to_stop()
             if signum == signal.SIGINT:

@@ -26,7 +26,7 @@ from unisono import preemption
 from unisono.backends import NAMES, pick_backend
 from unisono.backends.cores import fair_num_threads
 from unisono.comm.processes import ProcessCommunicator
-from unisono.comm.selection import seat_of
+from unisono.comm.selection import innermost
 from unisono.comm.shutdown import free_reducers_before_groups
 from unisono.errors import StoppedError
 from unisono.launch.hosts.environment import announced_place, take, within
@@ -157,9 +157,9 @@ def let_scripts_name_families() -> None:
 
 
 def _returning_together(world: World, timeout: timedelta) -> AbstractContextManager[None]:
-    seat = seat_of(world.comm)
-    if isinstance(seat, ProcessCommunicator):
-        return return_together(seat, timeout)
+    comm = innermost(world.comm)
+    if isinstance(comm, ProcessCommunicator):
+        return return_together(comm, timeout)
     return contextlib.nullcontext()
 
 

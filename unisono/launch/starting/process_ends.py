@@ -70,7 +70,7 @@ def kill_marked(processes: Iterable[psutil.Process], name: str, beginning: str) 
                 process.kill()
 
 
-def bury_children() -> None:
+def reap_children() -> None:
     """Kill and wait until nothing is left; what a dying process still started is a child of this one after the wait."""
     with contextlib.suppress(ChildProcessError):
         while True:

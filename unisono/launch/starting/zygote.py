@@ -55,13 +55,13 @@ from unisono.launch.starting.interpreter import interpreter_command
 from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.launch.starting.process_ends import (
     become_reaper,
-    bury_children,
     die_with_parent,
     kill_children,
     kill_marked,
     kill_session,
     kill_tree,
     name_process,
+    reap_children,
 )
 from unisono.torch_private import COMPILER_MODULE
 
@@ -291,14 +291,14 @@ class Zygote:
                 # WNOWAIT leaves a zombie: its pid, also its session's, is not reused before the session is killed.
                 while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                     kill_session(found.si_pid, signal.SIGKILL)
-                    self._bury(*os.waitpid(found.si_pid, 0))
+                    self._reap_child(*os.waitpid(found.si_pid, 0))
             else:  # the pid cannot be reused while its session has members
                 while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.killpg(ended[0], signal.SIGKILL)
-                    self._bury(*ended)
+                    self._reap_child(*ended)
 
-    def _bury(self, pid: int, status: int) -> None:
+    def _reap_child(self, pid: int, status: int) -> None:
         group = next((group for group in self.groups.values() if pid in group.ranks), None)
         # No group: an orphan of a worker, which this process has adopted as the subreaper.
         rank = group.ranks.pop(pid) if group is not None else None
@@ -334,7 +334,7 @@ class Zygote:
 
     def _end(self) -> NoReturn:
         """Kill everything, and exit."""
-        bury_children()
+        reap_children()
         for group in self.groups.values():
             shutil.rmtree(group.directory, ignore_errors=True)
         # A normal exit would join the thread that does the idle work.

@@ -49,13 +49,13 @@ def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[An
     count = _num_rows(values)
     deliveries = world.state.deliveries
     known, recent = deliveries.find_rows(values, count), deliveries.recent()
-    is_known, is_told, are_same, fitting = _compare(count, known, recent, world)
+    is_known, is_sized, are_same, fitting = _compare(count, known, recent, world)
     if is_known:
         _check_rounds(are_same, world)
         for batch in known:
             batch.loop.rows.gather(batch.number)
         return _counted_rows(values, range(known[0].samples), count)
-    if not is_told:
+    if not is_sized:
         raise ValueError(
             f"values with {count} samples: the batches of this loop do not say how many samples they hold (objects, "
             "packed sequences, lists of samples), on this rank or another, so it is unknown which of them count; pass "
@@ -169,12 +169,12 @@ def _compare(count: int, known: list[Batch], recent: list[Loop], world: World) -
     are_new = [bool(rows) and rows[-1].is_new for rows in found]
     marks = [each.mark for each in recent] + [0] * missing
     state = len({batch.samples for batch in known})  # 0 if none is identified; more than 1 is an error
-    is_told = not recent or recent[0].rows.is_told
+    is_sized = not recent or recent[0].rows.is_sized
     mark = known[0].mark if known else 0
     # One reduction gives the least of each number, and the greatest of those that are sent negated.
-    told = [min(state, 1), -state, is_told, mark, -mark, *batches, *(-each for each in batches), *are_new]
+    told = [min(state, 1), -state, is_sized, mark, -mark, *batches, *(-each for each in batches), *are_new]
     told += [*(-len(rows) for rows in found), *marks, *(-each for each in marks)]
-    least, most, are_told, least_mark, most_mark, *others = world.comm.all_reduce(
+    least, most, are_sized, least_mark, most_mark, *others = world.comm.all_reduce(
         torch.tensor(told, device=HOST), "min"
     ).tolist()
     if most < -1:
@@ -188,7 +188,7 @@ def _compare(count: int, known: list[Batch], recent: list[Loop], world: World) -
     )
     return (
         least > 0,
-        bool(are_told),
+        bool(are_sized),
         least_mark == -most_mark,
         [
             _Fit(loop, rows[-1], bool(new[place]), answers[place] < -1, least_marks[place] == -most_marks[place])

@@ -99,8 +99,8 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
             )
         if is_plain:
             # An optimizer that is not prepared has no stepper, which would note it.
-            engine.trainer(optimizer).is_stranger = True
-            engine.step_by_stranger(optimizer)
+            engine.trainer(optimizer).is_unprepared = True
+            engine.step_unprepared(optimizer)
             for stepper in _alive(steppers):
                 if any(id(each) in places for each in parameters_of(stepper.optimizer)):
                     stepper.note_step_within()

@@ -101,7 +101,7 @@ class Stepper:
     def train(self, engine: Engine) -> None:
         """Record that a model with some of the optimizer's parameters is prepared."""
         self._engines.append(engine)
-        engine.trainer(self.optimizer).is_stranger = False
+        engine.trainer(self.optimizer).is_unprepared = False
 
     def release(self) -> None:
         """Restore the optimizer's own methods."""

@@ -30,15 +30,15 @@ class Trainer:
 
     Attributes:
         optimizer: held weakly.
-        is_stranger: whether it steps without being prepared.
+        is_unprepared: whether it steps without being prepared.
         has_zeroed: since the last backward pass.
     """
 
-    __slots__ = ("has_zeroed", "is_stranger", "optimizer")
+    __slots__ = ("has_zeroed", "is_unprepared", "optimizer")
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = ref(optimizer)
-        self.is_stranger = self.has_zeroed = False
+        self.is_unprepared = self.has_zeroed = False
 
 
 class Engine:
@@ -298,7 +298,7 @@ class Engine:
         if self.hooks and not (self._steps.is_mean or self._steps.is_sum):
             _remove(self.hooks)  # they were for an uneven batch, or a differentiated gradient
 
-    def step_by_stranger(self, optimizer: Optimizer) -> None:
+    def step_unprepared(self, optimizer: Optimizer) -> None:
         """Record that an optimizer steps that was not prepared, so that no stepper notes it. A collective."""
         self._steps.request(optimizer)
         self.note_step(optimizer)
