@@ -180,14 +180,16 @@ class Steps:
         self._next = (every, is_mean)  # of the next step
         self._size = world.comm.size
         self._block: object = None  # stands for the batch in an `accumulate()` block
+        # Weak: a rank keeps its steps, and must not keep an optimizer alive that the user has dropped.
+        self._requests: dict[ref[Optimizer], _Requests] = {}
+        self._visited: WeakKeyDictionary[Loop, int] = WeakKeyDictionary()  # the number of the latest batch visited
         self.restart()
 
     def restart(self) -> None:
         """The rank's loop starts again; where it was before, the ranks need not agree."""
         self.origin: Origin | None = None
-        # Weak: a rank keeps its steps, and must not keep an optimizer alive that the user has dropped.
-        self._requests: dict[ref[Optimizer], _Requests] = {}
-        self._visited: WeakKeyDictionary[Loop, int] = WeakKeyDictionary()  # the number of the latest batch visited
+        self._requests.clear()
+        self._visited.clear()
         self.now = self.requested = 0
         self.step = Step()
         self.every, self.is_mean = self._next
