@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # the types that are more than Any
     BatchNorm = _BatchNorm
     GradBucket = _GradBucket
 
-TRIED = ("2.9", "2.13", "2.14")
+TRIED = ("2.9", "2.13", "2.14", "2.15")
 """The versions of torch that have these names, but for those in `INSTEAD`; the tests check the installed one."""
 
 _ITERATOR = "torch.utils.data.dataloader._MultiProcessingDataLoaderIter"
