@@ -451,8 +451,8 @@ def judge(program: Program, ranks: int, outcomes: Sequence[Outcome], is_sharded:
         return Verdict("unsaid", str(plain.stop))
     if plain.stop is not None and not any(each.error for each in outcomes):
         return Verdict("different", f"must be refused: {plain.stop}")
-    for rank, outcome in enumerate(outcomes):
-        at = min(outcome.at, end)
+    for outcome in outcomes:
+        rank, at = outcome.rank, min(outcome.at, end)
         expected = plain.states[at]
         if is_sharded:  # but for what is gathered at the moment
             expected = [

@@ -474,6 +474,8 @@ class Outcome(NamedTuple):
         seen: as in Machine.
         error: the type and the message; None if it ended.
         is_worded: the package has raised it.
+        is_secondary: it says that another rank has failed.
+        rank: of a rank that was stopped there is no outcome.
     """
 
     at: int
@@ -482,6 +484,7 @@ class Outcome(NamedTuple):
     error: str | None = None
     is_worded: bool = False
     is_secondary: bool = False
+    rank: int = 0
 
 
 def run_here(program: Program, strategy: str, directory: str) -> Outcome:
@@ -502,11 +505,12 @@ def run_here(program: Program, strategy: str, directory: str) -> Outcome:
             f"{type(error).__name__}: {error}",
             f"{os.sep}unisono{os.sep}" in frames[-1],
             isinstance(error, BrokenWorldError),
+            current_world().rank,
         )
         raise
     finally:
         machine.begin()  # no loop stays open
-    return Outcome(machine.at, machine.state(), machine.seen)
+    return Outcome(machine.at, machine.state(), machine.seen, rank=current_world().rank)
 
 
 def run_programs(
