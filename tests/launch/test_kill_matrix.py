@@ -196,8 +196,9 @@ def footprint():
     found = {}
     for name, process in {"caller": psutil.Process(), "zygote": psutil.Process(zygote_pid())}.items():
         found[f"{name}: descriptors"] = process.num_fds()
-        while process.num_threads() > 1:  # a zygote that was idle for a moment does other work
+        while name == "zygote" and process.num_threads() > 1:  # if it was idle for a moment, it does other work
             time.sleep(0.01)
+        found[f"{name}: threads"] = process.num_threads()
         found[f"{name}: memory"] = process.memory_full_info().uss
     found["processes"] = len(psutil.Process().children(recursive=True))
     found["temporary files"] = len(os.listdir(tempfile.gettempdir()))

@@ -111,6 +111,9 @@ EXACT: dict[str, Callable[[int], Program]] = {
         samples=rounds(ranks, 4),
         others=rounds(ranks, 4),
     ),
+    "a further use of a loop's last batch is given up, in steps of two": lambda ranks: program(
+        [f"draw a; {VISIT}; forward fit; backward accelerator; zero f none; {VISIT}"], samples=2 * ranks, every=2
+    ),
     "inputs are computed, after a batch that was skipped": lambda ranks: program(
         ["draw a", *[f"draw a; compute; {VISIT}"] * 4], samples=rounds(ranks, 5)
     ),
@@ -216,6 +219,13 @@ def test_they_are_or_it_is_refused_where_a_layer_is_frozen_whose_gradients_becom
     step = "draw a; forward fit; backward accelerator; step f; zero f zeros"
     one = program([step, step, "freeze 0", step, step], samples=16, optimizer="adam")
     assert verdict_on(PROCESSES_2, one, strategy) in ("exact", "refused")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_microbatches_after_a_step_was_complete_count_in_it(strategy: str) -> None:
+    lines = ["draw a; forward fit; backward accelerator"] * 3 + ["step f; zero f none"]
+    assert verdict_on(PROCESSES_2, program(lines * 2, samples=13, every=2), strategy) == "exact"
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])

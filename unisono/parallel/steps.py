@@ -95,13 +95,15 @@ class Step:
     Attributes:
         latest: the latest visit of each source.
         state: one of the three above.
+        visited: of each loop, the number of the latest batch that was visited before this step.
     """
 
-    __slots__ = ("before", "latest", "number", "state", "visits")
+    __slots__ = ("before", "latest", "number", "state", "visited", "visits")
 
     def __init__(self, number: int = 1, before: Batch | None = None, visits: Sequence[Visit] = ()) -> None:
         self.number, self.before, self.visits = number, before, list(visits)
         self.latest: dict[object, Visit] = {}
+        self.visited: dict[Loop, int] = {}
         self.state = COLLECTING
 
     @property
@@ -313,7 +315,9 @@ class Steps:
         if self.every == 1 or step.count >= self.every or self._ends_loop(batch):
             step.state = TAKEN if step.state == TAKEN else FINAL
         if batch is not None and self.every > 1:
-            self._visited[batch.loop] = max(batch.number, self._visited.get(batch.loop, 0))
+            known = self._visited.get(batch.loop, 0)
+            step.visited.setdefault(batch.loop, known)
+            self._visited[batch.loop] = max(batch.number, known)
 
     def _join(self, visit: Visit, step: Step, optimizers: Callable[[], Collection[Optimizer]]) -> None:
         """Make a new visit one of the current microbatch, if that has none of its loop yet; check the claims of all."""
@@ -408,9 +412,7 @@ class Steps:
         """Note that all gradients are zero: the next visit begins a step."""
         self.origin = None
         if self.step.state != TAKEN and self.step.visits:
-            for batch in (each.batch for each in self.step.visits if each.batch is not None):
-                if batch.loop in self._visited:
-                    self._visited[batch.loop] = min(self._visited[batch.loop], batch.number - 1)
+            self._visited.update(self.step.visited)
             self._begin(step_after(self.step))
 
     def _begin(self, step: Step) -> None:

@@ -166,9 +166,11 @@ class Engine:
                 "microbatch is to be averaged with those of this step, which was complete; zero_grad() after each "
                 "step, or step as soon as its microbatches are there"
             )
-        elif reduced_by and (steps.is_mean or steps.is_sum) and reduced_by * size != 1:
-            # The next reduction multiplies by its factor, and adds up what the ranks hold.
-            scale_gradients(self.members.with_gradients(), 1 / (reduced_by * size))
+        elif reduced_by and (steps.is_mean or steps.is_sum):
+            # The next reduction multiplies by its factor, and adds up what the ranks hold; if the parameters are
+            # gathered, it adds to what is reduced.
+            factor = steps.factor() / reduced_by if self.gathers else 1 / (reduced_by * size)
+            scale_gradients(self.reduced(), factor)
         held.note_pass()
         for each in self.trainers:
             each.has_zeroed = False
@@ -312,6 +314,10 @@ class Engine:
     def trained(self) -> list[torch.Tensor]:
         """The parameters that require gradients, without the replacements of `torch.func.functional_call`."""
         return self.members.trained()
+
+    def reduced(self) -> list[torch.Tensor]:
+        """The parameters that hold reduced gradients, in a backward pass."""
+        return self.members.with_gradients()
 
     def leaves(self) -> list[torch.Tensor]:
         """The tensors at which the gradients of a backward pass arrive, and which get the hooks."""

@@ -202,6 +202,9 @@ class FSDPEngine(Engine):
                 "sharded the others; add them before, or use strategy='ddp'"
             )
 
+    def reduced(self) -> list[torch.Tensor]:
+        return [each for each in self._parts if each.grad is not None]  # the module has whole ones in their place
+
     def leaves(self) -> list[torch.Tensor]:
         return [each for each in self._whole if each.requires_grad]
 
