@@ -39,7 +39,7 @@ def program(lines: Iterable[str], **setup: Any) -> Program:
 
 def verdict_on(mode: Mode, one: Program, strategy: str = "ddp") -> str:
     (outcomes,) = run_programs(mode, [one], strategy)
-    verdict = judge(one, mode.ranks, outcomes)
+    verdict = judge(one, mode.ranks, outcomes, strategy == "fsdp")
     print(one, verdict.reason)
     return verdict.kind
 
