@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 LATEST, STATE, SHARDS = "latest", "state.pt", "shards"
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
-_WRECK = re.compile(r"\.(?P<what>saving|replaced|removing|latest)-(?:(?P<of>.*)-)?@(?P<host>[^@]*)@(?P<pid>\d+)@\w+")
+_INTERRUPTED = re.compile(r"\.(?P<what>saving|replaced|removing|latest)-(?:(?P<of>.*)-)?@(?P<host>[^@]*)@(?P<pid>\d+)@\w+")
 _FOREIGN_S = 86400.0  # the age from which leftovers of another machine are removed
 _under_way: set[str] = set()  # marks of this process's saves
 
@@ -202,7 +202,7 @@ def _clear(place: Place, mark: str) -> None:
 
 def _is_left(path: Path, place: Place) -> bool:
     """Whether the path was left by a save that has ended, or was killed, and is no longer needed."""
-    found = _WRECK.fullmatch(path.name)
+    found = _INTERRUPTED.fullmatch(path.name)
     if found is None or any(path.name.endswith(mark) for mark in _under_way):
         return False
     if _is_only_copy(path, found) and not (place.is_numbered and _NUMBERED.fullmatch(found["of"])):
@@ -300,7 +300,7 @@ def _candidates(path: Path) -> list[Path]:
 
 
 def _holds_interrupted_only(path: Path) -> bool:
-    return all(_WRECK.fullmatch(each.name) for each in path.iterdir())
+    return all(_INTERRUPTED.fullmatch(each.name) for each in path.iterdir())
 
 
 def _interrupted_saves(path: Path) -> list[Path]:

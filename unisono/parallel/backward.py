@@ -411,7 +411,7 @@ class Passes:
         engine.begin(reduces)
 
     def _begin(self, engine: Engine, task: int, origin: Origin | None) -> _Pass:
-        """Count the running backward pass, if `backward` has not."""
+        """Count the running backward pass, with the weight or the batch that `backward` was given."""
         self.went_past = self.went_past or not self._is_called
         weight, named = self._given or (None, None)
         origin = named or origin or self._bypassing(engine)
