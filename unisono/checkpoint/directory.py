@@ -52,7 +52,9 @@ logger = logging.getLogger(__name__)
 
 LATEST, STATE, SHARDS = "latest", "state.pt", "shards"
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
-_INTERRUPTED = re.compile(r"\.(?P<what>saving|replaced|removing|latest)-(?:(?P<of>.*)-)?@(?P<host>[^@]*)@(?P<pid>\d+)@\w+")
+_INTERRUPTED = re.compile(
+    r"\.(?P<what>saving|replaced|removing|latest)-(?:(?P<of>.*)-)?@(?P<host>[^@]*)@(?P<pid>\d+)@\w+"
+)
 _FOREIGN_S = 86400.0  # the age from which leftovers of another machine are removed
 _under_way: set[str] = set()  # marks of this process's saves
 
