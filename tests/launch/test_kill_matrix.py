@@ -202,8 +202,8 @@ def footprint():
         found[f"{name}: memory"] = process.memory_full_info().uss
     found["processes"] = len(psutil.Process().children(recursive=True))
     found["temporary files"] = len(os.listdir(tempfile.gettempdir()))
-    # torch puts the number of its process into a name; those of other tests, which run beside this one, do not count.
-    found["shared memory"] = len([name for name in os.listdir("/dev/shm") if pids & set(name.split("_"))])
+    # torch names a segment torch_<process>_<random>_<count>; those of tests that run beside this one do not count.
+    found["shared memory"] = len([name for name in os.listdir("/dev/shm") if pids & set(name.split("_")[1:2])])
     return found
 
 pids = set()

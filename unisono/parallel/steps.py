@@ -337,7 +337,9 @@ class Steps:
     def _requests_of(self, optimizer: Optimizer) -> _Requests:
         known = self._requests.get(ref(optimizer))
         if known is None:
-            known = self._requests[ref(optimizer, self._requests.pop)] = _Requests()
+            requests = self._requests
+            # Garbage may be collected in another rank's thread, while this one restarts: then there is nothing to pop.
+            known = requests[ref(optimizer, lambda key: requests.pop(key, None))] = _Requests()
         return known
 
     def has_stepped(self, optimizer: Optimizer) -> bool:
