@@ -190,16 +190,19 @@ def test_they_are_or_it_is_refused_where(what: str, mode: Mode) -> None:
     assert verdict_on(mode, EXACT_OR_REFUSED[what](mode.ranks)) in ("exact", "refused")
 
 
+@pytest.mark.parametrize("by_hand", [False, True], ids=["prepared", "by hand"])
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
-def test_a_penalty_is_stepped_on_where_no_sample_counts(mode: Mode) -> None:
+def test_a_penalty_is_stepped_on_where_no_sample_counts(mode: Mode, by_hand: bool) -> None:
     def body() -> State:
         accelerator, network = Accelerator(), model()
-        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(6, 3))
+        optimizer, loader = sgd(network.parameters()), accelerator.prepare(loader_of(6, 3))
+        if not by_hand:
+            network, optimizer = accelerator.prepare(network, optimizer)
         for is_counted in (True, False):
             sum(each.pow(2).sum() for each in network.parameters()).backward()
             for batch in itertools.islice(loader, 1):
-                accelerator.backward(mean_loss(network, batch), weight=int(is_counted))
-            optimizer.step()
+                backward(mean_loss(network, batch), weight=int(is_counted))
+            optimizer_step(optimizer)
             optimizer.zero_grad()
         return network.state_dict()
 

@@ -107,6 +107,17 @@ def test_the_step_takes_a_weight_for_gradients_of_plain_backward(mode):
     assert mode.run(body) == pytest.approx([expected] * mode.ranks)
 
 
+def test_a_batch_that_only_repeats_others_weighs_nothing_in_a_step_that_is_given_a_weight():
+    def body():
+        weight, optimizer = one()
+        for batch in DeviceLoader([host(1)], split="global"):
+            (weight * (1 + current_world().rank) * len(batch)).sum().backward()
+            optimizer_step(optimizer, weight=5)
+        return weight.grad.item()
+
+    assert THREADS_2.run(body) == [1.0] * 2
+
+
 def test_a_weight_of_zero_on_some_ranks_leaves_the_others_mean(mode):
     def body():
         weight, optimizer = one()
@@ -225,7 +236,7 @@ def summed(*sizes):
 def test_plain_sums_of_batches_that_were_dealt_differently_are_an_error_and_others_exact():
     def body():
         found = summed(4, 4)
-        with pytest.raises(ValueError, match=r"call unisono\.backward\(loss, batch=batch\) instead"):
+        with pytest.raises(ValueError, match=r"\(by hand: unisono\.backward\(loss, batch=batch\)\)"):
             summed(4, 3)
         return found
 

@@ -11,20 +11,21 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from unisono.deliveries import Batch, name_batches
+from unisono.deliveries import name_batches
 from unisono.parallel.agreement import check_agreement
 from unisono.parallel.backward import Passes
-from unisono.parallel.claims import Claim, Crossings, claim_of, refuse_crossed
+from unisono.parallel.claims import Crossings, check_counts, claim_of, refuse_crossed
 from unisono.parallel.gradients import reduce_gradients, scaled
 from unisono.parallel.learning_rates import describe_rates
 from unisono.parallel.parameter_names import trained_parameters
-from unisono.parallel.steps import Steps
+from unisono.parallel.steps import Origin, Steps
+from unisono.parallel.strategies.sharded import holds_any
 from unisono.timeline import REDUCE, STEP
 from unisono.world import World, current_world
 
@@ -45,8 +46,6 @@ class ByHand:
         brings_batches: whether each rank loads its own batches, as PyTorch/XLA's scripts do by a DistributedSampler.
         steps: those that `backward` has counted for; None before its first call.
         trainers: the passes through prepared models.
-        taken: for each optimizer, the last batch delivered when it stepped, as `Batch.at`; and the largest number of
-            additional batches, beyond one, between two of its steps.
     """
 
     def __init__(self) -> None:
@@ -55,7 +54,6 @@ class ByHand:
         # Weak: an Accelerator that the user has dropped must not claim the losses of its models.
         self.trainers: WeakSet[Passes] = WeakSet()
         self.steps: Steps | None = None
-        self.taken: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
 
     def steps_of(self, world: World) -> Steps:
         if self.steps is None:
@@ -65,7 +63,6 @@ class ByHand:
     def restart(self) -> None:
         """Start the rank's loop again; whatever an earlier one has left belongs to no step."""
         self.steps = None
-        self.taken.clear()
         for each in list(self.trainers):
             each.steps.restart()
 
@@ -185,11 +182,12 @@ def optimizer_step(
             if arguments.get("closure") is not None:
                 arguments["closure"] = _reducing(optimizer, arguments["closure"], weight, world)
             else:
-                reduce_held(optimizer, world, weight)
                 # All ranks skip the step, or none does: the totals are equal on all of them.
-                if _is_counted(optimizer, hand) and steps.step.is_empty():
+                is_empty = _is_counted(optimizer, hand) and steps.step.is_empty()
+                if is_empty and not holds_any(trained_parameters(optimizer), world):
                     track.count("skipped steps")
                     return None
+                reduce_held(optimizer, world, weight)
         with track.span(STEP):
             result = optimizer.step(**arguments)
             world.backend.mark_step(world.device)
@@ -203,35 +201,33 @@ def optimizer_step(
 
 
 def reduce_held(
-    optimizer: Optimizer,
-    world: World,
-    weight: float | torch.Tensor | None = None,
-    batches: Sequence[Batch] | None = None,
+    optimizer: Optimizer, world: World, weight: float | torch.Tensor | None = None, origin: Origin | None = None
 ) -> float:
     """Reduce the gradients of an optimizer that is not prepared; returns this rank's part of the step. A collective.
 
     Args:
         weight: as for `optimizer_step`.
-        batches: those for which plain `loss.backward()` may have been called; None uses those since its last step.
+        origin: of the gradients that plain `loss.backward()` has left; None finds it.
     """
     hand = world.state.part(ByHand)
-    if batches is None:
-        # Also where `backward` has counted: the call moves the mark up to which the optimizer has taken batches.
-        batches = _batches_to_step_on(optimizer, hand, world)
+    steps = hand.steps_of(world)
     if _is_counted(optimizer, hand):
         if weight is not None:
             raise ValueError(
                 "backward() has weighted these gradients; give the weight to backward(loss, weight=...) alone"
             )
-        steps = hand.steps_of(world)
         part, factor, place = steps.fraction(), steps.factor(), steps.step.place()
     else:
-        claim = _claim_of_all(batches, world) if weight is None else claim_of(None, weight, world)
+        origin = origin or steps.find(())
+        if weight is None:
+            # A sum of plain backward passes: the batches need not be of one size, but one number weighs them all.
+            check_counts(origin.candidates, world, is_mean=False)
+        claim = claim_of(origin.batch, weight, world)
         if world.state.part(Crossings).is_held:
             refuse_crossed(claim.part(world.comm.size))
         # n / N without the factor R: the ranks' gradients are added, not averaged.
         part = factor = claim.part(1)
-        place = f"a step on {name_batches(batches)}" if batches else "a step"
+        place = "a step" if origin.batch is None else f"a step on {name_batches([origin.batch])}"
     parameters = trained_parameters(optimizer)
     reduce_gradients(parameters, world, factor, place + describe_rates([optimizer]))
     for each in parameters:
@@ -242,44 +238,6 @@ def reduce_held(
 def _is_counted(optimizer: Optimizer, hand: ByHand) -> bool:
     """Whether the gradients that the optimizer is about to apply come from `backward`."""
     return hand.steps is not None and bool(hand.steps.step.visits) and not hand.steps.has_stepped(optimizer)
-
-
-def _batches_to_step_on(optimizer: Optimizer, hand: ByHand, world: World) -> Sequence[Batch]:
-    """The batches that the optimizer may step on now: those since its last step, or the last one again; none if their
-    loop is over.
-
-    If several came between two steps, they were accumulated, or one was drawn ahead; from then on an earlier one is
-    possible, too.
-    """
-    loops = [each for each in world.state.deliveries.recent() if each.is_trained and each.batches]
-    is_open = any(each.is_open for each in loops)
-    loops = [each for each in loops if each.is_open] if is_open else loops[:1]
-    known = sorted((batch for each in loops for batch in each.batches), key=lambda batch: batch.at)
-    at, ahead = hand.taken.get(optimizer, (0, 0))
-    new = [each for each in known if each.at > at]
-    hand.taken[optimizer] = new[-1].at if new else at, max(ahead, len(new) - 1)
-    if not known or not (new or ahead or is_open):
-        return []
-    return known[-max(len(new) + ahead, 1) :]
-
-
-def _claim_of_all(batches: Sequence[Batch], world: World) -> Claim:
-    """The claim of the sum of these batches' gradients, computed by plain `loss.backward()`.
-
-    Raises:
-        ValueError: the batches were split in different proportions.
-    """
-    for each in batches:
-        first = batches[0]
-        # The parts n / N, cross-multiplied, which is exact for counts.
-        if each.samples * (first.total or 0) != first.samples * (each.total or 0):
-            raise ValueError(
-                f"the gradients may be of several batches, of which this rank had different parts ({first.samples} of "
-                f"{first.total} samples, {each.samples} of {each.total}), and one number cannot weigh them: they were "
-                "added up, or drawn ahead; call unisono.backward(loss, batch=batch) instead of loss.backward(), or of "
-                "torch.autograd.grad, which weighs each, or train with an Accelerator"
-            )
-    return claim_of(batches[-1] if batches else None, None, world)
 
 
 def check_once(optimizer: Optimizer, parameters: Sequence[torch.Tensor], world: World) -> None:
@@ -321,14 +279,13 @@ def _reducing(
 ) -> Callable[[], Any]:
     """A closure for `optimizer`, each call of which is a separate step."""
     hand = world.state.part(ByHand)
-    # Once for all calls of the closure: a second look would find no batches that are new for this optimizer.
-    batches = _batches_to_step_on(optimizer, hand, world)
+    origin = hand.steps_of(world).find(())
 
     def compute() -> Any:
         hand.steps_of(world).give_up()
         return closure()
 
-    return reducing(compute, lambda: reduce_held(optimizer, world, weight, batches), world)
+    return reducing(compute, lambda: reduce_held(optimizer, world, weight, origin), world)
 
 
 def reducing(closure: Callable[[], Any], reduce: Callable[[], float], world: World) -> Callable[[], Any]:

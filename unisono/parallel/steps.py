@@ -450,7 +450,8 @@ class Steps:
         if step.is_joint:
             return 1 / (self._size * step.count)
         total = sum(each.claim.total for each in step.visits)
-        return step.unit / (self._size * total) if total else 0.0
+        # Where nothing counts, what is there is a penalty's, alike on all ranks.
+        return step.unit / (self._size * total) if total else 1 / self._size
 
     def fraction(self) -> float:
         """This rank's fraction of the samples of the step: the weight of its loss in the sum over the ranks."""

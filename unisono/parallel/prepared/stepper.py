@@ -17,10 +17,8 @@ from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch.optim import Optimizer
 
-from unisono.comm.operations import HOST
 from unisono.comm.selection import translate_error
 from unisono.deliveries import Loop
 from unisono.parallel import optimizer as by_hand
@@ -30,10 +28,9 @@ from unisono.parallel.parameter_names import has_gradient, trained_parameters
 from unisono.parallel.prepared.nan_guard import NanGuard
 from unisono.parallel.prepared.scaler import LossScaler
 from unisono.parallel.prepared.schedule_units import Taken
-from unisono.parallel.sparse import values_of
 from unisono.parallel.steps import TAKEN
 from unisono.parallel.strategies.engine import Engine
-from unisono.parallel.strategies.sharded import clip_grad_norm, is_distributed
+from unisono.parallel.strategies.sharded import clip_grad_norm, holds_any
 from unisono.timeline import REDUCE, STEP
 from unisono.torch_private import STEP_CALLED, STEP_WRAPPED, current_graph_task_id
 from unisono.world import World
@@ -133,7 +130,9 @@ class Stepper:
             if closure is not None:
                 self._check_closure()
                 closure = self._reducing(closure)
-            elif self._steps.step.is_empty() and not self._holds_others():
+            elif self._steps.step.is_empty() and not holds_any(
+                trained_parameters(self.optimizer), self.world
+            ):
                 track.count("skipped steps")
                 self.was_skipped = True
                 return None
@@ -156,13 +155,6 @@ class Stepper:
         track.counts["steps"] += 1
         self.was_skipped = self.taken.steps == before
         return result
-
-    def _holds_others(self) -> bool:
-        """Whether gradients are there of a step in which nothing counts: those of a penalty on parameters. A
-        collective."""
-        held = [each.grad for each in trained_parameters(self.optimizer) if each.grad is not None]
-        held = [each.to_local() if is_distributed(each) else values_of(each) for each in held]
-        return bool(self.world.comm.all_reduce(torch.tensor(any(map(torch.any, held)), device=HOST), "max"))
 
     def reduce(self) -> None:
         """Reduce and unscale the gradients of the whole step; repeated calls before the step do nothing.

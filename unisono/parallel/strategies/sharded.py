@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import nn
 
+from unisono.comm.operations import HOST
 from unisono.parallel.agreement import broadcast_together
 from unisono.parallel.meta_modules import fill
 from unisono.parallel.sparse import is_sparse, sparse_layers, values_of
@@ -215,6 +216,13 @@ def named_whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 def is_sharded(model: nn.Module) -> bool:
     """Whether `shard`, or torch's `fully_shard`, was applied to the model or to a part of it."""
     return bool(units_in(model))
+
+
+def holds_any(parameters: Sequence[torch.Tensor], world: World) -> bool:
+    """Whether a gradient is not zero, on any rank. A collective."""
+    held = [each.grad for each in parameters if each.grad is not None]
+    held = [each.to_local() if is_distributed(each) else values_of(each) for each in held]
+    return bool(world.comm.all_reduce(torch.tensor(any(map(torch.any, held)), device=HOST), "max"))
 
 
 def is_distributed(tensor: object) -> TypeGuard[DTensor]:
