@@ -29,6 +29,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 from unisono.protocols import DeviceClock
@@ -68,6 +69,9 @@ class Span(NamedTuple):
     stop: int
 
 
+_span = partial(tuple.__new__, Span)  # without a Python call, which each switch of phase would cost
+
+
 class Track:
     """What one thread did, as spans and totals."""
 
@@ -92,7 +96,7 @@ class Track:
         now, left = time.perf_counter_ns(), self._phase
         ended = self._name or left
         if ended is not None:
-            self.spans.append(Span(ended, self.since, now))
+            self.spans.append(_span((ended, self.since, now)))
             self.totals[ended] += now - self.since
         self._phase, self.since = phase, now
         self._name = self._name if name is _SAME else name

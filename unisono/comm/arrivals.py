@@ -50,7 +50,7 @@ class SharedArrivals:
 
     def __init__(self, path: str, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
-        self._peers = [peer for peer in range(size) if peer != rank]
+        self._starts = {peer: peer * _KEPT * _NOTE for peer in range(size)}
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             length = size * _KEPT * _NOTE
@@ -62,7 +62,7 @@ class SharedArrivals:
 
     def note(self, number: int, action: str) -> dict[int, str]:
         own = fitted(action, _NOTE - _HEAD)
-        start = self._place(self._rank, number)
+        start = self._starts[self._rank] + number % _KEPT * _NOTE
         # While the text is rewritten, the note belongs to no call.
         self._words[start // 8] = 0
         self._bytes[start + _HEAD : start + _HEAD + len(own)] = own
@@ -80,24 +80,23 @@ class SharedArrivals:
         return [rank for rank in range(self._size) if self._newest_entry(rank) < number]
 
     def last_action(self, rank: int) -> str:
-        return self._text(rank, self._newest_entry(rank)).decode(errors="replace")
-
-    def _place(self, rank: int, number: int) -> int:
-        return (rank * _KEPT + number % _KEPT) * _NOTE
+        return self._text(self._starts[rank] + self._newest_entry(rank) % _KEPT * _NOTE).decode(errors="replace")
 
     def _others(self, number: int, own: bytes) -> dict[int, bytes]:
         found: dict[int, bytes] = {}
-        for peer in self._peers:
-            if self._words[self._place(peer, number) // 8] == number and (text := self._text(peer, number)) != own:
-                found[peer] = text
+        at = number % _KEPT * _NOTE
+        for peer, first in self._starts.items():
+            if peer != self._rank and self._words[(first + at) // 8] == number:
+                text = self._text(first + at)
+                if text != own:
+                    found[peer] = text
         return found
 
-    def _text(self, rank: int, number: int) -> bytes:
-        start = self._place(rank, number)
+    def _text(self, start: int) -> bytes:
         return self._bytes[start + _HEAD : start + _HEAD + self._words[start // 8 + 1]]
 
     def _newest_entry(self, rank: int) -> int:
-        return max(self._words[self._place(rank, place) // 8] for place in range(_KEPT))
+        return max(self._words[(self._starts[rank] + place * _NOTE) // 8] for place in range(_KEPT))
 
 
 class StoredArrivals:

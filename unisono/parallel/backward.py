@@ -255,11 +255,9 @@ class Passes:
         Raises:
             ValueError: its batch is not known, and this matters.
         """
-        # Before the pass is counted: a refused one must leave the step unchanged.
-        claim = self.steps.claim(origin, weight, is_named)
-        visit = self.steps.count(origin, claim, partial(self._reached, engine))
+        visit = self.steps.count(origin, weight, is_named, partial(self._reached, engine))
         self._parts.clear()
-        part = claim.part(self._world.comm.size) if is_named else None
+        part = visit.claim.part(self._world.comm.size) if is_named else None
         return _Pass(origin, visit, part, self.steps.step.state != COLLECTING)
 
     def _reached(self, first: Engine) -> Collection[Optimizer]:
@@ -302,7 +300,7 @@ class Passes:
     def _join_origin(self, engine: Engine, origin: Origin) -> Visit:
         """Count a further batch that has a loss in this backward pass."""
         before = self.steps.factor()
-        visit = self.steps.count(origin, self.steps.claim(origin), partial(self._reached, engine))
+        visit = self.steps.count(origin, optimizers=partial(self._reached, engine))
         if engine.gathers and self.steps.factor() != before:
             raise RuntimeError(
                 f"one backward pass has losses of several microbatches of the {engine.name}, and strategy='fsdp' has "
@@ -389,7 +387,12 @@ class Passes:
                 "it has reached are in checkpoints with use_reentrant=True, so their weights cannot be applied; pass "
                 "use_reentrant=False, or call backward() for the loss of each batch"
             )
-        counted = counted or self._begin(engine, run.task, run.origin)
+        if counted is None:
+            self.went_past = self.went_past or not self._is_called
+            weight, named = self._given or (None, None)
+            origin = named or run.origin or self._bypassing(engine)
+            counted = self._running[run.task] = self._count(origin, weight, engine, self._given is not None)
+            self._watch_end(run.task)
         origin = run.origin or counted.origin
         run.counted, run.part = counted, origin.part if counted.part is None else counted.part
         if origin.batch is not counted.origin.batch and counted.part is None:
@@ -409,15 +412,6 @@ class Passes:
         if reduces := counted.reduces and origin.syncs:
             counted.engines.append(ref(engine))
         engine.begin(reduces)
-
-    def _begin(self, engine: Engine, task: int, origin: Origin | None) -> _Pass:
-        """Count the running backward pass, with the weight or the batch that `backward` was given."""
-        self.went_past = self.went_past or not self._is_called
-        weight, named = self._given or (None, None)
-        origin = named or origin or self._bypassing(engine)
-        counted = self._running[task] = self._count(origin, weight, engine, self._given is not None)
-        self._watch_end(task)
-        return counted
 
     def _bypassing(self, engine: Engine) -> Origin:
         """The origin of a pass that has bypassed the outputs of the model."""

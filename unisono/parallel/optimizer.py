@@ -108,10 +108,9 @@ def backward(
     world.timeline.loop().loss = loss.detach()  # for the heartbeat; it must not keep the graph alive
     steps = hand.steps_of(world)
     origin = steps.find(()) if batch is None else steps.name(batch)
-    claim = steps.claim(origin, weight)
     # Data of no loader cannot be distinguished, so each backward pass on it counts as a new microbatch.
-    visit = steps.count(origin, claim, elsewhere=object())
-    part, crossings = claim.part(world.comm.size), world.state.part(Crossings)
+    visit = steps.count(origin, weight, elsewhere=object())
+    part, crossings = visit.claim.part(world.comm.size), world.state.part(Crossings)
     factor, before = part * steps.scale(visit), crossings.number
     left_at = _leaves(loss) if factor != 1 or world.comm.size > 1 else []
     if world.comm.size > 1:

@@ -242,21 +242,6 @@ class Steps:
         self.world.state.deliveries.use(named[0])
         return self.origin_of(named)
 
-    def claim(self, origin: Origin, weight: float | torch.Tensor | None = None, is_named: bool = False) -> Claim:
-        """The claim of a pass on that origin; a small collective where the weight is given.
-
-        Args:
-            is_named: whether the user has named the microbatch, by a weight or a batch.
-
-        Raises:
-            ValueError: it may be one batch or another, and they count differently, or steps depend on it.
-        """
-        if weight is None and len(origin.candidates) > 1:
-            check_counts(origin.candidates, self.world, self.is_mean, self.is_sum)
-        if self.every > 1 and self._block is None and self.every != math.inf and not is_named:
-            self._check_microbatch(origin)
-        return origin.claim if weight is None else claim_of(origin.batch, weight, self.world, self.is_sum)
-
     def _check_microbatch(self, origin: Origin) -> None:
         batch = origin.batch
         is_known = not origin.is_computed or (batch is None and len(origin.candidates) == 1)
@@ -270,20 +255,29 @@ class Steps:
     def count(
         self,
         origin: Origin,
-        claim: Claim,
+        weight: float | torch.Tensor | None = None,
+        is_named: bool = False,
         optimizers: Callable[[], Collection[Optimizer]] = tuple,
         elsewhere: object = _ELSEWHERE,
     ) -> Visit:
-        """Count a pass that begins: in the current visit of its batch, or in a new one.
+        """Count a pass that begins: in the current visit of its batch, or in a new one. A small collective where the
+        weight is given.
 
         Args:
+            is_named: whether the user has named the microbatch, by a weight or a batch.
             optimizers: returns those of the models that the pass reaches.
             elsewhere: distinguishes data of no loader.
 
         Raises:
-            ValueError: the batch was visited with another claim; or the step has visits of which some have weights of
-                the user's, or whose loops' batches change in size.
+            ValueError: nothing is counted. The pass may be of one batch or another, and they count differently, or
+                steps depend on it; the batch was visited with another claim; or the step has visits of which some have
+                weights of the user's, or whose loops' batches change in size.
         """
+        if weight is None and len(origin.candidates) > 1:
+            check_counts(origin.candidates, self.world, self.is_mean, self.is_sum)
+        if self.every > 1 and self._block is None and self.every != math.inf and not is_named:
+            self._check_microbatch(origin)
+        claim = origin.claim if weight is None else claim_of(origin.batch, weight, self.world, self.is_sum)
         self.origin = None
         batch = origin.batch
         source = self._block or batch or elsewhere

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial, update_wrapper, wraps
 from typing import Any
 
@@ -89,14 +89,15 @@ class PreparedModel(nn.Module):
         if torch.is_grad_enabled():
             engine.refresh()
             origin = passes.bind(engine, inputs, self._syncs)
-        if self._autocast is None and not engine.gathers:
-            result = engine.run(args, kwargs, method)
-        else:
-            with nullcontext() if self._autocast is None else self._autocast():
-                with _explain_parts(_MET_PARTS.format(engine.name)) if engine.gathers else nullcontext():
-                    result = engine.run(args, kwargs, method)
-        if self._autocast is not None:
-            result = tree_map(_in_full, result)
+        try:
+            if self._autocast is None:
+                result = engine.run(args, kwargs, method)
+            else:
+                with self._autocast():
+                    result = tree_map(_in_full, engine.run(args, kwargs, method))
+        except RuntimeError as error:
+            _explain_parts(error, _MET_PARTS.format(engine.name))
+            raise
         if origin is not None:
             passes.watch(engine, result, origin)
         else:
@@ -140,8 +141,11 @@ class PreparedModel(nn.Module):
 
         @wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            with _explain_parts(way_out):
+            try:
                 return method(*args, **kwargs)
+            except RuntimeError as error:
+                _explain_parts(error, way_out)
+                raise
 
         return call
 
@@ -176,12 +180,15 @@ class PreparedModel(nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        way_out = (
-            f"the state is of a whole {self.engine.name}, which strategy='fsdp' has sharded; call "
-            "accelerator.load_state_dict(model, state) on every rank"
-        )
-        with _explain_parts(way_out) if self.engine.gathers else nullcontext():
+        try:
             return self.module.load_state_dict(*args, **kwargs)
+        except RuntimeError as error:
+            way_out = (
+                f"the state is of a whole {self.engine.name}, which strategy='fsdp' has sharded; call "
+                "accelerator.load_state_dict(model, state) on every rank"
+            )
+            _explain_parts(error, way_out)
+            raise
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         return self.module.named_parameters(*args, **kwargs)
@@ -190,14 +197,9 @@ class PreparedModel(nn.Module):
         return self.module.named_buffers(*args, **kwargs)
 
 
-@contextmanager
-def _explain_parts(way_out: str) -> Iterator[None]:
-    """Make torch's error for tensors that met parts of sharded parameters say what to do."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "mixed torch.Tensor and DTensor" not in str(error):
-            raise
+def _explain_parts(error: RuntimeError, way_out: str) -> None:
+    """Say what to do, if this is torch's error for tensors that met parts of sharded parameters."""
+    if "mixed torch.Tensor and DTensor" in str(error):
         raise RuntimeError(way_out) from error
 
 

@@ -48,7 +48,7 @@ class Taken(NamedTuple):
     def after_step(self, batches: int, microbatches: int) -> Taken:
         """The progress after one more step, on `batches`; `microbatches` of them make a step of one device."""
         device_steps = math.ceil(batches / microbatches)
-        return Taken(self.steps + 1, self.batches + batches, self.device_steps + device_steps)
+        return _taken((self.steps + 1, self.batches + batches, self.device_steps + device_steps))
 
     def since(self, before: Taken, unit: Unit) -> int:
         """The number of units by which one call advances: the rounded mean per optimizer step since `before`, or 1.
@@ -59,6 +59,9 @@ class Taken(NamedTuple):
         counted = {"batch": self.batches - before.batches, "device_step": self.device_steps - before.device_steps}
         steps = self.steps - before.steps
         return round(counted.get(unit, steps) / steps) if steps else 1
+
+
+_taken = partial(tuple.__new__, Taken)  # without a Python call, in each step
 
 
 class Lengths(NamedTuple):

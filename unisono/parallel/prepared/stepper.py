@@ -130,9 +130,7 @@ class Stepper:
             if closure is not None:
                 self._check_closure()
                 closure = self._reducing(closure)
-            elif self._steps.step.is_empty() and not holds_any(
-                trained_parameters(self.optimizer), self.world
-            ):
+            elif self._steps.step.is_empty() and not holds_any(trained_parameters(self.optimizer), self.world):
                 track.count("skipped steps")
                 self.was_skipped = True
                 return None
@@ -149,7 +147,10 @@ class Stepper:
                 raise
             raise told from told.__cause__
         finally:  # zero_grad() is next, whether the step succeeded or failed
-            self._close()
+            if self._scaler is not None:
+                self._settle()
+            for engine in self._engines:
+                engine.note_step(self.optimizer)
         for engine in self._engines:
             engine.after_step(self.optimizer)
         track.counts["steps"] += 1
@@ -325,12 +326,6 @@ class Stepper:
         """Record that this optimizer is done with the current gradients, so that an update of the loss scale is due."""
         if self._scaler is not None and self._is_unscaled:
             self._is_unscaled, self._scaler.is_due = False, True
-
-    def _close(self) -> None:
-        if self._scaler is not None:
-            self._settle()
-        for engine in self._engines:
-            engine.note_step(self.optimizer)
 
 
 def _methods(stepper: Stepper) -> tuple[Callable[..., Any], Callable[..., None]]:

@@ -95,6 +95,7 @@ class DDPEngine(Engine):
         """
         options = self._options
         self._names = {each: name for name, each in self.module.named_parameters() if each.requires_grad}
+        self._frozen = [each for each in self.module.parameters() if not each.requires_grad]
         self._replicated = _Ordered(
             self.module,
             find_unused_parameters=options.find_unused_parameters,
@@ -148,8 +149,9 @@ class DDPEngine(Engine):
         if self._is_flat:
             self.reduce_late()
             return
-        if frozen := [each for each in self.members.with_gradients() if not each.requires_grad]:
-            self.reduce_late(frozen)
+        # Those that were frozen with a gradient, which DDP does not know.
+        if self._frozen and (held := [each for each in self._frozen if each.grad is not None]):
+            self.reduce_late(held)
         # The last bucket was not sent: it, or one before it, still waits for a gradient.
         if not self._is_finished:
             lacking = [name for each, name in self._names.items() if each.grad is None or not each.requires_grad]

@@ -308,7 +308,7 @@ class Engine:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Called after the optimizer has stepped, on all ranks. A collective."""
-        if self._shares_buffers and not self.is_local:
+        if self._shares_buffers and not self.is_local and self.members.has_buffers():
             self.share_buffers()
 
     def trained(self) -> list[torch.Tensor]:

@@ -111,7 +111,7 @@ class FSDPEngine(Engine):
             finally:
                 # FSDP2 keeps the root's parameters gathered for the backward pass, which does not come.
                 self._sharded.reshard()
-        entries = _with_gradients((args, kwargs))
+        entries = _with_gradients((*args, kwargs) if kwargs else args)
         for each in entries:
             if each not in self._entries:  # a trained prompt, for example, is an input repeatedly
                 self._entries[each] = each.register_hook(weak_method(self._leave))

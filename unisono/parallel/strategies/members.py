@@ -21,8 +21,8 @@ class Members:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._tree: list[nn.Module] = []
-        self._tables: tuple[list[dict[str, Any]], list[dict[str, Any]]] = [], []  # of the children; of the parameters
+        # Of each module: its children, its parameters, its buffers.
+        self._tables: tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]] = [], [], []
         self._children = [-1]  # their ids; this equals no list of them
         self._seen: Any = None
 
@@ -43,7 +43,11 @@ class Members:
     def buffers(self) -> list[torch.Tensor]:
         """The buffers; a shared one several times."""
         self._look()
-        return [each for part in self._tree for each in getattr(part, BUFFERS).values() if each is not None]
+        return [each for each in _values(self._tables[2]) if each is not None]
+
+    def has_buffers(self) -> bool:
+        """Whether it had buffers when its parts were looked at last."""
+        return any(self._tables[2])
 
     def is_replaced(self) -> bool:
         """Whether `torch.func.functional_call` has put other tensors in the place of parameters."""
@@ -61,10 +65,11 @@ class Members:
     def _look(self) -> None:
         """Traverse the tree of modules again, after it has changed."""
         if list(map(id, _values(self._tables[0]))) != self._children:
-            self._tree = list(self._module.modules())
+            tree = list(self._module.modules())
             self._tables = (
-                [getattr(each, MODULES) for each in self._tree],
-                [getattr(each, PARAMETERS) for each in self._tree],
+                [getattr(each, MODULES) for each in tree],
+                [getattr(each, PARAMETERS) for each in tree],
+                [getattr(each, BUFFERS) for each in tree],
             )
             self._children = list(map(id, _values(self._tables[0])))
 
