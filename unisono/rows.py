@@ -8,11 +8,12 @@ The first rows of a batch are its samples; the rows after them repeat others and
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-_KEPT = 4096  # runs of equal batches of which no metric was gathered
+_KEPT = 4096  # batches of which no metric was gathered
+
+_Batch = tuple[int, int]  # its numbers of samples and of rows
 
 
 class Rows(NamedTuple):
@@ -21,22 +22,16 @@ class Rows(NamedTuple):
     Attributes:
         counted: the places of these rows.
         batches: the number of batches.
-        end: the number of the last of these batches; 0 if there are several possibilities.
-        is_new: whether no metric was gathered of them, as far as is known.
+        end: the number of the last of these batches; 0 if it is not known.
+        is_new: whether no metric was gathered of them.
+        is_ambiguous: whether they may be others, of which different rows count.
     """
 
     counted: list[int]
     batches: int
-    end: int = 0
-    is_new: bool = True
-
-
-class _Run(NamedTuple):
-    """A run of `times` equal batches: each has `rows` rows, of which the first `samples` are its samples."""
-
-    samples: int
-    rows: int
-    times: int
+    end: int
+    is_new: bool
+    is_ambiguous: bool = False
 
 
 class LoopRows:
@@ -49,8 +44,8 @@ class LoopRows:
     """
 
     def __init__(self) -> None:
-        self._runs: list[_Run] = []
-        self._ungathered: deque[_Run] = deque()  # of these no metric was gathered, as far as is known
+        self._runs: list[tuple[_Batch, int]] = []  # of equal batches, so that an epoch has only a few
+        self._pending: deque[_Batch] = deque(maxlen=_KEPT)  # the last ones, of which no metric was gathered
         self.num_batches = 0
         self.is_gathered = False
         self.is_sized = True
@@ -58,88 +53,60 @@ class LoopRows:
     def count(self, samples: int, repeated: int, is_sized: bool = True) -> None:
         """Register a delivered batch: its number of samples, and of the rows after them, which do not count."""
         self.is_sized = self.is_sized and is_sized
-        for runs in (self._runs, self._ungathered):
-            # Equal batches are counted in one run, so that an epoch has only a few.
-            is_more = bool(runs) and runs[-1][:2] == (samples, samples + repeated)
-            runs.append(_Run(samples, samples + repeated, 1 + (runs.pop().times if is_more else 0)))
-        if len(self._ungathered) > _KEPT:
-            self._ungathered.popleft()
+        batch = samples, samples + repeated
+        before = self._runs.pop()[1] if self._runs and self._runs[-1][0] == batch else 0
+        self._runs.append((batch, before + 1))
+        self._pending.append(batch)
         self.num_batches += 1
 
-    def fitting(self, rows: int) -> list[Rows]:
-        """The rows that may count if consecutive batches have `rows` rows in total; each result once, the latest last.
+    def fitting(self, rows: int, may_be_part: bool) -> Rows | None:
+        """The rows that count of batches with `rows` rows: of the whole loop; of consecutive ones of which no metric
+        was gathered, the latest that fit; or of the last one. None if none fit.
 
-        Only batches of which no metric was gathered are considered; if none of these fit, the last batches.
+        Args:
+            may_be_part: whether they may be less than the whole loop.
         """
         if not self.is_sized:
-            return []
-        found: dict[tuple[tuple[int, int], ...], int] = {}
-        end, behind = self.num_batches, 0
-        for place, run in reversed(list(enumerate(self._ungathered))):
-            end -= run.times
-            behind += run.times * run.rows
-            if behind >= rows:
-                for batches, last in self._stretches(place, end, rows):
-                    found[batches] = 0 if batches in found else last
-        if not found:
-            return self._last(rows)
-        each_once: dict[tuple[int, ...], Rows] = {}
-        for batches, last in found.items():  # the latest come first
-            counted = _places_that_count(batches)
-            known = each_once.get(tuple(counted))
-            each_once[tuple(counted)] = Rows(counted, len(batches), last) if known is None else known._replace(end=0)
-        return list(reversed(each_once.values()))
-
-    def _stretches(self, place: int, before: int, rows: int) -> Iterator[tuple[tuple[tuple[int, int], ...], int]]:
-        """Sequences of batches with `rows` rows in total that begin in run `place`, each with its last batch's number.
-
-        `before` batches precede the run. The number is 0 if several sequences within the run are equal.
-        """
-        run = self._ungathered[place]
-        within, rest = divmod(rows, run.rows) if run.rows else (0, 1)
-        if not rest and 0 < within <= run.times:
-            yield (run[:2],) * within, before + within if within == run.times else 0
-        for times in range(1, min(run.times, within - (not rest)) + 1):
-            taken, left = [(run, times)], rows - times * run.rows
-            for after in islice(self._ungathered, place + 1, None):
-                more = min(after.times, left // after.rows if after.rows else 0)
-                taken.append((after, more))
-                left -= more * after.rows
-                if more < after.times:
-                    break
-            if not left:
-                batches = tuple(each[:2] for each, several in taken for _ in range(several))
-                yield batches, before + run.times - times + len(batches)
-
-    def _last(self, rows: int) -> list[Rows]:
-        batches: list[tuple[int, int]] = []
-        left = rows
-        for run in reversed(self._runs):
-            for _ in range(run.times):
-                left -= run.rows
-                batches.append(run[:2])
-                if left <= 0:
-                    return [Rows(_places_that_count(batches[::-1]), len(batches), is_new=False)] if not left else []
-        return []
+            return None
+        if sum(size * times for (_, size), times in self._runs) == rows:
+            whole = [batch for batch, times in self._runs for _ in range(times)]
+            return Rows(_places_that_count(whole), self.num_batches, self.num_batches, not self.is_gathered)
+        found = list(_windows(self._pending, rows)) if may_be_part else []
+        if found:
+            counted = [_places_that_count(each) for each in found]
+            end = self.num_batches if len(found[-1]) == len(self._pending) else 0
+            return Rows(counted[-1], len(found[-1]), end, True, any(each != counted[0] for each in counted))
+        last = self._runs[-1][0] if self._runs else (0, 0)
+        if may_be_part and last[1] == rows:
+            return Rows(list(range(last[0])), 1, 0, False)
+        return None
 
     def gather(self, end: int) -> None:
         """Note that a metric was gathered of the batches up to number `end`."""
         self.is_gathered = True
-        # The ungathered batches are always the loop's last ones; this is how many of them `end` covers.
-        gathered = end - self.num_batches + sum(run.times for run in self._ungathered)
-        while gathered > 0 and self._ungathered:
-            run = self._ungathered.popleft()
-            if run.times > gathered:
-                self._ungathered.appendleft(run._replace(times=run.times - gathered))
-            gathered -= run.times
+        while len(self._pending) > self.num_batches - end:
+            self._pending.popleft()
 
     def recent(self) -> list[int]:
         """The numbers of rows of the last three batches, the latest last."""
-        return [run.rows for run in self._runs[-3:] for _ in range(min(run.times, 3))][-3:]
+        return [size for (_, size), times in self._runs[-3:] for _ in range(min(times, 3))][-3:]
 
 
-def _places_that_count(batches: Iterable[tuple[int, int]]) -> list[int]:
-    """The places of the rows that count in the concatenated batches, each given as its numbers of samples and rows."""
+def _windows(batches: Sequence[_Batch], rows: int) -> Iterator[list[_Batch]]:
+    """The stretches of consecutive batches that have `rows` rows together."""
+    found: deque[_Batch] = deque()
+    total = 0
+    for batch in batches:
+        found.append(batch)
+        total += batch[1]
+        while total > rows:
+            total -= found.popleft()[1]
+        if found and total == rows:
+            yield list(found)
+
+
+def _places_that_count(batches: Sequence[_Batch]) -> list[int]:
+    """The places of the rows that count in the concatenated batches."""
     places: list[int] = []
     start = 0
     for samples, rows in batches:

@@ -118,7 +118,8 @@ def check_counts(batches: Sequence[Batch | None], world: World, is_mean: bool = 
         raise ValueError(
             f"the loss may be the mean over {shown}: its inputs were computed from a batch, or come from no loader, "
             "and it is not known which; name the batch, accelerator.backward(loss, batch=batch) (by hand: "
-            "unisono.backward(loss, batch=batch)), or its samples, weight=; or say that it is no loader's, batch=()"
+            "call unisono.backward(loss, batch=batch) instead of loss.backward()), or its samples, weight=; or say "
+            "that it is no loader's, batch=()"
         )
 
 

@@ -2,8 +2,9 @@
 
 The memory of labels, and of outputs of prepared models, identifies their batch (`deliveries.py`); one such tensor
 identifies the batch of the structure that contains it. Tensors computed from them (an argmax, a concatenation) are
-recognised by their number of rows, on all ranks: some consecutive batches, the same number on each rank, must have
-exactly that many rows. It is an error if other batches of the loop match, too, but different rows of them count.
+recognised by their number of rows, on all ranks: consecutive batches of which nothing was gathered, or a whole loop,
+must have exactly that many rows, the same number of batches on each rank. It is an error if other batches match, too,
+but different rows of them count.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[An
     """Return the rows that count, and their number. A small collective, unless `valid_samples` gives the number.
 
     The values belong to the batch whose memory they share. If there is none, they are attributed to the batch that the
-    loop has just received; else to a whole loop, preferably one of evaluation, and one of which no metric was gathered;
-    else to a few consecutive batches.
+    loop has just received; else to consecutive batches of which nothing was gathered; else to a whole loop,
+    preferably one of evaluation.
 
     Args:
         values: a tensor, or a nesting of tensors, with samples along dim 0.
@@ -39,7 +40,7 @@ def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[An
 
     Raises:
         ValueError: on all ranks, if the values belong to batches of which different rows count; if their rows match no
-            consecutive batches; if they match several, or two loops, of which different rows count; or if the loop's
+            recent batches; if they match several, or two loops, of which different rows count; or if the loop's
             batches have no known size. Also if the tensors differ in their number of rows.
         TypeError: a value is not a tensor with rows.
         CollectiveMismatchError: the ranks received those batches in different rounds.
@@ -161,19 +162,19 @@ def _compare(count: int, known: list[Batch], recent: list[Loop], world: World) -
     Raises:
         ValueError: the batches that some rank has identified count differently.
     """
-    found = [each.rows.fitting(count) for each in recent]
+    found = [each.rows.fitting(count, each.is_open or each is recent[0]) for each in recent]
     # The ranks may remember different numbers of loops, and what they send must have one size.
     missing = REMEMBERED - len(found)
-    found += [[]] * missing
-    batches = [rows[-1].batches if rows else 0 for rows in found]
-    are_new = [bool(rows) and rows[-1].is_new for rows in found]
+    found += [None] * missing
+    batches = [rows.batches if rows else 0 for rows in found]
+    are_new = [rows is not None and rows.is_new for rows in found]
     marks = [each.mark for each in recent] + [0] * missing
     state = len({batch.samples for batch in known})  # 0 if none is identified; more than 1 is an error
     is_sized = not recent or recent[0].rows.is_sized
     mark = known[0].mark if known else 0
     # One reduction gives the least of each number, and the greatest of those that are sent negated.
     told = [min(state, 1), -state, is_sized, mark, -mark, *batches, *(-each for each in batches), *are_new]
-    told += [*(-len(rows) for rows in found), *marks, *(-each for each in marks)]
+    told += [*(-(rows is not None and rows.is_ambiguous) for rows in found), *marks, *(-each for each in marks)]
     least, most, are_sized, least_mark, most_mark, *others = world.comm.all_reduce(
         torch.tensor(told, device=HOST), "min"
     ).tolist()
@@ -183,7 +184,7 @@ def _compare(count: int, known: list[Batch], recent: list[Loop], world: World) -
             f"values with {count} samples belong to several batches, of which, on this rank or another, different rows "
             f"count (here {counts}); gather those of each batch separately, or pass valid_samples"
         )
-    least_batches, most_batches, new, answers, least_marks, most_marks = (
+    least_batches, most_batches, new, doubts, least_marks, most_marks = (
         others[start : start + REMEMBERED] for start in range(0, len(others), REMEMBERED)
     )
     return (
@@ -191,7 +192,7 @@ def _compare(count: int, known: list[Batch], recent: list[Loop], world: World) -
         bool(are_sized),
         least_mark == -most_mark,
         [
-            _Fit(loop, rows[-1], bool(new[place]), answers[place] < -1, least_marks[place] == -most_marks[place])
+            _Fit(loop, rows, bool(new[place]), doubts[place] < 0, least_marks[place] == -most_marks[place])
             for place, (loop, rows) in enumerate(zip(recent, found, strict=False))
             if rows and least_batches[place] == -most_batches[place]
         ],
