@@ -285,8 +285,8 @@ def find(path: Path, check: Callable[[Path], Manifest] = verify) -> tuple[Path, 
     if damaged:
         raise DamagedCheckpointError(f"no checkpoint at {path} is intact: {'; '.join(damaged)}")
     left = [each.name for each in _interrupted_saves(path)]
-    told = f"; saves that were interrupted have left {', '.join(left)}" if left else ""
-    raise NoCheckpointError(f"there is no checkpoint at {path}{told}")
+    leftover = f"; saves that were interrupted have left {', '.join(left)}" if left else ""
+    raise NoCheckpointError(f"there is no checkpoint at {path}{leftover}")
 
 
 def _candidates(path: Path) -> list[Path]:

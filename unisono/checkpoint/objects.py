@@ -210,9 +210,9 @@ def _check_model(name: str, model: nn.Module, saved: Mapping[str, Any], kind: st
         ],
     }
     if any(wrong.values()):
-        told = [f"{what}: {', '.join(found[:_SHOWN])}{_more(found)}" for what, found in wrong.items() if found]
+        shown = [f"{what}: {', '.join(found[:_SHOWN])}{_more(found)}" for what, found in wrong.items() if found]
         raise CheckpointMismatchError(
-            f"{name} in {where} is of another model, a {kind}, than this {type(model).__name__}: {'; '.join(told)}; "
+            f"{name} in {where} is of another model, a {kind}, than this {type(model).__name__}: {'; '.join(shown)}; "
             "build the model that was saved, or load the tensors that fit from `unisono checkpoint export`"
         )
 

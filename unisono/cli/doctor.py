@@ -107,6 +107,6 @@ def _print_lines(found: Iterable[Finding]) -> Counter[State]:
         print(f"{mark} {each.name:{_NAME_WIDTH}} {each.text}", flush=True)
         if each.advice:
             print(f"{'':8} {'':{_NAME_WIDTH}} -> {each.advice}", flush=True)
-    told = [f"{states[state]} {state}{'s' * (states[state] != 1)}" for state in reversed(STATES[1:]) if states[state]]
-    print("\n" + (", ".join(told) or "nothing to mend"))
+    counts = [f"{states[state]} {state}{'s' * (states[state] != 1)}" for state in reversed(STATES[1:]) if states[state]]
+    print("\n" + (", ".join(counts) or "nothing to mend"))
     return states

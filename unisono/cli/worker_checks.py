@@ -80,7 +80,7 @@ def _has_two(family: Backend) -> bool:
 
 def _try_collectives(family: Backend) -> Iterator[Finding]:
     first_s, _ = _run(family, tell_start)
-    second_s, told = _run(family, measure_collectives)
+    second_s, measured = _run(family, measure_collectives)
     text = f"{NUM_WORKERS} on {family.name}: first barrier after {first_s:.2f} s, the next time after {second_s:.3f} s"
     if first_s > _SLOW_START_S:
         advice = (
@@ -92,7 +92,7 @@ def _try_collectives(family: Backend) -> Iterator[Finding]:
         yield Finding("workers", "warning", text, "the machine is busy: check what else runs on it")
     else:
         yield Finding("workers", "ok", text)
-    latency_s, large_s = told[0][1:]
+    latency_s, large_s = measured[0][1:]
     rate = _LARGE_BYTES / large_s / 1e9
     yield Finding(
         "collectives",

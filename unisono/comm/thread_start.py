@@ -20,13 +20,14 @@ def start_threads(threads: Sequence[threading.Thread]) -> None:
     if threading.current_thread() is not threading.main_thread():
         _start_all(threads)
         return
-    told: SimpleQueue[Outcome[None]] = SimpleQueue()
-    _thread.start_new_thread(_tell, (threads, told))  # a single C call, before or after which an interrupt arrives
-    told.get().unwrap()
+    outcome: SimpleQueue[Outcome[None]] = SimpleQueue()
+    # A single C call, before or after which an interrupt arrives.
+    _thread.start_new_thread(_start_and_report, (threads, outcome))
+    outcome.get().unwrap()
 
 
-def _tell(threads: Sequence[threading.Thread], told: SimpleQueue[Outcome[None]]) -> None:
-    told.put(Outcome.capture(_start_all, threads))
+def _start_and_report(threads: Sequence[threading.Thread], outcome: SimpleQueue[Outcome[None]]) -> None:
+    outcome.put(Outcome.capture(_start_all, threads))
 
 
 def _start_all(threads: Sequence[threading.Thread]) -> None:

@@ -47,7 +47,7 @@ from unisono.launch.worker import TELL_STACKS, Job
 from unisono.outcome import Outcome, this_process
 
 if TYPE_CHECKING:
-    from unisono.launch.hosts.other_machines import OtherMachines, Word
+    from unisono.launch.hosts.other_machines import MachineReport, OtherMachines
 
 SLOW_S = 2.0  # seconds that workers may take to start before a message says what they are doing
 _END_S = 30.0  # seconds that the workers have, after the last outcome, for their exit handlers
@@ -141,11 +141,11 @@ class Group:
         self._is_stop_wanted = True
         self._signal(signal.SIGTERM, [worker for worker in self.workers if worker.handles_stop], to_sessions=False)
 
-    def hear(self, word: Word) -> None:
-        """Handle a word of another machine: its workers' progress, or that its part of the group has failed."""
-        self._standstill.hear(word, time.monotonic(), self._running())
-        if word.verdict:
-            self.give_up(Outcome.from_bytes(word.verdict), _SETTLE_S)
+    def hear(self, report: MachineReport) -> None:
+        """Handle a report of another machine: its workers' progress, or that its part of the group has failed."""
+        self._standstill.hear(report, time.monotonic(), self._running())
+        if report.verdict:
+            self.give_up(Outcome.from_bytes(report.verdict), _SETTLE_S)
 
     def give_up(self, reason: Outcome[Any], within_s: float = 0.0) -> None:
         """End the group for a reason outside it; a failure of one of its own workers takes precedence."""

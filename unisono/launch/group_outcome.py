@@ -108,12 +108,12 @@ def _lost_step(
     actions.update(
         (peer, action) for peer, each in failures.items() if peer != rank and (action := _action_in(each.error))
     )
-    told = [f"rank {each} {action}" for each, action in actions.items()]
-    if len(told) == 1:
-        told.append("its peers called another one")
+    parts = [f"rank {each} {action}" for each, action in actions.items()]
+    if len(parts) == 1:
+        parts.append("its peers called another one")
     sizes = _SIZES.search(text)
     lost = CollectiveMismatchError(
-        f"{' while '.join(told)}{f' ({sizes[1]} bytes came for {sizes[2]})' if sizes else ''}; every rank must call "
+        f"{' while '.join(parts)}{f' ({sizes[1]} bytes came for {sizes[2]})' if sizes else ''}; every rank must call "
         "the same collectives in the same order with the same shapes. Torch's own collectives, such as this one, do "
         "not compare them; full_tensor() of sharded parameters and functions that save checkpoints are among them: "
         "call them on all ranks, not in `if is_rank_zero():`"

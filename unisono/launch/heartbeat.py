@@ -87,10 +87,10 @@ def _beat(world: World, reporter: Reporter, interval_s: float, is_over: threadin
     """Body of the pulse's thread."""
     # The current device is a property of a thread.
     world.backend.activate(world.device)
-    told: Pulse | None = None
+    reported: Pulse | None = None
     taker = HeartbeatSender(world)
     while not is_over.wait(interval_s):
         pulse = taker.take()
-        if pulse != told:
+        if pulse != reported:
             reporter.send_pulse(pulse)
-            told = pulse
+            reported = pulse

@@ -1,8 +1,8 @@
 """What happens when a group seems to hang: its ranks are asked for their stacks, and then the late ranks are named.
 
-Each of several machines reports the progress of its ranks to the others (`Word`), so all notice when none moves any
-more. The first to notice asks the others; each sends the stacks of its own ranks, and the one that has them all
-reports.
+Each of several machines reports the progress of its ranks to the others (`MachineReport`), so all notice when none
+moves any more. The first to notice asks the others; each sends the stacks of its own ranks, and the one that has them
+all reports.
 
 *Threads:* the supervisor's.
 """
@@ -24,7 +24,7 @@ from unisono.launch.worker import stacks_path
 from unisono.stacks import main_stack
 
 if TYPE_CHECKING:
-    from unisono.launch.hosts.other_machines import OtherMachines, Word
+    from unisono.launch.hosts.other_machines import MachineReport, OtherMachines
 
 _IDLE = 0.05  # of a CPU: what the threads of a waiting process use to check the clock
 _STACKS_S = 0.5  # how long the workers of a hung group have to write their stacks
@@ -59,8 +59,8 @@ class StackCollection:
         self._sizes: dict[int, int] = {}  # the previous sizes of the ranks' stack files
         self._cpu_s = 0.0  # their CPU seconds at that time
         self._stacks: dict[int, str] | None = None  # of this machine's ranks, while waiting for those of the others
-        self._words: dict[int, Word] = {}  # the last of each other machine
-        self._told: dict[int, tuple[int, str]] = {}  # what the other machines were last told about this machine's ranks
+        self._reports: dict[int, MachineReport] = {}  # the last of each other machine
+        self._reported: dict[int, tuple[int, str]] = {}  # what the other machines last got about this machine's ranks
 
     def due(self) -> float | None:
         """When to call `face`, unless something happens before."""
@@ -71,22 +71,22 @@ class StackCollection:
     def tell_progress(self) -> None:
         """Report the progress of this machine's ranks to the others; it invalidates stacks collected before."""
         pulses = {rank: (its.progress, its.doing) for rank, its in self._watch.pulses.items() if rank in self._here}
-        if self._others is not None and pulses != self._told:
-            self._told, self._stacks = pulses, None
+        if self._others is not None and pulses != self._reported:
+            self._reported, self._stacks = pulses, None
             returned = [rank for rank in self._watch.returned if rank in self._here]
             self._others.say(pulses=pulses, returned=returned, stacks={})
 
-    def hear(self, word: Word, now: float, running: Sequence[Worker]) -> None:
-        """Handle another machine's word: the progress of its ranks, or a request for stacks."""
-        before = self._words.get(word.machine)
-        self._words[word.machine] = word
-        for rank, (progress, doing) in word.pulses.items():
+    def hear(self, report: MachineReport, now: float, running: Sequence[Worker]) -> None:
+        """Handle another machine's report: the progress of its ranks, or a request for stacks."""
+        before = self._reports.get(report.machine)
+        self._reports[report.machine] = report
+        for rank, (progress, doing) in report.pulses.items():
             self._watch.hear(rank, Pulse(progress, doing), now)
-        for rank in (before.pulses.keys() if before is not None else set()) - word.pulses.keys():
+        for rank in (before.pulses.keys() if before is not None else set()) - report.pulses.keys():
             self._watch.forget(rank, now)
-        self._watch.returned.update(word.returned)
-        # A counter, as machines see only the latest word of one another.
-        if word.num_asks > (0 if before is None else before.num_asks) and self._due is None:
+        self._watch.returned.update(report.returned)
+        # A counter, as machines see only the latest report of one another.
+        if report.num_asks > (0 if before is None else before.num_asks) and self._due is None:
             self._begin(now, running)
         if self._stacks is not None and self._is_answered():
             self._due = now
@@ -140,17 +140,17 @@ class StackCollection:
             is_idle = _cpu_seconds(running) - self._cpu_s < _IDLE * _STACKS_S * len(running)
             if not (is_idle and all_wait(watch, stacks, ranks)):
                 return None
-        for word in self._words.values():
-            stacks = {**stacks, **word.stacks}
-            ranks += word.pulses
+        for report in self._reports.values():
+            stacks = {**stacks, **report.stacks}
+            ranks += report.pulses
         return hung_error(watch, stacks, sorted(ranks), is_deadlock=not is_over)
 
     def _is_answered(self) -> bool:
         """Whether all machines that have ranks left have sent their stacks."""
         if self._others is None:
             return True
-        words = self._words.values()
-        return len(words) == self._others.count and all(word.stacks or not word.pulses for word in words)
+        reports = self._reports.values()
+        return len(reports) == self._others.count and all(each.stacks or not each.pulses for each in reports)
 
 
 def _cpu_seconds(workers: Sequence[Worker]) -> float:

@@ -38,7 +38,7 @@ from unisono.launch.worker import Job
 from unisono.outcome import Outcome
 
 if TYPE_CHECKING:
-    from unisono.launch.hosts.other_machines import OtherMachines, Word
+    from unisono.launch.hosts.other_machines import MachineReport, OtherMachines
 
 logger = logging.getLogger(__name__)
 
@@ -150,9 +150,9 @@ class Supervisor:
                 ask(self)
                 self.wait()
 
-    def hear(self, word: Word) -> None:
+    def hear(self, report: MachineReport) -> None:
         """Handle another machine's report on its workers."""
-        self._request(lambda group: group.hear(word))
+        self._request(lambda group: group.hear(report))
 
     def give_up(self, reason: BaseException) -> None:
         """End the workers for an external reason, which counts as a failure of theirs."""

@@ -183,9 +183,9 @@ class Passes:
                     engine.scale_leaves()
             loss.backward(retain_graph=retain_graph)
         except RuntimeError as error:
-            if (told := translate_error(error, self._world.comm)) is error:
+            if (translated := translate_error(error, self._world.comm)) is error:
                 raise
-            raise told from told.__cause__
+            raise translated from translated.__cause__
         finally:
             self._is_called, self._given = False, None
 

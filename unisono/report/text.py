@@ -88,12 +88,12 @@ def _lines(report: Report) -> Iterator[str]:
         yield f"with loader workers: at most {peak / 1e6:,.0f} MB per rank, {busy:.1f} cores busy over all"
     if counted := report.counters:
         yield "the devices' runtime: " + ", ".join(f"{count:,} {name}" for name, count in counted.items())
-    told = []
+    parts = []
     if report.dropped:
-        told.append(f"{report.dropped:,} samples were dropped with the tail")
+        parts.append(f"{report.dropped:,} samples were dropped with the tail")
     if report.repeated:
-        told.append(f"{report.repeated:,} {'' if told else 'samples were '}repeated to pad")
-    if told:
-        yield ", ".join(told)
+        parts.append(f"{report.repeated:,} {'' if parts else 'samples were '}repeated to pad")
+    if parts:
+        yield ", ".join(parts)
     if report.skipped_steps:
         yield f"{report.skipped_steps:,} steps were skipped: none of their samples, or tokens, counted"

@@ -25,7 +25,7 @@ from unisono.launch.hosts import endpoint as endpoints
 from unisono.launch.hosts.addresses import address_towards, interface_of, is_this_machine
 from unisono.launch.hosts.agent import MachineOptions, rendezvous_settings
 from unisono.launch.hosts.endpoint import local_address, serves_endpoint, split_endpoint, wait_served
-from unisono.launch.hosts.other_machines import OtherMachines, Word, _Round
+from unisono.launch.hosts.other_machines import MachineReport, OtherMachines, _Round
 from unisono.outcome import Outcome
 
 pytestmark = [
@@ -115,8 +115,10 @@ def test_a_lost_machine_is_given_up_after_seconds_unless_told_otherwise():
 
 
 def test_what_a_machine_says_arrives_as_it_was_said():
-    word = Word(1, "node1", 5, {2: (7, "barrier()"), 3: (9, "")}, [4], 1, {2: 'File "t.py", line 3 in f'}, b"\x00\xff")
-    assert Word.from_text(word.to_text().encode()) == word
+    word = MachineReport(
+        1, "node1", 5, {2: (7, "barrier()"), 3: (9, "")}, [4], 1, {2: 'File "t.py", line 3 in f'}, b"\x00\xff"
+    )
+    assert MachineReport.from_text(word.to_text().encode()) == word
 
 
 # One agent in this process.
@@ -577,11 +579,17 @@ def test_a_machine_whose_ranks_wait_for_nobody_ends_when_another_fails_for_good(
 def test_a_machine_says_why_others_have_failed_those_first_that_are_no_victims():
     others = OtherMachines("127.0.0.1:1", 60.0, lambda word: None, lambda text: None, lambda text: None)
     cause, victim = Outcome.failure(ValueError("bad")), Outcome.failure(BrokenWorldError("rank 0 failed"))
-    words = [Word(1, "b", is_leaving=True), Word(2, "c", verdict=victim.to_bytes()), Word(3, verdict=cause.to_bytes())]
-    others._round = _Round("name", 5, Word(0), {word.machine: (word, 0.0) for word in words})
+    words = [
+        MachineReport(1, "b", is_leaving=True),
+        MachineReport(2, "c", verdict=victim.to_bytes()),
+        MachineReport(3, verdict=cause.to_bytes()),
+    ]
+    others._round = _Round("name", 5, MachineReport(0), {word.machine: (word, 0.0) for word in words})
     assert [str(each.error) for each in others.failures()] == ["bad", "node 1 (b) has left the run", "rank 0 failed"]
     assert not others.are_done()
-    others._round.heard = {number: (Word(number, is_done=True, is_leaving=True), 0.0) for number in range(1, 5)}
+    others._round.heard = {
+        number: (MachineReport(number, is_done=True, is_leaving=True), 0.0) for number in range(1, 5)
+    }
     assert others.failures() == []
     assert others.are_done()
 

@@ -152,19 +152,19 @@ class AcceleratorState(PartialState):
         **options: Any,
     ) -> None:
         super().__init__(cpu, world=world)
-        told = self.world.state.part(_Told)
+        settings = self.world.state.part(_Settings)
         if accelerator is not None:
-            told.mixed_precision, told.fsdp_plugin = accelerator.mixed_precision, fsdp_plugin
-            told.accelerator = ref(accelerator)
-        self._told = told
+            settings.mixed_precision, settings.fsdp_plugin = accelerator.mixed_precision, fsdp_plugin
+            settings.accelerator = ref(accelerator)
+        self._settings = settings
 
     @property
     def mixed_precision(self) -> str:
-        return self._told.mixed_precision
+        return self._settings.mixed_precision
 
     @property
     def fsdp_plugin(self) -> Any:
-        return self._told.fsdp_plugin
+        return self._settings.fsdp_plugin
 
     @property
     def is_fsdp2(self) -> bool:
@@ -172,7 +172,7 @@ class AcceleratorState(PartialState):
 
     @property
     def distributed_type(self) -> DistributedType:
-        is_sharded = self._told.fsdp_plugin is not None and self.world.takes_engines
+        is_sharded = self._settings.fsdp_plugin is not None and self.world.takes_engines
         return DistributedType.FSDP if is_sharded else super().distributed_type
 
     def __repr__(self) -> str:
@@ -224,7 +224,7 @@ class GradientState:
         refuse(f"{__name__}.GradientState", name, _OF_LOOPS)
 
     def _accelerator(self) -> Accelerator | None:
-        return self._world.state.part(_Told).accelerator()
+        return self._world.state.part(_Settings).accelerator()
 
 
 _OF_LOOPS = dict.fromkeys(
@@ -233,7 +233,7 @@ _OF_LOOPS = dict.fromkeys(
 )
 
 
-class _Told:
+class _Settings:
     """The rank's last Accelerator and its settings."""
 
     def __init__(self) -> None:

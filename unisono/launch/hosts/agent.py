@@ -49,7 +49,7 @@ from unisono.launch.context import ASKED
 from unisono.launch.exit_codes import exit_code_of
 from unisono.launch.hosts.addresses import interface_of
 from unisono.launch.hosts.endpoint import local_address, serves_endpoint, split_endpoint, wait_served
-from unisono.launch.hosts.other_machines import OtherMachines, Word
+from unisono.launch.hosts.other_machines import MachineReport, OtherMachines
 from unisono.launch.hosts.store_server import quieten_store, serve_store
 from unisono.launch.policy import Policy
 from unisono.launch.run_target import variables_set
@@ -185,7 +185,7 @@ class Agent(SimpleElasticAgent):
         self.others = OtherMachines(
             options.endpoint,
             options.lost_after_s,
-            self.on_word,
+            self.on_report,
             self.on_lost,
             self.on_cut_off,
             (policy.hang_timeout_s or math.inf) / 5,
@@ -213,9 +213,9 @@ class Agent(SimpleElasticAgent):
         elif signum != signal.SIGTERM or self._patience_until is None:  # otherwise it is a mere repetition
             raise SignalException(f"pid {os.getpid()} got {signal.Signals(signum).name}", signal.Signals(signum))
 
-    def on_word(self, word: Word) -> None:
+    def on_report(self, report: MachineReport) -> None:
         if self._supervisor is not None:
-            self._supervisor.hear(word)
+            self._supervisor.hear(report)
 
     def on_lost(self, reason: str) -> None:
         """End the workers of this machine, which may be waiting for a lost machine."""
@@ -251,7 +251,7 @@ class Agent(SimpleElasticAgent):
         )
         # A loss in an earlier round does not concern the machines that have met in this one.
         self._lost = ""
-        # set before words can arrive
+        # set before reports can arrive
         self._supervisor = Supervisor(job, self._policy, self._run_directory, self.others)
         # Before the workers start: their first report must belong to this round.
         self.others.begin_round(name, group.group_rank, group.group_world_size)
@@ -267,7 +267,7 @@ class Agent(SimpleElasticAgent):
         if verdict.error is None or isinstance(verdict.error, StoppedError):
             self.others.say(is_done=True)
             self.verdict = self._trouble_elsewhere() or verdict
-            if self.verdict is verdict:  # torch's agent would wait minutes for the others, ignoring their words
+            if self.verdict is verdict:  # torch's agent would wait minutes for the others, ignoring their reports
                 values = {each.global_rank: None for each in group.workers}
                 return RunResult(WorkerState.SUCCEEDED, values) if self.others.are_done() else self._wait()
         else:

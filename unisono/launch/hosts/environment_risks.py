@@ -121,15 +121,15 @@ def environment_risks(environ: Mapping[str, str] | None = None, is_launched: boo
         is_launched: whether a launcher has started this process, so that a place among peers is expected.
     """
     environ = os.environ if environ is None else environ
-    told = set()
+    named = set()
     for rule in _RULES:
         for name in rule.names:
             if name in environ and rule.applies(environ[name]):
-                told.add(name)
+                named.add(name)
                 yield EnvironmentRisk(f"{name}={environ[name]}", rule.effect, rule.way_out, rule.is_harmful)
     if not is_launched:
         yield from _leftovers(environ)
-    others = sorted(name for name in environ if name.startswith(_FAMILIES) and name not in told)
+    others = sorted(name for name in environ if name.startswith(_FAMILIES) and name not in named)
     if others:
         yield EnvironmentRisk(" ".join(f"{name}={environ[name]}" for name in others), "is passed on to every worker")
 

@@ -39,7 +39,7 @@ _LINGER_S = 3.0
 
 
 @dataclass(frozen=True)
-class Word:
+class MachineReport:
     """What a machine reports to the others.
 
     Attributes:
@@ -69,7 +69,7 @@ class Word:
         return json.dumps({**asdict(self), "verdict": self.verdict.hex()})
 
     @classmethod
-    def from_text(cls, text: bytes) -> Word:
+    def from_text(cls, text: bytes) -> MachineReport:
         facts = json.loads(text)
         facts["pulses"] = {int(rank): (progress, doing) for rank, (progress, doing) in facts["pulses"].items()}
         facts["stacks"] = {int(rank): stack for rank, stack in facts["stacks"].items()}
@@ -83,9 +83,9 @@ class _Round:
 
     name: str  # the same for all agents, and for no other round
     count: int
-    own: Word
-    # each machine's latest word, and since when
-    heard: dict[int, tuple[Word | None, float]] = field(default_factory=dict)
+    own: MachineReport
+    # each machine's latest report, and since when
+    heard: dict[int, tuple[MachineReport | None, float]] = field(default_factory=dict)
 
 
 class OtherMachines:
@@ -94,7 +94,7 @@ class OtherMachines:
     Args:
         endpoint: where the agents meet.
         patience_s: seconds that a machine may be silent.
-        on_word: called with a machine's word, if it says more than that the machine is alive.
+        on_report: called with a machine's report, if it says more than that the machine is alive.
         on_lost: called with a sentence, repeatedly until the next round, when a machine has been silent for longer.
         on_cut_off: called with a sentence when the endpoint's machine has been.
         beat_s: the longest interval between two reports.
@@ -104,7 +104,7 @@ class OtherMachines:
         self,
         endpoint: str,
         patience_s: float,
-        on_word: Callable[[Word], None],
+        on_report: Callable[[MachineReport], None],
         on_lost: Callable[[str], None],
         on_cut_off: Callable[[str], None],
         beat_s: float = _BEAT_S,
@@ -112,10 +112,10 @@ class OtherMachines:
         self._endpoint = split_endpoint(endpoint)
         self._patience_s = patience_s
         self._beat_s = min(beat_s, _BEAT_S, patience_s / 5)
-        self._on_word, self._on_lost, self._on_cut_off = on_word, on_lost, on_cut_off
+        self._on_report, self._on_lost, self._on_cut_off = on_report, on_lost, on_cut_off
         self._answered_at = time.monotonic()
         self._round: _Round | None = None
-        self._lock = threading.Lock()  # covers this machine's own word
+        self._lock = threading.Lock()  # covers this machine's own report
         self._has_news = threading.Event()
         self._is_over, self._is_closed = threading.Event(), threading.Event()
         self._threads = [
@@ -132,7 +132,7 @@ class OtherMachines:
         """Begin a round: the agents have met and start workers. Takes this machine's number, and the number of
         machines."""
         # A new object, not a change of the old one, which the first thread may be reading.
-        self._round = _Round(f"unisono/machines/{name}", count, Word(number))
+        self._round = _Round(f"unisono/machines/{name}", count, MachineReport(number))
         if self._threads[0].ident is None:
             self._answered_at = time.monotonic()
             for thread in self._threads:
@@ -140,12 +140,12 @@ class OtherMachines:
         self._has_news.set()
 
     def say(self, **facts: Any) -> None:
-        """Change what this machine reports, by names of `Word`; the progress of its ranks can wait for the next
-        beat."""
+        """Change what this machine reports, by names of `MachineReport`; the progress of its ranks can wait for the
+        next beat."""
         with self._lock:
-            if (current := self._round) is None or (word := replace(current.own, **facts)) == current.own:
+            if (current := self._round) is None or (report := replace(current.own, **facts)) == current.own:
                 return
-            current.own = word
+            current.own = report
         if any(facts.get(name) for name in ("num_asks", "stacks", "verdict", "is_done", "is_leaving")):
             self._has_news.set()
 
@@ -157,24 +157,24 @@ class OtherMachines:
     def failures(self) -> list[Outcome[Any]]:
         """Why other parts of the group have failed; primary causes first, victims last."""
         found: list[Outcome[Any]] = []
-        for word in self._words():
-            if word.verdict:
-                found.append(Outcome.from_bytes(word.verdict))
-            elif word.is_leaving and not word.is_done:
-                left = UnisonoError(f"node {word.machine} ({word.host}) has left the run")
+        for report in self._reports():
+            if report.verdict:
+                found.append(Outcome.from_bytes(report.verdict))
+            elif report.is_leaving and not report.is_done:
+                left = UnisonoError(f"node {report.machine} ({report.host}) has left the run")
                 found.append(Outcome(error=left, is_secondary=True))
         return sorted(found, key=lambda outcome: outcome.is_secondary)
 
     def are_done(self) -> bool:
         """Whether the parts of all other machines have ended successfully."""
-        return sum(word.is_done for word in self._words()) == self.count
+        return sum(report.is_done for report in self._reports()) == self.count
 
     @contextlib.contextmanager
     def attended(self, is_host: bool) -> Iterator[None]:
         """End all communication when the block ends.
 
         Args:
-            is_host: whether this machine serves the endpoint, so that the last words are lost when it exits.
+            is_host: whether this machine serves the endpoint, so that the last reports are lost when it exits.
         """
         try:
             yield
@@ -190,14 +190,14 @@ class OtherMachines:
 
     def _linger(self) -> None:
         deadline = time.monotonic() + _LINGER_S
-        while sum(word.is_leaving for word in self._words()) < self.count:
+        while sum(report.is_leaving for report in self._reports()) < self.count:
             if time.monotonic() > deadline or self._is_closed.is_set():
                 break
             time.sleep(0.05)
 
-    def _words(self) -> list[Word]:
+    def _reports(self) -> list[MachineReport]:
         heard = list(self._round.heard.values()) if self._round is not None else []
-        return [word for word, _ in heard if word is not None]
+        return [report for report, _ in heard if report is not None]
 
     def _converse(self) -> None:
         host, port = self._endpoint
@@ -205,9 +205,9 @@ class OtherMachines:
         is_over = False
         while not is_over:
             self._has_news.wait(self._beat_s)
-            # Cleared before the word is sent, so that later news cause another turn.
+            # Cleared before the report is sent, so that later news cause another turn.
             self._has_news.clear()
-            is_over = self._is_over.is_set()  # read first, so that the last words are still sent
+            is_over = self._is_over.is_set()  # read first, so that the last reports are still sent
             if (current := self._round) is not None:
                 with self._lock:
                     current.own = replace(current.own, beats=current.own.beats + 1)
@@ -220,12 +220,12 @@ class OtherMachines:
         for number in set(range(current.count)) - {current.own.machine}:
             key = f"{current.name}/{number}"
             # `get` alone would wait until the key exists.
-            word = Word.from_text(store.get(key)) if store.check([key]) else None
+            report = MachineReport.from_text(store.get(key)) if store.check([key]) else None
             before, _ = current.heard.get(number, (None, 0.0))
-            if word != before or number not in current.heard:
-                current.heard[number] = (word, time.monotonic())
-                if word is not None and (before is None or word != replace(before, beats=word.beats)):
-                    self._on_word(word)
+            if report != before or number not in current.heard:
+                current.heard[number] = (report, time.monotonic())
+                if report is not None and (before is None or report != replace(before, beats=report.beats)):
+                    self._on_report(report)
 
     def _look(self) -> None:
         while not self._is_over.wait(self._beat_s) and not self._is_closed.is_set():
@@ -234,10 +234,10 @@ class OtherMachines:
                 host, port = self._endpoint
                 self._on_cut_off(f"the machine that serves {host}:{port} {self._silence()}, or that of this machine is")
             # A copy: the first thread adds entries meanwhile.
-            for number, (word, since) in list(self._round.heard.items() if self._round is not None else ()):
-                is_leaving = word is not None and word.is_leaving  # the others learn of it from its workers
+            for number, (report, since) in list(self._round.heard.items() if self._round is not None else ()):
+                is_leaving = report is not None and report.is_leaving  # the others learn of it from its workers
                 if not is_leaving and now - since > self._patience_s:
-                    host = "not heard of yet" if word is None else word.host
+                    host = "not heard of yet" if report is None else report.host
                     self._on_lost(f"node {number} ({host}) {self._silence()}")
 
     def _silence(self) -> str:

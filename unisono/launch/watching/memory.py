@@ -74,8 +74,8 @@ def memory_limit(pid: int | None = None, root: Path = _ROOT) -> tuple[int, str]:
         root: the root of the file system.
     """
     directories = cgroup_directories("memory", pid, root)
-    told = [read_number(directory / name) for directory in directories for name in _LIMITS]
-    group = min((nbytes for nbytes in told if nbytes is not None), default=None)
+    limits = [read_number(directory / name) for directory in directories for name in _LIMITS]
+    group = min((nbytes for nbytes in limits if nbytes is not None), default=None)
     machine = psutil.virtual_memory().total
     return (machine, "of the machine") if group is None or group >= machine else (group, "of its control group")
 

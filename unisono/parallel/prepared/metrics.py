@@ -173,10 +173,10 @@ def _compare(count: int, known: list[Batch], recent: list[Loop], world: World) -
     is_sized = not recent or recent[0].rows.is_sized
     mark = known[0].mark if known else 0
     # One reduction gives the least of each number, and the greatest of those that are sent negated.
-    told = [min(state, 1), -state, is_sized, mark, -mark, *batches, *(-each for each in batches), *are_new]
-    told += [*(-(rows is not None and rows.is_ambiguous) for rows in found), *marks, *(-each for each in marks)]
+    sent = [min(state, 1), -state, is_sized, mark, -mark, *batches, *(-each for each in batches), *are_new]
+    sent += [*(-(rows is not None and rows.is_ambiguous) for rows in found), *marks, *(-each for each in marks)]
     least, most, are_sized, least_mark, most_mark, *others = world.comm.all_reduce(
-        torch.tensor(told, device=HOST), "min"
+        torch.tensor(sent, device=HOST), "min"
     ).tolist()
     if most < -1:
         counts = " or ".join(str(batch.samples) for batch in known)

@@ -55,7 +55,7 @@ class NanGuard:
             NonFiniteGradientError: a gradient is not finite.
         """
         wanted = {id(each) for each in parameters}
-        found = [told for each, told in self._found.items() if id(each) in wanted]  # in the order of the backward pass
+        found = [one for each, one in self._found.items() if id(each) in wanted]  # in the order of the backward pass
         self.forget(parameters)
         held = [(each, each.grad) for each in parameters if each.grad is not None]
         sums = [
@@ -70,11 +70,11 @@ class NanGuard:
         ]
         if not self._world.comm.all_reduce(torch.tensor(int(bool(bad)), device=HOST), "max"):
             return
-        told = self._world.comm.all_gather_object((own[:1], summed[:1]))
-        ranks = [rank for rank, (name, _) in enumerate(told) if name]
-        name = next((name for _, names in told for name in names), "")
+        seen = self._world.comm.all_gather_object((own[:1], summed[:1]))
+        ranks = [rank for rank, (name, _) in enumerate(seen) if name]
+        name = next((name for _, names in seen for name in names), "")
         if ranks:
-            where = f"{told[ranks[0]][0][0]} is not finite on {name_ranks(ranks)}; no step was taken; look at its batch"
+            where = f"{seen[ranks[0]][0][0]} is not finite on {name_ranks(ranks)}; no step was taken; look at its batch"
         elif found:
             where = f"{name} is finite on each rank, and not in the sum over them; no step was taken; look at the loss"
         else:

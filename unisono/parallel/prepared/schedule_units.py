@@ -134,12 +134,12 @@ def length_of(scheduler: Any) -> int | None:
         last = length_of(getattr(scheduler, SCHEDULERS)[-1])
         return None if last is None else getattr(scheduler, MILESTONES)[-1] + last
     if isinstance(scheduler, LambdaLR):  # transformers' schedules are of this kind
-        told = {_told_length(each) for each in scheduler.lr_lambdas}
-        return told.pop() if len(told) == 1 else None
+        totals = {_given_length(each) for each in scheduler.lr_lambdas}
+        return totals.pop() if len(totals) == 1 else None
     return None
 
 
-def _told_length(function: Any) -> int | None:
+def _given_length(function: Any) -> int | None:
     keywords: Mapping[str, Any] = function.keywords if isinstance(function, partial) else {}
     total = keywords.get("num_training_steps")
     return total if isinstance(total, int) else None

@@ -143,9 +143,9 @@ class Stepper:
             finally:
                 track.switch(phase)
         except RuntimeError as error:
-            if (told := translate_error(error, self.world.comm)) is error:
+            if (translated := translate_error(error, self.world.comm)) is error:
                 raise
-            raise told from told.__cause__
+            raise translated from translated.__cause__
         finally:  # zero_grad() is next, whether the step succeeded or failed
             if self._scaler is not None:
                 self._settle()

@@ -105,9 +105,9 @@ class FSDPEngine(Engine):
             try:
                 return call(*args, **kwargs)
             except RuntimeError as error:
-                if (told := translate_error(error, self._world.comm)) is error:
+                if (translated := translate_error(error, self._world.comm)) is error:
                     raise
-                raise told from told.__cause__
+                raise translated from translated.__cause__
             finally:
                 # FSDP2 keeps the root's parameters gathered for the backward pass, which does not come.
                 self._sharded.reshard()
@@ -118,9 +118,9 @@ class FSDPEngine(Engine):
         try:
             result = call(*args, **kwargs)
         except RuntimeError as error:
-            if (told := translate_error(error, self._world.comm)) is error:
+            if (translated := translate_error(error, self._world.comm)) is error:
                 raise
-            raise told from told.__cause__
+            raise translated from translated.__cause__
         for each in _with_gradients(result) if not entries else ():
             if each.grad_fn is not None:
                 each.grad_fn.register_prehook(weak_method(self._refuse_graph))
