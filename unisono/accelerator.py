@@ -150,12 +150,10 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         self.scaler = None
         if mixed_precision == "fp16":
             self.scaler = LossScaler(self.device.type, self.world.rank == 0, **(scaler_options or {}))
-        every = gradient_accumulation_steps
         self.mixed_precision, self.project_dir = mixed_precision, project_dir
-        self._accumulated = every
         self._trackers = Trackers(log_with, project_dir, self.world.rank == 0)
         self._trigger = Trigger(self.world)
-        self._steps = Steps(self.world, every, is_mean=every > 1, is_sum=loss_reduction == "sum")
+        self._steps = Steps(self.world, gradient_accumulation_steps, loss_reduction == "sum")
         self._passes = Passes(self._steps)
         # For `unisono.backward`, which may get a loss of this Accelerator's models.
         self.world.state.part(ByHand).trainers.add(self._passes)
@@ -214,12 +212,11 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         Raises:
             TypeError, ValueError: the new value is not a positive integer.
         """
-        return self._accumulated
+        return int(self._steps.next_every)
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
         check_accumulation(steps)
-        self._accumulated = steps
         self._steps.accumulate(steps)
 
     def backward(

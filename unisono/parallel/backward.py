@@ -123,7 +123,7 @@ class Passes:
             return self._running[task].origin
         self.origin = self.steps.origin = origin = self.steps.find(values, syncs, engine.give_optimizers)
         self._parts.add(origin.part)
-        if origin.part != 1 or self.steps.is_mean or self.steps.is_sum:
+        if origin.part != 1 or self.steps.every > 1 or self.steps.is_sum:
             engine.scale_leaves()
         return origin
 
@@ -149,7 +149,7 @@ class Passes:
         self._engines[engine] = None
         engine.scale = partial(self._arrive_at_leaf, ref(self), ref(engine))
         engine.count_leaves()
-        if self.steps.is_mean or self.steps.is_sum:
+        if self.steps.every > 1 or self.steps.is_sum:
             engine.scale_leaves()
 
     def has(self, parameters: Set[torch.Tensor]) -> bool:
@@ -407,7 +407,7 @@ class Passes:
                 "and zero_grad() in between"
             )
         engine.passing = run
-        if run.part != 1 or self.steps.is_mean or self.steps.is_sum:  # others may train since the forward pass
+        if run.part != 1 or self.steps.every > 1 or self.steps.is_sum:  # others may train since the forward pass
             engine.scale_leaves()
         if reduces := counted.reduces and origin.syncs:
             counted.engines.append(ref(engine))

@@ -57,7 +57,7 @@ class ByHand:
 
     def steps_of(self, world: World) -> Steps:
         if self.steps is None:
-            self.steps = Steps(world, math.inf, is_mean=True)
+            self.steps = Steps(world, math.inf)
         return self.steps
 
     def restart(self) -> None:

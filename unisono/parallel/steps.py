@@ -165,21 +165,22 @@ class Steps:
 
     Args:
         world: the rank's.
-        every: the number of microbatches per step; math.inf if the user decides by stepping.
-        is_mean: whether the step is the mean over its microbatches' samples, or the sum of their means.
+        every: the number of microbatches per step, over whose samples it is the mean; math.inf if the user decides by
+            stepping. With 1, it is the sum of the means of whatever passes it has, as in a plain script.
         is_sum: losses are sums over samples, and nothing is averaged.
 
     Attributes:
         step: the current one.
+        next_every: `every` of the next one.
         origin: of the last forward pass; None after a pass or a request.
         now: a logical time, counted over visits and requests: what began at a time is over for an optimizer that has
             made a request since.
         requested: the time of the last request of any optimizer.
     """
 
-    def __init__(self, world: World, every: float = 1, is_mean: bool = False, is_sum: bool = False) -> None:
-        self.world, self.every, self.is_mean, self.is_sum = world, every, is_mean, is_sum
-        self._next = (every, is_mean)  # of the next step
+    def __init__(self, world: World, every: float = 1, is_sum: bool = False) -> None:
+        self.world, self.every, self.is_sum = world, every, is_sum
+        self.next_every = every
         self._size = world.comm.size
         self._block: object = None  # stands for the batch in an `accumulate()` block
         # Weak: a rank keeps its steps, and must not keep an optimizer alive that the user has dropped.
@@ -194,14 +195,13 @@ class Steps:
         self._visited.clear()
         self.now = self.requested = 0
         self.step = Step()
-        self.every, self.is_mean = self._next
+        self.every = self.next_every
 
     def accumulate(self, every: int) -> None:
         """Set the number of microbatches per step, from the next step on: one that has begun is not affected."""
-        # With every=1 each backward pass is a batch: several before a step add up their means, as in a plain script.
-        self._next = (every, every > 1)
+        self.next_every = every
         if self.step.state == TAKEN or not self.step.visits:
-            self.every, self.is_mean = self._next
+            self.every = every
 
     @contextmanager
     def block(self) -> Iterator[None]:
@@ -274,7 +274,7 @@ class Steps:
                 weights of the user's, or whose loops' batches change in size.
         """
         if weight is None and len(origin.candidates) > 1:
-            check_counts(origin.candidates, self.world, self.is_mean, self.is_sum)
+            check_counts(origin.candidates, self.world, self.every > 1, self.is_sum)
         if self.every > 1 and self._block is None and self.every != math.inf and not is_named:
             self._check_microbatch(origin)
         claim = origin.claim if weight is None else claim_of(origin.batch, weight, self.world, self.is_sum)
@@ -296,7 +296,7 @@ class Steps:
             self._join(visit, step, optimizers)
         # An error above leaves the step as it was.
         if step is not self.step:
-            self.step, (self.every, self.is_mean) = step, self._next
+            self.step, self.every = step, self.next_every
         step.visits.append(visit)
         step.latest[source] = visit
         self._note_batch(batch)
@@ -319,7 +319,7 @@ class Steps:
         joins = self._block is None and self.every != math.inf and all(each.loop is not visit.loop for each in current)
         if joins and not self._is_over(current[0].microbatch, optimizers):
             visit.microbatch = current[0].microbatch
-        if self.is_mean:
+        if self.every > 1:
             _check_totals([*step.visits, visit])
 
     def _is_over(self, began: int, optimizers: Callable[[], Collection[Optimizer]]) -> bool:
@@ -412,7 +412,7 @@ class Steps:
             self._begin(step_after(self.step))
 
     def _begin(self, step: Step) -> None:
-        self.step, (self.every, self.is_mean) = step, self._next
+        self.step, self.every = step, self.next_every
 
     def loop_number(self, visit: Visit) -> int:
         """The number of that visit's loop among those of the step."""
@@ -430,7 +430,7 @@ class Steps:
 
     def scale(self, visit: Visit) -> float:
         """The size of that visit's batch against the step's first: a factor for all that its passes compute."""
-        if not self.is_mean or self.is_sum or self.step.is_joint:
+        if self.every == 1 or self.is_sum or self.step.is_joint:
             return 1.0
         return visit.claim.total / (self.step.unit or 1)
 
@@ -438,7 +438,7 @@ class Steps:
         """The factor for the accumulated gradients, in the reduction that makes them those of the step."""
         if self.is_sum:
             return 1.0
-        if not self.is_mean:
+        if self.every == 1:
             return 1 / self._size
         step = self.step
         if step.is_joint:
@@ -452,7 +452,7 @@ class Steps:
         claims = [each.claim for each in self.step.visits]
         if self.is_sum:
             return float(claims[-1].samples) if claims else 1.0  # 0 for a batch that only repeats others
-        counted = claims if self.is_mean else claims[-1:]
+        counted = claims if self.every > 1 else claims[-1:]
         total = sum(each.total for each in counted)
         return sum(each.samples for each in counted) / total if total else 1 / self._size
 

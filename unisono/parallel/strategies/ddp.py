@@ -38,6 +38,7 @@ _SYNCS_NO_BUFFERS: dict[str, Any] = next(
     for name in ("forward_sync_buffers", "broadcast_buffers")  # deprecated in newer versions of torch
     if name in inspect.signature(DistributedDataParallel).parameters
 )
+_NONE, _UNFINISHED, _FLAT = "none", "unfinished", "flat"  # of a backward pass: DDP's own has begun, or one after it
 _FORWARD_PASSES = 16  # the most that one backward pass may use, with find_unused_parameters
 
 
@@ -84,7 +85,7 @@ class DDPEngine(Engine):
         self._options = options
         self._finds_unused = options.find_unused_parameters
         self._outputs: list[list[torch.Tensor]] = []  # of each forward pass since the last backward pass
-        self._is_finished, self._is_flat, self._at_forward = True, False, 0
+        self._reduction, self._at_forward = _NONE, 0
         self._wrap()
 
     def _wrap(self, fills: bool = True) -> None:
@@ -122,7 +123,7 @@ class DDPEngine(Engine):
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None = None) -> Any:
         if not torch.is_grad_enabled():
             return super().run(args, kwargs, method)
-        if not self._is_finished and current_graph_task_id() < 0:  # not in a checkpoint's recomputation
+        if self._reduction == _UNFINISHED and current_graph_task_id() < 0:  # not in a checkpoint's recomputation
             raise RuntimeError(failed_before(self.name))
         self._at_forward = self.gradients.arrivals.count()
         result = self._replicated(*args, **kwargs) if method is None else super().run(args, kwargs, method)
@@ -135,25 +136,26 @@ class DDPEngine(Engine):
         # DDP waits for each gradient once. One that has arrived in this pass already, at a parameter that the outputs
         # do not depend on, would never come; and a parameter frozen since the forward pass would be given one.
         is_frozen = False in [each.requires_grad for each in self._names]
-        self._is_flat = reduces and (is_frozen or self.gradients.arrivals.count() != self._at_forward)
-        if reduces and not self._is_flat:
+        if reduces and (is_frozen or self.gradients.arrivals.count() != self._at_forward):
+            self._reduction = _FLAT
+        elif reduces:
             # Ranks that are not at the same place get an error here, where DDP would hang or mix gradients.
             self._world.comm.announce(f"the gradients of {self.place()}")
             # From these outputs DDP finds the unused parameters. Without `find_unused_parameters` it gets none, and
             # waits for all.
             self._replicated.reducer.prepare_for_backward([each for found in self._outputs for each in found])
-            self._is_finished = False
+            self._reduction = _UNFINISHED
         self._outputs = []
 
     def complete(self) -> None:
-        if self._is_flat:
+        if self._reduction == _FLAT:
             self.reduce_late()
             return
         # Those that were frozen with a gradient, which DDP does not know.
         if self._frozen and (held := [each for each in self._frozen if each.grad is not None]):
             self.reduce_late(held)
         # The last bucket was not sent: it, or one before it, still waits for a gradient.
-        if not self._is_finished:
+        if self._reduction == _UNFINISHED:
             lacking = [name for each, name in self._names.items() if each.grad is None or not each.requires_grad]
             raise RuntimeError(unused(type(self.module).__name__, lacking))
 
@@ -164,7 +166,7 @@ class DDPEngine(Engine):
             self._averager.average_parameters(optimizer.param_groups)
 
     def _note_finish(self) -> None:
-        self._is_finished = True
+        self._reduction = _NONE
 
 
 class _Ordered(DistributedDataParallel):

@@ -158,7 +158,7 @@ class Engine:
                 "step when the first of them was complete; call the step() of each optimizer on each microbatch, or "
                 "train the models with an Accelerator each"
             )
-        if reduced_by is not None and is_other and steps.is_mean:
+        if reduced_by is not None and is_other and steps.every > 1:
             held.set_aside()
         elif reduced_by is not None and held.earlier:
             raise RuntimeError(
@@ -166,7 +166,7 @@ class Engine:
                 "microbatch is to be averaged with those of this step, which was complete; zero_grad() after each "
                 "step, or step as soon as its microbatches are there"
             )
-        elif reduced_by and (steps.is_mean or steps.is_sum):
+        elif reduced_by and (steps.every > 1 or steps.is_sum):
             # The next reduction multiplies by its factor, and adds up what the ranks hold; if the parameters are
             # gathered, it adds to what is reduced.
             factor = steps.factor() / reduced_by if self.gathers else 1 / (reduced_by * size)
@@ -297,7 +297,7 @@ class Engine:
         self._steps.close(optimizer)
         self.gradients.before = None
         self.graphs.clear()
-        if self.hooks and not (self._steps.is_mean or self._steps.is_sum):
+        if self.hooks and not (self._steps.every > 1 or self._steps.is_sum):
             _remove(self.hooks)  # they were for an uneven batch, or a differentiated gradient
 
     def step_unprepared(self, optimizer: Optimizer) -> None:
