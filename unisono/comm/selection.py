@@ -112,6 +112,13 @@ def innermost(comm: Communicator) -> Communicator:
     return inner  # type: ignore[no-any-return]
 
 
+def raise_translated(error: BaseException, comm: Communicator) -> None:
+    """Raise what `translate_error` returns, unless it is the error itself."""
+    translated = translate_error(error, comm)
+    if translated is not error:
+        raise translated from translated.__cause__
+
+
 def translate_error(error: BaseException, comm: Communicator) -> BaseException:
     """Translate an error of the transport, if its reason is known; return any other error unchanged.
 

@@ -36,7 +36,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch.optim import Optimizer
 
-from unisono.comm.selection import translate_error
+from unisono.comm.selection import raise_translated
 from unisono.parallel.claims import Claim, Crossings, refuse_crossed
 from unisono.parallel.gradients import scaled
 from unisono.parallel.steps import COLLECTING, Origin, Steps, Visit
@@ -183,9 +183,8 @@ class Passes:
                     engine.scale_leaves()
             loss.backward(retain_graph=retain_graph)
         except RuntimeError as error:
-            if (translated := translate_error(error, self._world.comm)) is error:
-                raise
-            raise translated from translated.__cause__
+            raise_translated(error, self._world.comm)
+            raise
         finally:
             self._is_called, self._given = False, None
 

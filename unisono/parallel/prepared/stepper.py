@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
 
-from unisono.comm.selection import translate_error
+from unisono.comm.selection import raise_translated
 from unisono.deliveries import Loop
 from unisono.parallel import optimizer as by_hand
 from unisono.parallel.backward import Passes
@@ -143,9 +143,8 @@ class Stepper:
             finally:
                 track.switch(phase)
         except RuntimeError as error:
-            if (translated := translate_error(error, self.world.comm)) is error:
-                raise
-            raise translated from translated.__cause__
+            raise_translated(error, self.world.comm)
+            raise
         finally:  # zero_grad() is next, whether the step succeeded or failed
             if self._scaler is not None:
                 self._settle()

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from unisono.comm.selection import translate_error
+from unisono.comm.selection import raise_translated
 from unisono.parallel.agreement import broadcast_parameters
 from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.ddp import failed_before
@@ -105,9 +105,8 @@ class FSDPEngine(Engine):
             try:
                 return call(*args, **kwargs)
             except RuntimeError as error:
-                if (translated := translate_error(error, self._world.comm)) is error:
-                    raise
-                raise translated from translated.__cause__
+                raise_translated(error, self._world.comm)
+                raise
             finally:
                 # FSDP2 keeps the root's parameters gathered for the backward pass, which does not come.
                 self._sharded.reshard()
@@ -118,9 +117,8 @@ class FSDPEngine(Engine):
         try:
             result = call(*args, **kwargs)
         except RuntimeError as error:
-            if (translated := translate_error(error, self._world.comm)) is error:
-                raise
-            raise translated from translated.__cause__
+            raise_translated(error, self._world.comm)
+            raise
         for each in _with_gradients(result) if not entries else ():
             if each.grad_fn is not None:
                 each.grad_fn.register_prehook(weak_method(self._refuse_graph))
