@@ -162,6 +162,11 @@ NAMES = {  # ours: (torch's, what we do by it)
         "fixes the order of additions with strategy='ddp'",
     ),
     "GradBucket": ("torch._C._distributed_c10d.GradBucket", "weights gradients in torch's communication hooks"),
+    "FSDP_STATE": ("torch.distributed.fsdp.FSDPModule._get_fsdp_state", "goes on after a forward pass that failed"),
+    "FSDP_CONTEXT": (
+        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._state_ctx",
+        "goes on after a forward pass that failed",
+    ),
     "DTENSOR_SPEC": ("torch.distributed.tensor.DTensor._spec", "saves and loads shards with strategy='fsdp'"),
     "STORAGE_INFO": ("torch.distributed.checkpoint.filesystem._StorageInfo", "reads checkpoints of strategy='fsdp'"),
     "GET_LAYOUT": ("torch.serialization._get_layout", "reads checkpoints of strategy='fsdp'"),

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from twin import State, assert_all_are, compare, data, loader_of, mean_loss, model, seeded, sgd
 
 from unisono import Accelerator, DeviceLoader, backward, optimizer_step
+from unisono.strategies import DDP, FSDP
 
 MODES = pytest.mark.parametrize("mode", [SOLO, THREADS_2, THREADS_3], ids=["one rank", "two ranks", "three ranks"])
 PROCESSES = pytest.mark.parametrize("mode", [SOLO, PROCESSES_2], ids=str)
@@ -231,13 +232,37 @@ def test_microbatches_after_a_step_was_complete_count_in_it(strategy: str) -> No
     assert verdict_on(PROCESSES_2, program(lines * 2, samples=13, every=2), strategy) == "exact"
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 def test_a_layer_may_be_frozen_before_a_backward_pass_where_torch_reduces(strategy: str) -> None:
     """Between a forward pass and its backward pass, and between two forward passes of which both follow."""
-    lines = [f"draw a; {VISIT}", f"draw a; forward fit; freeze 0; {STEP}", "unfreeze 0", f"draw a; {VISIT}"]
+    lines = [f"draw a; {VISIT}", f"draw a; forward fit; freeze 0; {STEP}", f"draw a; {VISIT}; unfreeze 0"]
     lines += [f"draw a; forward fit; freeze 0; draw a; forward square; backward plain; {STEP}"]
     kinds = [verdict_on(PROCESSES_2, program(lines[:count], samples=40), strategy) for count in (2, 5)]
     assert kinds == ["exact", "exact"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_forward_pass_that_fails_in_its_middle_leaves_no_parameters_of_before_a_step(strategy: str) -> None:
+    lines = ["draw a; forward square; backward accelerator; fail forward; step f; zero f none", f"draw a; {VISIT}"]
+    assert verdict_on(PROCESSES_2, program(lines * 2, samples=16), strategy) == "exact"
+
+
+@pytest.mark.slow
+def test_an_evaluation_before_a_step_leaves_no_parameters_of_before_it() -> None:
+    def body(strategy: DDP | FSDP) -> State:
+        accelerator, network = Accelerator(strategy=strategy), model()
+        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(12, 2))
+        for batch in loader:
+            accelerator.backward(mean_loss(network, batch))
+            with torch.no_grad():
+                network(batch[0])
+            optimizer.step()
+            optimizer.zero_grad()
+        return accelerator.state_dict(network)
+
+    kept = PROCESSES_2.run(lambda: body(FSDP(units=(nn.Linear,), reshard_after_forward=False)))
+    assert_all_are(kept[:1], PROCESSES_2.run(lambda: body(DDP()))[0])
 
 
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)

@@ -31,7 +31,7 @@ from unisono.parallel.strategies.sharded import (
 from unisono.parallel.strategies.strategy import Strategy
 from unisono.parallel.weak_methods import weak_method
 from unisono.strategies import FSDP
-from unisono.torch_private import PARAMETERS, current_graph_task_id, queue_callback
+from unisono.torch_private import FSDP_CONTEXT, FSDP_STATE, PARAMETERS, current_graph_task_id, queue_callback
 from unisono.tree import tensors
 from unisono.world import World
 
@@ -75,9 +75,9 @@ class FSDPEngine(Engine):
         sharded: Any = shard(module, world, options)
         super().__init__(sharded, world, steps)
         self._sharded, self.name = sharded, name
-        self._units = units_in(sharded)
+        self._units, self._keeps = units_in(sharded), options.reshard_after_forward
         self._whole = whole_parameters(sharded)
-        self._parts = list(sharded.parameters())
+        self._parts = [each.sharded for each in self._whole]
         self._known.update(dict.fromkeys(self._whole))  # these replace the module's own while it runs
         self._places = [(each, name) for each in sharded.modules() for name, _ in each.named_parameters(recurse=False)]
         self._held = {id(each) for each in (*self._whole, *self._parts)}
@@ -86,7 +86,7 @@ class FSDPEngine(Engine):
         for each in self._parts:
             if each.requires_grad:
                 each.register_hook(weak_method(self._arrive_at_part))
-        self._were_trained = [each.requires_grad for each in self._parts]
+        self._flags = self._were_trained = [each.requires_grad for each in self._parts]
         self._backward_pass = -1  # the last one that was announced
         self._is_reducing = False  # during a reducing backward pass, and after one that failed
         sharded.register_forward_hook(weak_method(self._watch), prepend=True)
@@ -99,26 +99,22 @@ class FSDPEngine(Engine):
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None = None) -> Any:
         call = self.module if method is None else partial(self._sharded._run_gathered, getattr(self.module, method))
         self._memory.check("fsdp")
+        self._take_flags()
         self._refuse_replaced()
         self._world.comm.announce(f"a forward pass of the {self.name}")  # gathers parameters
-        if not torch.is_grad_enabled():
-            try:
-                return call(*args, **kwargs)
-            except RuntimeError as error:
-                raise_translated(error, self._world.comm)
-                raise
-            finally:
-                # FSDP2 keeps the root's parameters gathered for the backward pass, which does not come.
-                self._sharded.reshard()
-        entries = _with_gradients((*args, kwargs) if kwargs else args)
+        entries = _with_gradients((*args, kwargs) if kwargs else args) if torch.is_grad_enabled() else []
         for each in entries:
             if each not in self._entries:  # a trained prompt, for example, is an input repeatedly
                 self._entries[each] = each.register_hook(weak_method(self._leave))
         try:
             result = call(*args, **kwargs)
-        except RuntimeError as error:
+        except BaseException as error:
+            self._leave_forward()
             raise_translated(error, self._world.comm)
             raise
+        if not torch.is_grad_enabled():
+            self._reshard()  # FSDP2 keeps parameters gathered for the backward pass, which does not come
+            return result
         for each in _with_gradients(result) if not entries else ():
             if each.grad_fn is not None:
                 each.grad_fn.register_prehook(weak_method(self._refuse_graph))
@@ -128,6 +124,28 @@ class FSDPEngine(Engine):
         result = method(*args, **kwargs)
         self._watch(self._sharded, args, result)
         return result
+
+    def _reshard(self) -> None:
+        for unit in self._units:
+            unit.reshard()
+
+    def _leave_forward(self) -> None:
+        """End a forward pass that has failed: FSDP2 would continue it in the next one, with what it has gathered."""
+        kept = self._keeps
+        for unit in self._units:
+            unit.set_reshard_after_forward(True, recurse=False)  # else those in a forward pass stay gathered
+            unit.reshard()
+            unit.set_reshard_after_forward(unit is not self._sharded if kept is None else bool(kept), recurse=False)
+            getattr(getattr(unit, FSDP_STATE)(), FSDP_CONTEXT).iter_forward_root = None
+
+    def _take_flags(self) -> None:
+        """Freeze sharded parameters, whose flags FSDP2 uses, as the user has frozen gathered ones, and vice versa."""
+        for whole, part, before in zip(self._whole, self._parts, self._flags, strict=True):
+            if part.requires_grad != before:
+                whole.requires_grad_(part.requires_grad)
+            elif whole.requires_grad != before:
+                part.requires_grad_(whole.requires_grad)
+        self._flags = [each.requires_grad for each in self._parts]
 
     def _refuse_replaced(self) -> None:
         """Refuse a pass with other parameters, in whose place FSDP2 would put its own."""
@@ -185,7 +203,8 @@ class FSDPEngine(Engine):
         Raises:
             RuntimeError: parameters were added, which are not sharded; or frozen or unfrozen in the middle of a step.
         """
-        trained = [each.requires_grad for each in self._parts]
+        self._take_flags()
+        trained = self._flags
         if trained != self._were_trained and self.gradients.is_own:
             raise RuntimeError(
                 f"parameters of the {self.name} were frozen or unfrozen while microbatches accumulate, and "
@@ -227,6 +246,7 @@ class FSDPEngine(Engine):
         if self._is_reducing:
             raise RuntimeError(failed_before(self.name))
         self._is_reducing = reduces
+        self._take_flags()
         self._world.comm.announce(f"the backward pass of {self.place()}")
         self._sharded.set_requires_gradient_sync(reduces)
         if reduces:
@@ -271,7 +291,7 @@ class FSDPEngine(Engine):
         super().after_step(optimizer)
         self._memory.check("fsdp")
         self._gradients.check("fsdp", "grad.data")
-        self._sharded.reshard()  # gathered parameters that no backward pass has released are outdated
+        self._reshard()  # gathered parameters that no backward pass has released are outdated
 
 
 def _with_gradients(values: Any) -> list[torch.Tensor]:

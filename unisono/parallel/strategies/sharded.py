@@ -186,9 +186,9 @@ def drop_whole_gradients(parameters: Iterable[torch.Tensor]) -> None:
         _GRAD.__set__(each, None)
 
 
-def whole_parameters(model: nn.Module) -> list[nn.Parameter]:
+def whole_parameters(model: nn.Module) -> list[WholeParameter]:
     """The tensors that replace a sharded model's parameters while it runs, the same in each run. A collective."""
-    found: dict[nn.Parameter, None] = {}
+    found: dict[Any, None] = {}
     unit: Any
     for unit in units_in(model):
         # Read while sharded: below, the unit's parameters have the same names and are whole.
