@@ -64,6 +64,14 @@ def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[An
             "tensors with the samples along their first dimension"
         )
     best = _best(fitting, recent[0] if recent else None)
+    _check_best(best, recent, count, world)
+    _check_rounds(all(each.is_same for each in best), world)
+    best[0].loop.rows.gather(best[0].rows.end if len(best) == 1 else 0)
+    return _counted_rows(values, best[0].rows.counted, count)
+
+
+def _check_best(best: list[_Fit], recent: list[Loop], count: int, world: World) -> None:
+    """Check that `count` rows are of known batches. A small collective if several match."""
     if not best:
         if not recent:
             raise NoSuchBatchError(
@@ -97,9 +105,6 @@ def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[An
             "may be one value of each rank, or those samples; pass valid_samples (1 for a value of each rank), or"
             " gather them together with labels as the loader has delivered them, or with outputs of a prepared model"
         )
-    _check_rounds(all(each.is_same for each in best), world)
-    best[0].loop.rows.gather(best[0].rows.end if len(best) == 1 else 0)
-    return _counted_rows(values, best[0].rows.counted, count)
 
 
 class _Fit(NamedTuple):
