@@ -15,6 +15,8 @@ import os  # noqa: E402
 import re  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
+from functools import cache  # noqa: E402
+from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -40,6 +42,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         os.environ["UNISONO_BACKEND"] = family
         backend = backends.pick_backend()
         backend.start(backend.device(0))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """On a family that is named, a run of all tests need not import the files that have none for it."""
+    is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if is_whole and config.getoption("backend") and collection_path.name.startswith("test_"):
+        return not _names_families(collection_path) or None
+    return None
+
+
+@cache
+def _names_families(path: Path) -> bool:
+    """Whether there is a marker by which `--backend` picks tests, in a file or for its folder."""
+    texts = [path, *(folder / "conftest.py" for folder in path.parents if folder.is_relative_to(Path(__file__).parent))]
+    texts.remove(Path(__file__))
+    return any(re.search(r"mark\.(any_family|xla)\b", each.read_text()) for each in texts if each.exists())
 
 
 def pytest_collection() -> None:
