@@ -82,7 +82,10 @@ def run(script: str, ranks: int, family: str, *arguments: str, folder: Path = FO
     options = [f"--batch_size={64 // ranks}", f"--num_epochs={EPOCHS}"]
     options += [f"--num_cores={ranks}"] if script in COUNTED else []
     environ = os.environ | {"UNISONO_BACKEND": family, "CPU_NUM_DEVICES": str(ranks), "PJRT_DEVICE": "CPU"}
-    code, output, errors = warm_scripts.complete(folder / script, *options, *arguments, environ=environ)
+    is_xla = family == "xla"  # whose runtime has threads at the interpreter's end
+    code, output, errors = warm_scripts.complete(
+        folder / script, *options, *arguments, environ=environ, takes_apart=is_xla
+    )
     assert code == 0, errors
     return output
 

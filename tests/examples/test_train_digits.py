@@ -105,7 +105,8 @@ def test_every_mode_gives_the_losses_and_weights_of_one_device(
 @pytest.mark.parametrize("mode", ["processes", "threads"])
 def test_the_script_trains_and_leaves_a_picture(mode: str, tmp_path: Path) -> None:
     picture = tmp_path / "deep" / "digits.png"
-    code, output, errors = warm_scripts.complete(SCRIPT, "--mode", mode, "--epochs", "1", "--picture", str(picture))
+    arguments = ["--mode", mode, "--epochs", "1", "--picture", str(picture)]
+    code, output, errors = warm_scripts.complete(SCRIPT, *arguments, takes_apart=True)
     assert code == 0, errors
     assert output.count("epoch  1") == 1, "rank zero alone prints"
     for words in ("waiting", "moving", "body", "reducing", "stepping", "samples/s", "test accuracy", str(picture)):

@@ -720,7 +720,7 @@ for number, batch in enumerate(iterator):
 def test_a_script_that_ends_in_mid_epoch_ends_cleanly(tmp_path, source, times):
     (tmp_path / "ends.py").write_text(ENDS_IN_MID_EPOCH)
     for _ in range(times):
-        assert warm_scripts.complete(tmp_path / "ends.py", source) == (0, "", "")
+        assert warm_scripts.complete(tmp_path / "ends.py", source, takes_apart=True) == (0, "", "")
 
 
 # Loop after loop.

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch.distributed as dist
-from agents import agent, free_port
+from agents import agent, free_port, kill_all
 from faults import SOON_S, Ear, Script
 from recorded_runs import read_run
 
@@ -463,6 +463,18 @@ def test_two_agents_train_one_model_though_a_worker_dies_once(tmp_path, line, ea
         assert results[0] == results[1]
         assert results[0][0] == results[0][1]
         assert results[0][0][0] == 2
+
+
+def test_training_goes_on_with_one_agent_when_the_other_is_killed(tmp_path, line, ear):
+    one, two = two_agents(tmp_path, "1:2", "two")
+    with one, two:
+        assert ear.hear()[0] == "stands"
+        kill_all(two)
+        words = ear.hear()
+        assert words[:3] == ["done", "0", "0"]
+        assert json.loads(" ".join(words[3:]))[0][0] == 1
+        assert one.end()[0] == 0
+        assert one.survivors() == [] == two.survivors()
 
 
 # What a run on several machines has as one on one machine has it: rank 0 on the first machine, rank 1 on the second.
