@@ -192,7 +192,8 @@ def _serving() -> socket.socket:
 # Everything below runs in the interpreter, or in a script.
 
 _START = """
-import sys
+import atexit, sys
+atexit.register(lambda: warm_scripts._end())  # before all imports, which register theirs: it runs last
 sys.path.insert(0, {path!r})
 import warm_scripts
 try:
@@ -202,14 +203,14 @@ except BaseException as error:
     raise
 """
 
-_exit_code: int | None = 0  # None: Python ends the process itself, by a signal
+_exit_code: int | None = 0  # None: a signal is to end the process, and Python sends it
+_takes_apart = False
 
 
 def _serve(number: int) -> tuple[types.CodeType, dict[str, Any]]:
     """Fork for each request. It returns in the fork only: with what the script is to run, and where."""
     path = sys.path[1:]  # without that of the tests
     gc.disable()
-    atexit.register(_end)  # first, so that it runs last
     for name in _IMPORTED:
         importlib.import_module(name)
     inspect.stack()  # as torch's rendezvous does at each event; the first call looks for the files of all modules
@@ -263,6 +264,7 @@ def _begin(
     asked: dict[str, Any], path: list[str], ready: int, stdout: int, stderr: int, status: int
 ) -> tuple[types.CodeType, dict[str, Any]]:
     """Become the script, up to its first line."""
+    global _takes_apart
     source = Path(asked["argv"][0]).read_text()
     ours, theirs = socket.socketpair()
     sleeper = os.fork() if any(word in source for word in _STARTING) else None
@@ -280,8 +282,7 @@ def _begin(
     if sleeper is not None:
         _wake_at_first_start(sleeper, ours)
     gc.enable()
-    if asked["takes_apart"]:
-        atexit.unregister(_end)
+    _takes_apart = asked["takes_apart"]
     if "PYTHONUNBUFFERED" in os.environ:
         sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
     os.chdir(asked["directory"])
@@ -362,7 +363,7 @@ def _code_of(error: BaseException) -> int | None:
 
 
 def _end() -> None:
-    if _exit_code is not None:
+    if _exit_code is not None and not _takes_apart:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(AttributeError, OSError, ValueError):  # none, closed, or nobody reads it any more
                 stream.flush()
