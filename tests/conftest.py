@@ -12,9 +12,20 @@ gc.disable()  # until all is imported and collected: it would be a fifth of that
 
 import atexit  # noqa: E402
 import os  # noqa: E402
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # it has reported all; to take apart what it has imported takes seconds
+
+    def end(process: int) -> None:
+        if process == os.getpid():
+            os._exit(0)
+
+    atexit.register(end, os.getpid())  # first, so that it runs last
+
 import re  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
+from functools import cache  # noqa: E402
+from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -40,6 +51,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         os.environ["UNISONO_BACKEND"] = family
         backend = backends.pick_backend()
         backend.start(backend.device(0))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """On a family that is named, a run of all tests need not import the files that have none for it."""
+    is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if is_whole and config.getoption("backend") and collection_path.name.startswith("test_"):
+        return not _names_families(collection_path) or None
+    return None
+
+
+@cache
+def _names_families(path: Path) -> bool:
+    """Whether there is a marker by which `--backend` picks tests, in a file or for its folder."""
+    texts = [path, *(folder / "conftest.py" for folder in path.parents if folder.is_relative_to(Path(__file__).parent))]
+    texts.remove(Path(__file__))
+    return any(re.search(r"mark\.(any_family|xla)\b", each.read_text()) for each in texts if each.exists())
 
 
 def pytest_collection() -> None:

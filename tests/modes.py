@@ -77,7 +77,7 @@ def preload() -> None:
 
 
 def fitting(*modes: Mode, workers: bool = False) -> list[Mode]:
-    """Those modes that the family has the devices for; on the CPU all.
+    """Those modes that the family has the devices for; on the CPU all. Elsewhere threads stand for one rank, too.
 
     Args:
         workers: whether processes come along elsewhere, too, where starting them takes seconds.
@@ -85,7 +85,8 @@ def fitting(*modes: Mode, workers: bool = False) -> list[Mode]:
     if FAMILY == "cpu":
         return list(modes)
     count = get_backend(FAMILY).device_count()
-    return [mode for mode in modes if (workers if mode.name == "processes" else mode.ranks <= count)]
+    found = [mode for mode in modes if (workers if mode.name == "processes" else mode.ranks <= count)]
+    return [mode for mode in found if mode.name != "solo" or len(found) == 1]
 
 
 def scaling(*modes: Mode, workers: bool = False) -> list[Mode]:

@@ -18,7 +18,9 @@ from pathlib import Path
 # The rest of the environment is dropped: OMP_NUM_THREADS, RANK, SLURM_*, PYTHON*, COLUMNS, CI and their like.
 _KEPT = {"HOME", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "PYTEST_VERSION", "SHELL", "USER", "VIRTUAL_ENV"}
 _KEPT_PREFIXES = ("COVERAGE_", "CUDA_", "HYPOTHESIS_", "NCCL_", "NVIDIA_")
-_KEPT_FOR_A_FAMILY = {"CPU_NUM_DEVICES", "PJRT_DEVICE", "UNISONO_BACKEND"}  # with --backend
+_KEPT_FOR_A_FAMILY = {"CPU_NUM_DEVICES", "PJRT_DEVICE", "UNISONO_BACKEND", "XLA_FLAGS"}  # with --backend
+# Of XLA's runs, most of the time is compilation, and each graph runs a few times: without optimization it takes half.
+_SET_FOR_A_FAMILY = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 _SET = {"COLUMNS": "80", "LANG": "C.UTF-8", "LINES": "24"}  # readline, which pytest imports, sets sizes of its own
 
 _IGNORED_BY_PYTHON = {signal.SIGPIPE, signal.SIGXFSZ}
@@ -56,10 +58,13 @@ def _normalize_limits() -> None:
 
 
 def _normalize_environment() -> None:
-    kept = _KEPT | _KEPT_FOR_A_FAMILY if any(each.startswith("--backend") for each in sys.argv) else _KEPT
+    has_family = any(each.startswith("--backend") for each in sys.argv)
+    kept = _KEPT | _KEPT_FOR_A_FAMILY if has_family else _KEPT
     for name in [name for name in os.environ if name not in kept and not name.startswith(_KEPT_PREFIXES)]:
         del os.environ[name]
     os.environ.update(_SET)
+    if has_family:
+        os.environ.update({**_SET_FOR_A_FAMILY, **os.environ})
 
 
 def _use_own_temporary_directory() -> None:

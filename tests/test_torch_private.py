@@ -33,6 +33,7 @@ def has_private(path: str) -> bool:
     return any(map(is_private, path.split(".")))
 
 
+@cache
 def known_private() -> set[str]:
     """The private attributes of torch's most used objects, and those in the table."""
     model = nn.Linear(1, 1)
@@ -59,8 +60,9 @@ def given_names(tree: ast.Module) -> set[str]:
     return found
 
 
-KNOWN_PRIVATE = known_private()
-OWN = {name for module in MODULES.values() for name in given_names(module.tree)}
+@cache
+def own_names() -> set[str]:
+    return {name for module in MODULES.values() for name in given_names(module.tree)}
 
 
 def imported_paths(module: Module) -> dict[str, str]:
@@ -93,7 +95,7 @@ def is_of_torch(node: ast.Attribute, module: Module, paths: dict[str, str]) -> b
     given = given_names(module.tree)
     if ast.unparse(node.value) in ("self", "cls", "super()") and node.attr in given:
         return False
-    return root == "torch" or node.attr in KNOWN_PRIVATE or node.attr not in OWN | given
+    return root == "torch" or node.attr in known_private() or node.attr not in own_names() | given
 
 
 def private_names(module: Module) -> list[str]:
@@ -101,7 +103,7 @@ def private_names(module: Module) -> list[str]:
     as texts, private arguments, and methods in the place of private ones."""
     if module.name == torch_private.__name__:
         return []
-    paths, own = imported_paths(module), OWN | given_names(module.tree) | PRIVATE_OF_OTHERS
+    paths, own = imported_paths(module), own_names() | given_names(module.tree) | PRIVATE_OF_OTHERS
     described = {id(node.value) for node in ast.walk(module.tree) if isinstance(node, ast.Expr)}
     found = [
         module.at(each.node, f"imports {each.target}.{each.name}")
@@ -114,7 +116,7 @@ def private_names(module: Module) -> list[str]:
                 found.append(module.at(node, f"uses {ast.unparse(node)}"))
             case ast.Constant(value=str(text)) if id(node) not in described:
                 is_path = re.fullmatch(r"torch(\.\w+)+", text) and has_private(text)
-                if is_path or text in KNOWN_PRIVATE:
+                if is_path or text in known_private():
                     found.append(module.at(node, f"has the text {text!r}"))
             case ast.Call(
                 func=ast.Name(id="getattr" | "setattr" | "hasattr" | "delattr"), args=[_, ast.Constant(value=name), *_]

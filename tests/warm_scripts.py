@@ -5,6 +5,10 @@ otherwise, and its zygote as much again: that is forked beside the script, and s
 Variables that the interpreter reads at its start, `PYTHONHASHSEED` for one, have no effect; what a test claims about
 the start of an interpreter takes a fresh one (`faults.Script`).
 
+A script ends as Python ends one: its threads are joined, what it has registered is run, its streams are flushed. But
+the objects of all imported modules are not taken apart, which costs two seconds in a fork; what a test claims about
+that end of an interpreter asks for it (`takes_apart`).
+
 *Threads:* the interpreter forks from its main thread, in `_serve`, reports how each script ended, and ends when
 pytest's process closes the socket. There, a thread for each stream of a script reads it.
 """
@@ -17,6 +21,7 @@ import ctypes
 import fcntl
 import gc
 import importlib.util
+import inspect
 import json
 import os
 import random
@@ -40,6 +45,7 @@ MARK = "UNISONO_TEST_RUN"  # in the environment of all processes of a script
 COMMAND = "import sys\nfrom unisono.cli.main import main\nsys.exit(main(sys.argv[1:]))\n"  # a script that is `unisono`
 _BLANK = "0" * 32
 _IMPORTED = ["torch._dynamo", "torch.utils.data", "sklearn.datasets", "unisono.launch.worker", "faults"]
+_IMPORTED += ["torch.distributed.optim", "unisono.launch.hosts.agent"]
 if importlib.util.find_spec("torch_xla"):  # what it imports; itself it reads the environment, so that scripts import it
     _IMPORTED += ["torch._inductor.fx_passes.post_grad", "functorch.compile"]
 
@@ -108,18 +114,26 @@ class _Reader:
         os.close(descriptor)
 
 
-def run(file: Path, *arguments: str, directory: Path | None = None, environ: Mapping[str, str] | None = None) -> Forked:
+def run(
+    file: Path,
+    *arguments: str,
+    directory: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    takes_apart: bool = False,
+) -> Forked:
     """Fork a script: the file is its `__main__`, and it leads a process group.
 
     Args:
         file, arguments: what follows `python` on a command line.
         directory: None for the current one.
         environ: None for this process's.
+        takes_apart: at its end, the objects of all modules are taken apart, as in a fresh interpreter.
     """
     asked = {
         "argv": [str(file), *arguments],
         "directory": str(directory or Path.cwd()),
         "environ": {MARK: _BLANK, **(os.environ if environ is None else environ)},
+        "takes_apart": takes_apart,
     }
     server = _serving()
     pipes = [os.pipe() for _ in range(3)]
@@ -137,10 +151,11 @@ def complete(
     *arguments: str,
     directory: Path | None = None,
     environ: Mapping[str, str] | None = None,
+    takes_apart: bool = False,
     timeout: float = 100.0,
 ) -> tuple[int, str, str]:
     """Run a script to its end: its exit code, output and errors. The arguments are those of `run`."""
-    with run(file, *arguments, directory=directory, environ=environ) as process:
+    with run(file, *arguments, directory=directory, environ=environ, takes_apart=takes_apart) as process:
         output, errors = process.communicate(timeout)
         return process.wait(), output, errors
 
@@ -177,11 +192,19 @@ def _serving() -> socket.socket:
 # Everything below runs in the interpreter, or in a script.
 
 _START = """
-import sys
+import atexit, sys
+atexit.register(lambda: warm_scripts._end())  # before all imports, which register theirs: it runs last
 sys.path.insert(0, {path!r})
 import warm_scripts
-exec(*warm_scripts._serve({socket}))
+try:
+    exec(*warm_scripts._serve({socket}))
+except BaseException as error:
+    warm_scripts._exit_code = warm_scripts._code_of(error)
+    raise
 """
+
+_exit_code: int | None = 0  # None: a signal is to end the process, and Python sends it
+_takes_apart = False
 
 
 def _serve(number: int) -> tuple[types.CodeType, dict[str, Any]]:
@@ -190,6 +213,7 @@ def _serve(number: int) -> tuple[types.CodeType, dict[str, Any]]:
     gc.disable()
     for name in _IMPORTED:
         importlib.import_module(name)
+    inspect.stack()  # as torch's rendezvous does at each event; the first call looks for the files of all modules
     gc.freeze()  # or each script would go through all that is imported, and copy it
     atexit.register(gc.unfreeze)  # at its end, what is still frozen counts as leaked by triton
     collapse_memory()
@@ -240,6 +264,7 @@ def _begin(
     asked: dict[str, Any], path: list[str], ready: int, stdout: int, stderr: int, status: int
 ) -> tuple[types.CodeType, dict[str, Any]]:
     """Become the script, up to its first line."""
+    global _takes_apart
     source = Path(asked["argv"][0]).read_text()
     ours, theirs = socket.socketpair()
     sleeper = os.fork() if any(word in source for word in _STARTING) else None
@@ -257,6 +282,7 @@ def _begin(
     if sleeper is not None:
         _wake_at_first_start(sleeper, ours)
     gc.enable()
+    _takes_apart = asked["takes_apart"]
     if "PYTHONUNBUFFERED" in os.environ:
         sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
     os.chdir(asked["directory"])
@@ -326,6 +352,22 @@ def _replace_environ(environ: dict[str, str]) -> None:
 def _excepthook(kind: type[BaseException], error: BaseException, at: types.TracebackType | None) -> None:
     at = at and at.tb_next  # without the line that has run the script
     sys.__excepthook__(kind, error.with_traceback(at), at)
+
+
+def _code_of(error: BaseException) -> int | None:
+    """The exit code with which Python ends a script that has raised this."""
+    if isinstance(error, KeyboardInterrupt):
+        return None
+    code = error.code if isinstance(error, SystemExit) else 1
+    return 0 if code is None else code & 0xFF if isinstance(code, int) else 1
+
+
+def _end() -> None:
+    if _exit_code is not None and not _takes_apart:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(AttributeError, OSError, ValueError):  # none, closed, or nobody reads it any more
+                stream.flush()
+        os._exit(_exit_code)
 
 
 def _write_mark(mark: str) -> None:

@@ -107,26 +107,29 @@ def test_it_is_a_communicator_that_knows_its_rank_and_size(ranks):
 # Reductions.
 
 
-@pytest.mark.parametrize("dtype", REDUCIBLE, ids=str)
-def test_all_reduce_folds_all_ranks(ranks, dtype):
-    def reduce(comm):
-        return {op: comm.all_reduce(torch.tensor(numbers(comm.rank)).to(dtype), op).tolist() for op in ops_of(dtype)}
+REDUCTIONS = [(dtype, op) for dtype in REDUCIBLE for op in ops_of(dtype)]
 
-    expected = {op: fold(op, ranks.size, dtype) for op in ops_of(dtype)}
+
+def test_all_reduce_folds_all_ranks_whatever_the_type(ranks):
+    def reduce(comm):
+        return [comm.all_reduce(torch.tensor(numbers(comm.rank)).to(dtype), op).tolist() for dtype, op in REDUCTIONS]
+
+    expected = [fold(op, ranks.size, dtype) for dtype, op in REDUCTIONS]
     assert ranks.run(reduce) == [expected] * ranks.size
 
 
-@pytest.mark.parametrize("dtype", REDUCIBLE, ids=str)
-def test_reduce_scatter_gives_each_rank_its_part_of_the_fold(ranks, dtype):
+def test_reduce_scatter_gives_each_rank_its_part_of_the_fold_whatever_the_type(ranks):
     def reduce(comm):
-        brought = torch.tensor(numbers(comm.rank)).to(dtype)
-        found = {op: comm.reduce_scatter(brought, op) for op in ops_of(dtype)}
-        return {op: (part.dtype == dtype, part.tolist()) for op, part in found.items()}
+        found = []
+        for dtype, op in REDUCTIONS:
+            part = comm.reduce_scatter(torch.tensor(numbers(comm.rank)).to(dtype), op)
+            found.append((part.dtype == dtype, part.tolist()))
+        return found
 
     count = len(numbers(0)) // ranks.size
     for rank, found in enumerate(ranks.run(reduce)):
         part = slice(rank * count, (rank + 1) * count)
-        assert found == {op: (True, fold(op, ranks.size, dtype)[part]) for op in ops_of(dtype)}
+        assert found == [(True, fold(op, ranks.size, dtype)[part]) for dtype, op in REDUCTIONS]
 
 
 def test_a_reduction_is_a_sum_unless_told_otherwise(ranks):
@@ -143,16 +146,17 @@ def test_all_reduce_works_in_place_and_returns_its_tensor(ranks):
     assert ranks.run(reduce) == [(True, [float(sum(range(1, ranks.size + 1)))] * 3)] * ranks.size
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int16], ids=str)
-def test_a_strided_view_is_reduced_in_place_and_what_lies_between_stays(ranks, dtype):
+def test_a_strided_view_is_reduced_in_place_and_what_lies_between_stays(ranks):
     def reduce(comm):
-        whole = torch.arange(12).reshape(3, 4).to(dtype)
-        column = whole[:, 1::2].t()
-        same = comm.all_reduce(column) is column
-        return same, whole.tolist()
+        found = []
+        for dtype in (torch.float32, torch.int16):
+            whole = torch.arange(12).reshape(3, 4).to(dtype)
+            column = whole[:, 1::2].t()
+            found.append((comm.all_reduce(column) is column, whole.tolist()))
+        return found
 
     expected = [[number * (ranks.size if number % 2 else 1) for number in range(row, row + 4)] for row in (0, 4, 8)]
-    assert ranks.run(reduce) == [(True, expected)] * ranks.size
+    assert ranks.run(reduce) == [[(True, expected)] * 2] * ranks.size
 
 
 def test_a_tensor_without_dimensions_is_reduced(ranks):
@@ -160,19 +164,22 @@ def test_a_tensor_without_dimensions_is_reduced(ranks):
     assert [(each.shape, each.item()) for each in found] == [(torch.Size([]), ranks.size)] * ranks.size
 
 
-@pytest.mark.parametrize("shape", [(0,), (0, 3), (4, 0)], ids=str)
-def test_an_empty_tensor_passes_through_every_collective(ranks, shape):
-    def pass_through(comm):
-        tensor = torch.empty(shape)
-        return (
-            comm.all_reduce(tensor).shape,
-            [each.shape for each in comm.all_gather(tensor)],
-            comm.broadcast(tensor).shape,
-            comm.reduce_scatter(tensor).shape,
-        )
+def test_an_empty_tensor_passes_through_every_collective(ranks):
+    shapes = [(0,), (0, 3), (4, 0)]
 
-    part = (shape[0] // ranks.size, *shape[1:])
-    assert ranks.run(pass_through) == [(shape, [shape] * ranks.size, shape, part)] * ranks.size
+    def pass_through(comm):
+        return [
+            (
+                comm.all_reduce(tensor).shape,
+                [each.shape for each in comm.all_gather(tensor)],
+                comm.broadcast(tensor).shape,
+                comm.reduce_scatter(tensor).shape,
+            )
+            for tensor in map(torch.empty, shapes)
+        ]
+
+    oracle = [(shape, [shape] * ranks.size, shape, (shape[0] // ranks.size, *shape[1:])) for shape in shapes]
+    assert ranks.run(pass_through) == [oracle] * ranks.size
 
 
 def test_a_tensor_longer_than_any_transport_buffer_is_reduced(ranks):
@@ -260,20 +267,23 @@ def test_broadcast_overwrites_with_the_tensor_of_each_root_whatever_its_type(ran
     assert ranks.run(broadcast) == [oracle] * ranks.size
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.complex64], ids=str)
-def test_views_are_moved_as_what_they_show(ranks, dtype):
+def test_views_are_moved_as_what_they_show(ranks):
     def move(comm):
-        whole = torch.arange(12).reshape(3, 4).to(dtype) * (comm.rank + 1)
-        view = whole[:, 1::2].t()
-        gathered = [each.real.tolist() for each in comm.all_gather(view)]
-        comm.broadcast(view, comm.size - 1)
-        return gathered, whole.real.tolist()
+        found = []
+        for dtype in (torch.float32, torch.int16, torch.complex64):
+            whole = torch.arange(12).reshape(3, 4).to(dtype) * (comm.rank + 1)
+            view = whole[:, 1::2].t()
+            gathered = [each.real.tolist() for each in comm.all_gather(view)]
+            comm.broadcast(view, comm.size - 1)
+            found.append((gathered, whole.real.tolist()))
+        return found
 
-    for rank, (gathered, whole) in enumerate(ranks.run(move)):
-        shown = [[1, 5, 9], [3, 7, 11]]
-        assert gathered == [[[number * (other + 1) for number in row] for row in shown] for other in range(ranks.size)]
+    shown = [[1, 5, 9], [3, 7, 11]]
+    gathered = [[[number * (other + 1) for number in row] for row in shown] for other in range(ranks.size)]
+    for rank, found in enumerate(ranks.run(move)):
         factors = [rank + 1, ranks.size]  # the even columns stay, the odd ones are the last rank's
-        assert whole == [[number * factors[number % 2] for number in range(row, row + 4)] for row in (0, 4, 8)]
+        whole = [[number * factors[number % 2] for number in range(row, row + 4)] for row in (0, 4, 8)]
+        assert found == [(gathered, whole)] * 3
 
 
 def test_a_lazily_conjugated_view_is_moved_as_what_it_shows(ranks):
@@ -384,27 +394,26 @@ def rounding_fold(comm: Communicator, op: str, dtype: torch.dtype) -> tuple[byte
     return bits(reduced), reduced.double().tolist()
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_all_ranks_end_with_the_same_bits_and_a_repeated_run_agrees(rounding_ranks, dtype):
+def test_all_ranks_end_with_the_same_bits_and_a_repeated_run_agrees(rounding_ranks):
     def reduce(comm):
-        return {op: rounding_fold(comm, op, dtype)[0] for op in OPS}
+        return {(op, str(dtype)): rounding_fold(comm, op, dtype)[0] for op in OPS for dtype in FLOATS}
 
     first, again = rounding_ranks.run(reduce), rounding_ranks.run(reduce)
     assert all(found == first[0] for found in first)
     assert again == first
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_across_modes_the_results_are_close(rounding_ranks, dtype):
-    brought = [
-        (torch.rand(1003, generator=torch.Generator().manual_seed(rank), dtype=torch.float64) + 0.5).to(dtype).tolist()
-        for rank in range(rounding_ranks.size)
-    ]
-    for op in OPS:
-        expected = [FOLDS[op](column) for column in zip(*brought, strict=True)]
-        found = rounding_ranks.run(lambda comm, op=op: rounding_fold(comm, op, dtype)[1])[0]
-        # Each of the at most three operations rounds once, by half a unit in the last place.
-        assert found == pytest.approx(expected, rel=4 * torch.finfo(dtype).eps, abs=0)
+def test_across_modes_the_results_are_close(rounding_ranks):
+    dtypes = (torch.float32, torch.float64)
+    found = rounding_ranks.run(lambda comm: [rounding_fold(comm, op, dtype)[1] for dtype in dtypes for op in OPS])[0]
+    for dtype in dtypes:
+        generators = [torch.Generator().manual_seed(rank) for rank in range(rounding_ranks.size)]
+        brought = [torch.rand(1003, generator=each, dtype=torch.float64) + 0.5 for each in generators]
+        columns = list(zip(*(each.to(dtype).tolist() for each in brought), strict=True))
+        for op in OPS:
+            # Each of the at most three operations rounds once, by half a unit in the last place.
+            expected = pytest.approx([FOLDS[op](column) for column in columns], rel=4 * torch.finfo(dtype).eps, abs=0)
+            assert found.pop(0) == expected, (dtype, op)
 
 
 # Refusals.

@@ -62,11 +62,9 @@ print("done")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "way", ["file", *(pytest.param(each, marks=pytest.mark.slow) for each in ("command", "stdin"))]
-)
+@pytest.mark.parametrize("way", ["warm", "command", "stdin"])
 def test_what_main_defines_goes_to_the_workers_and_comes_back_as_itself(tmp_path, way):
-    with Script(f"FILE = {way == 'file'}\n" + SCRIPT, tmp_path, way) as script:
+    with Script(f"FILE = {way == 'warm'}\n" + SCRIPT, tmp_path, way) as script:
         assert script.end() == (0, "done\n", "")
         assert script.survivors() == []
 

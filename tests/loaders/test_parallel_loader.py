@@ -716,11 +716,11 @@ for number, batch in enumerate(iterator):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("source", "times"), [("generator", 3), pytest.param("workers", 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("source", "times"), [("generator", 3), ("workers", 1)])
 def test_a_script_that_ends_in_mid_epoch_ends_cleanly(tmp_path, source, times):
     (tmp_path / "ends.py").write_text(ENDS_IN_MID_EPOCH)
     for _ in range(times):
-        assert warm_scripts.complete(tmp_path / "ends.py", source) == (0, "", "")
+        assert warm_scripts.complete(tmp_path / "ends.py", source, takes_apart=True) == (0, "", "")
 
 
 # Loop after loop.

@@ -38,7 +38,8 @@ def script(tmp_path: Path) -> Script:
     def run(lines: str, **environ: str) -> subprocess.CompletedProcess[str]:
         path = tmp_path / "script.py"
         path.write_text(lines)
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "PJRT_", "CPU_NUM"))}
+        dropped = {name for name in os.environ if name.startswith(("XLA_", "PJRT_", "CPU_NUM"))} - {"XLA_FLAGS"}
+        kept = {name: value for name, value in os.environ.items() if name not in dropped}
         environ = {**kept, "PYTHONPATH": str(ROOT), "PJRT_DEVICE": "CPU", "UNISONO_BACKEND": "xla", **environ}
         code, output, errors = warm_scripts.complete(path, environ=environ, timeout=LIMIT_S)
         return subprocess.CompletedProcess([str(path)], code, output, errors)

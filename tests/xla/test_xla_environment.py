@@ -47,10 +47,29 @@ def test_a_number_of_devices_that_the_user_has_set_stands(script):
     assert "ValueError: device xla:2 does not exist: 2 xla device(s) here" in done.stderr
 
 
-@pytest.mark.parametrize("name", ["XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_32BIT_LONG"])
-def test_modes_that_narrow_numbers_in_silence_are_refused(script, name):
-    done = script("import unisono\nunisono.Accelerator(device='xla:0')", **{name: "1"})
-    assert f"UnisonoError: {name}=1 is set: tensors would keep their type and silently lose" in done.stderr
+# What is refused has started nothing, so that one process can be refused several times.
+REFUSED = """
+import os
+import unisono
+from unisono.errors import UnisonoError
+def refuse(attempt, **environ):
+    os.environ.update(environ)
+    try:
+        attempt()
+    except (ValueError, UnisonoError) as error:
+        print(f"{type(error).__name__}: {error}")
+    for name in environ:
+        del os.environ[name]
+"""
+
+
+def test_modes_that_narrow_numbers_in_silence_are_refused(script):
+    names = ["XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_32BIT_LONG"]
+    done = script(
+        f"{REFUSED}\nfor name in {names}:\n    refuse(lambda: unisono.Accelerator(device='xla:0'), **{{name: '1'}})"
+    )
+    for name, line in zip(names, done.stdout.splitlines(), strict=True):
+        assert line.startswith(f"UnisonoError: {name}=1 is set: tensors would keep their type and silently lose")
 
 
 def test_a_runtime_that_somebody_else_has_started_without_its_settings_is_refused(script):
@@ -66,19 +85,17 @@ def test_settings_of_the_users_own_that_would_make_the_runtime_abort_lead_throug
     assert done.stdout.splitlines()[-1] == "[2.0, 2.0]", done.stderr
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
+def test_hardware_that_is_not_there_is_refused(script):
+    refused = [
         ({"CPU_NUM_DEVICES": "0"}, "CPU_NUM_DEVICES='0' in the environment; it must be an integer of at least 1"),
         ({"PJRT_DEVICE": "CUDA"}, "PJRT_DEVICE=CUDA is neither CPU nor TPU, the supported ones"),
         ({"PJRT_DEVICE": "TPU"}, "PJRT_DEVICE=TPU, and there is no chip here"),
-    ],
-    ids=str,
-)
-def test_hardware_that_is_not_there_is_refused(script, setting, message):
-    done = script("import unisono\nunisono.placement.Device.default_xla()", **setting)
-    assert "ValueError" in done.stderr
-    assert message in done.stderr
+    ]
+    lines = [f"refuse(unisono.placement.Device.default_xla, **{setting})" for setting, _ in refused]
+    done = script("\n".join([REFUSED, *(f"os.environ['PJRT_DEVICE'] = 'CPU'\n{line}" for line in lines)]))
+    for (_, message), line in zip(refused, done.stdout.splitlines(), strict=True):
+        assert line.startswith("ValueError: ")
+        assert message in line
 
 
 def test_one_device_of_a_runtime_that_somebody_else_has_started_will_do(script):
@@ -95,16 +112,15 @@ def test_a_backward_pass_before_the_runtime_has_started_is_an_error_that_tells_w
     assert "call unisono.placement.Device.default_xla() at the beginning of the program" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("compile=True", "compile does not work with xla:0: XLA compiles every step itself"),
-        ("mixed_precision='fp16'", "mixed_precision='fp16' does not work with xla:0: XLA devices compute in bfloat16"),
-    ],
-)
-def test_what_the_devices_lack_is_refused_with_what_to_do_instead(script, argument, message):
-    done = script(f"import unisono\nunisono.Accelerator(device='xla:0', {argument})")
-    assert f"ValueError: {message}" in done.stderr
+def test_what_the_devices_lack_is_refused_with_what_to_do_instead(script):
+    lacking = {
+        "compile=True": "compile does not work with xla:0: XLA compiles every step itself",
+        "mixed_precision='fp16'": "mixed_precision='fp16' does not work with xla:0: XLA devices compute in bfloat16",
+    }
+    attempts = [f"refuse(lambda: unisono.Accelerator(device='xla:0', {argument}))" for argument in lacking]
+    done = script("\n".join([REFUSED, *attempts]))
+    for message, line in zip(lacking.values(), done.stdout.splitlines(), strict=True):
+        assert line.startswith(f"ValueError: {message}")
 
 
 SPMD = """

@@ -22,7 +22,6 @@ ALL = [
     (THREADS_3, "ddp"),
     *((PROCESSES_2, each) for each in ("ddp", "zero1", "fsdp")),
 ]
-SLOW = pytest.mark.slow
 EVERYWHERE = pytest.mark.parametrize(("mode", "strategy"), ALL, ids=[f"{mode}-{name}" for mode, name in ALL])
 pytestmark = pytest.mark.skipif(FAMILY != "cpu", reason="these are of processes whose tensors torch's groups take")
 
@@ -185,8 +184,7 @@ def summed(accelerator: Any, loader: DataLoader[Any]) -> State:
     return whole(accelerator, network)
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("samples", [pytest.param(24, marks=SLOW), 23, pytest.param(19, marks=SLOW)])
+@pytest.mark.parametrize(("samples", "accumulate"), [(23, 1), (19, 3)])
 @EVERYWHERE
 def test_a_loss_that_is_a_sum_has_the_gradient_of_the_sum(
     mode: Mode, strategy: str, samples: int, accumulate: int
@@ -219,7 +217,7 @@ def never_zeroed(accelerator: Any, loader: DataLoader[Any]) -> State:
     return whole(accelerator, network)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2, pytest.param(3, marks=SLOW)])
+@pytest.mark.parametrize("accumulate", [1, 2])
 @EVERYWHERE
 def test_gradients_that_are_never_zeroed_add_up_over_the_steps(mode: Mode, strategy: str, accumulate: int) -> None:
     ranks = mode.run(

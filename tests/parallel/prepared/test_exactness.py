@@ -8,7 +8,7 @@ import pytest
 import twin
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from modes import PROCESSES_2, SOLO, THREADS_4, Mode, scaling
+from modes import PROCESSES_2, SOLO, THREADS_4, Mode, fitting, scaling
 from twin import Case, assert_all_are, plain_run
 
 pytestmark = pytest.mark.every_mode
@@ -68,7 +68,7 @@ SOME = [
 
 
 @pytest.mark.any_family
-@pytest.mark.parametrize("mode", scaling(SOLO, THREADS_4, PROCESSES_2, workers=True), ids=str)
+@pytest.mark.parametrize("mode", [*fitting(SOLO), *scaling(THREADS_4, PROCESSES_2, workers=True)], ids=str)
 def test_every_way_to_train_is_like_one_device(mode):
     todo = [case for case in SOME if has_tokens(case, mode.ranks)]
     results = mode.run(lambda: [twin.run(case) for case in todo])
