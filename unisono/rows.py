@@ -68,14 +68,14 @@ class LoopRows:
         """
         if not self.is_sized:
             return None
-        if sum(size * times for (_, size), times in self._runs) == rows:
+        if self._runs and sum(size * times for (_, size), times in self._runs) == rows:
             whole = [batch for batch, times in self._runs for _ in range(times)]
             return Rows(_places_that_count(whole), self.num_batches, self.num_batches, not self.is_gathered)
         found = list(_windows(self._pending, rows)) if may_be_part else []
         if found:
-            counted = [_places_that_count(each) for each in found]
-            end = self.num_batches if len(found[-1]) == len(self._pending) else 0
-            return Rows(counted[-1], len(found[-1]), end, True, any(each != counted[0] for each in counted))
+            counted = [_places_that_count(batches) for _, batches in found]
+            end = found[0][0] + self.num_batches - len(self._pending) if len(found) == 1 else 0
+            return Rows(counted[-1], len(found[-1][1]), end, True, any(each != counted[0] for each in counted))
         last = self._runs[-1][0] if self._runs else (0, 0)
         if may_be_part and last[1] == rows:
             return Rows(list(range(last[0])), 1, 0, False)
@@ -92,17 +92,17 @@ class LoopRows:
         return [size for (_, size), times in self._runs[-3:] for _ in range(min(times, 3))][-3:]
 
 
-def _windows(batches: Sequence[_Batch], rows: int) -> Iterator[list[_Batch]]:
-    """The stretches of consecutive batches that have `rows` rows together."""
+def _windows(batches: Sequence[_Batch], rows: int) -> Iterator[tuple[int, list[_Batch]]]:
+    """The stretches of consecutive batches that have `rows` rows together, each with the number of its last batch."""
     found: deque[_Batch] = deque()
     total = 0
-    for batch in batches:
+    for number, batch in enumerate(batches, 1):
         found.append(batch)
         total += batch[1]
         while total > rows:
             total -= found.popleft()[1]
         if found and total == rows:
-            yield list(found)
+            yield number, list(found)
 
 
 def _places_that_count(batches: Sequence[_Batch]) -> list[int]:
