@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode
+from modes import HOST, PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode
 from plain_steps import judge
 from step_programs import Program, Setup, run_programs
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from twin import State, assert_all_are, compare, data, loader_of, mean_loss, model, seeded, sgd
 
 from unisono import Accelerator, DeviceLoader, backward, optimizer_step
@@ -239,6 +239,40 @@ def test_a_layer_may_be_frozen_before_a_backward_pass_where_torch_reduces(strate
     lines += [f"draw a; forward fit; freeze 0; draw a; forward square; backward plain; {STEP}"]
     kinds = [verdict_on(PROCESSES_2, program(lines[:count], samples=40), strategy) for count in (2, 5)]
     assert kinds == ["exact", "exact"]
+
+
+class Centre(nn.Module):
+    """Returns a parameter itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centre = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"centre": self.centre}
+
+
+def train_centre(network: nn.Module, optimizer: torch.optim.Optimizer, loader: Iterable[Any]) -> None:
+    for _ in range(2):
+        for (inputs,) in loader:
+            (inputs - network(inputs)["centre"]).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2, THREADS_3], ids=str)
+def test_a_model_may_return_a_parameter(mode: Mode) -> None:
+    def body() -> State:
+        network = Centre()
+        prepared = Accelerator().prepare(network, sgd(network.parameters()), DataLoader(samples, batch_size=2))
+        train_centre(*prepared)
+        return network.state_dict()
+
+    with HOST:
+        samples = TensorDataset(torch.arange(12.0 * mode.ranks - 3, dtype=torch.float64).reshape(-1, 3))
+    plain = Centre()
+    train_centre(plain, sgd(plain.parameters()), DataLoader(samples, batch_size=2 * mode.ranks))
+    assert_all_are(mode.run(body), plain.state_dict())
 
 
 @pytest.mark.slow

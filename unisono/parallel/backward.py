@@ -43,7 +43,7 @@ from unisono.parallel.steps import COLLECTING, Origin, Steps, Visit
 from unisono.parallel.strategies.engine import Engine, is_left_at, is_taken_from
 from unisono.parallel.strategies.sharded import is_distributed
 from unisono.torch_private import current_graph_task_id, queue_callback
-from unisono.tree import tensors
+from unisono.tree import tensors, tree_map
 
 
 @dataclass(eq=False)
@@ -127,18 +127,25 @@ class Passes:
             engine.scale_leaves()
         return origin
 
-    def watch(self, engine: Engine, outputs: Any, origin: Origin) -> None:
-        """Watch for a backward pass to reach these outputs of the model."""
+    def watch(self, engine: Engine, outputs: Any, origin: Origin) -> Any:
+        """Watch for a backward pass to reach these outputs of the model; returns them."""
         if engine.is_released:
-            return
+            return outputs
         arrive = partial(self._arrive, ref(self), ref(engine), origin)
-        found = tensors(outputs)
+        found = computed = tensors(outputs)
+        leaves = {id(each) for each in found if each.requires_grad and each.is_leaf}
+        if leaves:
+            # Parameters: hooks on them would outlive this pass, and their memory is no batch's.
+            computed = [each for each in found if id(each) not in leaves]
+            outputs = tree_map(lambda leaf: leaf.view_as(leaf) if id(leaf) in leaves else leaf, outputs)
+            found = tensors(outputs)
         for each in found:
             if each.requires_grad:
                 each.register_hook(arrive)
         # Metrics and a second forward pass on these outputs then find the same batch.
         if origin.batch is not None:
-            self._world.state.deliveries.know(found, origin.batch)
+            self._world.state.deliveries.know(computed, origin.batch)
+        return outputs
 
     def know(self, inputs: Any, outputs: Any) -> None:
         """Associate the outputs of a forward pass without gradients with the batch of its inputs."""

@@ -99,9 +99,8 @@ class PreparedModel(nn.Module):
             _explain_parts(error, _MET_PARTS.format(engine.name))
             raise
         if origin is not None:
-            passes.watch(engine, result, origin)
-        else:
-            passes.know(inputs, result)
+            return passes.watch(engine, result, origin)
+        passes.know(inputs, result)
         return result
 
     @contextmanager
