@@ -38,7 +38,8 @@ _SYNCS_NO_BUFFERS: dict[str, Any] = next(
     for name in ("forward_sync_buffers", "broadcast_buffers")  # deprecated in newer versions of torch
     if name in inspect.signature(DistributedDataParallel).parameters
 )
-_NONE, _UNFINISHED, _FLAT = "none", "unfinished", "flat"  # of a backward pass: DDP's own has begun, or one after it
+# The reduction of a backward pass: none, or it is over; DDP's, which has begun; or one after the pass.
+_NONE, _UNFINISHED, _FLAT = "none", "unfinished", "flat"
 _FORWARD_PASSES = 16  # the most that one backward pass may use, with find_unused_parameters
 
 

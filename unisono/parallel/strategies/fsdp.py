@@ -99,7 +99,8 @@ class FSDPEngine(Engine):
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None = None) -> Any:
         call = self.module if method is None else partial(self._sharded._run_gathered, getattr(self.module, method))
         self._memory.check("fsdp")
-        self._take_flags()
+        if not torch.is_grad_enabled():  # else `refresh` has done so
+            self._take_flags()
         self._refuse_replaced()
         self._world.comm.announce(f"a forward pass of the {self.name}")  # gathers parameters
         entries = _with_gradients((*args, kwargs) if kwargs else args) if torch.is_grad_enabled() else []
@@ -109,7 +110,7 @@ class FSDPEngine(Engine):
         try:
             result = call(*args, **kwargs)
         except BaseException as error:
-            self._leave_forward()
+            self._abandon_forward()
             raise_translated(error, self._world.comm)
             raise
         if not torch.is_grad_enabled():
@@ -129,7 +130,7 @@ class FSDPEngine(Engine):
         for unit in self._units:
             unit.reshard()
 
-    def _leave_forward(self) -> None:
+    def _abandon_forward(self) -> None:
         """End a forward pass that has failed: FSDP2 would continue it in the next one, with what it has gathered."""
         kept = self._keeps
         for unit in self._units:
